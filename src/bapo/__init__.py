@@ -1,0 +1,50 @@
+"""BAPO: off-policy reinforcement learning of language models with adaptive clip bounds (arXiv:2510.18927).
+
+    from bapo import policy_loss
+    out = policy_loss(logprobs, behavior_logprobs, advantages, mask)    # four tensors in
+    out.loss.backward()                                                 # loss out; bounds and metrics beside it
+
+Names load on first use, so that `import bapo` alone needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table, signal_table, solve_bounds
+    from bapo.core.loss import PolicyLoss, policy_loss
+    from bapo.core.objectives import OBJECTIVES
+    from bapo.core.settings import ClipSettings
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ClipSettings": "bapo.core.settings",
+    "ClipBounds": "bapo.core.bounds",
+    "StopReason": "bapo.core.bounds",
+    "solve_bounds": "bapo.core.bounds",
+    "signal_table": "bapo.core.bounds",
+    "bounds_from_table": "bapo.core.bounds",
+    "policy_loss": "bapo.core.loss",
+    "PolicyLoss": "bapo.core.loss",
+    "OBJECTIVES": "bapo.core.objectives",
+}
+
+__all__ = [
+    "OBJECTIVES",
+    "ClipBounds",
+    "ClipSettings",
+    "PolicyLoss",
+    "StopReason",
+    "__version__",
+    "bounds_from_table",
+    "policy_loss",
+    "signal_table",
+    "solve_bounds",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'bapo' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Pure functions of tensors: the method itself. No I/O, no logging, no config files, no frameworks."""

@@ -1,0 +1,295 @@
+"""BAPO's clip bounds, solved exactly in one pass (arXiv:2510.18927, Algorithm 1).
+
+The paper's search re-measures the positive share after every small move of a bound. But its path is fixed in advance:
+high goes up to its end, then low does (or the other way round). The share at a candidate needs only P(high), the signal
+of positive tokens, and N(low), that of negative ones; and P at *every* high and N at *every* low are sums over tokens,
+which one pass can fill. So:
+
+    signal_table    tokens -> a vector of P at each high, N at each low       (pure sums: tables of parts add up)
+    bounds_from_table    table -> the first candidate on the path with P / (P + N) >= target_share
+
+Micro-batches are accumulated by adding their tables, ranks by one all-reduce of one table. Nothing here waits for the
+device: bounds stay 0-d tensors. The answer equals the step-by-step loop's on every input, with comparisons and sums
+carried out as in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo.core.checks import check_finite, check_mask, check_not_empty, check_shapes
+from bapo.core.settings import ClipSettings, Measure
+
+__all__ = [
+    "ClipBounds",
+    "ClipSettings",
+    "StopReason",
+    "bounds_from_table",
+    "fixed_bounds",
+    "positive_share",
+    "signal_table",
+    "solve_bounds",
+]
+
+CPU_CHUNK = 2**17
+DEVICE_CHUNK = 2**18
+"""Tokens per pass: small enough for the cache on CPU, and for candidates x tokens temporaries on a device."""
+
+
+class StopReason(IntEnum):
+    """Why the search ended where it did."""
+
+    START = 0
+    """The first candidate already reached the target."""
+    RAISING_HIGH = 1
+    """The target was reached while the upper bound moved."""
+    RAISING_LOW = 2
+    """The target was reached while the lower bound moved."""
+    END = 3
+    """No candidate reached the target; the last one is used."""
+    NO_SIGNAL = 4
+    """No token has a non-zero advantage; the first candidate is used."""
+
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """Bounds on the ratio, and the positive share they give: 0-d tensors on the inputs' device.
+
+    The last three fields describe the search, and are None where the bounds were given.
+    """
+
+    low: Tensor
+    high: Tensor
+    share: Tensor
+    """P / (P + N) at (low, high)."""
+    share_at_start: Tensor | None = None
+    """The share at the first candidate of the path."""
+    share_at_end: Tensor | None = None
+    """The share at the last candidate of the path."""
+    stop: Tensor | None = None
+    """A StopReason, as an integer."""
+
+
+def solve_bounds(
+    ratio: Tensor,  # [tokens] or [sequences, tokens]: pi_theta / pi_behavior
+    advantages: Tensor,  # same shape
+    mask: Tensor,  # same shape; which tokens count
+    settings: ClipSettings,
+    *,
+    behavior_logprobs: Tensor | None = None,  # same shape; needed for weight="rollout_prob"
+    process_group: dist.ProcessGroup | None = None,  # sum the signal over these ranks, with one all-reduce
+) -> ClipBounds:
+    """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
+    if process_group is None:
+        check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
+        return bounds_from_table(
+            signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs),
+            settings,
+            dtype=_working_dtype(ratio),
+        )
+    try:
+        table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs)
+    except ValueError:
+        poison_peers(settings, process_group, mask.device)
+        raise
+    dist.all_reduce(table, group=process_group)
+    bounds = bounds_from_table(table, settings, dtype=_working_dtype(ratio))
+    if table.device.type == "cpu" and bool(bounds.share.isnan()):
+        raise ValueError(
+            "the signal summed over process_group is not finite, although this rank's is: another rank got bad input. "
+            "Its own error names the sequence."
+        )
+    return bounds
+
+
+def poison_peers(settings: ClipSettings, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Join the all-reduce with NaN, so that peers learn of this rank's error instead of waiting for it."""
+    size = len(settings.low_grid) + len(settings.high_grid) + 1
+    dist.all_reduce(torch.full((size,), math.nan, dtype=torch.float64, device=device), group=process_group)
+
+
+@torch.no_grad()
+def signal_table(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    *,
+    behavior_logprobs: Tensor | None = None,
+) -> Tensor:  # [highs + lows + 1], float64
+    """P at every candidate high, N at every candidate low, and the number of tokens with a signal.
+
+        measure     P(high), over A > 0             N(low), over A < 0
+        surrogate   sum w min(r, high) A            sum w max(r, low) |A|
+        gradient    sum w r A [r < high]            sum w r |A| [r > low]
+
+    Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
+    """
+    check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
+    mask = check_mask(mask)
+    dtype = _working_dtype(ratio)
+    signal = torch.where(mask, advantages.to(dtype), 0.0)  # w * A, signed
+    ratio = torch.where(mask, ratio.to(dtype), 1.0)
+    if settings.weight == "rollout_prob":
+        if behavior_logprobs is None:
+            raise ValueError(
+                "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
+                "behavior_logprobs=. Pass them, or use weight='none'."
+            )
+        signal = signal * torch.where(mask, behavior_logprobs.to(dtype), 0.0).exp()
+    if mask.device.type == "cpu":
+        check_finite("ratio", ratio, mask)
+        check_finite("advantages" if settings.weight == "none" else "rollout_prob * advantages", signal, mask)
+    accumulate, chunk = (_binned_sums, CPU_CHUNK) if mask.device.type == "cpu" else (_compared_sums, DEVICE_CHUNK)
+    grids = _grids(settings, dtype, mask.device)
+    table = torch.zeros(grids.size, dtype=torch.float64, device=mask.device)
+    for ratio_part, signal_part in zip(ratio.flatten().split(chunk), signal.flatten().split(chunk), strict=True):
+        table += accumulate(ratio_part, signal_part, grids, settings.measure)
+    return table
+
+
+@torch.no_grad()
+def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dtype = torch.float32) -> ClipBounds:
+    """The first candidate on the path whose positive share reaches the target, else the last one."""
+    grids = _grids(settings, dtype, table.device)
+    highs, lows = grids.high.numel(), grids.low.numel()
+    if table.shape != (grids.size,):
+        raise ValueError(
+            f"table has shape {tuple(table.shape)} but these settings give {(grids.size,)}: it was filled with other "
+            "settings. Use one ClipSettings for signal_table and bounds_from_table."
+        )
+    positive, negative, signed_tokens = table.split([highs, lows, 1])
+    positive, negative = positive[grids.path_high], negative[grids.path_low]
+    total = positive + negative
+    # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
+    share = torch.where(total == 0, (signed_tokens == 0).to(total.dtype), positive / total)
+
+    failed = ~(share >= settings.target_share)
+    index = failed.cumprod(0).sum().clamp(max=len(share) - 1).reshape(1)
+    raised_high = grids.path_high[index] > grids.path_high[index - 1]
+    stop = torch.where(raised_high, StopReason.RAISING_HIGH, StopReason.RAISING_LOW)
+    stop = torch.where(index == 0, StopReason.START, stop)
+    stop = torch.where(failed.all(), StopReason.END, stop)
+    stop = torch.where(signed_tokens == 0, StopReason.NO_SIGNAL, stop)
+    poison = (table.sum() * 0).to(dtype)  # 0, or NaN where the table is not finite: never a plausible bound
+    return ClipBounds(
+        low=grids.low[grids.path_low[index]].squeeze(0).to(dtype) + poison,
+        high=grids.high[grids.path_high[index]].squeeze(0).to(dtype) + poison,
+        share=share[index].squeeze(0).to(dtype),
+        share_at_start=share[0].to(dtype),
+        share_at_end=share[-1].to(dtype),
+        stop=stop.squeeze(0),
+    )
+
+
+@torch.no_grad()
+def positive_share(
+    ratio: Tensor, signal: Tensor, low: Tensor | float, high: Tensor | float, measure: Measure = "gradient"
+) -> Tensor:  # 0-d float64
+    """P / (P + N) at one pair of bounds; `signal` is w * A with masked tokens set to 0. No signal at all: 1."""
+    kept = torch.where(signal > 0, ratio < high, ratio > low)
+    clipped = ratio.clamp(low, high) if measure == "surrogate" else torch.zeros_like(ratio)
+    contribution = torch.where(kept, ratio, clipped) * signal
+    positive = contribution.clamp(min=0).sum(dtype=torch.float64)
+    negative = -contribution.clamp(max=0).sum(dtype=torch.float64)
+    total = positive + negative
+    return torch.where(total == 0, (signal == 0).all().double(), positive / total)
+
+
+def fixed_bounds(ratio: Tensor, signal: Tensor, low: float, high: float) -> ClipBounds:
+    """A given pair of bounds with the share (gradient measure) it leaves to positive tokens."""
+    share = positive_share(ratio, signal, low, high).to(ratio.dtype)
+    return ClipBounds(low=torch.full_like(share, low), high=torch.full_like(share, high), share=share)
+
+
+@dataclass(frozen=True)
+class _Grids:
+    """The candidates of one ClipSettings as tensors on one device."""
+
+    low: Tensor  # [lows] float64
+    high: Tensor  # [highs] float64
+    thresholds: Tensor  # [lows + 1 + highs]: -low descending in size, 0, high ascending; see _binned_sums
+    path_low: Tensor  # [candidates] index into low
+    path_high: Tensor  # [candidates] index into high
+    settings: ClipSettings
+
+    @property
+    def size(self) -> int:
+        """Length of a signal table: P at each high, N at each low, count of signed tokens."""
+        return self.high.numel() + self.low.numel() + 1
+
+
+@lru_cache(maxsize=64)
+def _grids(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> _Grids:
+    """Built once per settings and device, so that no call copies from the host."""
+    low = torch.tensor(settings.low_grid, dtype=torch.float64)
+    high = torch.tensor(settings.high_grid, dtype=torch.float64)
+    path_low, path_high = torch.tensor(settings.path).unbind(1)
+    exact = torch.cat([-low.flip(0), low.new_zeros(1), high])
+    # A ratio of this dtype is >= the real threshold exactly if it is >= the threshold rounded up to this dtype.
+    rounded = exact.to(dtype)
+    rounded = torch.where(rounded.double() < exact, torch.nextafter(rounded, torch.full_like(rounded, math.inf)), rounded)
+    tensors = (x.to(device) for x in (low, high, rounded, path_low.contiguous(), path_high.contiguous()))
+    return _Grids(*tensors, settings=settings)
+
+
+def _binned_sums(ratio: Tensor, signal: Tensor, grids: _Grids, measure: Measure) -> Tensor:
+    """Sums by histogram: for CPUs, where a scatter is cheap and a pass per candidate is not.
+
+    The signed ratio u = r * sign(A) puts both signs on one line, negative tokens left of 0, positive ones right of it.
+    With thresholds -low and high on that line, a token is clipped by a candidate exactly if threshold <= u (on its own
+    side of 0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know.
+    """
+    settings, (lows, highs) = grids.settings, (grids.low.numel(), grids.high.numel())
+    sign = torch.sgn(signal)
+    tiny = torch.finfo(ratio.dtype).tiny
+    signed_ratio = ratio.clamp(min=tiny).mul_(sign)  # ratio 0 keeps its side
+    # Nearest threshold by arithmetic, then one exact comparison. Right of 0 the first term is at its end.
+    near_low = (signed_ratio + settings.low_grid[-1]).mul_(1 / settings.low_step).round_().clamp_(0, lows - 1)
+    near_high = (signed_ratio - settings.high_grid[0]).mul_(1 / settings.high_step).round_().clamp_(0, highs - 1)
+    near = near_low.add_(near_high).add_(sign).add_(1).long()
+    bins = near.add_(grids.thresholds.index_select(0, near) <= signed_ratio)
+
+    size = lows + 1 + highs + 1
+    signal = signal.double()
+    weighted = torch.zeros(size, dtype=torch.float64).scatter_add_(0, bins, ratio.double() * signal)
+    # Bins 0..lows hold negative tokens (0 where |r| is largest), the rest positive ones.
+    negative = -weighted[: lows + 1].cumsum(0)[:lows].flip(0)
+    positive = weighted[lows + 1 :].cumsum(0)[:highs]
+    if measure == "surrogate":
+        plain = torch.zeros(size, dtype=torch.float64).scatter_add_(0, bins, signal)
+        negative = negative + grids.low * -plain[1 : lows + 1].flip(0).cumsum(0)
+        positive = positive + grids.high * plain[lows + 2 :].flip(0).cumsum(0).flip(0)
+    return torch.cat([positive, negative, sign.abs().sum(dtype=torch.float64).reshape(1)])
+
+
+def _compared_sums(ratio: Tensor, signal: Tensor, grids: _Grids, measure: Measure) -> Tensor:
+    """Sums by comparing every token with every candidate: for accelerators, where atomics on few bins would queue."""
+    lows = grids.low.numel()
+    thresholds = grids.thresholds[:, None]
+    weighted = ratio.double() * signal.double()
+
+    def kept_and_clipped(kept: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
+        kept_sum = torch.where(kept, weighted * side, 0.0).sum(1)
+        if measure == "gradient":
+            return kept_sum, torch.zeros_like(kept_sum)
+        return kept_sum, torch.where(kept, 0.0, signal * side).sum(1, dtype=torch.float64)
+
+    kept, clipped = kept_and_clipped(ratio < thresholds[lows + 1 :], signal > 0)
+    positive = kept + grids.high * clipped
+    kept, clipped = kept_and_clipped(ratio > -thresholds[:lows].flip(0), signal < 0)
+    negative = -(kept + grids.low * clipped)
+    poison = weighted.sum() * 0  # a NaN or infinite ratio fails every comparison; it must not vanish from the sums
+    return torch.cat([positive, negative, (signal != 0).sum(dtype=torch.float64).reshape(1)]) + poison
+
+
+def _working_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 stays; everything coarser is worked on in float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,0 +1,123 @@
+"""What the core refuses, and in which words.
+
+Every message names the argument, the value, the reason and the remedy. Shapes and dtypes are always checked. Values are
+checked on CPU tensors, where looking is free; on an accelerator a look is a host sync, so there a bad value turns the
+bounds and the loss into NaN (never into a plausible number), and `check_tokens` called by hand says which token it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOGPROB_SLACK = 1e-3
+"""How far above zero rounding may carry a log-prob before it cannot be one."""
+
+
+def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
+    """All tensors are floating, shaped and placed like `mask`: [tokens] or [sequences, tokens]."""
+    if mask.dim() not in (1, 2):
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}; expected [tokens] (packed) or [sequences, tokens] (padded). "
+            "Reshape all inputs alike."
+        )
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.shape != mask.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}; every input holds one value "
+                "per token. Expand per-response values to their tokens, e.g. advantages[:, None].expand_as(mask)."
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating dtype. Call {name}.float() first.")
+        if tensor.device != mask.device:
+            raise ValueError(f"{name} is on {tensor.device} but mask is on {mask.device}. Move all inputs to one device.")
+
+
+def check_mask(mask: Tensor) -> Tensor:
+    """The mask as bool, if it is one."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.device.type == "cpu" and not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError(
+            "mask holds values other than 0 and 1; it selects tokens and cannot weigh them. "
+            "Put weights into the advantages, and pass mask > 0."
+        )
+    return mask != 0
+
+
+def check_sequence_ids(sequence_ids: Tensor | None, mask: Tensor) -> None:
+    """Ids of a packed batch: one integer per token, 0 <= id < number of tokens."""
+    if sequence_ids is None:
+        return
+    if sequence_ids.shape != mask.shape or sequence_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"sequence_ids has shape {tuple(sequence_ids.shape)} and dtype {sequence_ids.dtype}; expected integers of "
+            f"shape {tuple(mask.shape)}: the index of the response each token belongs to."
+        )
+    if sequence_ids.device.type == "cpu" and sequence_ids.numel():
+        lowest, highest = sequence_ids.aminmax()
+        if lowest < 0 or highest >= sequence_ids.numel():
+            raise ValueError(
+                f"sequence_ids ranges over {int(lowest)}..{int(highest)}; number the responses of the batch from 0."
+            )
+
+
+def check_not_empty(mask: Tensor, remedy: str) -> None:
+    """At least one token is selected (CPU only)."""
+    if mask.device.type == "cpu" and not bool(mask.any()):
+        raise ValueError(f"mask selects none of its {mask.numel()} tokens, so there is nothing to compute. {remedy}")
+
+
+def check_finite(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> None:
+    """No NaN or infinity under the mask; the first one is named by its sequence."""
+    masked = torch.where(mask, values.detach(), 0.0)
+    lowest, highest = masked.aminmax() if masked.numel() else (torch.zeros(()), torch.zeros(()))
+    if bool(torch.isfinite(lowest) & torch.isfinite(highest)):
+        return
+    where, value = _first(masked, ~torch.isfinite(masked), sequence_ids)
+    raise ValueError(
+        f"{name} is {value} in {where}. Every token under the mask needs a finite value: mask that token out, or drop "
+        "the sequence and find out what produced it."
+    )
+
+
+def check_logprobs(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> None:
+    """Finite and not above zero under the mask."""
+    check_finite(name, values, mask, sequence_ids)
+    masked = torch.where(mask, values.detach(), 0.0)
+    if masked.numel() and masked.max() > LOGPROB_SLACK:
+        where, value = _first(masked, masked > LOGPROB_SLACK, sequence_ids)
+        raise ValueError(
+            f"{name} is {value} in {where}, but a log-probability is at most 0. Pass log-softmax outputs of the sampled "
+            "tokens, not logits, probabilities or negative log-likelihoods."
+        )
+
+
+def check_tokens(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+) -> None:
+    """Every value check of `policy_loss`, on any device. Reads values on the host: on CUDA this waits for the GPU."""
+    check_logprobs("logprobs", logprobs, mask, sequence_ids)
+    check_logprobs("behavior_logprobs", behavior_logprobs, mask, sequence_ids)
+    check_finite("advantages", advantages, mask, sequence_ids)
+    if entropy is not None:
+        check_finite("entropy", entropy, mask, sequence_ids)
+
+
+def _first(values: Tensor, bad: Tensor, sequence_ids: Tensor | None) -> tuple[str, float]:
+    """Where the first bad value sits, in words, and the value."""
+    position = bad.nonzero()[0]
+    value = float(values[tuple(position)])
+    if values.dim() == 2:
+        return f"sequence {int(position[0])}, token {int(position[1])}", value
+    if sequence_ids is not None:
+        return f"sequence {int(sequence_ids[position])}, packed token {int(position)}", value
+    return f"packed token {int(position)}", value

@@ -1,0 +1,199 @@
+"""What the clip does to entropy, and the other numbers an off-policy run should watch.
+
+The Entropy-Clip Rule (arXiv:2510.18927): to first order an update changes the entropy of a softmax policy by
+
+    dH = -eta Cov_{y~pi}( log pi(y), pi(y) (A(y) X(y) + C) ),   X = 1 where the clip retains the token, C = -E_pi[A X]
+
+(the paper drops the factor pi(y) of the logit change; we keep it, because then the statement is exact as eta -> 0).
+So a token's push on entropy has the sign of its quadrant:
+
+                          high advantage      low advantage
+    high probability      lowers entropy      raises entropy
+    low probability       raises entropy      lowers entropy
+
+All functions return values; those over tokens take the tokens of a whole update (gather micro-batches and ranks first),
+because a quantile or a mean threshold of a part is not that of the whole. Gradient norms belong to the learner.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bapo.core.bounds import ClipBounds, positive_share
+from bapo.core.objectives import Tokens, retained_by
+from bapo.core.settings import ClipSettings
+
+QUADRANTS = ("high_prob_high_adv", "high_prob_low_adv", "low_prob_high_adv", "low_prob_low_adv")
+QUANTILES = {"p01": 0.01, "p10": 0.10, "p50": 0.50, "p90": 0.90, "p99": 0.99}
+
+
+@torch.no_grad()
+def exact_entropy_change(
+    probs: Tensor,  # [..., vocabulary] the current policy
+    advantages: Tensor,  # [..., vocabulary] of every action
+    retained: Tensor,  # [..., vocabulary] bool: X, which actions the clip lets through
+) -> Tensor:  # [...] dH per unit of eta
+    """The rule with the whole distribution at hand: the derivative of entropy along one gradient step on the logits."""
+    signal = advantages * retained
+    centred = probs * (signal - (probs * signal).sum(-1, keepdim=True))
+    logprobs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+    surprise = logprobs - (probs * logprobs).sum(-1, keepdim=True)
+    return -(probs * surprise * centred).sum(-1)
+
+
+@torch.no_grad()
+def predicted_entropy_change(tokens: Tokens, entropy: Tensor, retained: Tensor) -> Tensor:  # 0-d, dH per unit of eta
+    """The rule from sampled tokens: expectations under pi become ratio-weighted means over tokens.
+
+        dH / eta = -mean_t[ r_t (log pi_t + H_t) pi_t (A_t X_t + C) ],   C = -mean_t[ r_t A_t X_t ]
+
+    With one sample per state, C is the mean over all states instead of each state's own. eta is a step on logits, so
+    under Adam read the sign and compare sizes between steps; do not read it as nats.
+    """
+    signal = tokens.advantages * retained
+    ratio = tokens.ratio.detach()
+    centred = signal - masked_mean(ratio * signal, tokens.mask)
+    surprise = tokens.logprobs.detach() + entropy
+    return -masked_mean(ratio * surprise * tokens.logprobs.detach().exp() * centred, tokens.mask)
+
+
+@torch.no_grad()
+def quadrant_masses(tokens: Tokens, entropy: Tensor, retained: Tensor) -> dict[str, Tensor]:
+    """Share of the gradient mass r |A| in each quadrant of the rule, retained and blocked; the eight sum to 1.
+
+    High probability: log pi + H > 0. High advantage: above the mean advantage of the retained signed tokens.
+    """
+    signed = tokens.mask & (tokens.advantages != 0)
+    mass = torch.where(signed, tokens.ratio.detach() * tokens.advantages.abs(), 0.0)
+    mass = mass / mass.sum().clamp(min=torch.finfo(mass.dtype).tiny)
+    high_prob = tokens.logprobs.detach() + entropy > 0
+    high_adv = tokens.advantages > masked_mean(tokens.advantages, signed & retained)
+    inside = (high_prob & high_adv, high_prob & ~high_adv, ~high_prob & high_adv, ~high_prob & ~high_adv)
+    return {
+        f"{quadrant}_{fate}": (mass * (here & chosen)).sum()
+        for quadrant, here in zip(QUADRANTS, inside, strict=True)
+        for fate, chosen in (("retained", retained), ("blocked", ~retained))
+    }
+
+
+@torch.no_grad()
+def clip_statistics(tokens: Tokens, retained: Tensor) -> dict[str, Tensor]:
+    """Token shares by sign, and how many of each the clip blocked."""
+    positive = tokens.mask & (tokens.advantages > 0)
+    negative = tokens.mask & (tokens.advantages < 0)
+    blocked = ~retained
+    return {
+        "positive_tokens": masked_mean(positive, tokens.mask),
+        "negative_tokens": masked_mean(negative, tokens.mask),
+        "clip_fraction": masked_mean(blocked, positive | negative),
+        "clip_fraction_positive": masked_mean(blocked, positive),
+        "clip_fraction_negative": masked_mean(blocked, negative),
+    }
+
+
+@torch.no_grad()
+def ratio_statistics(tokens: Tokens) -> dict[str, Tensor]:
+    """How far the learner has moved from the policies that sampled: quantiles, KL and effective sample size.
+
+    kl is the mean of r - 1 - log r, an unbiased and non-negative estimate of KL(pi_behavior || pi_theta); ess is
+    (sum r)^2 / (n sum r^2), 1 on-policy.
+    """
+    log_ratio, mask = tokens.log_ratio.detach(), tokens.mask
+    count = mask.sum()
+    ascending = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
+    quantiles = torch.tensor(list(QUANTILES.values()), device=mask.device)
+    at = (quantiles * (count - 1).clamp(min=0)).round().long()
+    ratio = torch.where(mask, log_ratio.exp(), 0.0).double()
+    return {
+        **{f"ratio_{name}": value for name, value in zip(QUANTILES, ascending[at].exp().unbind(), strict=True)},
+        "ratio_max": ratio.max(),
+        "kl": masked_mean(log_ratio.expm1() - log_ratio, mask),
+        "ess": ratio.sum() ** 2 / (count * (ratio**2).sum()).clamp(min=torch.finfo(torch.float64).tiny),
+    }
+
+
+@torch.no_grad()
+def share_statistics(tokens: Tokens, settings: ClipSettings, bounds: ClipBounds | None) -> dict[str, Tensor]:
+    """The positive share before any clip, at the fixed (0.8, 1.2), and at the bounds in use."""
+    signal = torch.where(tokens.mask, tokens.advantages, 0.0)
+    if settings.weight == "rollout_prob":
+        signal = signal * tokens.behavior_logprobs.exp()
+    pairs: dict[str, tuple[Tensor | float, Tensor | float]] = {
+        "share_unclipped": (-1.0, torch.inf),
+        "share_fixed": (0.8, 1.2),
+    }
+    if bounds is not None:
+        pairs["share"] = (bounds.low, bounds.high)
+    ratio = tokens.ratio.detach()
+    return {name: positive_share(ratio, signal, *pair, settings.measure) for name, pair in pairs.items()}
+
+
+@torch.no_grad()
+def staleness_histogram(
+    versions: Tensor,  # [tokens] policy version that sampled each token
+    mask: Tensor,  # [tokens]
+    *,
+    version: int,  # the learner's version now
+    bins: int,  # count 0 .. bins-1 separately, everything older in the last one
+) -> Tensor:  # [bins + 1] counts, int64
+    """How many updates lie between sampling and use, per token."""
+    staleness = (version - versions).flatten()
+    if mask.device.type == "cpu" and bool(((staleness < 0) & mask.flatten()).any()):
+        raise ValueError(
+            f"versions holds {int(versions[mask].max())}, newer than the learner's version={version}: a token cannot come "
+            "from a policy that does not exist yet. Pass the learner's version at the time of use."
+        )
+    ages = staleness.clamp(0, bins)
+    return (ages[:, None] == torch.arange(bins + 1, device=ages.device)).mul(mask.flatten()[:, None]).sum(0)
+
+
+@torch.no_grad()
+def response_statistics(
+    rewards: Tensor,  # [sequences]
+    lengths: Tensor,  # [sequences] tokens
+    *,
+    correct_above: float = 0.5,
+) -> dict[str, Tensor]:
+    """Mean reward, and response length by correctness: the imbalance BAPO is about."""
+    correct = rewards > correct_above
+    everything = torch.ones_like(correct)
+    return {
+        "reward": masked_mean(rewards, everything),
+        "length": masked_mean(lengths, everything),
+        "length_correct": masked_mean(lengths, correct),
+        "length_wrong": masked_mean(lengths, ~correct),
+    }
+
+
+def diagnose(
+    tokens: Tokens,
+    retained: Tensor,
+    *,
+    settings: ClipSettings,
+    bounds: ClipBounds | None,
+    entropy: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Every diagnostic that the tokens of one update allow, as 0-d tensors.
+
+    With `entropy` (of each token's own distribution) also the Entropy-Clip Rule. `staleness_histogram` and
+    `response_statistics` need versions and rewards and are called beside it.
+    """
+    metrics = clip_statistics(tokens, retained) | ratio_statistics(tokens) | share_statistics(tokens, settings, bounds)
+    if entropy is not None:
+        metrics |= entropy_statistics(tokens, entropy, retained)
+    return metrics
+
+
+def entropy_statistics(tokens: Tokens, entropy: Tensor, retained: Tensor) -> dict[str, Tensor]:
+    """Mean entropy, the rule's prediction and its quadrants."""
+    return {
+        "entropy": masked_mean(entropy, tokens.mask),
+        "predicted_entropy_change": predicted_entropy_change(tokens, entropy, retained),
+        **quadrant_masses(tokens, entropy, retained),
+    }
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of values under the mask, in float64; 0 where it selects nothing."""
+    return torch.where(mask, values.double(), 0.0).sum() / mask.sum().clamp(min=1)

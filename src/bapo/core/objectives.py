@@ -1,0 +1,228 @@
+"""Policy objectives: one short function each, a loss per token in return.
+
+Every objective takes `Tokens` (what the learner knows of each token) and its own options, and returns the loss per token
+(to be minimised, unreduced) with `retained`: which tokens still have a gradient. Masking and averaging happen in
+`reduction.py`; choosing bounds in `bounds.py`. r_t = pi_theta / pi_behavior of token t throughout, and bounds are bounds
+on the ratio, never epsilons. The log-ratio is limited to +-20 so that no ratio overflows; beyond it the gradient is 0.
+
+The peers are here for comparison, and only as far as their loss goes: no KL terms, no advantage tricks, no resampling
+of theirs (see each docstring).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bapo.core.bounds import ClipBounds, fixed_bounds
+from bapo.core.reduction import sequence_lengths, sequence_sums, spread
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one loss call: [tokens] packed or [sequences, tokens] padded, zeros where masked out."""
+
+    logprobs: Tensor  # under the learner now; carries grad
+    behavior_logprobs: Tensor  # under the policy that sampled each token
+    advantages: Tensor
+    mask: Tensor  # bool
+    sequence_ids: Tensor | None = None  # which response each packed token belongs to
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        difference = self.logprobs - self.behavior_logprobs
+        hidden_infinity = 0 * difference.detach()  # NaN where the clamp would turn an infinity into a plausible ratio
+        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + hidden_infinity
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        return self.log_ratio.exp()
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """Masked sum over each token's sequence, given back to each of its tokens."""
+        return spread(sequence_sums(values, self.mask, self.sequence_ids), self.mask, self.sequence_ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of each token's sequence, at least 1."""
+        lengths = sequence_lengths(self.mask, self.sequence_ids)
+        return spread(lengths, self.mask, self.sequence_ids).clamp(min=1)
+
+
+class TokenLoss(NamedTuple):
+    """Loss and fate of each token."""
+
+    loss: Tensor  # to be minimised
+    retained: Tensor  # bool: its gradient survives
+    bounds: ClipBounds | None = None  # where one pair of ratio bounds applies to all tokens
+
+
+def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """X_t of the Entropy-Clip Rule: A > 0 and r < high, or A < 0 and r > low (and always where A = 0)."""
+    return torch.where(advantages > 0, ratio < high, (ratio > low) | (advantages == 0))
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """PPO's pessimistic surrogate with independent ratio bounds (arXiv:1707.06347, eq. 7).
+
+    L_t = -min(r_t A_t, clip(r_t, low, high) A_t)
+
+    At a bound itself the token counts as clipped: its gradient is 0.
+    """
+    retained = retained_by(ratio, advantages, low, high)
+    return -torch.where(retained, ratio, ratio.detach().clamp(low, high)) * advantages
+
+
+def grpo(tokens: Tokens, *, low: float = 0.8, high: float = 1.2) -> TokenLoss:
+    """Fixed symmetric clip (GRPO, arXiv:2402.03300, without its KL term): low, high = 0.8, 1.2."""
+    ratio, advantages = tokens.ratio, tokens.advantages
+    return TokenLoss(
+        clipped_surrogate(ratio, advantages, low, high),
+        retained_by(ratio, advantages, low, high),
+        fixed_bounds(ratio, advantages, low, high),
+    )
+
+
+def clip_higher(tokens: Tokens, *, low: float = 0.8, high: float = 1.28) -> TokenLoss:
+    """Fixed asymmetric clip (DAPO, arXiv:2503.14476): low, high = 0.8, 1.28."""
+    return grpo(tokens, low=low, high=high)
+
+
+def dual_clip(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, cap: float = 3.0) -> TokenLoss:
+    """Dual-clip PPO (arXiv:1912.09729): negative tokens are also clipped above, at ratio `cap`.
+
+    L_t = -max( min(r A, clip(r, low, high) A), cap A )   for A < 0;  the plain clip for A >= 0
+    """
+    clipped = grpo(tokens, low=low, high=high)
+    return _cap_negatives(clipped, tokens, cap)
+
+
+def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) -> TokenLoss:
+    """The clipped surrogate at bounds solved from this update's own tokens (BAPO, arXiv:2510.18927).
+
+    `dual_clip` caps negative tokens as the authors' script does (at 3.0); the paper has no such cap.
+    """
+    ratio, advantages = tokens.ratio, tokens.advantages
+    result = TokenLoss(
+        clipped_surrogate(ratio, advantages, bounds.low, bounds.high),
+        retained_by(ratio, advantages, bounds.low, bounds.high),
+        bounds,
+    )
+    return result if dual_clip is None else _cap_negatives(result, tokens, dual_clip)
+
+
+def _cap_negatives(clipped: TokenLoss, tokens: Tokens, cap: float) -> TokenLoss:
+    if not cap > 1:
+        raise ValueError(f"the dual clip is {cap}, but it caps ratios of negative tokens from above. Use a value > 1, e.g. 3.0.")
+    capped = (tokens.advantages < 0) & (tokens.ratio >= cap)
+    loss = torch.where(capped, -cap * tokens.advantages, clipped.loss)
+    return TokenLoss(loss, clipped.retained & ~capped, clipped.bounds)
+
+
+def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ratio: float = 10.0) -> TokenLoss:
+    """Bounds that widen as the behaviour probability q falls (DCPO, arXiv:2509.02333).
+
+        |r - 1| r q <= eps   =>   0.5 + 0.5 sqrt(max(1 - 4 eps_low / q, 0)) <= r <= 0.5 + 0.5 sqrt(1 + 4 eps_high / q)
+
+    and r <= max_ratio. Its smooth advantage standardisation and its loss averaging are not part of this.
+    """
+    q = tokens.behavior_logprobs.exp()
+    low = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
+    high = (0.5 + 0.5 * (1 + 4 * eps_high / q).sqrt()).clamp(max=max_ratio)
+    ratio, advantages = tokens.ratio, tokens.advantages
+    return TokenLoss(clipped_surrogate(ratio, advantages, low, high), retained_by(ratio, advantages, low, high))
+
+
+def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> TokenLoss:
+    """Clip the importance weight, keep every gradient (CISPO, arXiv:2506.13585).
+
+        L_t = -sg(clip(r_t, low, high)) A_t log pi(y_t)
+
+    The paper tunes only the upper bound and prints no value; 5 is a common choice.
+    """
+    weight = tokens.ratio.detach().clamp(low, high)
+    return TokenLoss(-weight * tokens.advantages * tokens.logprobs, torch.ones_like(tokens.mask))
+
+
+def gspo(tokens: Tokens, *, low: float = 1 - 3e-4, high: float = 1 + 4e-4) -> TokenLoss:
+    """One length-normalised ratio per response, clipped as a whole (GSPO, arXiv:2507.18071).
+
+        s_i = exp( (1/|y_i|) sum_t log r_it ),   L_i = -min(s_i A_i, clip(s_i, low, high) A_i) on each of its tokens
+
+    Use reduction="sequence_mean" for the paper's objective. Advantages must be equal within a response.
+    """
+    ratio = (tokens.per_sequence(tokens.log_ratio) / tokens.lengths).exp()
+    advantages = tokens.per_sequence(tokens.advantages) / tokens.lengths
+    return TokenLoss(clipped_surrogate(ratio, advantages, low, high), retained_by(ratio, advantages, low, high))
+
+
+def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
+    """A soft gate in place of the clip (SAPO, arXiv:2511.20347).
+
+    L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,   tau by the sign of A_t;  its slope at r = 1 is that of r A
+    """
+    tau = torch.where(tokens.advantages > 0, tau_positive, tau_negative).to(tokens.ratio.dtype)
+    gate = 4 / tau * torch.sigmoid(tau * (tokens.ratio - 1))
+    return TokenLoss(-gate * tokens.advantages, torch.ones_like(tokens.mask))
+
+
+def topr(tokens: Tokens) -> TokenLoss:
+    """Positives without importance weight, negatives with a truncated one (TOPR, arXiv:2503.14286).
+
+        L_t = -alpha A_t log pi(y_t),   alpha = 1 for A > 0,  sg( min(pi(y)/mu(y), 1) ) for A <= 0
+
+    The ratio is that of the whole response. The paper uses rewards of +-1; advantages stand in for them here.
+    """
+    response_log_ratio = tokens.per_sequence(tokens.log_ratio.detach())
+    alpha = torch.where(tokens.advantages > 0, 1.0, response_log_ratio.clamp(max=0).exp())
+    return TokenLoss(-alpha * tokens.advantages * tokens.logprobs, torch.ones_like(tokens.mask))
+
+
+def asymre(tokens: Tokens, *, shift: float = -0.1) -> TokenLoss:
+    """Off-policy REINFORCE with a lowered baseline, no importance weight (AsymRE, arXiv:2506.20520).
+
+        L_t = -(R - (V + shift)) log pi(y_t) = -(A_t - shift) log pi(y_t)
+
+    With shift < 0 successes weigh more than failures. `shift` is in units of the advantages: use advantages without
+    division by the standard deviation (dr_grpo) for the paper's.
+    """
+    return TokenLoss(-(tokens.advantages - shift) * tokens.logprobs, torch.ones_like(tokens.mask))
+
+
+def m2po(tokens: Tokens, *, threshold: float = 0.04) -> TokenLoss:
+    """Mask the tokens of largest (log r)^2 until the mean of the rest is within `threshold` (M2PO, arXiv:2510.01161).
+
+        L_t = -M_t r_t A_t,   mean of (log r)^2 over M = 1 at most threshold
+
+    The mask is found over the tokens of this call; masked tokens still count in the denominator.
+    """
+    second_moment = torch.where(tokens.mask, tokens.log_ratio.detach() ** 2, torch.inf).flatten()
+    ascending, order = second_moment.sort()
+    counts = torch.arange(1, len(order) + 1, device=order.device, dtype=torch.float64)
+    within = ascending.cumsum(0, dtype=torch.float64) / counts <= threshold
+    retained = torch.zeros_like(within).scatter(0, order, within).view(tokens.mask.shape)
+    return TokenLoss(-torch.where(retained, tokens.ratio, 0.0) * tokens.advantages, retained)
+
+
+Objective = Callable[..., TokenLoss]
+
+OBJECTIVES: dict[str, Objective] = {
+    "grpo": grpo,
+    "clip_higher": clip_higher,
+    "dual_clip": dual_clip,
+    "bapo": bapo,
+    "dcpo": dcpo,
+    "cispo": cispo,
+    "gspo": gspo,
+    "sapo": sapo,
+    "topr": topr,
+    "asymre": asymre,
+    "m2po": m2po,
+}

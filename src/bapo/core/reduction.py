@@ -1,0 +1,89 @@
+"""From one loss per token to one number: the only place that masks and the only place that divides.
+
+A reduction is a weighted sum over tokens divided by a denominator, and the denominator is always explicit. It is itself
+a plain sum over the tokens at hand, so an update in several micro-batches or on several ranks adds up its parts'
+denominators first and passes the total to each part: then 1 x 8 equals 8 x 1, to rounding.
+
+    token_mean      sum_t L_t / number of tokens                       every token weighs the same (DAPO)
+    sequence_mean   sum_i (1/|y_i|) sum_t L_it / number of sequences   every response weighs the same (GRPO)
+    fixed_length    sum_t L_t / (number of sequences * length)         length does not matter (Dr. GRPO, 2503.20783)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["token_mean", "sequence_mean", "fixed_length"]
+
+
+def denominator_of(
+    mask: Tensor,  # [tokens] or [sequences, tokens], bool
+    reduction: Reduction,
+    *,
+    sequence_ids: Tensor | None = None,  # [tokens], for packed input
+    length: int | None = None,  # the normaliser of fixed_length, e.g. the longest response allowed
+) -> Tensor:  # 0-d float64; adds up over micro-batches and ranks
+    """What a reduction divides by. Sequences without a token under the mask do not count."""
+    if reduction == "token_mean":
+        return mask.sum(dtype=torch.float64)
+    sequences = (sequence_lengths(mask, sequence_ids) > 0).sum(dtype=torch.float64)
+    if reduction == "sequence_mean":
+        return sequences
+    if length is None or length <= 0:
+        raise ValueError(
+            f"length={length}, but reduction='fixed_length' divides by sequences * length. Give the longest response "
+            "your sampler allows, e.g. length=4096."
+        )
+    return sequences * length
+
+
+def reduce_tokens(
+    values: Tensor,  # [tokens] or [sequences, tokens]; finite everywhere
+    mask: Tensor,  # same shape, bool
+    reduction: Reduction,
+    *,
+    denominator: Tensor | float,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:  # 0-d
+    """sum of masked, weighted values / denominator."""
+    weights = mask.to(values.dtype)
+    if reduction == "sequence_mean":
+        weights = weights / spread(sequence_lengths(mask, sequence_ids), mask, sequence_ids).clamp(min=1)
+    denominator = torch.as_tensor(denominator, dtype=values.dtype, device=values.device)
+    return (values * weights).sum() / denominator
+
+
+def sequence_sums(
+    values: Tensor,  # [tokens] or [sequences, tokens]
+    mask: Tensor,
+    sequence_ids: Tensor | None,
+) -> Tensor:  # [sequences], or [tokens] for packed input: entry i belongs to sequence id i, unused ones are 0
+    """Masked sum per sequence. Packed input has at most as many sequences as tokens, so no count is read back."""
+    masked = values * mask.to(values.dtype)
+    if values.dim() == 2:
+        return masked.sum(1)
+    return values.new_zeros(values.shape).index_add(0, _ids(sequence_ids), masked)
+
+
+def sequence_lengths(mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
+    """Tokens under the mask per sequence, laid out as in `sequence_sums`."""
+    return sequence_sums(torch.ones(mask.shape, device=mask.device), mask, sequence_ids)
+
+
+def spread(per_sequence: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
+    """Each token gets its sequence's value: the inverse of `sequence_sums`' layout."""
+    if mask.dim() == 2:
+        return per_sequence[:, None].expand(mask.shape)
+    return per_sequence.index_select(0, _ids(sequence_ids))
+
+
+def _ids(sequence_ids: Tensor | None) -> Tensor:
+    if sequence_ids is None:
+        raise ValueError(
+            "sequence_ids=None, but packed [tokens] input does not say where one response ends. Pass sequence_ids (the "
+            "response index of each token), or give [sequences, tokens] tensors."
+        )
+    return sequence_ids.long()

@@ -1,0 +1,175 @@
+"""ClipSettings: where BAPO may put its clip bounds, and what it aims for.
+
+The search of arXiv:2510.18927 (Algorithm 1) walks one fixed path of candidate pairs (low, high), from the loosest
+trust in positives to the tightest on negatives, and stops at the first pair where positive tokens hold `target_share`
+of the signal. This module only describes that path; `bounds.py` walks it. It imports no torch, so that configuration
+files can be checked without it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import InitVar, dataclass
+from typing import Any, Literal, get_args
+
+Measure = Literal["gradient", "surrogate"]
+Weight = Literal["none", "rollout_prob"]
+Order = Literal["high_first", "low_first"]
+Preset = Literal["paper", "weak-model", "released-script"]
+
+MAX_STEPS = 10_000
+DEFAULT_TARGET_SHARE = 0.4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSettings:
+    """The candidate bounds, in the order they are tried, and the share of the signal positive tokens should hold."""
+
+    target_share: float = None  # type: ignore[assignment]  # resolved in __post_init__
+    """Share P / (P + N) to reach, in [0, 1]. 0.4 unless stated here, as `target_odds` or as `target_signed`."""
+    low: tuple[float, float] = (0.6, 0.9)
+    """Range of the lower bound on the ratio. The search starts at the first value and raises it."""
+    high: tuple[float, float] = (1.2, 3.0)
+    """Range of the upper bound on the ratio. The search starts at the first value and raises it."""
+    low_step: float = 0.02
+    """Distance between candidate lower bounds."""
+    high_step: float = 0.05
+    """Distance between candidate upper bounds."""
+    measure: Measure = "gradient"
+    """`gradient`: a clipped token counts nothing (Eq. 5). `surrogate`: it counts at its bound (Eq. 8, literally)."""
+    weight: Weight = "none"
+    """`rollout_prob` multiplies each token by the probability it was sampled with, as Eq. 8 prints it."""
+    order: Order = "high_first"
+    """Which bound moves first: `high_first` as in the paper, `low_first` as in the authors' code."""
+    target_odds: InitVar[float | None] = None
+    """P / N, as the authors' code states the target. Becomes target_share = odds / (1 + odds)."""
+    target_signed: InitVar[float | None] = None
+    """P / (N - P), Eq. 8 read with signed advantages. Becomes target_share = q / (1 + 2q)."""
+
+    def __post_init__(self, target_odds: float | None, target_signed: float | None) -> None:
+        object.__setattr__(self, "target_share", _target_share(self.target_share, target_odds, target_signed))
+        for name in ("low", "high"):
+            object.__setattr__(self, name, _checked_range(name, getattr(self, name), getattr(self, f"{name}_step")))
+        if self.low[1] > self.high[0]:
+            raise ValueError(
+                f"low={self.low} reaches above the start of high={self.high}, so a lower bound could pass an upper "
+                "one. Keep low[1] <= high[0]; usual values are low up to 0.9 and high from 1.2."
+            )
+        for name, kind in (("measure", Measure), ("weight", Weight), ("order", Order)):
+            require_choice(name, getattr(self, name), get_args(kind))
+
+    @classmethod
+    def preset(cls, name: Preset) -> ClipSettings:
+        """Published settings: `paper` (main experiments), `weak-model` (3B Llama), `released-script` (authors' code).
+
+        The released script also clips negative tokens at ratio 3: pass `dual_clip=3.0` to `policy_loss` for that.
+        """
+        require_choice("preset", name, PRESETS)
+        return cls(**PRESETS[name])
+
+    @property
+    def low_grid(self) -> tuple[float, ...]:
+        """Candidate lower bounds a + i * step, ascending."""
+        return _grid(self.low, self.low_step)
+
+    @property
+    def high_grid(self) -> tuple[float, ...]:
+        """Candidate upper bounds a + i * step, ascending."""
+        return _grid(self.high, self.high_step)
+
+    @property
+    def path(self) -> tuple[tuple[int, int], ...]:
+        """Index pairs (into low_grid, into high_grid) in the order they are tried: one bound's range, then the other's."""
+        last_low, last_high = len(self.low_grid) - 1, len(self.high_grid) - 1
+        if self.order == "high_first":
+            return tuple(
+                [(0, high) for high in range(last_high + 1)] + [(low, last_high) for low in range(1, last_low + 1)]
+            )
+        return tuple([(low, 0) for low in range(last_low + 1)] + [(last_low, high) for high in range(1, last_high + 1)])
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"target_share": 0.4, "low": (0.6, 0.9), "high": (1.2, 3.0), "measure": "surrogate"},
+    "weak-model": {"target_share": 0.45, "low": (0.8, 0.9), "high": (1.2, 2.0), "measure": "surrogate"},
+    "released-script": {
+        "target_odds": 0.5,
+        "low": (0.8, 0.95),
+        "high": (1.2, 2.0),
+        "low_step": 0.05,
+        "high_step": 0.1,
+        "measure": "surrogate",
+        "order": "low_first",
+    },
+}
+
+
+def require_choice(argument: str, value: object, choices: Any) -> None:
+    """Raise unless `value` is one of `choices`; suggest the nearest one."""
+    if value in choices:
+        return
+    import difflib
+
+    near = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{argument}={value!r} is not known.{hint} Choose one of: {', '.join(choices)}.")
+
+
+def _target_share(share: float | None, odds: float | None, signed: float | None) -> float:
+    """The one target that was given, as a share."""
+    stated = {
+        name: value
+        for name, value in (("target_share", share), ("target_odds", odds), ("target_signed", signed))
+        if value is not None
+    }
+    if len(stated) > 1:
+        raise ValueError(
+            f"{' and '.join(f'{name}={value}' for name, value in stated.items())} all state the same target. Give one "
+            "of them; with dataclasses.replace, also pass target_share=None."
+        )
+    for name, value in stated.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(
+                f"{name}={value} must be a finite number >= 0: it compares two sums of absolute values. "
+                "A share above one half is stated as target_share, e.g. 0.6."
+            )
+    if odds is not None:
+        return odds / (1 + odds)
+    if signed is not None:
+        return signed / (1 + 2 * signed)
+    share = DEFAULT_TARGET_SHARE if share is None else float(share)
+    if share > 1:
+        raise ValueError(
+            f"target_share={share} exceeds 1, which no share can reach. Use a value in [0, 1], such as 0.4; odds P/N go "
+            "into target_odds."
+        )
+    return share
+
+
+def _checked_range(name: str, bounds: Any, step: float) -> tuple[float, float]:
+    """The range as two floats, or an error that says what is wrong with it or with its step."""
+    try:
+        start, end = (float(value) for value in bounds)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={bounds!r} must be a pair (start, end) of numbers, such as (0.6, 0.9).") from None
+    if not (math.isfinite(start) and math.isfinite(end)) or start < 0:
+        raise ValueError(f"{name}={bounds} must hold finite ratios >= 0; ratios of probabilities are never negative.")
+    if start > end:
+        raise ValueError(f"{name}={bounds} is not ordered. Write the range as (start, end) with start <= end.")
+    if not (math.isfinite(step) and step > 0):
+        raise ValueError(
+            f"{name}_step={step} must be positive: the search could not advance. To fix the bound, keep the step and "
+            f"give a range of zero width, {name}=({start}, {start})."
+        )
+    if (end - start) / step > MAX_STEPS or (end > start and step < 1e-5 * end):
+        raise ValueError(
+            f"{name}_step={step} is too fine for {name}={bounds}: at most {MAX_STEPS} steps, none below 1e-5 of the "
+            "bound, can be told apart in float32. The published steps are 0.02 and 0.05."
+        )
+    return start, end
+
+
+def _grid(bounds: tuple[float, float], step: float) -> tuple[float, ...]:
+    """a + i * step up to the end, never by repeated addition; an end missed by rounding alone is reached."""
+    start, end = bounds
+    steps = math.floor((end - start) / step + 1e-9)
+    return tuple(start + i * step for i in range(steps + 1))

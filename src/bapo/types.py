@@ -1,0 +1,101 @@
+"""The things that move through the system, and the words for them.
+
+    problem     a prompt with what its verifier needs
+    response    the tokens a policy adds to a prompt; while it grows we call it a trajectory
+    group       the responses to one problem; rewards are compared within it
+    version     how many updates the learner had taken when a token was sampled; one per token
+    staleness   learner version minus token version
+    parked      a trajectory paused mid-generation, to be continued under newer weights
+
+Every token keeps the log-prob and the version of the policy that really sampled it. Nothing is recomputed or guessed
+later. This module imports nothing heavy, so that every other one may import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Status(StrEnum):
+    """Where a trajectory stands."""
+
+    PARKED = "parked"
+    """Unfinished: not started yet, or paused; it will be continued."""
+    STOPPED = "stopped"
+    """Finished by a stop token."""
+    TRUNCATED = "truncated"
+    """Finished by the length limit."""
+    DROPPED = "dropped"
+    """Given up, by the age policy or after a failure; never trained on."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt with what its verifier needs."""
+
+    id: str
+    """Unique within its task and stable between runs."""
+    prompt: str
+    answer: Any
+    """JSON-serialisable ground truth, read by the task's own scorer."""
+
+
+@dataclass
+class Trajectory:
+    """One response as it grows, with the origin of every token. The four lists always have equal length."""
+
+    prompt: list[int]
+    """Token ids of the prompt."""
+    seed: int
+    """Of this response's own random numbers; token i draws from (seed, i), whatever else is in the batch."""
+    tokens: list[int] = field(default_factory=list)
+    behavior_logprobs: list[float] = field(default_factory=list)
+    """Log-prob of each token under the distribution it was sampled from (temperature included)."""
+    entropies: list[float] = field(default_factory=list)
+    """Entropy of that distribution."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the policy that sampled each token; never decreases along a response."""
+    status: Status = Status.PARKED
+    reward: float | None = None
+    """Set once, by the verifier, after the response is finished."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the response is complete and may be scored."""
+        return self.status in (Status.STOPPED, Status.TRUNCATED)
+
+
+@dataclass
+class Group:
+    """The responses to one problem."""
+
+    id: int
+    """Running number in the order groups were admitted; unique within a run."""
+    problem: Problem
+    trajectories: list[Trajectory]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every response is complete."""
+        return all(trajectory.finished for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Packed sequences (prompt and response, end to end, no padding) for one forward pass. All [tokens]."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    """Counts from 0 within each sequence."""
+    sequence_ids: Tensor
+    """Which sequence each token belongs to, from 0."""
+    mask: Tensor
+    """Bool: response tokens, the ones trained on. All tensors below are 0 elsewhere."""
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    versions: Tensor
