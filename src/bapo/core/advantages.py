@@ -30,7 +30,7 @@ def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-6) -> GroupAdvantag
     """
     stats = _group_statistics(rewards, groups)
     centred = stats.rewards - stats.mean[groups]
-    variance = _sum_by_group(centred**2, groups, stats.count) / (stats.count - 1).clamp(min=1)
+    variance = _sum_by_group(centred**2, groups, stats.size) / (stats.size - 1).clamp(min=1)
     return _without_signal(centred / (variance.sqrt()[groups] + eps), groups, stats)
 
 
@@ -43,7 +43,7 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> GroupAdvantages:
 def rloo(rewards: Tensor, groups: Tensor) -> GroupAdvantages:
     """A_i = R_i - mean of the *other* responses = (R_i - mean) n / (n - 1) (RLOO, arXiv:2402.14740)."""
     stats = _group_statistics(rewards, groups)
-    others = stats.count / (stats.count - 1).clamp(min=1)
+    others = stats.size / (stats.size - 1).clamp(min=1)
     return _without_signal((stats.rewards - stats.mean[groups]) * others[groups], groups, stats)
 
 
@@ -93,7 +93,7 @@ def gae(
 
 class _GroupStatistics(NamedTuple):
     rewards: Tensor  # [responses] in working precision
-    count: Tensor  # [groups]
+    size: Tensor  # [groups]
     mean: Tensor  # [groups]
     equal: Tensor  # [groups] bool
 
@@ -101,8 +101,8 @@ class _GroupStatistics(NamedTuple):
 def _group_statistics(rewards: Tensor, groups: Tensor) -> _GroupStatistics:
     if rewards.dim() != 1 or rewards.shape != groups.shape:
         raise ValueError(
-            f"rewards has shape {tuple(rewards.shape)} and groups {tuple(groups.shape)}; both must be [responses], with "
-            "groups[i] the index of the prompt that response i answers. Flatten [prompts, responses] rewards first."
+            f"rewards has shape {tuple(rewards.shape)} and groups {tuple(groups.shape)}; both must be [responses], "
+            "with groups[i] the prompt that response i answers. Flatten [prompts, responses] rewards first."
         )
     if groups.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"groups has dtype {groups.dtype}; expected integers that number the prompts from 0.")
@@ -114,15 +114,15 @@ def _group_statistics(rewards: Tensor, groups: Tensor) -> _GroupStatistics:
     if not bool(torch.isfinite(rewards).all()):
         index = int((~torch.isfinite(rewards)).nonzero()[0])
         raise ValueError(
-            f"rewards is {float(rewards[index])} for response {index}. A verifier that failed gives no reward: drop the "
-            "response, or its group, and record the failure."
+            f"rewards is {float(rewards[index])} for response {index}. A verifier that failed gives no reward: drop "
+            "the response, or its group, and record the failure."
         )
     empty = rewards.new_zeros(int(groups.max()) + 1)
-    count = _sum_by_group(torch.ones_like(rewards), groups, empty)
+    size = _sum_by_group(torch.ones_like(rewards), groups, empty)
     lowest = empty.scatter_reduce(0, groups.long(), rewards, "amin", include_self=False)
     highest = empty.scatter_reduce(0, groups.long(), rewards, "amax", include_self=False)
-    mean = _sum_by_group(rewards, groups, empty) / count.clamp(min=1)
-    return _GroupStatistics(rewards, count, mean, lowest == highest)
+    mean = _sum_by_group(rewards, groups, empty) / size.clamp(min=1)
+    return _GroupStatistics(rewards, size, mean, lowest == highest)
 
 
 def _sum_by_group(values: Tensor, groups: Tensor, like: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ __all__ = [
     "ClipSettings",
     "StopReason",
     "bounds_from_table",
+    "clip",
     "fixed_bounds",
     "positive_share",
     "signal_table",
@@ -150,8 +151,10 @@ def signal_table(
     accumulate, chunk = (_binned_sums, CPU_CHUNK) if mask.device.type == "cpu" else (_compared_sums, DEVICE_CHUNK)
     grids = _grids(settings, dtype, mask.device)
     table = torch.zeros(grids.size, dtype=torch.float64, device=mask.device)
-    for ratio_part, signal_part in zip(ratio.flatten().split(chunk), signal.flatten().split(chunk), strict=True):
-        table += accumulate(ratio_part, signal_part, grids, settings.measure)
+    ratio, signal = ratio.flatten(), signal.flatten()
+    for start in range(0, len(ratio), chunk):
+        part = slice(start, start + chunk)
+        table += accumulate(ratio[part], signal[part], grids, settings.measure)
     return table
 
 
@@ -159,14 +162,13 @@ def signal_table(
 def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dtype = torch.float32) -> ClipBounds:
     """The first candidate on the path whose positive share reaches the target, else the last one."""
     grids = _grids(settings, dtype, table.device)
-    highs, lows = grids.high.numel(), grids.low.numel()
+    highs = grids.high.numel()
     if table.shape != (grids.size,):
         raise ValueError(
             f"table has shape {tuple(table.shape)} but these settings give {(grids.size,)}: it was filled with other "
             "settings. Use one ClipSettings for signal_table and bounds_from_table."
         )
-    positive, negative, signed_tokens = table.split([highs, lows, 1])
-    positive, negative = positive[grids.path_high], negative[grids.path_low]
+    positive, negative, signed_tokens = table[:highs][grids.path_high], table[highs:-1][grids.path_low], table[-1:]
     total = positive + negative
     # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
     share = torch.where(total == 0, (signed_tokens == 0).to(total.dtype), positive / total)
@@ -195,12 +197,17 @@ def positive_share(
 ) -> Tensor:  # 0-d float64
     """P / (P + N) at one pair of bounds; `signal` is w * A with masked tokens set to 0. No signal at all: 1."""
     kept = torch.where(signal > 0, ratio < high, ratio > low)
-    clipped = ratio.clamp(low, high) if measure == "surrogate" else torch.zeros_like(ratio)
+    clipped = clip(ratio, low, high) if measure == "surrogate" else torch.zeros_like(ratio)
     contribution = torch.where(kept, ratio, clipped) * signal
     positive = contribution.clamp(min=0).sum(dtype=torch.float64)
     negative = -contribution.clamp(max=0).sum(dtype=torch.float64)
     total = positive + negative
     return torch.where(total == 0, (signal == 0).all().double(), positive / total)
+
+
+def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """The ratio between two bounds, each a number or a tensor."""
+    return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
 
 
 def fixed_bounds(ratio: Tensor, signal: Tensor, low: float, high: float) -> ClipBounds:
@@ -213,12 +220,12 @@ def fixed_bounds(ratio: Tensor, signal: Tensor, low: float, high: float) -> Clip
 class _Grids:
     """The candidates of one ClipSettings as tensors on one device."""
 
+    settings: ClipSettings
     low: Tensor  # [lows] float64
     high: Tensor  # [highs] float64
     thresholds: Tensor  # [lows + 1 + highs]: -low descending in size, 0, high ascending; see _binned_sums
     path_low: Tensor  # [candidates] index into low
     path_high: Tensor  # [candidates] index into high
-    settings: ClipSettings
 
     @property
     def size(self) -> int:
@@ -235,9 +242,15 @@ def _grids(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> 
     exact = torch.cat([-low.flip(0), low.new_zeros(1), high])
     # A ratio of this dtype is >= the real threshold exactly if it is >= the threshold rounded up to this dtype.
     rounded = exact.to(dtype)
-    rounded = torch.where(rounded.double() < exact, torch.nextafter(rounded, torch.full_like(rounded, math.inf)), rounded)
-    tensors = (x.to(device) for x in (low, high, rounded, path_low.contiguous(), path_high.contiguous()))
-    return _Grids(*tensors, settings=settings)
+    above = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
+    return _Grids(
+        settings,
+        low=low.to(device),
+        high=high.to(device),
+        thresholds=torch.where(rounded.double() < exact, above, rounded).to(device),
+        path_low=path_low.contiguous().to(device),
+        path_high=path_high.contiguous().to(device),
+    )
 
 
 def _binned_sums(ratio: Tensor, signal: Tensor, grids: _Grids, measure: Measure) -> Tensor:

@@ -32,7 +32,9 @@ def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
         if not tensor.is_floating_point():
             raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating dtype. Call {name}.float() first.")
         if tensor.device != mask.device:
-            raise ValueError(f"{name} is on {tensor.device} but mask is on {mask.device}. Move all inputs to one device.")
+            raise ValueError(
+                f"{name} is on {tensor.device} but mask is on {mask.device}. Move all inputs to one device."
+            )
 
 
 def check_mask(mask: Tensor) -> Tensor:
@@ -90,8 +92,8 @@ def check_logprobs(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor
     if masked.numel() and masked.max() > LOGPROB_SLACK:
         where, value = _first(masked, masked > LOGPROB_SLACK, sequence_ids)
         raise ValueError(
-            f"{name} is {value} in {where}, but a log-probability is at most 0. Pass log-softmax outputs of the sampled "
-            "tokens, not logits, probabilities or negative log-likelihoods."
+            f"{name} is {value} in {where}, but a log-probability is at most 0. Pass log-softmax outputs of the "
+            "sampled tokens, not logits, probabilities or negative log-likelihoods."
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, positive_share
-from bapo.core.objectives import Tokens, retained_by
+from bapo.core.objectives import Tokens
 from bapo.core.settings import ClipSettings
 
 QUADRANTS = ("high_prob_high_adv", "high_prob_low_adv", "low_prob_high_adv", "low_prob_low_adv")
@@ -141,8 +141,8 @@ def staleness_histogram(
     staleness = (version - versions).flatten()
     if mask.device.type == "cpu" and bool(((staleness < 0) & mask.flatten()).any()):
         raise ValueError(
-            f"versions holds {int(versions[mask].max())}, newer than the learner's version={version}: a token cannot come "
-            "from a policy that does not exist yet. Pass the learner's version at the time of use."
+            f"versions holds {int(versions[mask].max())}, newer than the learner's version={version}: a token cannot "
+            "come from a policy that does not exist yet. Pass the learner's version at the time of use."
         )
     ages = staleness.clamp(0, bins)
     return (ages[:, None] == torch.arange(bins + 1, device=ages.device)).mul(mask.flatten()[:, None]).sum(0)

@@ -1,8 +1,8 @@
 """Token log-probs and entropy from hidden states, without ever holding all logits.
 
-For a vocabulary of 152k, the logits of 8k tokens take 5 GB in float32, and their gradient as much again. Here the tokens
-go through the head in chunks, each chunk's logits live only until they are reduced to two numbers per token, and the
-backward pass makes them anew. Peak memory is that of one chunk; time is one more head multiplication.
+For a vocabulary of 152k, the logits of 8k tokens take 5 GB in float32, and their gradient as much again. Here the
+tokens go through the head in chunks, each chunk's logits live only until they are reduced to two numbers per token, and
+the backward pass makes them anew. Peak memory is that of one chunk; time is one more head multiplication.
 
     log p_t = z_t - logsumexp(z),   H = logsumexp(z) - sum_j p_j z_j,   z = hidden @ weight^T / temperature
     d log p_t / dz_j = [j = t] - p_j,   dH / dz_j = -p_j (log p_j + H)
@@ -33,13 +33,13 @@ def token_logprobs(
     """log pi(target | state) and the entropy of that distribution, both differentiable, for each token."""
     _check(hidden, weight, targets, bias, temperature)
     chunk = max(1, chunk_logits // weight.shape[0])
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)
-    return logprobs, entropy
+    outputs: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -58,7 +58,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -112,7 +112,9 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
             f"{tuple(hidden.shape[:1])}: the token that each hidden state predicts (shifted by one from the input)."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}, one value per token id.")
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}, one value per token id."
+        )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}. Cast one: hidden.to(weight.dtype).")
     if not temperature > 0:
@@ -121,6 +123,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
         lowest, highest = targets.aminmax()
         if lowest < 0 or highest >= weight.shape[0]:
             raise ValueError(
-                f"targets ranges over {int(lowest)}..{int(highest)}, outside the vocabulary of {weight.shape[0]}. Remove "
-                "padding and ignore labels (-100) first: keep only the tokens under the mask."
+                f"targets ranges over {int(lowest)}..{int(highest)}, outside the vocabulary of {weight.shape[0]}. "
+                "Remove padding and ignore labels (-100) first: keep only the tokens under the mask."
             )

@@ -76,9 +76,7 @@ def policy_loss(
     require_choice("reduction", reduction, get_args(Reduction))
     _check_options(objective, settings, bounds, options)
     settings = settings or ClipSettings()
-    check_shapes(
-        mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy
-    )
+    check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy)
     check_sequence_ids(sequence_ids, mask)
     mask = check_mask(mask)
     solves_with_peers = objective == "bapo" and bounds is None and process_group is not None

@@ -1,9 +1,10 @@
 """Policy objectives: one short function each, a loss per token in return.
 
-Every objective takes `Tokens` (what the learner knows of each token) and its own options, and returns the loss per token
-(to be minimised, unreduced) with `retained`: which tokens still have a gradient. Masking and averaging happen in
-`reduction.py`; choosing bounds in `bounds.py`. r_t = pi_theta / pi_behavior of token t throughout, and bounds are bounds
-on the ratio, never epsilons. The log-ratio is limited to +-20 so that no ratio overflows; beyond it the gradient is 0.
+Every objective takes `Tokens` (what the learner knows of each token) and its own options, and returns the loss per
+token (to be minimised, unreduced) with `retained`: which tokens still have a gradient. Masking and averaging happen in
+`reduction.py`, choosing bounds in `bounds.py`. r_t = pi_theta / pi_behavior of token t throughout, and bounds are
+bounds on the ratio, never epsilons. The log-ratio is limited to +-20 so that no ratio overflows; beyond it the gradient
+is 0.
 
 The peers are here for comparison, and only as far as their loss goes: no KL terms, no advantage tricks, no resampling
 of theirs (see each docstring).
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, fixed_bounds
+from bapo.core.bounds import ClipBounds, clip, fixed_bounds
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -37,12 +38,14 @@ class Tokens:
 
     @cached_property
     def log_ratio(self) -> Tensor:
+        """log r_t, limited to +-MAX_LOG_RATIO."""
         difference = self.logprobs - self.behavior_logprobs
         hidden_infinity = 0 * difference.detach()  # NaN where the clamp would turn an infinity into a plausible ratio
         return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + hidden_infinity
 
     @cached_property
     def ratio(self) -> Tensor:
+        """r_t = pi_theta / pi_behavior."""
         return self.log_ratio.exp()
 
     def per_sequence(self, values: Tensor) -> Tensor:
@@ -77,7 +80,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
     At a bound itself the token counts as clipped: its gradient is 0.
     """
     retained = retained_by(ratio, advantages, low, high)
-    return -torch.where(retained, ratio, ratio.detach().clamp(low, high)) * advantages
+    return -torch.where(retained, ratio, clip(ratio.detach(), low, high)) * advantages
 
 
 def grpo(tokens: Tokens, *, low: float = 0.8, high: float = 1.2) -> TokenLoss:
@@ -120,7 +123,9 @@ def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) 
 
 def _cap_negatives(clipped: TokenLoss, tokens: Tokens, cap: float) -> TokenLoss:
     if not cap > 1:
-        raise ValueError(f"the dual clip is {cap}, but it caps ratios of negative tokens from above. Use a value > 1, e.g. 3.0.")
+        raise ValueError(
+            f"the dual clip is {cap}, but it caps ratios of negative tokens from above. Use a value > 1, e.g. 3.0."
+        )
     capped = (tokens.advantages < 0) & (tokens.ratio >= cap)
     loss = torch.where(capped, -cap * tokens.advantages, clipped.loss)
     return TokenLoss(loss, clipped.retained & ~capped, clipped.bounds)

@@ -79,7 +79,7 @@ class ClipSettings:
 
     @property
     def path(self) -> tuple[tuple[int, int], ...]:
-        """Index pairs (into low_grid, into high_grid) in the order they are tried: one bound's range, then the other's."""
+        """Index pairs (into low_grid, into high_grid) in the order they are tried."""
         last_low, last_high = len(self.low_grid) - 1, len(self.high_grid) - 1
         if self.order == "high_first":
             return tuple(
@@ -139,8 +139,8 @@ def _target_share(share: float | None, odds: float | None, signed: float | None)
     share = DEFAULT_TARGET_SHARE if share is None else float(share)
     if share > 1:
         raise ValueError(
-            f"target_share={share} exceeds 1, which no share can reach. Use a value in [0, 1], such as 0.4; odds P/N go "
-            "into target_odds."
+            f"target_share={share} exceeds 1, which no share can reach. Use a value in [0, 1], such as 0.4; odds P/N "
+            "go into target_odds."
         )
     return share
 

@@ -52,7 +52,7 @@ class Engine(Protocol):
     ) -> list[Segment]:
         """Continue every request, first come first served; one segment per request, in the same order.
 
-        Stops when all are complete or when `token_budget` tokens have been sampled in this call; what is unfinished then
-        comes back as PARKED with the tokens it got. `version` is stamped on every token sampled.
+        Stops when all are complete or when `token_budget` tokens have been sampled in this call; what is unfinished
+        then comes back as PARKED with the tokens it got. `version` is stamped on every token sampled.
         """
         ...
