@@ -4,7 +4,7 @@ For a vocabulary of 152k, the logits of 8k tokens take 5 GB in float32, and thei
 tokens go through the head in chunks, each chunk's logits live only until they are reduced to two numbers per token, and
 the backward pass makes them anew. Peak memory is that of one chunk; time is one more head multiplication.
 
-    log p_t = z_t - logsumexp(z),   H = logsumexp(z) - sum_j p_j z_j,   z = hidden @ weight^T / temperature
+    log p_j = z_j - logsumexp(z),   H = -sum_j p_j log p_j,   z = hidden @ weight^T / temperature
     d log p_t / dz_j = [j = t] - p_j,   dH / dz_j = -p_j (log p_j + H)
 """
 
@@ -48,10 +48,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for part in _parts(len(targets), chunk):
             logits = _logits(hidden[part], weight, bias, temperature, dtype)
             normalizer[part] = logits.logsumexp(1)
-            logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - normalizer[part]
-            probs = (logits - normalizer[part, None]).exp_()
+            log_probs = logits.sub_(normalizer[part, None])
+            logprobs[part] = log_probs.gather(1, targets[part, None]).squeeze(1)
             # A logit of -inf (a forbidden token) has probability 0 and adds 0, not NaN.
-            entropy[part] = normalizer[part] - torch.linalg.vecdot(probs, logits.nan_to_num_(neginf=0.0))
+            entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs.nan_to_num_(neginf=0.0))
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
         ctx.set_materialize_grads(False)  # an output nobody differentiates costs nothing

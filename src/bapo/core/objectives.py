@@ -213,7 +213,7 @@ def m2po(tokens: Tokens, *, threshold: float = 0.04) -> TokenLoss:
     counts = torch.arange(1, len(order) + 1, device=order.device, dtype=torch.float64)
     within = ascending.cumsum(0, dtype=torch.float64) / counts <= threshold
     retained = torch.zeros_like(within).scatter(0, order, within).view(tokens.mask.shape)
-    return TokenLoss(-torch.where(retained, tokens.ratio, 0.0) * tokens.advantages, retained)
+    return TokenLoss(-tokens.ratio * tokens.advantages * retained, retained)
 
 
 Objective = Callable[..., TokenLoss]

@@ -1,0 +1,266 @@
+"""solve_bounds against the literal loop, and every degenerate case the method defines."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
+from bapo.core.bounds import _binned_sums, _compared_sums, _grids, fixed_bounds, positive_share
+from tests.reference import search
+
+COMBINATIONS = list(itertools.product(["gradient", "surrogate"], ["none", "rollout_prob"], ["high_first", "low_first"]))
+RANGES = [
+    {},
+    {"low": (0.8, 0.9), "high": (1.2, 2.0)},
+    {"low": (0.8, 0.95), "high": (1.2, 2.0), "low_step": 0.05, "high_step": 0.1},
+    {"low": (0.8, 0.8), "high": (1.2, 1.2)},
+    {"low": (0.8, 0.81), "high": (1.2, 3.0)},
+    {"low": (0.6, 0.9), "high": (1.28, 1.28)},
+    {"low": (0.0, 1.0), "high": (1.0, 9.0), "low_step": 0.07, "high_step": 0.9},
+]
+GRID_POINTS = [c for r in RANGES for c in ClipSettings(**r).low_grid + ClipSettings(**r).high_grid]
+
+
+def float32(value):
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def neighbours(value):
+    """The float32 next to a grid point and its two neighbours: where a comparison is easiest to get wrong."""
+    centre = torch.tensor(value, dtype=torch.float32)
+    return [centre.item(), *(torch.nextafter(centre, torch.tensor(end)).item() for end in (-math.inf, math.inf))]
+
+
+on_the_grid = st.sampled_from([x for c in GRID_POINTS for x in neighbours(c) if x >= 0])
+ratios = st.one_of(
+    on_the_grid,
+    st.sampled_from([0.0, 1.0, 1e-9, 4.8e8]),
+    st.floats(1 / 64, 10.0, width=32),
+)
+exact_advantages = st.integers(-16, 16).map(lambda n: n / 8)
+token = st.tuples(
+    ratios,
+    st.one_of(exact_advantages, st.floats(-3, 3, width=32)),
+    st.booleans(),
+    st.floats(-20, 0, width=32),
+)
+
+
+def tensors(batch, dtype):
+    ratio, advantages, mask, behavior = (list(column) for column in zip(*batch, strict=True))
+    return (
+        torch.tensor(ratio, dtype=dtype),
+        torch.tensor(advantages, dtype=dtype),
+        torch.tensor(mask),
+        torch.tensor(behavior, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize(("measure", "weight", "order"), COMBINATIONS)
+@settings(max_examples=500, deadline=None)
+@given(
+    batch=st.lists(token, min_size=1, max_size=40).filter(lambda batch: any(t[2] for t in batch)),
+    ranges=st.sampled_from(RANGES),
+    target=st.one_of(st.sampled_from([0.0, 0.25, 0.4, 0.5, 1.0]), st.floats(0, 1)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_solver_equals_the_literal_loop(measure, weight, order, batch, ranges, target, dtype):
+    settings = ClipSettings(target_share=target, measure=measure, weight=weight, order=order, **ranges)
+    ratio, advantages, mask, behavior = tensors(batch, dtype)
+    found = search(ratio, advantages, mask, settings, behavior)
+    bounds = solve_bounds(ratio, advantages, mask, settings, behavior_logprobs=behavior)
+    tie = 1e-6 if weight == "rollout_prob" and dtype == torch.float32 else 1e-12
+    # A share this close to the target is decided by the order of summation; exact ties have a test of their own.
+    assume(min(found.margins) > tie or target in (0.0, 1.0))
+    assert (bounds.low.item(), bounds.high.item()) == pytest.approx((found.low, found.high), abs=1e-6)
+    assert bounds.share.item() == pytest.approx(found.share, abs=1e-6)
+
+
+@pytest.mark.parametrize("measure", ["gradient", "surrogate"])
+@pytest.mark.parametrize("order", ["high_first", "low_first"])
+@settings(max_examples=300, deadline=None)
+@given(
+    ratio=st.lists(st.integers(0, 512).map(lambda n: n / 128), min_size=1, max_size=40),
+    data=st.data(),
+    eighths=st.integers(0, 8),
+)
+def test_solver_equals_the_loop_even_at_exact_ties_when_arithmetic_is_exact(measure, order, ratio, data, eighths):
+    # Dyadic ratios, advantages, bounds and target: no sum is rounded, so ties must be decided alike.
+    settings = ClipSettings(
+        target_share=eighths / 8,
+        low=(0.5, 0.875),
+        high=(1.25, 3.0),
+        low_step=1 / 64,
+        high_step=1 / 32,
+        measure=measure,
+        order=order,
+    )
+    advantages = data.draw(st.lists(exact_advantages, min_size=len(ratio), max_size=len(ratio)))
+    ratio, advantages = torch.tensor(ratio), torch.tensor(advantages)
+    mask = torch.ones_like(ratio, dtype=torch.bool)
+    found = search(ratio, advantages, mask, settings)
+    bounds = solve_bounds(ratio, advantages, mask, settings)
+    assert (bounds.low.item(), bounds.high.item()) == (found.low, found.high)
+    assert bounds.share.item() == float32(found.share)
+
+
+@pytest.mark.parametrize("measure", ["gradient", "surrogate"])
+@settings(max_examples=300, deadline=None)
+@given(batch=st.lists(token, min_size=1, max_size=60), ranges=st.sampled_from(RANGES))
+def test_the_two_ways_to_fill_a_table_agree(measure, batch, ranges):
+    ratio, advantages, mask, _ = tensors(batch, torch.float32)
+    grids = _grids(ClipSettings(measure=measure, **ranges), torch.float32, torch.device("cpu"))
+    signal = torch.where(mask, advantages, 0.0)
+    binned = _binned_sums(ratio, signal, grids, measure)
+    compared = _compared_sums(ratio, signal, grids, measure)
+    assert_close(binned, compared, rtol=1e-12, atol=1e-12 * float((ratio * signal).abs().sum() + 1))
+
+
+def test_bounds_by_hand():
+    # P(high) = sum of r A below high; N(low) = sum of r |A| above low.
+    ratio = torch.tensor([1.0, 1.5, 2.0, 1.0, 0.7, 2.5])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+    mask = torch.ones(6, dtype=torch.bool)
+    # N(0.6) = 1 + 0.7 + 2.5 = 4.2. P: 1 below 1.5; 2.5 from high = 1.55 on; 4.5 from high = 2.05 on.
+    # shares 1/5.2 = .19, 2.5/6.7 = .37, 4.5/8.7 = .52: target 0.4 is reached at high = 2.05.
+    bounds = solve_bounds(ratio, advantages, mask, ClipSettings())
+    assert_close(bounds.low, torch.tensor(0.6))
+    assert_close(bounds.high, torch.tensor(2.05))
+    assert_close(bounds.share, torch.tensor(4.5 / 8.7))
+    assert bounds.stop == StopReason.RAISING_HIGH
+    # Target 0.54 needs the negative at 0.7 clipped too: N(0.7) = 3.5 and 4.5 / 8 = .5625, at low = 0.7.
+    bounds = solve_bounds(ratio, advantages, mask, ClipSettings(target_share=0.54))
+    assert_close(torch.stack([bounds.low, bounds.high]), torch.tensor([0.7, 3.0]), rtol=0, atol=2e-2)
+    assert bounds.stop == StopReason.RAISING_LOW
+    assert_close(bounds.share, torch.tensor(4.5 / 8.0))
+
+
+def test_surrogate_raising_low_moves_the_share_away_from_the_target():
+    ratio, mask = torch.tensor([1.0, 0.5]), torch.ones(2, dtype=torch.bool)
+    advantages = torch.tensor([1.0, -3.0])
+    settings = ClipSettings(target_share=0.4, measure="surrogate")
+    table = signal_table(ratio, advantages, mask, settings)
+    negative = table[len(settings.high_grid) : -1]
+    assert_close(negative, torch.tensor([3 * low for low in settings.low_grid], dtype=torch.float64))
+    bounds = solve_bounds(ratio, advantages, mask, settings)
+    assert bounds.stop == StopReason.END
+    assert bounds.share < bounds.share_at_start
+
+
+ALL = torch.ones(3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("measure", ["gradient", "surrogate"])
+@pytest.mark.parametrize(
+    ("case", "ratio", "advantages", "low", "high", "share", "stop"),
+    [
+        ("no signal", [1.0, 2.0, 0.5], [0.0, 0.0, 0.0], 0.6, 1.2, 1.0, StopReason.NO_SIGNAL),
+        ("no positives", [1.0, 2.0, 0.7], [-1.0, -1.0, -1.0], 0.9, 3.0, 0.0, StopReason.END),
+        ("no negatives", [1.0, 1.1, 0.7], [1.0, 1.0, 1.0], 0.6, 1.2, 1.0, StopReason.START),
+        ("ratios 1, balanced", [1.0, 1.0, 1.0], [1.0, -1.0, 0.0], 0.6, 1.2, 0.5, StopReason.START),
+        ("ratios 1, unbalanced", [1.0, 1.0, 1.0], [1.0, -1.0, -1.0], 0.9, 3.0, 1 / 3, StopReason.END),
+    ],
+)
+def test_degenerate_batches(measure, case, ratio, advantages, low, high, share, stop):
+    bounds = solve_bounds(torch.tensor(ratio), torch.tensor(advantages), ALL, ClipSettings(measure=measure))
+    assert_close(torch.stack([bounds.low, bounds.high, bounds.share]), torch.tensor([low, high, share]), msg=case)
+    assert bounds.stop == stop
+
+
+def test_everything_clipped_counts_as_share_zero_and_the_search_goes_on():
+    # One positive at ratio 2: clipped away until high passes 2. P + N = 0 before that, although a signal exists.
+    bounds = solve_bounds(torch.tensor([2.0]), torch.tensor([1.0]), torch.ones(1).bool(), ClipSettings())
+    assert_close(bounds.high, torch.tensor(2.05))
+    assert (bounds.share_at_start, bounds.share) == (0.0, 1.0)
+    everything = solve_bounds(torch.tensor([9.0]), torch.tensor([1.0]), torch.ones(1).bool(), ClipSettings())
+    assert (everything.share, everything.stop) == (0.0, StopReason.END)
+
+
+def test_ranges_of_zero_width_fix_the_bounds():
+    settings = ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2))
+    bounds = solve_bounds(torch.tensor([3.0, 1.0]), torch.tensor([1.0, -1.0]), torch.ones(2).bool(), settings)
+    assert_close(torch.stack([bounds.low, bounds.high]), torch.tensor([0.8, 1.2]), rtol=0, atol=0)
+    assert_close(bounds.share, torch.tensor(0.0))
+
+
+def test_a_low_range_narrower_than_its_step_still_walks_the_high_half():
+    settings = ClipSettings(low=(0.8, 0.81), low_step=0.02, high=(1.2, 3.0))
+    bounds = solve_bounds(torch.tensor([2.0, 1.0]), torch.tensor([1.0, -1.0]), torch.ones(2).bool(), settings)
+    assert_close(torch.stack([bounds.low, bounds.high]), torch.tensor([0.8, 2.05]))
+
+
+def test_masked_tokens_may_hold_anything():
+    ratio = torch.tensor([1.0, 1.5, math.nan, math.inf])
+    advantages = torch.tensor([-1.0, 1.0, math.inf, math.nan])
+    mask = torch.tensor([True, True, False, False])
+    padded = solve_bounds(ratio, advantages, mask, ClipSettings())
+    plain = solve_bounds(ratio[:2], advantages[:2], mask[:2], ClipSettings())
+    assert_close(
+        torch.stack([padded.low, padded.high, padded.share]), torch.stack([plain.low, plain.high, plain.share])
+    )
+
+
+def test_integer_and_float_masks_select_like_bool_ones():
+    ratio, advantages = torch.rand(50) * 3, torch.randn(50)
+    mask = torch.rand(50) < 0.5
+    tables = [signal_table(ratio, advantages, m, ClipSettings()) for m in (mask, mask.int(), mask.float())]
+    assert_close(tables[0], tables[1])
+    assert_close(tables[0], tables[2])
+    with pytest.raises(ValueError, match="mask holds values other than 0 and 1"):
+        signal_table(ratio, advantages, mask.float() / 2, ClipSettings())
+
+
+def test_nonfinite_ratio_names_the_first_offending_sequence():
+    ratio = torch.ones(3, 4)
+    ratio[1, 2] = math.nan
+    ratio[2, 0] = math.inf
+    with pytest.raises(ValueError, match=r"ratio is nan in sequence 1, token 2"):
+        solve_bounds(ratio, torch.ones(3, 4), torch.ones(3, 4).bool(), ClipSettings())
+
+
+def test_a_nonfinite_table_gives_nan_bounds_never_plausible_ones():
+    settings = ClipSettings()
+    for bad in (math.nan, math.inf):
+        grids = _grids(settings, torch.float32, torch.device("cpu"))
+        table = _compared_sums(torch.tensor([bad, 1.0]), torch.tensor([1.0, -1.0]), grids, settings.measure)
+        bounds = bounds_from_table(table, settings)
+        assert bounds.low.isnan()
+        assert bounds.high.isnan()
+        assert bounds.share.isnan()
+
+
+def test_empty_mask_and_missing_behavior_logprobs_are_refused():
+    ones = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="mask selects none of its 6 tokens"):
+        solve_bounds(ones, ones, torch.zeros(2, 3).bool(), ClipSettings())
+    with pytest.raises(ValueError, match="needs behavior_logprobs"):
+        solve_bounds(ones, ones, ones.bool(), ClipSettings(weight="rollout_prob"))
+
+
+def test_a_table_of_other_settings_is_refused():
+    table = signal_table(torch.ones(3), torch.ones(3), ALL, ClipSettings())
+    with pytest.raises(ValueError, match="filled with other settings"):
+        bounds_from_table(table, ClipSettings.preset("weak-model"))
+
+
+def test_bfloat16_ratios_are_worked_on_in_float32():
+    ratio, advantages = torch.tensor([1.5, 1.0]).bfloat16(), torch.tensor([1.0, -1.0]).bfloat16()
+    bounds = solve_bounds(ratio, advantages, torch.ones(2).bool(), ClipSettings())
+    assert bounds.low.dtype == bounds.high.dtype == torch.float32
+    assert_close(bounds.high, torch.tensor(1.55))
+
+
+def test_positive_share_and_fixed_bounds_by_hand():
+    ratio, signal = torch.tensor([1.5, 1.0, 0.5, 1.0]), torch.tensor([1.0, 1.0, -2.0, -1.0])
+    # gradient at (0.8, 1.2): P = 1, N = 1.  surrogate: P = 1.2 + 1, N = 1.6 + 1.  unclipped: P = 2.5, N = 2
+    assert_close(positive_share(ratio, signal, 0.8, 1.2), torch.tensor(0.5).double())
+    assert_close(positive_share(ratio, signal, 0.8, 1.2, "surrogate"), torch.tensor(2.2 / 4.8).double())
+    assert_close(positive_share(ratio, signal, -1.0, math.inf), torch.tensor(2.5 / 4.5).double())
+    assert fixed_bounds(ratio, signal, 0.8, 1.2).share == 0.5
+    assert positive_share(ratio, signal * 0, 0.8, 1.2) == 1.0
+    assert positive_share(torch.tensor([5.0]), torch.tensor([1.0]), 0.8, 1.2) == 0.0

@@ -1,0 +1,212 @@
+"""Every objective against numbers worked out by hand: the loss of each token and its gradient in log pi."""
+
+import math
+from math import exp, log, sqrt
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bapo import ClipBounds, policy_loss
+from bapo.core.objectives import OBJECTIVES, Tokens, clipped_surrogate
+
+# Four tokens at behaviour probability 1/10, with ratios 1.5, 0.5, 1.5, 0.5 and advantages +1, +1, -1, -1.
+RATIOS = [1.5, 0.5, 1.5, 0.5]
+ADVANTAGES = [1.0, 1.0, -1.0, -1.0]
+BEHAVIOR = log(0.1)
+
+
+def evaluate(objective, *, ratios=RATIOS, advantages=ADVANTAGES, behavior=BEHAVIOR, sequences=None, **options):
+    """Loss per token, d loss / d log pi per token, and which tokens are retained."""
+    count = len(ratios)
+    behavior_logprobs = torch.full((count,), behavior, dtype=torch.float64)
+    logprobs = (behavior_logprobs + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    tokens = Tokens(
+        logprobs,
+        behavior_logprobs,
+        torch.tensor(advantages, dtype=torch.float64),
+        torch.ones(count, dtype=torch.bool),
+        None if sequences is None else torch.tensor(sequences),
+    )
+    result = OBJECTIVES[objective](tokens, **options)
+    result.loss.sum().backward()
+    return result.loss.tolist(), logprobs.grad.tolist(), result.retained.tolist()
+
+
+def check(objective, losses, gradients, retained, **arguments):
+    loss, gradient, kept = evaluate(objective, **arguments)
+    assert loss == pytest.approx(losses)
+    assert gradient == pytest.approx(gradients)
+    assert kept == retained
+
+
+def test_grpo_stops_the_gradient_only_past_the_bound_that_binds():
+    # -min(rA, clip(r) A): 1.5 is clipped to 1.2 for A > 0, 0.5 to 0.8 for A < 0. Gradient -rA where retained.
+    check("grpo", [-1.2, -0.5, 1.5, 0.8], [0, -0.5, 1.5, 0], [False, True, True, False])
+
+
+def test_clip_higher_moves_only_the_upper_bound():
+    check("clip_higher", [-1.28, -0.5, 1.5, 0.8], [0, -0.5, 1.5, 0], [False, True, True, False])
+
+
+def test_dual_clip_caps_negatives_from_above():
+    # A = -1: ratio 4 is capped at 3 and loses its gradient; ratio 2 is below the cap.
+    check(
+        "dual_clip",
+        [3.0, 2.0, -1.2],
+        [0, 2.0, 0],
+        [False, True, False],
+        ratios=[4.0, 2.0, 4.0],
+        advantages=[-1.0, -1.0, 1.0],
+    )
+
+
+def test_bapo_clips_at_the_bounds_it_is_given():
+    bounds = ClipBounds(low=torch.tensor(0.4), high=torch.tensor(1.4), share=torch.tensor(0.5))
+    check("bapo", [-1.4, -0.5, 1.5, 0.5], [0, -0.5, 1.5, 0.5], [False, True, True, True], bounds=bounds)
+    # The released script's cap on negatives, at 1.25 here.
+    check("bapo", [-1.4, -0.5, 1.25, 0.5], [0, -0.5, 0, 0.5], [False, True, False, True], bounds=bounds, dual_clip=1.25)
+
+
+def test_a_token_exactly_at_a_bound_is_clipped():
+    ratio = torch.tensor([1.25, 0.75], requires_grad=True)
+    loss = clipped_surrogate(ratio, torch.tensor([1.0, -1.0]), 0.75, 1.25)
+    loss.sum().backward()
+    assert_close(loss, torch.tensor([-1.25, 0.75]))
+    assert_close(ratio.grad, torch.zeros(2))
+
+
+def test_dcpo_widens_the_bounds_of_rare_tokens():
+    # q = 0.1: low = 0.5 + 0.5 sqrt(max(1 - 6.4, 0)) = 0.5, high = 0.5 + 0.5 sqrt(1 + 8) = 2
+    check(
+        "dcpo",
+        [-1.5, -2.0, 0.6, 0.5],
+        [-1.5, 0, 0.6, 0],
+        [True, False, True, False],
+        ratios=[1.5, 2.5, 0.6, 0.4],
+        advantages=[1.0, 1.0, -1.0, -1.0],
+    )
+    # q = 0.8: low = 0.5 + 0.5 sqrt(0.2), high = 0.5 + 0.5 sqrt(2)
+    low, high = 0.5 + 0.5 * sqrt(0.2), 0.5 + 0.5 * sqrt(2)
+    check("dcpo", [-high, low], [0, 0], [False, False], ratios=[1.21, 0.7], advantages=[1.0, -1.0], behavior=log(0.8))
+    # q = 1e-6: high would be 447 without max_ratio = 10
+    check("dcpo", [-10.0], [0], [False], ratios=[11.0], advantages=[1.0], behavior=log(1e-6))
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    # -sg(min(r, 5)) A log pi: gradient -min(r, 5) A
+    loss, gradient, retained = evaluate("cispo", ratios=[8.0, 0.5], advantages=[1.0, -1.0])
+    assert loss == pytest.approx([-5 * log(0.8), 0.5 * log(0.05)])
+    assert gradient == pytest.approx([-5.0, 0.5])
+    assert retained == [True, True]
+
+
+def test_gspo_clips_whole_sequences_by_their_geometric_mean_ratio():
+    # Sequence 0: ratios 4 and 1, s = sqrt(4) = 2, A = 1, clipped at 1.5: no gradient on either token.
+    # Sequence 1: ratios 1 and 1/4, s = 1/2, A = 1: per token -s A, and each token moves s by s/2, twice (two losses).
+    check(
+        "gspo",
+        [-1.5, -1.5, -0.5, -0.5],
+        [0, 0, -0.5, -0.5],
+        [False, False, True, True],
+        ratios=[4.0, 1.0, 1.0, 0.25],
+        advantages=[1.0] * 4,
+        sequences=[0, 0, 1, 1],
+        low=0.8,
+        high=1.5,
+    )
+
+
+def test_gspo_defaults_are_the_papers_narrow_band():
+    assert evaluate("gspo", ratios=[1.0003], advantages=[1.0], sequences=[0])[2] == [True]
+    assert evaluate("gspo", ratios=[1.0005], advantages=[1.0], sequences=[0])[2] == [False]
+    assert evaluate("gspo", ratios=[0.9996], advantages=[-1.0], sequences=[0])[2] == [False]
+
+
+def test_sapo_gates_softly_by_sign():
+    def gate(ratio, tau):
+        return 4 / tau / (1 + exp(-tau * (ratio - 1)))
+
+    def slope(ratio, tau):  # d gate / d log pi = r * 4 s (1 - s)
+        s = 1 / (1 + exp(-tau * (ratio - 1)))
+        return ratio * 4 * s * (1 - s)
+
+    loss, gradient, retained = evaluate("sapo", ratios=[1.5, 0.5], advantages=[1.0, -2.0])
+    assert loss == pytest.approx([-gate(1.5, 1.0), 2 * gate(0.5, 1.05)])
+    assert gradient == pytest.approx([-slope(1.5, 1.0), 2 * slope(0.5, 1.05)])
+    assert retained == [True, True]
+    assert evaluate("sapo", ratios=[1.0], advantages=[1.0])[1] == pytest.approx([-1.0])  # that of r A on-policy
+
+
+def test_topr_weighs_negatives_by_the_truncated_ratio_of_the_whole_response():
+    # Response 0 (A < 0): product 1/4. Response 1 (A < 0): product 6, truncated to 1. Response 2 (A > 0): weight 1.
+    loss, gradient, _ = evaluate(
+        "topr",
+        ratios=[0.5, 0.5, 2.0, 3.0, 0.5],
+        advantages=[-1.0, -1.0, -1.0, -1.0, 2.0],
+        sequences=[0, 0, 1, 1, 2],
+    )
+    logs = [log(0.1 * r) for r in (0.5, 0.5, 2.0, 3.0, 0.5)]
+    assert loss == pytest.approx([0.25 * logs[0], 0.25 * logs[1], logs[2], logs[3], -2 * logs[4]])
+    assert gradient == pytest.approx([0.25, 0.25, 1.0, 1.0, -2.0])
+
+
+def test_asymre_lowers_the_baseline():
+    # -(A + 0.1) log pi
+    loss, gradient, _ = evaluate("asymre", ratios=[1.0, 3.0], advantages=[1.0, -1.0])
+    assert loss == pytest.approx([-1.1 * log(0.1), 0.9 * log(0.3)])
+    assert gradient == pytest.approx([-1.1, 0.9])
+
+
+def test_m2po_masks_the_largest_second_moments_until_the_mean_is_within_the_threshold():
+    # (log r)^2 = 0.01, 0.04, 0.09, 1: means 0.01, 0.025, 0.0467, 0.285. Threshold 0.04 keeps the first two.
+    ratios = [exp(1.0), exp(0.1), exp(-0.3), exp(-0.2)]
+    check(
+        "m2po",
+        [0, -exp(0.1), 0, exp(-0.2)],
+        [0, -exp(0.1), 0, exp(-0.2)],
+        [False, True, False, True],
+        ratios=ratios,
+        advantages=[1.0, 1.0, -1.0, -1.0],
+    )
+    assert evaluate("m2po", ratios=[exp(1.0), exp(2.0)], advantages=[1.0, 1.0])[2] == [False, False]
+
+
+def test_m2po_ignores_masked_tokens():
+    behavior = torch.full((3,), BEHAVIOR)
+    logprobs = (behavior + torch.tensor([0.0, 5.0, 0.1])).requires_grad_()
+    mask = torch.tensor([True, False, True])
+    policy_loss(logprobs, behavior, torch.ones(3), mask, objective="m2po").loss.backward()
+    assert_close(logprobs.grad, torch.tensor([-1.0, 0.0, -exp(0.1)]) / 2)
+
+
+# Objectives with a stopped weight (cispo, topr) have no value whose slope is their gradient.
+@pytest.mark.parametrize("objective", sorted(set(OBJECTIVES) - {"cispo", "topr"}))
+def test_gradients_agree_with_finite_differences(objective):
+    generator = torch.Generator().manual_seed(3)
+    behavior = -torch.rand(24, generator=generator, dtype=torch.float64) * 3 - 0.1
+    start = behavior + 0.4 * torch.randn(24, generator=generator, dtype=torch.float64).clamp(-2, 2)
+    advantages = torch.randn(8, generator=generator, dtype=torch.float64).repeat_interleave(3)
+    mask, ids = torch.ones(24, dtype=torch.bool), torch.arange(8).repeat_interleave(3)
+    options = {"low": 0.7, "high": 1.4} if objective in ("grpo", "clip_higher", "gspo") else {}
+    if objective == "bapo":
+        options = {"bounds": ClipBounds(*(torch.tensor(x, dtype=torch.float64) for x in (0.7, 1.4, 0.5)))}
+
+    def total(logprobs):
+        return OBJECTIVES[objective](Tokens(logprobs, behavior, advantages, mask, ids), **options).loss.sum()
+
+    assert torch.autograd.gradcheck(total, start.clone().requires_grad_(), eps=1e-7, atol=1e-5)
+
+
+def test_ratio_is_limited_so_that_nothing_overflows():
+    tokens = Tokens(
+        torch.tensor([-0.1, -200.0]), torch.tensor([-200.0, -0.1]), torch.tensor([-1.0, 1.0]), torch.ones(2).bool()
+    )
+    assert tokens.ratio.tolist() == pytest.approx([exp(20), exp(-20)])
+    infinite = Tokens(torch.tensor([-math.inf]), torch.tensor([-1.0]), torch.ones(1), torch.ones(1).bool())
+    assert infinite.ratio.isnan()  # not e^-20: an infinity is never hidden
+
+
+def test_dual_clip_below_one_is_refused():
+    with pytest.raises(ValueError, match="Use a value > 1"):
+        evaluate("dual_clip", cap=0.5)
