@@ -39,9 +39,13 @@ __all__ = [
     "solve_bounds",
 ]
 
-CPU_CHUNK = 2**17
+CPU_CHUNK = 2**16
 DEVICE_CHUNK = 2**18
 """Tokens per pass: small enough for the cache on CPU, and for candidates x tokens temporaries on a device."""
+
+
+LANES = 4
+"""Sums kept side by side for each cell of the CPU histogram."""
 
 
 class StopReason(IntEnum):
@@ -135,26 +139,32 @@ def signal_table(
     """
     check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
     mask = check_mask(mask)
+    if settings.weight == "none":
+        behavior_logprobs = None
+    elif behavior_logprobs is None:
+        raise ValueError(
+            "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
+            "behavior_logprobs=. Pass them, or use weight='none'."
+        )
+    on_cpu = mask.device.type == "cpu"
+    named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
+    finite = on_cpu and all([check_finite(name, x, mask) for name, x in named.items() if x is not None])  # noqa: C419
+    accumulate, chunk = (_binned_sums, CPU_CHUNK) if on_cpu else (_compared_sums, DEVICE_CHUNK)
+
     dtype = _working_dtype(ratio)
-    signal = torch.where(mask, advantages.to(dtype), 0.0)  # w * A, signed
-    ratio = torch.where(mask, ratio.to(dtype), 1.0)
-    if settings.weight == "rollout_prob":
-        if behavior_logprobs is None:
-            raise ValueError(
-                "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
-                "behavior_logprobs=. Pass them, or use weight='none'."
-            )
-        signal = signal * torch.where(mask, behavior_logprobs.to(dtype), 0.0).exp()
-    if mask.device.type == "cpu":
-        check_finite("ratio", ratio, mask)
-        check_finite("advantages" if settings.weight == "none" else "rollout_prob * advantages", signal, mask)
-    accumulate, chunk = (_binned_sums, CPU_CHUNK) if mask.device.type == "cpu" else (_compared_sums, DEVICE_CHUNK)
     grids = _grids(settings, dtype, mask.device)
     table = torch.zeros(grids.size, dtype=torch.float64, device=mask.device)
-    ratio, signal = ratio.flatten(), signal.flatten()
-    for start in range(0, len(ratio), chunk):
+    ratio, advantages, mask = ratio.flatten(), advantages.flatten(), mask.flatten()
+    for start in range(0, len(mask), chunk):
         part = slice(start, start + chunk)
-        table += accumulate(ratio[part], signal[part], grids, settings.measure)
+        ratio_part, signal = ratio[part].to(dtype), advantages[part].to(dtype)
+        if behavior_logprobs is not None:
+            signal = signal.double() * behavior_logprobs.flatten()[part].double().exp()  # would underflow in float32
+        if finite:  # a product is several times faster than a select on CPU, and a token without signal needs no ratio
+            signal = signal * mask[part].view(torch.int8)
+        else:
+            signal, ratio_part = torch.where(mask[part], signal, 0.0), torch.where(mask[part], ratio_part, 0.0)
+        table += accumulate(ratio_part, signal, grids, settings.measure)
     return table
 
 
@@ -261,26 +271,38 @@ def _binned_sums(ratio: Tensor, signal: Tensor, grids: _Grids, measure: Measure)
     side of 0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know.
     """
     settings, (lows, highs) = grids.settings, (grids.low.numel(), grids.high.numel())
-    sign = torch.sgn(signal)
-    tiny = torch.finfo(ratio.dtype).tiny
-    signed_ratio = ratio.clamp(min=tiny).mul_(sign)  # ratio 0 keeps its side
-    # Nearest threshold by arithmetic, then one exact comparison. Right of 0 the first term is at its end.
-    near_low = (signed_ratio + settings.low_grid[-1]).mul_(1 / settings.low_step).round_().clamp_(0, lows - 1)
-    near_high = (signed_ratio - settings.high_grid[0]).mul_(1 / settings.high_step).round_().clamp_(0, highs - 1)
-    near = near_low.add_(near_high).add_(sign).add_(1).long()
-    bins = near.add_(grids.thresholds.index_select(0, near) <= signed_ratio)
+    sign = torch.sgn(signal).to(ratio.dtype)
+    signed_ratio = ratio * sign
+    # Index of the nearest threshold on the token's own side of 0, by arithmetic: right of 0 the first term is at its
+    # end, left of 0 the second one is. Then one exact comparison with that threshold.
+    steps_from_low = signed_ratio.mul(1 / settings.low_step).add_(settings.low_grid[-1] / settings.low_step)
+    steps_from_high = signed_ratio.mul(1 / settings.high_step).sub_(settings.high_grid[0] / settings.high_step)
+    near = steps_from_low.clamp_(0, lows - 1).add_(steps_from_high.clamp_(0, highs - 1)).round_().add_(sign).add_(1)
+    side = signed_ratio.sub_(grids.thresholds.index_select(0, near.int())).sgn_()
+    # Below threshold k is cell 2k, at it 2k + 1, above it 2k + 2. Neighbouring tokens add to different lanes of a cell,
+    # because a CPU must finish one addition to an address before it starts the next.
+    cells = near.mul_(2 * LANES).add_(side, alpha=LANES).add_(_lanes(ratio.dtype)[: len(ratio)]).int().long()
 
-    size = lows + 1 + highs + 1
+    def sum_by_bin(values: Tensor) -> Tensor:
+        sums = values.new_zeros((2 * (lows + 1 + highs) + 1) * LANES).scatter_add_(0, cells, values)
+        sums = sums.view(-1, LANES).sum(1)
+        return torch.cat([sums[:1], sums[1::2] + sums[2::2]])
+
     signal = signal.double()
-    weighted = torch.zeros(size, dtype=torch.float64).scatter_add_(0, bins, ratio.double() * signal)
+    weighted = sum_by_bin(signal * ratio)
     # Bins 0..lows hold negative tokens (0 where |r| is largest), the rest positive ones.
     negative = -weighted[: lows + 1].cumsum(0)[:lows].flip(0)
     positive = weighted[lows + 1 :].cumsum(0)[:highs]
     if measure == "surrogate":
-        plain = torch.zeros(size, dtype=torch.float64).scatter_add_(0, bins, signal)
+        plain = sum_by_bin(signal)
         negative = negative + grids.low * -plain[1 : lows + 1].flip(0).cumsum(0)
         positive = positive + grids.high * plain[lows + 2 :].flip(0).cumsum(0).flip(0)
-    return torch.cat([positive, negative, sign.abs().sum(dtype=torch.float64).reshape(1)])
+    return torch.cat([positive, negative, torch.dot(sign, sign).double().reshape(1)])
+
+
+@lru_cache(maxsize=2)
+def _lanes(dtype: torch.dtype) -> Tensor:
+    return (LANES + torch.arange(CPU_CHUNK) % LANES).to(dtype)
 
 
 def _compared_sums(ratio: Tensor, signal: Tensor, grids: _Grids, measure: Measure) -> Tensor:

@@ -68,16 +68,24 @@ def check_sequence_ids(sequence_ids: Tensor | None, mask: Tensor) -> None:
 
 def check_not_empty(mask: Tensor, remedy: str) -> None:
     """At least one token is selected (CPU only)."""
-    if mask.device.type == "cpu" and not bool(mask.any()):
+    if mask.device.type == "cpu" and not mask.count_nonzero():
         raise ValueError(f"mask selects none of its {mask.numel()} tokens, so there is nothing to compute. {remedy}")
 
 
-def check_finite(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> None:
-    """No NaN or infinity under the mask; the first one is named by its sequence."""
+def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
+    """The values under the mask and 0 elsewhere, whatever stood there. NaN and infinity under the mask stay."""
+    if values.device.type == "cpu" and _all_finite(values.detach()):
+        return values * mask.view(torch.int8)  # on CPU several times faster than a select
+    return torch.where(mask, values, 0.0)
+
+
+def check_finite(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> bool:
+    """No NaN or infinity under the mask: the first one is named by its sequence. True if there is none anywhere."""
+    if _all_finite(values.detach()):
+        return True
     masked = torch.where(mask, values.detach(), 0.0)
-    lowest, highest = masked.aminmax() if masked.numel() else (torch.zeros(()), torch.zeros(()))
-    if bool(torch.isfinite(lowest) & torch.isfinite(highest)):
-        return
+    if _all_finite(masked):
+        return False
     where, value = _first(masked, ~torch.isfinite(masked), sequence_ids)
     raise ValueError(
         f"{name} is {value} in {where}. Every token under the mask needs a finite value: mask that token out, or drop "
@@ -88,7 +96,7 @@ def check_finite(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor |
 def check_logprobs(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> None:
     """Finite and not above zero under the mask."""
     check_finite(name, values, mask, sequence_ids)
-    masked = torch.where(mask, values.detach(), 0.0)
+    masked = zero_outside(mask, values.detach())
     if masked.numel() and masked.max() > LOGPROB_SLACK:
         where, value = _first(masked, masked > LOGPROB_SLACK, sequence_ids)
         raise ValueError(
@@ -112,6 +120,14 @@ def check_tokens(
     check_finite("advantages", advantages, mask, sequence_ids)
     if entropy is not None:
         check_finite("entropy", entropy, mask, sequence_ids)
+
+
+def _all_finite(values: Tensor) -> bool:
+    """One pass: a NaN anywhere makes both extremes NaN, an infinity is one of them."""
+    if not values.numel():
+        return True
+    lowest, highest = values.aminmax()
+    return bool(torch.isfinite(lowest) & torch.isfinite(highest))
 
 
 def _first(values: Tensor, bad: Tensor, sequence_ids: Tensor | None) -> tuple[str, float]:

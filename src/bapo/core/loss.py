@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, poison_peers, solve_bounds
-from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens
+from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
 from bapo.core.objectives import OBJECTIVES, TokenLoss, Tokens
 from bapo.core.reduction import Reduction, denominator_of, reduce_tokens
@@ -119,9 +119,9 @@ def clean_tokens(
     """The tokens in working precision, with zeros where the mask is off, so that padding can hold anything."""
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
     return Tokens(
-        logprobs=torch.where(mask, logprobs.to(dtype), 0.0),
-        behavior_logprobs=torch.where(mask, behavior_logprobs.to(dtype), 0.0),
-        advantages=torch.where(mask, advantages.to(dtype), 0.0),
+        logprobs=zero_outside(mask, logprobs.to(dtype)),
+        behavior_logprobs=zero_outside(mask, behavior_logprobs.to(dtype)),
+        advantages=zero_outside(mask, advantages.to(dtype)),
         mask=mask,
         sequence_ids=sequence_ids,
     )
@@ -139,7 +139,7 @@ def _metrics(tokens: Tokens, result: TokenLoss, entropy: Tensor | None) -> dict[
                 "stop": bounds.stop,
             }
     if entropy is not None:
-        entropy = torch.where(tokens.mask, entropy.detach().to(tokens.logprobs.dtype), 0.0)
+        entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.logprobs.dtype))
         metrics |= entropy_statistics(tokens, entropy, result.retained)
     return metrics
 

@@ -1,0 +1,106 @@
+"""What choosing the bounds costs: the whole loss, forward and backward, with three ways to get its bounds.
+
+    fixed clip     bounds given
+    ours           solve_bounds: one pass over the tokens, both measures
+    step search    the share re-measured after every step of a bound, one host read per step, as in the released code
+
+The loss around them is the textbook one, -min(r A, clip(r) A) with token-mean. The last column is `policy_loss` with
+objective bapo against grpo, checks and metrics included. Ratios come from within each round of one run.
+
+    python benchmarks/bounds.py [--device cuda] [--rounds 15]
+"""
+
+import argparse
+import statistics
+
+import torch
+from timing import interleaved, ratio, table
+from torch import Tensor
+
+from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
+from bapo.core.bounds import positive_share
+
+
+def stale_update(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens as a stale update has them: most ratios near 1, heavy tails, wrong responses longer than right ones."""
+    generator = torch.Generator().manual_seed(0)
+    behavior = -torch.rand(tokens, generator=generator).mul_(8).pow_(2).div_(16)
+    drift = torch.randn(tokens, generator=generator) * (0.02 + 0.4 * torch.rand(tokens, generator=generator).pow(3))
+    advantages = torch.where(torch.rand(tokens, generator=generator) < 0.33, 1.0, -1.0)
+    mask = torch.rand(tokens, generator=generator) < 0.95
+    logprobs = (behavior + drift).clamp(max=0)
+    return tuple(x.to(device) for x in (logprobs, behavior, advantages, mask))  # type: ignore[return-value]
+
+
+def step_search(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings) -> tuple[float, float]:
+    """The literal loop over tensors: measure, compare on the host, move one bound, repeat."""
+    signal = torch.where(mask, advantages, 0.0)
+    for low, high in settings.path:
+        bounds = settings.low_grid[low], settings.high_grid[high]
+        if positive_share(ratio, signal, *bounds, settings.measure).item() >= settings.target_share:
+            break
+    return bounds
+
+
+def loss(logprobs: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, bounds_of) -> None:
+    logprobs.grad = None
+    ratio = (logprobs - behavior).exp()
+    low, high = bounds_of(ratio.detach(), advantages, mask)
+    per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+    (torch.where(mask, per_token, 0.0).sum() / mask.sum()).backward()
+
+
+def measure(tokens: int, device: str, rounds: int) -> list[str]:
+    logprobs, behavior, advantages, mask = stale_update(tokens, device)
+    logprobs.requires_grad_()
+    settings = {m: ClipSettings(measure=m, target_share=0.4) for m in ("gradient", "surrogate")}
+
+    def ours(measure: str):
+        def solve(ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            bounds: ClipBounds = solve_bounds(ratio, advantages, mask, settings[measure])
+            return bounds.low, bounds.high
+
+        return solve
+
+    def search(ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[float, float]:
+        return step_search(ratio, advantages, mask, settings["gradient"])
+
+    ratio_now = (logprobs - behavior).exp().detach()
+    solved, searched = ours("gradient")(ratio_now, advantages, mask), search(ratio_now, advantages, mask)
+    assert all(abs(a.item() - b) < 1e-6 for a, b in zip(solved, searched, strict=True)), (solved, searched)
+
+    tensors = (logprobs, behavior, advantages, mask)
+    times = interleaved(
+        {
+            "fixed": lambda: loss(*tensors, lambda *_: (0.8, 1.2)),
+            "gradient": lambda: loss(*tensors, ours("gradient")),
+            "surrogate": lambda: loss(*tensors, ours("surrogate")),
+            "search": lambda: loss(*tensors, search),
+            "policy_loss grpo": lambda: policy_loss(*tensors, objective="grpo").loss.backward(),
+            "policy_loss bapo": lambda: policy_loss(*tensors, objective="bapo").loss.backward(),
+        },
+        device=device,
+        rounds=rounds,
+    )
+    return [
+        f"2^{tokens.bit_length() - 1}",
+        f"{statistics.median(times['fixed']):.2f} ms",
+        *(f"{ratio(times, name, 'fixed'):.2f}x" for name in ("gradient", "surrogate", "search")),
+        f"{ratio(times, 'policy_loss bapo', 'policy_loss grpo'):.2f}x",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=15, help="measured rounds per size")
+    arguments = parser.parse_args()
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"Loss forward + backward on {name}; ratios to the fixed clip.\n")
+    rows = [measure(tokens, arguments.device, arguments.rounds) for tokens in (2**16, 2**19, 2**21)]
+    header = ["tokens", "fixed clip", "ours, gradient", "ours, surrogate", "step search", "policy_loss bapo/grpo"]
+    print(table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
