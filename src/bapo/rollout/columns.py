@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class ColumnCache(Cache):  # type: ignore[misc]
+class ColumnCache(Cache):
     """Keys and values of every layer, each [rows, heads, columns, width]; allocated when a layer first writes.
 
     The owner announces each forward pass: `expect_prefill` before contexts are written, `expect_step` before one token

@@ -43,8 +43,8 @@ _IDLE = -1
 class LocalEngine:
     """Engine on a model in this process. Shares its weights; restores its train mode after every call."""
 
-    def __init__(self, model: PreTrainedModel, *, slots: int = 64, prefill_tokens: int = 16384) -> None:
-        """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in one prefill pass (one row at least)."""
+    def __init__(self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384) -> None:
+        """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in a prefill pass (one row at least)."""
         if slots < 1:
             raise ValueError(f"slots={slots} leaves no place to sample in. Set slots >= 1.")
         if prefill_tokens < 1:
@@ -86,7 +86,9 @@ class _Sitting:
     the length limit), `position` (response tokens so far), `stream`. Device: `last`, the token to feed next.
     """
 
-    def __init__(self, engine: LocalEngine, requests: Sequence[Request], sampling: Sampling, budget: int | None) -> None:
+    def __init__(
+        self, engine: LocalEngine, requests: Sequence[Request], sampling: Sampling, budget: int | None
+    ) -> None:
         self.engine, self.requests, self.sampling = engine, requests, sampling
         self.device = engine.model.device
         slots = min(engine.slots, len(requests))
@@ -106,6 +108,7 @@ class _Sitting:
         self.stream = np.zeros(slots, dtype=np.uint64)
         self.last = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
+        self.stop_ids = np.array(sorted(sampling.stop_ids), dtype=np.int64)
         self.status = [Status.PARKED] * len(requests)
         self.owners: list[NDArray[np.int64]] = []
         self.tape: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -151,7 +154,7 @@ class _Sitting:
         self._settle(max(self.rows, int(rows[-1]) + 1))
 
     def _prefill(self, rows: Sequence[int], newcomers: Sequence[int]) -> None:
-        """Keys and values of all context tokens but the last, which the next step feeds. Equal contexts are run once."""
+        """Keys and values of all context tokens but the last, which the next step feeds. Equal ones are run once."""
         seats: dict[tuple[int, ...], list[int]] = {}
         for row, index in zip(rows, newcomers, strict=True):
             context = tuple(self.requests[index].context[:-1])
@@ -175,7 +178,7 @@ class _Sitting:
         self._vacate(seated[np.argsort(self.owner[seated])[-count:]])
 
     def _vacate(self, rows: NDArray[np.int64]) -> None:
-        """Nobody owns these rows any more. They run along, attending to what they write from here on, until refilled."""
+        """Nobody owns these rows any more. They run along until refilled, attending to themselves."""
         self.owner = self.owner.copy()
         self.owner[rows] = _IDLE
         self.start[rows] = self.column
@@ -223,9 +226,7 @@ class _Sitting:
         rows, low, column = self.rows, self.low, self.column
         mask = padding_mask(self.start_on_device, low=low, end=column + 1) if self.ragged else None
         self.cache.expect_step(rows, low=low, column=column)
-        logits = self.engine.forward(
-            self.last[:rows, None], (column - self.start_on_device)[:, None], mask, self.cache
-        )
+        logits = self.engine.forward(self.last[:rows, None], (column - self.start_on_device)[:, None], mask, self.cache)
         draws = torch.from_numpy(uniforms(self.stream[:rows], self.position[:rows])).to(self.device)
         tokens, logprobs, entropies = draw(logits, draws, temperature=self.sampling.temperature)
         self.last[:rows] = tokens
@@ -243,16 +244,12 @@ class _Sitting:
         self.position[:rows] += 1
         self.left[:rows] -= 1
         self.budget -= self.alive
-        stopped = seated & self.stops(sampled)
+        stopped = seated & np.isin(sampled, self.stop_ids)
         ended = stopped | (seated & (self.left[:rows] == 0))
         if ended.any():
             for index, by_stop in zip(owner[ended].tolist(), stopped[ended].tolist(), strict=True):
                 self.status[index] = Status.STOPPED if by_stop else Status.TRUNCATED
             self._vacate(np.flatnonzero(ended))
-
-    def stops(self, sampled: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the sampled tokens end their response."""
-        return np.isin(sampled, list(self.sampling.stop_ids))
 
     def _refuse(self, index: int, position: int) -> None:
         request = self.requests[index]
@@ -323,7 +320,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def _batches(contexts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
-    """Consecutive contexts, shortest first, so that rows times the width of the widest is at most `tokens`, or one row."""
+    """Split contexts, sorted by length, so that rows times width is at most `tokens` in each batch of several rows."""
     batch: list[tuple[int, ...]] = []
     for context in contexts:
         if batch and (len(batch) + 1) * len(context) > tokens:
