@@ -112,7 +112,7 @@ def main() -> None:
         f"Llama, {size / 1e6:.2f}M parameters, {model.device}, {arguments.threads} threads, {arguments.repeats} repeats"
     )
     print(
-        f"{'load':8} {'sequences':>9} {'tokens':>7} {'slots':>5} {'generate/s':>10} {'engine/s':>9} {'ratio':>6}  spread"
+        f"{'load':7} {'sequences':>9} {'tokens':>7} {'slots':>5} {'generate/s':>10} {'ours/s':>8} {'ratio':>6}  spread"
     )
     for name in ("ragged", "equal"):
         for count in (32, 128):
@@ -132,8 +132,8 @@ def main() -> None:
             for engine, times in zip(engines, ours, strict=True):
                 ratios = sorted(a / b for a, b in zip(theirs, times, strict=True))
                 print(
-                    f"{name:8} {count:9} {tokens:7} {engine.slots:5} {tokens / statistics.median(theirs):10.0f} "
-                    f"{tokens / statistics.median(times):9.0f} {statistics.median(ratios):6.2f}  "
+                    f"{name:7} {count:9} {tokens:7} {engine.slots:5} {tokens / statistics.median(theirs):10.0f} "
+                    f"{tokens / statistics.median(times):8.0f} {statistics.median(ratios):6.2f}  "
                     f"{ratios[0]:.2f}-{ratios[-1]:.2f}"
                 )
 

@@ -44,7 +44,7 @@ class LocalEngine:
     """Engine on a model in this process. Shares its weights; restores its train mode after every call."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384) -> None:
-        """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in a prefill pass (one row at least)."""
+        """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in a prefill of several rows."""
         if slots < 1:
             raise ValueError(f"slots={slots} leaves no place to sample in. Set slots >= 1.")
         if prefill_tokens < 1:

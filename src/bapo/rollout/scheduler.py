@@ -55,7 +55,7 @@ class SchedulerMetrics:
     finished_groups: int = 0
     """Groups returned as finished."""
     dropped_groups: int = 0
-    """Groups given up, because they were too old."""
+    """Groups given up: too old, or with a response the engine could not continue."""
     dropped: int = 0
     """Responses in them, the complete ones included."""
     resumed: int = 0
@@ -71,6 +71,7 @@ class SchedulerMetrics:
 
 
 _LEVELS = ("parked", "waiting", "held_tokens")
+_COUNTS = tuple(field.name for field in fields(SchedulerMetrics) if field.name not in _LEVELS)
 
 
 @dataclass(frozen=True)
@@ -172,36 +173,32 @@ class Scheduler:
                 "response. Pass the learner's current version."
             )
         self._version = version
-        resumable = {id(trajectory) for trajectory in self._unfinished() if trajectory.tokens}
-
-        dropped = [group for group in self._groups.values() if self._too_old(group, version)]
-        for group in dropped:
-            for trajectory in group.trajectories:
-                trajectory.status = Status.DROPPED
-            del self._groups[group.id]
+        before = self._totals
+        begun = {id(trajectory) for trajectory in self._unfinished() if trajectory.tokens}
         touched: set[int] = set()
-        forced, sampled = self._complete_due(engine, version, touched)
-        budget = self.token_budget
-        if budget is None or sampled < budget:
-            waiting = sorted(self._unfinished(), key=lambda trajectory: not trajectory.tokens)
-            sampled += self._generate(engine, waiting, version, None if budget is None else budget - sampled, touched)
-        late, more = self._complete_due(engine, version, touched)
 
-        finished = [group for group in self._groups.values() if group.finished]
-        for group in finished:
-            del self._groups[group.id]
-        done = SchedulerMetrics(
-            sampled_tokens=sampled + more,
+        _give_up(group for group in self._groups.values() if self._too_old(group, version))
+        self._complete_due(engine, version, touched)
+        spent = self._totals.sampled_tokens - before.sampled_tokens
+        if self.token_budget is None or spent < self.token_budget:
+            left = None if self.token_budget is None else self.token_budget - spent
+            waiting = sorted(self._unfinished(), key=lambda trajectory: not trajectory.tokens)
+            self._generate(engine, waiting, version, left, touched)
+        self._complete_due(engine, version, touched)
+        _give_up(group for group in self._groups.values() if _any_dropped(group))
+
+        finished = self._take(Status.STOPPED, Status.TRUNCATED)
+        dropped = self._take(Status.DROPPED)
+        self._count(
             returned_tokens=_tokens(finished),
             wasted_tokens=_tokens(dropped),
             finished_groups=len(finished),
             dropped_groups=len(dropped),
             dropped=sum(len(group.trajectories) for group in dropped),
-            resumed=len(touched & resumable),
-            forced=forced + late,
+            resumed=len(touched & begun),
         )
-        self._totals = _add(self._totals, done)
-        return Rollout(groups=finished, dropped=dropped, metrics=replace(done, **self._levels()))
+        done = {name: getattr(self._totals, name) - getattr(before, name) for name in _COUNTS}
+        return Rollout(finished, dropped, SchedulerMetrics(**done, **self._levels()))
 
     def totals(self) -> SchedulerMetrics:
         """The metrics of all runs together."""
@@ -212,7 +209,7 @@ class Scheduler:
         return {
             "version": self._version,
             "next_id": self._next_id,
-            "totals": {name: value for name, value in asdict(self._totals).items() if name not in _LEVELS},
+            "totals": {name: getattr(self._totals, name) for name in _COUNTS},
             "groups": [asdict(group) for group in self._groups.values()],
         }
 
@@ -242,8 +239,8 @@ class Scheduler:
             return False
         return self._too_old(group, version + self.versions_per_run)
 
-    def _complete_due(self, engine: Engine, version: int, touched: set[int]) -> tuple[int, int]:
-        """Complete the groups whose last chance this is. Returns how many responses that took, and how many tokens."""
+    def _complete_due(self, engine: Engine, version: int, touched: set[int]) -> None:
+        """Complete the groups whose last chance this is, whatever it takes."""
         due = [
             trajectory
             for group in self._groups.values()
@@ -251,14 +248,15 @@ class Scheduler:
             for trajectory in group.trajectories
             if trajectory.status is Status.PARKED
         ]
-        return len(due), self._generate(engine, due, version, None, touched)
+        self._generate(engine, due, version, None, touched)
+        self._count(forced=len(due))
 
     def _generate(
         self, engine: Engine, trajectories: list[Trajectory], version: int, budget: int | None, touched: set[int]
-    ) -> int:
-        """Continue these responses, in this order. Returns the number of tokens sampled; `touched` gets who got any."""
+    ) -> None:
+        """Continue these responses, in this order. Those that get any token are added to `touched`."""
         if not trajectories:
-            return 0
+            return
         requests = [
             Request(
                 context=trajectory.prompt + trajectory.tokens,
@@ -278,7 +276,23 @@ class Scheduler:
             _append(trajectory, segment)
             if segment.tokens:
                 touched.add(id(trajectory))
-        return sum(len(segment.tokens) for segment in segments)
+        self._count(sampled_tokens=sum(len(segment.tokens) for segment in segments))
+
+    def _take(self, *statuses: Status) -> list[Group]:
+        """Remove and return the groups all of whose responses have one of these statuses."""
+        taken = [
+            group
+            for group in self._groups.values()
+            if all(trajectory.status in statuses for trajectory in group.trajectories)
+        ]
+        for group in taken:
+            del self._groups[group.id]
+        return taken
+
+    def _count(self, **more: int) -> None:
+        self._totals = replace(
+            self._totals, **{name: getattr(self._totals, name) + value for name, value in more.items()}
+        )
 
     def _levels(self) -> dict[str, int]:
         unfinished = self._unfinished()
@@ -296,6 +310,16 @@ def _age(group: Group, version: int) -> int:
     return version - min(firsts) if firsts else -1
 
 
+def _any_dropped(group: Group) -> bool:
+    return any(trajectory.status is Status.DROPPED for trajectory in group.trajectories)
+
+
+def _give_up(groups: Iterable[Group]) -> None:
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.status = Status.DROPPED
+
+
 def _tokens(groups: Iterable[Group]) -> int:
     return sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories)
 
@@ -311,17 +335,6 @@ def _append(trajectory: Trajectory, segment: Segment) -> None:
     trajectory.entropies += segment.entropies
     trajectory.versions += segment.versions
     trajectory.status = segment.status
-
-
-def _add(left: SchedulerMetrics, right: SchedulerMetrics) -> SchedulerMetrics:
-    """Counts add up; levels are those of the moment and stay 0 here."""
-    return SchedulerMetrics(
-        **{
-            field.name: getattr(left, field.name) + getattr(right, field.name)
-            for field in fields(SchedulerMetrics)
-            if field.name not in _LEVELS
-        }
-    )
 
 
 def _group(saved: dict[str, Any]) -> Group:
