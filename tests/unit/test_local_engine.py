@@ -400,6 +400,11 @@ def test_settings_that_leave_no_room_are_refused():
         LocalEngine(LLAMA).generate([Request([5], 0, 0, 1)], Sampling(), version=0, token_budget=-1)
 
 
+def test_wrapped_models_are_refused(llama):
+    with pytest.raises(TypeError, match=r"got a Sequential.*model\.get_base_model\(\) of a PEFT model"):
+        LocalEngine(torch.nn.Sequential(llama))
+
+
 def test_models_without_keys_and_values_are_refused():
     model = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(ValueError, match=r"MambaForCausalLM keeps state other than keys and values.*attention layers"):

@@ -83,11 +83,6 @@ class ColumnCache(Cache):
     def _tensors(self) -> list[Tensor]:
         return [tensor for pair in self._store.values() for tensor in pair]
 
-    @property
-    def used(self) -> bool:
-        """Whether any layer has written."""
-        return bool(self._store)
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many columns the next query sees before its own."""
         if self._targets is not None:

@@ -11,9 +11,9 @@ log-softmax of the model's logits over the temperature. The draw inverts the cum
 (seed, position), see `randomness.py`. Greedy sampling is the limit of temperature 0: all mass on the best token, so
 log-prob and entropy are 0.
 
-What is not. Matrix kernels round differently for different batch shapes, so logits move by about 1e-6 (float32; more in
-bfloat16) with the batch. Log-probs follow, and a token changes only when its uniform falls that close to an edge of the
-cumulative distribution: about once in 10^5 to 10^6 tokens in float32.
+What is not. Matrix kernels may round differently for different batch shapes, so log-probs can move by about 1e-6 with
+the company a response is in (4e-3 in bfloat16). A token changes only where its uniform falls that close to an edge of
+the cumulative distribution: rare in float32, likely somewhere in a long response in bfloat16.
 
 Left out: top-k and top-p (see `Sampling`), beams, and models whose state is not a list of keys and values.
 """
@@ -64,6 +64,7 @@ class LocalEngine:
         check_requests(requests, sampling, token_budget, positions=max_positions(self.model))
         if not requests:
             return []
+        # Not inference_mode: a buffer that a model makes anew on the way (long-context rotary) must stay trainable with.
         with torch.no_grad(), evaluating(self.model):
             return _Sitting(self, requests, sampling, token_budget).run(version)
 
@@ -333,6 +334,11 @@ def _batches(contexts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tupl
 
 def _check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"LocalEngine got a {name}; it needs the transformers model itself. Pass the model inside the wrapper: "
+            "model.get_base_model() of a PEFT model (its adapters stay active), model.module of a parallel one."
+        )
     config = model.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
     if getattr(model, "_is_stateful", False) or other:
