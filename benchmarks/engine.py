@@ -1,6 +1,6 @@
 """Tokens per second of LocalEngine against transformers' own `generate`, in one run, on one model.
 
-    python benchmarks/engine.py [--repeats 5] [--slots 64] [--threads N]
+    python benchmarks/engine.py [--repeats 5] [--slots 128 ...] [--threads N]
 
 The model is a Llama of 0.8 million parameters with random weights: the size of the embedded demo, where the cost of a
 step is mostly overhead, which is what an engine can save. Two loads, 32 and 128 sequences each:
@@ -11,7 +11,7 @@ step is mostly overhead, which is what an engine can save. Two loads, 32 and 128
     equal    every response has 64 tokens, so that nothing can be gained by refilling slots.
 
 Prompts have 8 to 24 tokens; `generate` gets them left-padded with their attention mask, with use_cache, an EOS token
-(never drawn by either side, so that the lengths are the given ones) and pure sampling at the same temperature. That is
+(kept from ending a sequence early, so that the lengths are the given ones) and pure sampling at the same temperature. That is
 less than is asked of the engine, which also records log-probs and entropies. Only useful tokens are counted. The two
 are timed alternately; the table gives medians, and the lowest and highest ratio of the paired repeats.
 """
@@ -102,7 +102,7 @@ def time_engine(engine: LocalEngine, requests: list[Request]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--slots", type=int, nargs="+", default=[64])
+    parser.add_argument("--slots", type=int, nargs="+", default=[128])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

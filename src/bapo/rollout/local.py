@@ -64,7 +64,7 @@ class LocalEngine:
         check_requests(requests, sampling, token_budget, positions=max_positions(self.model))
         if not requests:
             return []
-        # Not inference_mode: a buffer that a model makes anew on the way (long-context rotary) must stay trainable with.
+        # Not inference_mode: a buffer a model makes anew on the way (long-context rotary) must be usable in training.
         with torch.no_grad(), evaluating(self.model):
             return _Sitting(self, requests, sampling, token_budget).run(version)
 
