@@ -10,7 +10,7 @@ step is mostly overhead, which is what an engine can save. Two loads, 32 and 128
              does in use; its tokens past a sequence's own length are not counted.
     equal    every response has 64 tokens, so that nothing can be gained by refilling slots.
 
-Prompts have 8 to 24 tokens. `generate` gets them left-padded with their attention mask, with use_cache, pure sampling at
+Prompts have 8 to 24 tokens. `generate` gets them left-padded with an attention mask, use_cache, pure sampling at
 the same temperature, and an EOS token (kept from ending a sequence early, so that the lengths are the given ones). That
 is less than is asked of the engine, which also records log-probs and entropies. Only useful tokens are counted. The two
 are timed alternately; the table gives medians, and the lowest and highest ratio of the paired repeats.
