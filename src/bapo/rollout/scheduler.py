@@ -1,0 +1,342 @@
+"""Partial rollout: who samples when, and how old a response may grow.
+
+Each run may sample a number of tokens. A response that is not complete by then is parked with its tokens, their
+log-probs and versions, and is continued in a later run under newer weights, instead of being thrown away or waited for.
+Parked responses go first, those of the oldest group first; then new ones, again the oldest group first. So nothing
+starves, and the order is a function of the groups alone.
+
+A group is returned when all its responses are complete, because rewards are compared within it. Until then its complete
+responses wait for the slowest one, and age. So age belongs to the group:
+
+    age(group, v) = v - version of the oldest token in any of its responses      (a group without tokens has no age)
+
+The staleness bound. Let `max_age` = A and let the learner advance by at most `versions_per_run` = d between two runs.
+Every group returned by a run at version v has age at most A, under either policy:
+
+    - before sampling, a run gives up every group of age > A, so no group older than A is ever sampled or returned;
+    - tokens sampled in the run have version v and age 0, so sampling makes no group older.
+
+Under `drop` nothing else happens, and the bound holds whatever d is. Under `finish` a run also completes, regardless of
+its token budget, each group that would be too old the next time, age + d > A. What stays parked has age + d <= A, so
+at the next run its age is at most A and nothing is given up: `finish` wastes no token as long as d is honest. If the
+learner outruns d the bound still holds, and the groups it outran are given up as under `drop` (and counted). With d > A
+no group may be left half sampled, so every response that is started is completed in the same run; A = 0 is on-policy.
+The bound is on leaving the scheduler: a token is trained on that much later again as the group waits in the buffer.
+
+Giving up a group. A group misses its baseline without all of its responses, and replacing one would favour short
+responses; so one dropped response takes its whole group along: every response is marked DROPPED, its tokens are counted
+as wasted, and the group is handed to the caller in `Rollout.dropped` (to draw the problem again, or to see which
+problems are lost: those with long responses). It is never among `Rollout.groups`.
+
+Nothing here waits or runs in parallel: `run` returns when the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from bapo.rollout.engine import Engine, Request, Sampling, Segment
+from bapo.rollout.randomness import response_seed
+from bapo.types import Group, Problem, Status, Trajectory
+
+
+@dataclass(frozen=True)
+class SchedulerMetrics:
+    """What one run did (or all runs so far), and what it left behind."""
+
+    sampled_tokens: int = 0
+    """Tokens sampled. Always sampled = returned + held + wasted, in totals."""
+    returned_tokens: int = 0
+    """Tokens in the groups returned as finished."""
+    wasted_tokens: int = 0
+    """Tokens in groups given up."""
+    finished_groups: int = 0
+    """Groups returned as finished."""
+    dropped_groups: int = 0
+    """Groups given up: too old, or with a response the engine could not continue."""
+    dropped: int = 0
+    """Responses in them, the complete ones included."""
+    resumed: int = 0
+    """Parked responses continued, counted once per run."""
+    forced: int = 0
+    """Responses completed regardless of the token budget, because their group would have grown too old."""
+    parked: int = 0
+    """Now: responses begun and not complete."""
+    waiting: int = 0
+    """Now: responses admitted and not begun."""
+    held_tokens: int = 0
+    """Now: tokens in groups not yet returned."""
+
+
+_LEVELS = ("parked", "waiting", "held_tokens")
+_COUNTS = tuple(field.name for field in fields(SchedulerMetrics) if field.name not in _LEVELS)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a run returns. Both lists are ordered by group id."""
+
+    groups: list[Group]
+    """Finished: every response is complete."""
+    dropped: list[Group]
+    """Given up: every response is DROPPED."""
+    metrics: SchedulerMetrics
+
+
+def new_group(id: int, problem: Problem, prompt_ids: Sequence[int], *, responses: int, seed: int) -> Group:
+    """A group of empty responses to one problem, each with its own seed, from (run seed, group id, index)."""
+    if responses < 1:
+        raise ValueError(f"responses={responses} makes an empty group {id}. Set responses >= 1.")
+    if not prompt_ids:
+        raise ValueError(f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token.")
+    return Group(
+        id=id,
+        problem=problem,
+        trajectories=[
+            Trajectory(prompt=list(prompt_ids), seed=response_seed(seed, id, index)) for index in range(responses)
+        ],
+    )
+
+
+class Scheduler:
+    """Keeps the groups in progress and decides, run by run, which of their responses are continued."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        max_response_tokens: int,
+        token_budget: int | None = None,
+        max_age: int | None = None,
+        over_age: Literal["finish", "drop"] = "finish",
+        versions_per_run: int = 1,
+    ) -> None:
+        """`token_budget`: tokens per run, None to complete every response in the run it is admitted to. `max_age`: see
+        the module's bound; None for no bound. `versions_per_run`: updates between two runs, at most.
+        """
+        if max_response_tokens < 1:
+            raise ValueError(f"max_response_tokens={max_response_tokens} allows no response. Set it to 1 or more.")
+        if token_budget is not None and token_budget < 1:
+            raise ValueError(
+                f"token_budget={token_budget} would never finish anything. Set it to 1 or more, or to None."
+            )
+        if max_age is not None and max_age < 0:
+            raise ValueError(f"max_age={max_age} is negative; 0 is on-policy. Set it to 0 or more, or to None.")
+        if over_age not in ("finish", "drop"):
+            raise ValueError(f"over_age={over_age!r} is not a policy. Set 'finish' or 'drop'.")
+        if versions_per_run < 1:
+            raise ValueError(
+                f"versions_per_run={versions_per_run}: the learner advances between runs. Set it to 1 or more."
+            )
+        self.sampling = sampling
+        self.max_response_tokens = max_response_tokens
+        self.token_budget = token_budget
+        self.max_age = max_age
+        self.over_age = over_age
+        self.versions_per_run = versions_per_run
+        self._groups: dict[int, Group] = {}
+        self._version: int | None = None
+        self._next_id = 0
+        self._totals = SchedulerMetrics()
+
+    def admit(self, groups: Iterable[Group]) -> None:
+        """Take in new groups; the next run may sample them. Ids must grow: they are the order of admission."""
+        for group in groups:
+            if group.id < self._next_id:
+                raise ValueError(
+                    f"group {group.id} (problem {group.problem.id!r}) comes after group {self._next_id - 1}; ids are "
+                    "running numbers and decide who goes first. Number groups in the order they are drawn."
+                )
+            if not group.trajectories:
+                raise ValueError(
+                    f"group {group.id} (problem {group.problem.id!r}) has no responses. Give it at least one."
+                )
+            for index, trajectory in enumerate(group.trajectories):
+                if trajectory.tokens or trajectory.status is not Status.PARKED:
+                    raise ValueError(
+                        f"response {index} of group {group.id} is {trajectory.status} with {len(trajectory.tokens)} "
+                        "tokens; only new responses are admitted. Use load_state_dict to continue a saved scheduler."
+                    )
+            self._groups[group.id] = group
+            self._next_id = group.id + 1
+
+    def run(self, engine: Engine, *, version: int) -> Rollout:
+        """Continue the admitted responses within the budget and return the groups that became complete.
+
+        If the engine raises, nothing is lost: every response keeps the tokens of the engine calls that returned.
+        """
+        if self._version is not None and version < self._version:
+            raise ValueError(
+                f"version={version} is older than the last run's {self._version}; versions never decrease along a "
+                "response. Pass the learner's current version."
+            )
+        self._version = version
+        before = self._totals
+        begun = {id(trajectory) for trajectory in self._unfinished() if trajectory.tokens}
+        touched: set[int] = set()
+
+        _give_up(group for group in self._groups.values() if self._too_old(group, version))
+        self._complete_due(engine, version, touched)
+        spent = self._totals.sampled_tokens - before.sampled_tokens
+        if self.token_budget is None or spent < self.token_budget:
+            left = None if self.token_budget is None else self.token_budget - spent
+            waiting = sorted(self._unfinished(), key=lambda trajectory: not trajectory.tokens)
+            self._generate(engine, waiting, version, left, touched)
+        self._complete_due(engine, version, touched)
+        _give_up(group for group in self._groups.values() if _any_dropped(group))
+
+        finished = self._take(Status.STOPPED, Status.TRUNCATED)
+        dropped = self._take(Status.DROPPED)
+        self._count(
+            returned_tokens=_tokens(finished),
+            wasted_tokens=_tokens(dropped),
+            finished_groups=len(finished),
+            dropped_groups=len(dropped),
+            dropped=sum(len(group.trajectories) for group in dropped),
+            resumed=len(touched & begun),
+        )
+        done = {name: getattr(self._totals, name) - getattr(before, name) for name in _COUNTS}
+        return Rollout(finished, dropped, SchedulerMetrics(**done, **self._levels()))
+
+    def totals(self) -> SchedulerMetrics:
+        """The metrics of all runs together."""
+        return replace(self._totals, **self._levels())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides how this scheduler goes on, as plain JSON data. Settings are not part of it."""
+        return {
+            "version": self._version,
+            "next_id": self._next_id,
+            "totals": {name: getattr(self._totals, name) for name in _COUNTS},
+            "groups": [asdict(group) for group in self._groups.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken; what this scheduler held before is forgotten."""
+        self._version = state["version"]
+        self._next_id = state["next_id"]
+        self._totals = SchedulerMetrics(**state["totals"])
+        groups = [_group(saved) for saved in state["groups"]]
+        self._groups = {group.id: group for group in groups}
+
+    def _unfinished(self) -> list[Trajectory]:
+        """In the order of groups, and within a group in the order of its responses."""
+        return [
+            trajectory
+            for group in self._groups.values()
+            for trajectory in group.trajectories
+            if trajectory.status is Status.PARKED
+        ]
+
+    def _too_old(self, group: Group, version: int) -> bool:
+        return self.max_age is not None and _age(group, version) > self.max_age
+
+    def _due(self, group: Group, version: int) -> bool:
+        """Whether this run is the group's last chance."""
+        if self.over_age == "drop" or not any(trajectory.tokens for trajectory in group.trajectories):
+            return False
+        return self._too_old(group, version + self.versions_per_run)
+
+    def _complete_due(self, engine: Engine, version: int, touched: set[int]) -> None:
+        """Complete the groups whose last chance this is, whatever it takes."""
+        due = [
+            trajectory
+            for group in self._groups.values()
+            if self._due(group, version)
+            for trajectory in group.trajectories
+            if trajectory.status is Status.PARKED
+        ]
+        self._generate(engine, due, version, None, touched)
+        self._count(forced=len(due))
+
+    def _generate(
+        self, engine: Engine, trajectories: list[Trajectory], version: int, budget: int | None, touched: set[int]
+    ) -> None:
+        """Continue these responses, in this order. Those that get any token are added to `touched`."""
+        if not trajectories:
+            return
+        requests = [
+            Request(
+                context=trajectory.prompt + trajectory.tokens,
+                position=len(trajectory.tokens),
+                seed=trajectory.seed,
+                max_new_tokens=self.max_response_tokens - len(trajectory.tokens),
+            )
+            for trajectory in trajectories
+        ]
+        segments = engine.generate(requests, self.sampling, version=version, token_budget=budget)
+        if len(segments) != len(requests):
+            raise RuntimeError(
+                f"{type(engine).__name__} returned {len(segments)} segments for {len(requests)} requests; it must "
+                "return one each, in order."
+            )
+        for trajectory, segment in zip(trajectories, segments, strict=True):
+            _append(trajectory, segment)
+            if segment.tokens:
+                touched.add(id(trajectory))
+        self._count(sampled_tokens=sum(len(segment.tokens) for segment in segments))
+
+    def _take(self, *statuses: Status) -> list[Group]:
+        """Remove and return the groups all of whose responses have one of these statuses."""
+        taken = [
+            group
+            for group in self._groups.values()
+            if all(trajectory.status in statuses for trajectory in group.trajectories)
+        ]
+        for group in taken:
+            del self._groups[group.id]
+        return taken
+
+    def _count(self, **more: int) -> None:
+        self._totals = replace(
+            self._totals, **{name: getattr(self._totals, name) + value for name, value in more.items()}
+        )
+
+    def _levels(self) -> dict[str, int]:
+        unfinished = self._unfinished()
+        parked = sum(1 for trajectory in unfinished if trajectory.tokens)
+        return {
+            "parked": parked,
+            "waiting": len(unfinished) - parked,
+            "held_tokens": _tokens(self._groups.values()),
+        }
+
+
+def _age(group: Group, version: int) -> int:
+    """Version minus that of the group's oldest token; -1 if it has none."""
+    firsts = [trajectory.versions[0] for trajectory in group.trajectories if trajectory.versions]
+    return version - min(firsts) if firsts else -1
+
+
+def _any_dropped(group: Group) -> bool:
+    return any(trajectory.status is Status.DROPPED for trajectory in group.trajectories)
+
+
+def _give_up(groups: Iterable[Group]) -> None:
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.status = Status.DROPPED
+
+
+def _tokens(groups: Iterable[Group]) -> int:
+    return sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories)
+
+
+def _append(trajectory: Trajectory, segment: Segment) -> None:
+    if segment.versions and trajectory.versions and segment.versions[0] < trajectory.versions[-1]:
+        raise RuntimeError(
+            f"the engine sampled with version {segment.versions[0]} after version {trajectory.versions[-1]}; versions "
+            "never decrease along a response. Push the newest weights before every run."
+        )
+    trajectory.tokens += segment.tokens
+    trajectory.behavior_logprobs += segment.logprobs
+    trajectory.entropies += segment.entropies
+    trajectory.versions += segment.versions
+    trajectory.status = segment.status
+
+
+def _group(saved: dict[str, Any]) -> Group:
+    trajectories = [Trajectory(**{**item, "status": Status(item["status"])}) for item in saved["trajectories"]]
+    return Group(id=saved["id"], problem=Problem(**saved["problem"]), trajectories=trajectories)

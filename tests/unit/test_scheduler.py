@@ -1,0 +1,422 @@
+"""The scheduler on a real engine wherever it can be; on a counting fake where the numbers are to be exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bapo.rollout.engine import Request, Sampling, Segment
+from bapo.rollout.local import LocalEngine
+from bapo.rollout.randomness import response_seed
+from bapo.rollout.scheduler import Rollout, Scheduler, SchedulerMetrics, new_group
+from bapo.types import Group, Problem, Status
+
+STOP = 3
+SAMPLING = Sampling(stop_ids=frozenset({STOP}))
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=96,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+ENGINE = LocalEngine(tiny_model(), slots=4)
+
+
+def problem(id: int) -> Problem:
+    return Problem(id=f"p{id}", prompt="?", answer=[id])
+
+
+def groups(ids: Sequence[int], *, responses: int = 3) -> list[Group]:
+    return [new_group(id, problem(id), [5, 6 + id % 8], responses=responses, seed=1) for id in ids]
+
+
+class CountingEngine:
+    """Gives every response the length written in its prompt; the first in line gets all it needs before the next."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], int | None]] = []
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, version: int, token_budget: int | None = None
+    ) -> list[Segment]:
+        self.calls.append(([request.seed for request in requests], token_budget))
+        left = token_budget if token_budget is not None else 10**9
+        segments = []
+        for request in requests:
+            missing = request.context[0] - request.position
+            count = min(missing, left)
+            left -= count
+            status = Status.STOPPED if count == missing else Status.PARKED
+            segments.append(Segment([9] * count, [-0.5] * count, [0.5] * count, [version] * count, status))
+        return segments
+
+
+def counted_group(id: int, *lengths: int) -> Group:
+    """A group whose responses take exactly these many tokens from the CountingEngine; response i has seed 10 id + i."""
+    group = new_group(id, problem(id), [1], responses=len(lengths), seed=0)
+    for index, (trajectory, length) in enumerate(zip(group.trajectories, lengths, strict=True)):
+        trajectory.prompt, trajectory.seed = [length], 10 * id + index
+    return group
+
+
+def content(rollout: Rollout) -> list[tuple[int, list[list[int]], list[list[float]], list[list[int]]]]:
+    return [
+        (
+            group.id,
+            [t.tokens for t in group.trajectories],
+            [t.behavior_logprobs for t in group.trajectories],
+            [t.versions for t in group.trajectories],
+        )
+        for group in rollout.groups
+    ]
+
+
+def assert_conserved(scheduler: Scheduler) -> None:
+    totals = scheduler.totals()
+    assert totals.sampled_tokens == totals.returned_tokens + totals.held_tokens + totals.wasted_tokens
+
+
+# Budgets
+
+
+def test_without_a_budget_every_response_finishes_in_its_run():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=20)
+    scheduler.admit(groups([0, 1, 2]))
+    rollout = scheduler.run(ENGINE, version=0)
+    assert [group.id for group in rollout.groups] == [0, 1, 2]
+    assert all(group.finished for group in rollout.groups)
+    assert rollout.metrics.sampled_tokens == rollout.metrics.returned_tokens > 0
+    assert scheduler.totals() == rollout.metrics
+
+
+def test_a_budget_larger_than_anything_equals_none():
+    rollouts = []
+    for budget in (None, 10**6):
+        scheduler = Scheduler(SAMPLING, max_response_tokens=20, token_budget=budget)
+        scheduler.admit(groups([0, 1, 2]))
+        rollouts.append(scheduler.run(ENGINE, version=0))
+    assert content(rollouts[0]) == content(rollouts[1])
+    assert rollouts[0].metrics == rollouts[1].metrics
+
+
+def test_sittings_under_equal_weights_give_the_responses_of_one_sitting():
+    whole = Scheduler(SAMPLING, max_response_tokens=20)
+    whole.admit(groups([0, 1, 2, 3]))
+    expected = {group.id: group for group in whole.run(ENGINE, version=0).groups}
+    scheduler = Scheduler(SAMPLING, max_response_tokens=20, token_budget=33)
+    scheduler.admit(groups([0, 1, 2, 3]))
+    seen = []
+    for version in range(20):
+        rollout = scheduler.run(ENGINE, version=version)
+        assert rollout.metrics.sampled_tokens <= 33
+        assert_conserved(scheduler)
+        for group in rollout.groups:
+            seen.append(group.id)
+            for got, want in zip(group.trajectories, expected[group.id].trajectories, strict=True):
+                assert (got.tokens, got.status) == (want.tokens, want.status)
+                assert got.behavior_logprobs == pytest.approx(want.behavior_logprobs, abs=1e-5)
+                assert got.versions == sorted(got.versions)
+                assert len(got.tokens) == len(got.behavior_logprobs) == len(got.entropies) == len(got.versions)
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert scheduler.totals().resumed > 0
+    assert max(t.versions[-1] for group in expected.values() for t in group.trajectories) == 0
+
+
+def test_parked_responses_go_first_and_the_oldest_group_before_all():
+    engine = CountingEngine()
+    scheduler = Scheduler(SAMPLING, max_response_tokens=50, token_budget=10)
+    scheduler.admit([counted_group(0, 4, 9), counted_group(1, 5)])
+    scheduler.run(engine, version=0)  # response 0 ends, response 1 is parked with 6 tokens of 9
+    scheduler.admit([counted_group(2, 2)])
+    rollout = scheduler.run(engine, version=1)
+    assert engine.calls == [([0, 1, 10], 10), ([1, 10, 20], 10)]
+    assert [group.id for group in rollout.groups] == [0, 1, 2]
+    assert rollout.groups[0].trajectories[1].versions == [0] * 6 + [1] * 3
+
+
+def test_a_parked_response_of_a_young_group_goes_before_an_unstarted_one_of_an_old_group():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=50, token_budget=10)
+    old, young = counted_group(0, 3), counted_group(1, 3)
+    scheduler.admit([old, young])
+    state = scheduler.state_dict()
+    saved = state["groups"][1]["trajectories"][0]
+    saved.update(tokens=[9], behavior_logprobs=[-0.5], entropies=[0.5], versions=[0])
+    scheduler.load_state_dict(state)
+    engine = CountingEngine()
+    scheduler.run(engine, version=1)
+    assert engine.calls[0][0] == [10, 0]
+
+
+def test_counts_by_hand():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=50, token_budget=10)
+    scheduler.admit([counted_group(0, 4, 9), counted_group(1, 5), counted_group(2, 1)])
+    first = scheduler.run(CountingEngine(), version=0)
+    assert first.groups == []
+    assert first.metrics == SchedulerMetrics(sampled_tokens=10, parked=1, waiting=2, held_tokens=10)
+    second = scheduler.run(CountingEngine(), version=1)
+    assert second.metrics == SchedulerMetrics(sampled_tokens=9, returned_tokens=19, finished_groups=3, resumed=1)
+    assert scheduler.totals() == SchedulerMetrics(sampled_tokens=19, returned_tokens=19, finished_groups=3, resumed=1)
+
+
+# Age
+
+
+def test_drop_gives_up_the_whole_group_once_it_is_older_than_the_maximum():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1, over_age="drop")
+    scheduler.admit([counted_group(0, 2, 50), counted_group(1, 5)])
+    assert scheduler.run(CountingEngine(), version=0).metrics.parked == 1  # 2 + 8 of 50
+    assert scheduler.run(CountingEngine(), version=1).dropped == []  # 18 of 50, age 1
+    rollout = scheduler.run(CountingEngine(), version=2)  # age 2: too old; the budget goes to group 1
+    assert [group.id for group in rollout.dropped] == [0]
+    assert [t.status for t in rollout.dropped[0].trajectories] == [Status.DROPPED] * 2
+    assert not rollout.dropped[0].finished
+    assert [group.id for group in rollout.groups] == [1]
+    assert rollout.metrics == SchedulerMetrics(
+        sampled_tokens=5, returned_tokens=5, wasted_tokens=20, finished_groups=1, dropped_groups=1, dropped=2
+    )
+    assert_conserved(scheduler)
+
+
+def test_finish_completes_a_group_on_its_last_chance_whatever_the_budget():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1, over_age="finish")
+    scheduler.admit([counted_group(0, 2, 50), counted_group(1, 5)])
+    scheduler.run(CountingEngine(), version=0)
+    engine = CountingEngine()
+    rollout = scheduler.run(engine, version=1)  # age 1, at the next run it would be 2
+    assert engine.calls == [([1], None)]  # 42 tokens: nothing of the budget is left for group 1
+    assert [group.id for group in rollout.groups] == [0]
+    assert rollout.metrics == SchedulerMetrics(
+        sampled_tokens=42, returned_tokens=52, finished_groups=1, resumed=1, forced=1, waiting=1
+    )
+    assert rollout.groups[0].trajectories[1].versions == [0] * 8 + [1] * 42
+    assert scheduler.run(CountingEngine(), version=2).metrics.finished_groups == 1
+
+
+def test_forced_tokens_come_out_of_the_budget():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1)
+    scheduler.admit([counted_group(0, 14), counted_group(1, 50)])
+    scheduler.run(CountingEngine(), version=0)
+    engine = CountingEngine()
+    assert scheduler.run(engine, version=1).metrics.sampled_tokens == 10
+    assert engine.calls == [([0], None), ([10], 6)]
+
+
+def test_finish_at_age_zero_leaves_nothing_half_sampled():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=0)
+    scheduler.admit([counted_group(0, 4), counted_group(1, 9, 3), counted_group(2, 7)])
+    engine = CountingEngine()
+    rollout = scheduler.run(engine, version=5)
+    # Group 1 is begun with the budget's last 6 tokens, so both its responses are completed; group 2 waits untouched.
+    assert engine.calls == [([0, 10, 11, 20], 10), ([10, 11], None)]
+    assert [group.id for group in rollout.groups] == [0, 1]
+    assert (rollout.metrics.forced, rollout.metrics.waiting, rollout.metrics.parked) == (2, 1, 0)
+    assert {v for group in rollout.groups for t in group.trajectories for v in t.versions} == {5}
+
+
+def test_a_learner_that_outruns_its_pace_loses_groups_but_not_the_bound():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=2, over_age="finish")
+    scheduler.admit([counted_group(0, 30)])
+    scheduler.run(CountingEngine(), version=0)
+    rollout = scheduler.run(CountingEngine(), version=3)
+    assert (rollout.groups, rollout.metrics.dropped, rollout.metrics.wasted_tokens) == ([], 1, 10)
+
+
+def test_complete_responses_age_while_they_wait_for_their_group():
+    # Response 0 is complete at version 0; response 1 is first sampled at version 2. The group's age counts from 0.
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=2, over_age="drop")
+    scheduler.admit([counted_group(0, 10, 40)])
+    for version in range(3):
+        assert scheduler.run(CountingEngine(), version=version).dropped == []
+    assert scheduler.run(CountingEngine(), version=3).metrics.dropped == 2
+
+
+def test_a_response_the_engine_gave_up_takes_its_group_along():
+    class Failing(CountingEngine):
+        def generate(self, requests, sampling, *, version, token_budget=None):
+            segments = super().generate(requests, sampling, version=version, token_budget=token_budget)
+            return [replace(segments[0], status=Status.DROPPED), *segments[1:]]
+
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99)
+    scheduler.admit([counted_group(0, 3, 4), counted_group(1, 5)])
+    rollout = scheduler.run(Failing(), version=0)
+    assert [group.id for group in rollout.groups] == [1]
+    assert (rollout.metrics.dropped, rollout.metrics.wasted_tokens) == (2, 7)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=8),
+    budget=st.integers(1, 40),
+    max_age=st.integers(0, 4),
+    policy=st.sampled_from(["finish", "drop"]),
+    pace=st.integers(1, 3),
+    jumps=st.lists(st.integers(0, 5), min_size=12, max_size=12),
+)
+def test_no_returned_token_is_older_than_promised(lengths, budget, max_age, policy, pace, jumps):
+    scheduler = Scheduler(
+        SAMPLING,
+        max_response_tokens=99,
+        token_budget=budget,
+        max_age=max_age,
+        over_age=policy,
+        versions_per_run=pace,
+    )
+    version, honest = 0, True
+    for step, jump in enumerate(jumps):
+        if step < len(lengths):
+            scheduler.admit([counted_group(step, *lengths[step])])
+        rollout = scheduler.run(CountingEngine(), version=version)
+        for group in rollout.groups:
+            assert group.finished
+            for trajectory in group.trajectories:
+                assert version - trajectory.versions[0] <= max_age
+                assert trajectory.versions == sorted(trajectory.versions)
+        if rollout.metrics.forced == 0:
+            assert rollout.metrics.sampled_tokens <= budget
+        if policy == "finish" and honest:
+            assert rollout.dropped == []
+        assert_conserved(scheduler)
+        version += jump
+        honest = honest and jump <= pace
+
+
+# Saved state
+
+
+@pytest.mark.parametrize("save_at", [1, 2, 4])
+def test_a_saved_scheduler_continues_identically(save_at):
+    def fresh() -> Scheduler:
+        return Scheduler(SAMPLING, max_response_tokens=24, token_budget=40, max_age=2, over_age="finish")
+
+    def step(scheduler: Scheduler, version: int) -> Rollout:
+        scheduler.admit(groups([2 * version, 2 * version + 1]))
+        return scheduler.run(ENGINE, version=version)
+
+    original = fresh()
+    for version in range(save_at):
+        step(original, version)
+    text = json.dumps(original.state_dict())
+    restored = fresh()
+    restored.load_state_dict(json.loads(text))
+    assert restored.state_dict() == original.state_dict()
+    assert restored.totals() == original.totals()
+    assert original.totals().parked > 0
+    for version in range(save_at, save_at + 4):
+        ours, theirs = step(original, version), step(restored, version)
+        assert content(ours) == content(theirs)  # bit for bit: log-probs too
+        assert ours.metrics == theirs.metrics
+        assert [group.problem for group in ours.groups] == [group.problem for group in theirs.groups]
+    assert original.state_dict() == restored.state_dict()
+
+
+def test_a_saved_state_is_a_copy():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=24, token_budget=5)
+    scheduler.admit(groups([0]))
+    scheduler.run(ENGINE, version=0)
+    state = scheduler.state_dict()
+    text = json.dumps(state)
+    scheduler.run(ENGINE, version=1)
+    assert json.dumps(state) == text
+
+
+def test_an_engine_that_dies_loses_nothing():
+    class Dying(CountingEngine):
+        def generate(self, requests, sampling, *, version, token_budget=None):
+            if self.calls:
+                raise RuntimeError("engine died")
+            return super().generate(requests, sampling, version=version, token_budget=token_budget)
+
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1)
+    scheduler.admit([counted_group(0, 14), counted_group(1, 50)])
+    scheduler.run(CountingEngine(), version=0)
+    with pytest.raises(RuntimeError, match="engine died"):
+        scheduler.run(Dying(), version=1)  # group 0 was completed before
+    assert_conserved(scheduler)
+    rollout = scheduler.run(CountingEngine(), version=1)
+    assert [group.id for group in rollout.groups] == [0]
+    assert rollout.groups[0].trajectories[0].versions == [0] * 10 + [1] * 4
+    assert_conserved(scheduler)
+
+
+# New groups, errors
+
+
+def test_new_groups_have_their_own_seeds_and_prompts():
+    group = new_group(7, problem(7), (5, 6), responses=3, seed=42)
+    assert [t.seed for t in group.trajectories] == [response_seed(42, 7, index) for index in range(3)]
+    assert all(t.prompt == [5, 6] and t.status is Status.PARKED for t in group.trajectories)
+    assert group.trajectories[0].prompt is not group.trajectories[1].prompt
+    with pytest.raises(ValueError, match="responses=0 makes an empty group 7"):
+        new_group(7, problem(7), [5], responses=0, seed=0)
+    with pytest.raises(ValueError, match=r"problem 'p7' has no prompt tokens.*beginning-of-sequence"):
+        new_group(7, problem(7), [], responses=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"max_response_tokens": 0}, "max_response_tokens=0 allows no response"),
+        ({"token_budget": 0}, "token_budget=0 would never finish anything"),
+        ({"max_age": -1}, "max_age=-1 is negative"),
+        ({"over_age": "abort"}, "over_age='abort' is not a policy.*'finish' or 'drop'"),
+        ({"versions_per_run": 0}, "versions_per_run=0"),
+    ],
+)
+def test_impossible_settings_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        Scheduler(SAMPLING, **{"max_response_tokens": 8, **setting})
+
+
+def test_what_cannot_be_admitted():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=8)
+    scheduler.admit(groups([4]))
+    with pytest.raises(ValueError, match=r"group 4 \(problem 'p4'\) comes after group 4.*order they are drawn"):
+        scheduler.admit(groups([4]))
+    with pytest.raises(ValueError, match=r"group 5 \(problem 'p5'\) has no responses"):
+        scheduler.admit([Group(5, problem(5), [])])
+    begun = groups([6])
+    begun[0].trajectories[1].tokens.append(9)
+    with pytest.raises(ValueError, match="response 1 of group 6 is parked with 1 tokens; only new responses"):
+        scheduler.admit(begun)
+
+
+def test_versions_cannot_go_back():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=8)
+    scheduler.run(ENGINE, version=3)
+    with pytest.raises(ValueError, match="version=2 is older than the last run's 3"):
+        scheduler.run(ENGINE, version=2)
+
+
+def test_an_engine_that_breaks_its_promises_is_named():
+    class Short(CountingEngine):
+        def generate(self, requests, sampling, *, version, token_budget=None):
+            return super().generate(requests, sampling, version=version, token_budget=token_budget)[1:]
+
+    class Old(CountingEngine):
+        def generate(self, requests, sampling, *, version, token_budget=None):
+            return super().generate(requests, sampling, version=version - 5, token_budget=token_budget)
+
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=3)
+    scheduler.admit([counted_group(0, 9)])
+    with pytest.raises(RuntimeError, match="Short returned 0 segments for 1 requests"):
+        scheduler.run(Short(), version=0)
+    scheduler.run(CountingEngine(), version=0)
+    with pytest.raises(RuntimeError, match="sampled with version -4 after version 0"):
+        scheduler.run(Old(), version=1)
