@@ -115,8 +115,8 @@ def test_the_two_ways_to_fill_a_table_agree(measure, batch, ranges):
     ratio, advantages, mask, _ = tensors(batch, torch.float32)
     grids = _grids(ClipSettings(measure=measure, **ranges), torch.float32, torch.device("cpu"))
     signal = torch.where(mask, advantages, 0.0)
-    binned = _binned_sums(ratio, signal, grids, measure)
-    compared = _compared_sums(ratio, signal, grids, measure)
+    binned = _binned_sums([(ratio, signal)], grids, measure)
+    compared = _compared_sums([(ratio, signal)], grids, measure)
     assert_close(binned, compared, rtol=1e-12, atol=1e-12 * float((ratio * signal).abs().sum() + 1))
 
 
@@ -226,7 +226,7 @@ def test_a_nonfinite_table_gives_nan_bounds_never_plausible_ones():
     settings = ClipSettings()
     for bad in (math.nan, math.inf):
         grids = _grids(settings, torch.float32, torch.device("cpu"))
-        table = _compared_sums(torch.tensor([bad, 1.0]), torch.tensor([1.0, -1.0]), grids, settings.measure)
+        table = _compared_sums([(torch.tensor([bad, 1.0]), torch.tensor([1.0, -1.0]))], grids, settings.measure)
         bounds = bounds_from_table(table, settings)
         assert bounds.low.isnan()
         assert bounds.high.isnan()

@@ -16,6 +16,7 @@ carried out as in float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -93,12 +94,10 @@ def solve_bounds(
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
     if process_group is None:
-        check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
-        return bounds_from_table(
-            signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs),
-            settings,
-            dtype=_working_dtype(ratio),
-        )
+        table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs)
+        if table.device.type == "cpu" and table[-1] == 0:
+            check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
+        return bounds_from_table(table, settings, dtype=_working_dtype(ratio))
     try:
         table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs)
     except ValueError:
@@ -149,23 +148,23 @@ def signal_table(
     on_cpu = mask.device.type == "cpu"
     named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
     finite = on_cpu and all([check_finite(name, x, mask) for name, x in named.items() if x is not None])  # noqa: C419
-    accumulate, chunk = (_binned_sums, CPU_CHUNK) if on_cpu else (_compared_sums, DEVICE_CHUNK)
+    dtype, grids = _working_dtype(ratio), _grids(settings, _working_dtype(ratio), mask.device)
+    flat = [x.flatten() for x in (ratio, advantages, mask)]
 
-    dtype = _working_dtype(ratio)
-    grids = _grids(settings, dtype, mask.device)
-    table = torch.zeros(grids.size, dtype=torch.float64, device=mask.device)
-    ratio, advantages, mask = ratio.flatten(), advantages.flatten(), mask.flatten()
-    for start in range(0, len(mask), chunk):
-        part = slice(start, start + chunk)
-        ratio_part, signal = ratio[part].to(dtype), advantages[part].to(dtype)
-        if behavior_logprobs is not None:
-            signal = signal.double() * behavior_logprobs.flatten()[part].double().exp()  # would underflow in float32
-        if finite:  # a product is several times faster than a select on CPU, and a token without signal needs no ratio
-            signal = signal * mask[part].view(torch.int8)
-        else:
-            signal, ratio_part = torch.where(mask[part], signal, 0.0), torch.where(mask[part], ratio_part, 0.0)
-        table += accumulate(ratio_part, signal, grids, settings.measure)
-    return table
+    def parts(size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, mask.numel(), size):
+            part = slice(start, start + size)
+            ratios, signal, chosen = flat[0][part].to(dtype), flat[1][part].to(dtype), flat[2][part]
+            if behavior_logprobs is not None:  # in float64, where no probability underflows
+                signal = signal.double() * behavior_logprobs.flatten()[part].double().exp()
+            if finite:  # on CPU a product is several times faster than a select; without signal a ratio does no harm
+                yield ratios, signal * chosen.view(torch.int8)
+            else:
+                yield torch.where(chosen, ratios, 0.0), torch.where(chosen, signal, 0.0)
+
+    if on_cpu:
+        return _binned_sums(parts(CPU_CHUNK), grids, settings.measure)
+    return _compared_sums(parts(DEVICE_CHUNK), grids, settings.measure)
 
 
 @torch.no_grad()
@@ -238,6 +237,11 @@ class _Grids:
     path_high: Tensor  # [candidates] index into high
 
     @property
+    def cells(self) -> int:
+        """Places in the CPU histogram."""
+        return (2 * self.thresholds.numel() + 1) * LANES
+
+    @property
     def size(self) -> int:
         """Length of a signal table: P at each high, N at each low, count of signed tokens."""
         return self.high.numel() + self.low.numel() + 1
@@ -263,41 +267,55 @@ def _grids(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> 
     )
 
 
-def _binned_sums(ratio: Tensor, signal: Tensor, grids: _Grids, measure: Measure) -> Tensor:
+def _binned_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: _Grids, measure: Measure) -> Tensor:
     """Sums by histogram: for CPUs, where a scatter is cheap and a pass per candidate is not.
 
     The signed ratio u = r * sign(A) puts both signs on one line, negative tokens left of 0, positive ones right of it.
     With thresholds -low and high on that line, a token is clipped by a candidate exactly if threshold <= u (on its own
     side of 0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know.
     """
+    lows, highs = grids.low.numel(), grids.high.numel()
+    signed_tokens = torch.zeros(1, dtype=torch.float64)
+    weighted_cells, plain_cells = torch.zeros(2, grids.cells, dtype=torch.float64)
+    for ratio, signal in parts:
+        sign = torch.sgn(signal).to(ratio.dtype)
+        cells = _cells(ratio * sign, sign, grids)
+        signal = signal.double()
+        weighted_cells.scatter_add_(0, cells, signal * ratio)
+        if measure == "surrogate":
+            plain_cells.scatter_add_(0, cells, signal)
+        signed_tokens += torch.dot(sign, sign)
+
+    # Bins 0..lows hold negative tokens (0 where |r| is largest), the rest positive ones.
+    weighted = _sum_by_bin(weighted_cells)
+    negative = -weighted[: lows + 1].cumsum(0)[:lows].flip(0)
+    positive = weighted[lows + 1 :].cumsum(0)[:highs]
+    if measure == "surrogate":
+        plain = _sum_by_bin(plain_cells)
+        negative = negative + grids.low * -plain[1 : lows + 1].flip(0).cumsum(0)
+        positive = positive + grids.high * plain[lows + 2 :].flip(0).cumsum(0).flip(0)
+    return torch.cat([positive, negative, signed_tokens])
+
+
+def _cells(signed_ratio: Tensor, sign: Tensor, grids: _Grids) -> Tensor:
+    """Below threshold k is cell 2k, at it 2k + 1, above it 2k + 2; LANES places for each.
+
+    The nearest threshold on the token's own side of 0 is found by arithmetic (right of 0 the first term is at its end,
+    left of 0 the second one is), then compared with exactly. Neighbouring tokens add to different lanes of a cell,
+    because a CPU must finish one addition to an address before it starts the next.
+    """
     settings, (lows, highs) = grids.settings, (grids.low.numel(), grids.high.numel())
-    sign = torch.sgn(signal).to(ratio.dtype)
-    signed_ratio = ratio * sign
-    # Index of the nearest threshold on the token's own side of 0, by arithmetic: right of 0 the first term is at its
-    # end, left of 0 the second one is. Then one exact comparison with that threshold.
     steps_from_low = signed_ratio.mul(1 / settings.low_step).add_(settings.low_grid[-1] / settings.low_step)
     steps_from_high = signed_ratio.mul(1 / settings.high_step).sub_(settings.high_grid[0] / settings.high_step)
     near = steps_from_low.clamp_(0, lows - 1).add_(steps_from_high.clamp_(0, highs - 1)).round_().add_(sign).add_(1)
     side = signed_ratio.sub_(grids.thresholds.index_select(0, near.int())).sgn_()
-    # Below threshold k is cell 2k, at it 2k + 1, above it 2k + 2. Neighbouring tokens add to different lanes of a cell,
-    # because a CPU must finish one addition to an address before it starts the next.
-    cells = near.mul_(2 * LANES).add_(side, alpha=LANES).add_(_lanes(ratio.dtype)[: len(ratio)]).int().long()
+    return near.mul_(2 * LANES).add_(side, alpha=LANES).add_(_lanes(sign.dtype)[: len(sign)]).int().long()
 
-    def sum_by_bin(values: Tensor) -> Tensor:
-        sums = values.new_zeros((2 * (lows + 1 + highs) + 1) * LANES).scatter_add_(0, cells, values)
-        sums = sums.view(-1, LANES).sum(1)
-        return torch.cat([sums[:1], sums[1::2] + sums[2::2]])
 
-    signal = signal.double()
-    weighted = sum_by_bin(signal * ratio)
-    # Bins 0..lows hold negative tokens (0 where |r| is largest), the rest positive ones.
-    negative = -weighted[: lows + 1].cumsum(0)[:lows].flip(0)
-    positive = weighted[lows + 1 :].cumsum(0)[:highs]
-    if measure == "surrogate":
-        plain = sum_by_bin(signal)
-        negative = negative + grids.low * -plain[1 : lows + 1].flip(0).cumsum(0)
-        positive = positive + grids.high * plain[lows + 2 :].flip(0).cumsum(0).flip(0)
-    return torch.cat([positive, negative, torch.dot(sign, sign).double().reshape(1)])
+def _sum_by_bin(cells: Tensor) -> Tensor:
+    """Lanes summed; at a threshold counts as past it."""
+    sums = cells.view(-1, LANES).sum(1)
+    return torch.cat([sums[:1], sums[1::2] + sums[2::2]])
 
 
 @lru_cache(maxsize=2)
@@ -305,24 +323,26 @@ def _lanes(dtype: torch.dtype) -> Tensor:
     return (LANES + torch.arange(CPU_CHUNK) % LANES).to(dtype)
 
 
-def _compared_sums(ratio: Tensor, signal: Tensor, grids: _Grids, measure: Measure) -> Tensor:
+def _compared_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: _Grids, measure: Measure) -> Tensor:
     """Sums by comparing every token with every candidate: for accelerators, where atomics on few bins would queue."""
     lows = grids.low.numel()
-    thresholds = grids.thresholds[:, None]
-    weighted = ratio.double() * signal.double()
+    high_thresholds, low_thresholds = grids.thresholds[lows + 1 :, None], -grids.thresholds[:lows].flip(0)[:, None]
+    table = torch.zeros(grids.size, dtype=torch.float64, device=grids.low.device)
+    for ratio, signal in parts:
+        weighted = ratio.double() * signal.double()
 
-    def kept_and_clipped(kept: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
-        kept_sum = torch.where(kept, weighted * side, 0.0).sum(1)
-        if measure == "gradient":
-            return kept_sum, torch.zeros_like(kept_sum)
-        return kept_sum, torch.where(kept, 0.0, signal * side).sum(1, dtype=torch.float64)
+        def contribution(kept: Tensor, side: Tensor, bounds: Tensor) -> Tensor:
+            total = torch.where(kept, weighted * side, 0.0).sum(1)  # noqa: B023
+            if measure == "surrogate":
+                total = total + bounds * torch.where(kept, 0.0, signal * side).sum(1, dtype=torch.float64)  # noqa: B023
+            return total
 
-    kept, clipped = kept_and_clipped(ratio < thresholds[lows + 1 :], signal > 0)
-    positive = kept + grids.high * clipped
-    kept, clipped = kept_and_clipped(ratio > -thresholds[:lows].flip(0), signal < 0)
-    negative = -(kept + grids.low * clipped)
-    poison = weighted.sum() * 0  # a NaN or infinite ratio fails every comparison; it must not vanish from the sums
-    return torch.cat([positive, negative, (signal != 0).sum(dtype=torch.float64).reshape(1)]) + poison
+        positive = contribution(ratio < high_thresholds, signal > 0, grids.high)
+        negative = -contribution(ratio > low_thresholds, signal < 0, grids.low)
+        signed_tokens = (signal != 0).sum(dtype=torch.float64).reshape(1)
+        poison = weighted.sum() * 0  # a NaN or infinite ratio fails every comparison; it must not vanish from the sums
+        table += torch.cat([positive, negative, signed_tokens]) + poison
+    return table
 
 
 def _working_dtype(tensor: Tensor) -> torch.dtype:
