@@ -36,23 +36,30 @@ def test_bounds_equal_those_of_the_cpu(measure, weight):
 def test_loss_and_gradient_equal_those_of_the_cpu_without_a_host_sync(objective):
     logprobs, behavior, advantages, mask = update(4096)
     ids = torch.arange(4096) // 64
-    results = []
-    for device in ("cpu", "cuda"):
+
+    def run(device):
         leaf = logprobs.to(device).requires_grad_()
         tensors = [x.to(device) for x in (behavior, advantages, mask)]
         options = {"objective": objective, "sequence_ids": ids.to(device), "entropy": torch.ones(4096, device=device)}
-        policy_loss(leaf, *tensors, **options).loss.backward()  # builds the cached grids
-        leaf.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+
+        def step():
+            leaf.grad = None
             out = policy_loss(leaf, *tensors, **options)
             out.loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        results.append((out.loss.detach().cpu(), leaf.grad.cpu()))
-    for cuda, cpu in zip(results[1], results[0], strict=True):
-        assert_close(cuda, cpu, rtol=1e-4, atol=1e-6)
+            return out.loss.detach(), leaf.grad
+
+        return step
+
+    run("cuda")()  # builds the cached grids
+    step = run("cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for cuda, cpu in zip(results, run("cpu")(), strict=True):
+        assert_close(cuda.cpu(), cpu, rtol=1e-4, atol=1e-6)
 
 
 def test_a_bad_value_poisons_bounds_and_loss():
