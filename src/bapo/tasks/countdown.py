@@ -4,8 +4,8 @@
     response    3+7+2=12;7*2-3=11;7+3*2=13.
 
 A response is a chain of tries, `expression=value`, joined by `;`. The end mark `.` closes the chain: the last try is
-the answer. An expression is three numbers and two of the operators + - *, without brackets or signs, read with the usual
-precedence: products first, then from left to right, so that 7+3*2 is 13 and 7-3-2 is 2.
+the answer. An expression is three numbers and two of the operators + - *, without brackets or signs, read with the
+usual precedence: products first, then from left to right, so that 7+3*2 is 13 and 7-3-2 is 2.
 
 The reward is 1 if the closed try uses each given number exactly once, really gives the target and says so; otherwise 0.
 Tries before it are thinking and may hold anything but the end mark. A chain that was never closed scores 0, so a policy
