@@ -216,7 +216,7 @@ def test_shipped_model_solves_a_fair_share_and_leaves_room_to_learn(model, token
     assert 42 < result.length < 54
     assert result.length_wrong > 1.5 * result.length_right
     assert 0.30 < result.positive_share < 0.40
-    assert result.true_statements > 0.9
+    assert result.true_statements > 0.8
 
 
 def test_generate_stops_at_the_stop_token(model, tokenizer):

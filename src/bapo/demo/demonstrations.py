@@ -23,7 +23,7 @@ from bapo.types import Problem
 
 __all__ = ["Noise", "demonstrate"]
 
-LOWEST, HIGHEST = -20, 99
+LOWEST, HIGHEST = -50, 150
 """Values outside are not tried: sums the model need not learn."""
 NEAREST = 10
 """How many expressions a near try chooses from."""
@@ -35,7 +35,7 @@ SLIPS = (-10, -2, -1, 1, 2, 10)
 class Noise:
     """How a search goes astray; all are chances per try."""
 
-    careless: float = 0.3
+    careless: float = 0.2
     near: float = 0.35
     """Of the tries that are not careless."""
     false_stop: float = 0.01

@@ -41,7 +41,7 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 IGNORED = -100
 """Label of tokens that are not learned: prompts and padding."""
 BATCH_SIZE = 32
-PEAK_LR = 3e-3
+PEAK_LR = 1e-3
 WARMUP_STEPS = 100
 _STATED = re.compile(r"(\d+)([-+*])(\d+)([-+*])(\d+)=(-?\d+)", re.ASCII)
 
@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bapo.demo.warm_start", description="Rebuild the demo model.")
     parser.add_argument("--out", type=Path, required=True, help="directory for the model and tokenizer files")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the demonstrations")
-    parser.add_argument("--steps", type=int, default=3600, help="batches of 32 demonstrations to train on")
+    parser.add_argument("--steps", type=int, default=4000, help="batches of 32 demonstrations to train on")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for torch")
     arguments = parser.parse_args()
     if arguments.steps < 1:
