@@ -1,0 +1,132 @@
+"""Countdown by search: make a target from three numbers, by trying.
+
+    prompt      3,7,2=13:
+    response    3+7+2=12;7*2-3=11;7+3*2=13.
+
+A response is a chain of tries, `expression=value`, joined by `;`. The end mark `.` closes the chain: the last try is
+the answer. An expression is three numbers and two of the operators + - *, without brackets or signs, read with the
+usual precedence: products first, then from left to right, so that 7+3*2 is 13 and 7-3-2 is 2.
+
+The reward is 1 if the closed try uses each given number exactly once, really gives the target and says so; otherwise 0.
+Tries before it are thinking and may hold anything but the end mark. A chain that was never closed scores 0, so a policy
+must notice that it has found the answer before its tokens run out. The end mark is part of the text, ahead of the
+model's own stop token, because a verifier sees the text only: it must tell a closed chain from a truncated one.
+
+A problem is one (numbers, target) pair, the numbers in any order. All pairs are enumerated, every one of them solvable,
+and put in an order drawn by hash from the seed; the held-out problems are the first, the training problems the next. So
+the two are disjoint, and the order depends on nothing but the seed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import combinations_with_replacement, permutations, product
+
+from bapo.types import Problem
+
+__all__ = ["ALPHABET", "END_MARK", "MAX_NUMBER", "MAX_TARGET", "Countdown", "evaluate", "expressions"]
+
+MAX_NUMBER = 15
+"""Given numbers are 1 to this."""
+MAX_TARGET = 99
+"""Targets are 1 to this."""
+OPERATORS = "+-*"
+SEPARATOR = ";"
+END_MARK = "."
+ALPHABET = "0123456789" + OPERATORS + ",=:" + SEPARATOR + END_MARK
+"""Every character of a prompt or a well-formed response."""
+
+_NUMBER = "([1-9][0-9]{0,2})"  # ASCII digits, no leading zero; short, so that int() is cheap on any text
+_TRY = re.compile(f"{_NUMBER}([-+*]){_NUMBER}([-+*]){_NUMBER}={_NUMBER}")
+
+_Pair = tuple[tuple[int, ...], int]  # sorted numbers, target
+
+
+class Countdown:
+    """The task: problems drawn from a seed, and the verifier."""
+
+    train: Sequence[Problem]
+    test: Sequence[Problem]
+
+    def __init__(self, *, train_size: int = 4096, test_size: int = 512, seed: int = 0) -> None:
+        pairs = _all_pairs()
+        for key, size in (("train_size", train_size), ("test_size", test_size)):
+            if size < 0:
+                raise ValueError(f"countdown.{key}={size} is negative; a number of problems is 0 or more.")
+        if train_size + test_size > len(pairs):
+            raise ValueError(
+                f"countdown.train_size={train_size} and countdown.test_size={test_size} ask for "
+                f"{train_size + test_size} different problems, but only {len(pairs)} exist. Make one of them smaller."
+            )
+        problems = [_problem(*pair, seed) for pair in sorted(pairs, key=lambda pair: _draw(seed, "order", *pair))]
+        self.test = problems[:test_size]
+        self.train = problems[test_size : test_size + train_size]
+
+    def score(self, problem: Problem, response: str) -> float:
+        """1.0 if the closed try solves the problem, otherwise 0.0. Never raises, whatever the text."""
+        chain, end_mark, rest = response.partition(END_MARK)
+        if not end_mark or rest:
+            return 0.0
+        parts = _TRY.fullmatch(chain.rpartition(SEPARATOR)[2])
+        if parts is None:
+            return 0.0
+        first, operator, second, other_operator, third, value = parts.groups()
+        used = (int(first), int(second), int(third))
+        target = problem.answer["target"]
+        solved = (
+            sorted(used) == sorted(problem.answer["numbers"])
+            and int(value) == target
+            and evaluate(used, operator + other_operator) == target
+        )
+        return float(solved)
+
+
+def evaluate(numbers: Sequence[int], operators: str) -> int:
+    """Value of `a op b op c`: products first, then from left to right."""
+    a, b, c = numbers
+    if operators[1] == "*" and operators[0] != "*":
+        return _apply(operators[0], a, b * c)
+    return _apply(operators[1], _apply(operators[0], a, b), c)
+
+
+def expressions(numbers: Sequence[int]) -> list[tuple[str, int]]:
+    """Every expression that uses each number exactly once, with its value; texts are distinct, in a fixed order."""
+    found = {}
+    for order in permutations(numbers):
+        for first, second in product(OPERATORS, repeat=2):
+            text = f"{order[0]}{first}{order[1]}{second}{order[2]}"
+            found[text] = evaluate(order, first + second)
+    return list(found.items())
+
+
+def _apply(operator: str, left: int, right: int) -> int:
+    if operator == "*":
+        return left * right
+    return left + right if operator == "+" else left - right
+
+
+def _all_pairs() -> list[_Pair]:
+    """Every (sorted numbers, target) that some expression reaches."""
+    return [
+        (numbers, target)
+        for numbers in combinations_with_replacement(range(1, MAX_NUMBER + 1), 3)
+        for target in sorted({value for _, value in expressions(numbers)})
+        if 1 <= target <= MAX_TARGET
+    ]
+
+
+def _problem(numbers: tuple[int, ...], target: int, seed: int) -> Problem:
+    """The problem of one pair. The prompt shows the numbers in an order of its own, so that order tells nothing."""
+    shown = min(permutations(numbers), key=lambda order: _draw(seed, "shown", order, target))
+    return Problem(
+        id=f"countdown-{'-'.join(map(str, numbers))}-{target}",
+        prompt=f"{','.join(map(str, shown))}={target}:",
+        answer={"numbers": list(shown), "target": target},
+    )
+
+
+def _draw(seed: int, *key: object) -> bytes:
+    """A random-looking value that depends on its arguments only: the same on every machine and Python."""
+    return sha256(repr((seed, *key)).encode()).digest()
