@@ -40,7 +40,7 @@ __all__ = [
     "solve_bounds",
 ]
 
-CPU_CHUNK = 2**16
+CPU_CHUNK = 2**18
 DEVICE_CHUNK = 2**18
 """Tokens per pass: small enough for the cache on CPU, and for candidates x tokens temporaries on a device."""
 
@@ -281,9 +281,9 @@ def _binned_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: _Grids, measure:
         sign = torch.sgn(signal).to(ratio.dtype)
         cells = _cells(ratio * sign, sign, grids)
         signal = signal.double()
-        weighted_cells.scatter_add_(0, cells, signal * ratio)
         if measure == "surrogate":
             plain_cells.scatter_add_(0, cells, signal)
+        weighted_cells.scatter_add_(0, cells, signal.mul_(ratio))
         signed_tokens += torch.dot(sign, sign)
 
     # Bins 0..lows hold negative tokens (0 where |r| is largest), the rest positive ones.
