@@ -87,15 +87,21 @@ class Group:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Packed sequences (prompt and response, end to end, no padding) for one forward pass. All [tokens]."""
+    """Sequences (prompt and response) for one forward pass, and their response tokens laid end to end."""
 
     input_ids: Tensor
-    position_ids: Tensor
-    """Counts from 0 within each sequence."""
+    """[sequences, width] padded on the right."""
+    attention_mask: Tensor
+    """[sequences, width] 1 for tokens, 0 for padding."""
+    predicts: Tensor
+    """[sequences, width] bool: states whose next token is a response token. In row order they match what follows."""
+    targets: Tensor
+    """[tokens] the response tokens."""
     sequence_ids: Tensor
-    """Which sequence each token belongs to, from 0."""
-    mask: Tensor
-    """Bool: response tokens, the ones trained on. All tensors below are 0 elsewhere."""
+    """[tokens] which sequence each belongs to, from 0."""
     behavior_logprobs: Tensor
+    """[tokens]"""
     advantages: Tensor
+    """[tokens]"""
     versions: Tensor
+    """[tokens]"""

@@ -38,6 +38,8 @@ class PolicyLoss:
     """The ratio bounds in use; None for objectives without one pair of bounds."""
     metrics: dict[str, Tensor]
     """Detached 0-d tensors on the inputs' device; reading one waits for the device."""
+    retained: Tensor
+    """Shaped like the inputs, bool: tokens whose gradient survived."""
 
 
 def policy_loss(
@@ -106,7 +108,7 @@ def policy_loss(
     else:
         result = OBJECTIVES[objective](tokens, **options)
     loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=sequence_ids)
-    return PolicyLoss(loss, result.bounds, _metrics(tokens, result, entropy))
+    return PolicyLoss(loss, result.bounds, _metrics(tokens, result, entropy), result.retained)
 
 
 def clean_tokens(

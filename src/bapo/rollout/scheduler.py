@@ -200,6 +200,11 @@ class Scheduler:
         done = {name: getattr(self._totals, name) - getattr(before, name) for name in _COUNTS}
         return Rollout(finished, dropped, SchedulerMetrics(**done, **self._levels()))
 
+    @property
+    def in_progress(self) -> int:
+        """Groups admitted and not yet returned or given up."""
+        return len(self._groups)
+
     def totals(self) -> SchedulerMetrics:
         """The metrics of all runs together."""
         return replace(self._totals, **self._levels())

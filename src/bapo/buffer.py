@@ -1,0 +1,370 @@
+"""Replay with a hard staleness bound: what the learner trains on, how often, and how old it may be.
+
+A rollout is added once its groups are finished and scored, and is then drawn update by update. Two off-policy sources
+(method, section 6) live here, each with its own switch:
+
+    reuse     the groups of the latest rollout are fresh; `reuse` passes visit each of them once per pass
+    replay    groups of earlier rollouts join the batches of later ones, up to an age and a number of uses
+
+A draw takes the next `batch_groups` fresh groups of the current pass, or the n that are left of it, and joins them with
+round(f / (1 - f) n) replayed ones (ties to even), so that these are the fraction f of the batch; fewer if fewer are
+eligible. Replay accompanies fresh groups and never stands alone: when the passes are over, a draw is empty and the loop
+samples the next rollout.
+
+The staleness bound. Let age(group, v) = v - version of the oldest token in any of its responses; an empty response
+has no token and does not count. With `max_staleness` = S, no token with staleness above S is ever trained on:
+
+    - a draw at version v first releases every group of age > S, so all it returns has age at most S at v;
+    - the learner takes exactly one update per draw, with weights of version v, and keeps no group for a later one;
+    - so every group in every update came from that update's own draw, and each of its tokens has staleness
+      v - token version <= age(group, v) <= S.
+
+Admission plays no part in it, so it holds however old a rollout is when it arrives and however far the learner has
+moved between two calls. What S must be for the bound to cost nothing: n groups make u = reuse * ceil(n / batch_groups)
+updates. If they arrive with age at most A (the scheduler's `max_age`) and the version advances by one per update, the
+last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group is lost; otherwise `lost_fresh` counts them.
+Groups of a rollout have age u or more when the next one is first drawn, so a replay age below u replays nothing.
+
+Order depends on names, not on history: groups are sorted by a hash of (seed, what for, their id), so neither the order
+in which they arrive or are held, nor the loss of one of them, changes the order of the others.
+
+Memory. At most `capacity` groups are held; the oldest (by oldest token, then id) are evicted first, fresh or not. A
+group that no draw can return any more is released at once. Groups are handed out as they are, not copied, and must not
+be changed. Advantages, packing and weighting by age are the learner's. Nothing here waits or runs in parallel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from typing import Any
+
+from bapo.types import Group, Problem, Status, Trajectory
+
+
+@dataclass(frozen=True)
+class BufferMetrics:
+    """What the buffer did since it was made, and what it holds. Always added = retired + expired + evicted + held."""
+
+    adds: int = 0
+    """Rollouts added."""
+    draws: int = 0
+    """Draws that returned groups; each is one update."""
+    added: int = 0
+    """Groups admitted."""
+    filtered: int = 0
+    """Groups refused for want of a signal: all rewards equal, or no token in any response."""
+    fresh: int = 0
+    """Groups drawn in a fresh pass, counted once per pass."""
+    replayed: int = 0
+    """Groups drawn again after their fresh passes, counted once per draw."""
+    replay_short: int = 0
+    """Replay places left empty because too few groups were eligible."""
+    retired: int = 0
+    """Groups released after their last use."""
+    expired: int = 0
+    """Groups released by age: beyond max_staleness, or waiting for replay and beyond replay_max_age."""
+    evicted: int = 0
+    """Groups released because more than the capacity were held."""
+    lost_fresh: int = 0
+    """Those of expired and evicted that had fresh passes to come: sampled, and not trained on as often as asked."""
+    held: int = 0
+    """Now: groups held."""
+    held_tokens: int = 0
+    """Now: response tokens in them."""
+    to_visit: int = 0
+    """Now: visits left in the fresh passes over the latest rollout; 0 when it is time for the next."""
+
+
+_LEVELS = ("held", "held_tokens", "to_visit")
+_COUNTS = tuple(field.name for field in fields(BufferMetrics) if field.name not in _LEVELS)
+
+
+@dataclass
+class _Held:
+    """A group and how often it was used."""
+
+    group: Group
+    rollout: int
+    """Number of the add that brought it, from 1."""
+    oldest: int
+    """Version of its oldest token."""
+    passes: int = 0
+    """Fresh passes that visited it."""
+    replays: int = 0
+    """Times it was replayed."""
+
+
+class Buffer:
+    """Holds finished groups and decides, update by update, which of them are trained on."""
+
+    def __init__(
+        self,
+        *,
+        batch_groups: int,
+        reuse: int = 1,
+        max_staleness: int,
+        replay_fraction: float = 0.0,
+        replay_max_age: int = 0,
+        replay_max_uses: int = 1,
+        capacity: int = 1024,
+        seed: int = 0,
+    ) -> None:
+        """`replay_fraction`: of each batch; 0 for no replay. `replay_max_age`: oldest group replayed, in versions.
+        `replay_max_uses`: replays per group, on top of its `reuse` fresh passes.
+        """
+        _check_settings(batch_groups, reuse, max_staleness, replay_fraction, replay_max_age, replay_max_uses, capacity)
+        self.batch_groups = batch_groups
+        self.reuse = reuse
+        self.max_staleness = max_staleness
+        self.replay_fraction = replay_fraction
+        self.replay_max_age = replay_max_age
+        self.replay_max_uses = replay_max_uses
+        self.capacity = capacity
+        self.seed = seed
+        self._held: dict[int, _Held] = {}
+        self._version: int | None = None
+        self._totals = BufferMetrics()
+
+    def add(self, groups: Iterable[Group], *, version: int) -> None:
+        """Take in the finished, scored groups of one rollout and start their passes.
+
+        Before that, draw until the passes over the rollout before are done: dropping or stretching them in silence
+        would change how often its groups are used. A refused call changes nothing.
+        """
+        self._check_version(version)
+        to_visit = self._to_visit()
+        if to_visit:
+            raise ValueError(
+                f"add at version {version}: the passes over the rollout before have {to_visit} group visits left. "
+                "Draw until draw returns [], then add."
+            )
+        admitted: dict[int, _Held] = {}
+        filtered = 0
+        for group in groups:
+            _check_group(group, version)
+            if group.id in self._held or group.id in admitted:
+                raise ValueError(
+                    f"group {group.id} (problem {group.problem.id!r}) is already in the buffer; ids are unique within "
+                    "a run. Add each finished group once."
+                )
+            if _has_signal(group):
+                admitted[group.id] = _Held(group, rollout=self._totals.adds + 1, oldest=_oldest(group))
+            else:
+                filtered += 1
+        self._version = version
+        self._held |= admitted
+        self._count(adds=1, added=len(admitted), filtered=filtered)
+        self._settle(version)
+
+    def draw(self, *, version: int) -> list[Group]:
+        """The groups of the next update, fresh ones first; [] when the passes over the latest rollout are done."""
+        self._check_version(version)
+        self._version = version
+        self._settle(version)
+        fresh = self._next_of_pass()
+        if not fresh:
+            return []
+        places = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
+        replayed = self._sample_replay(places)
+        for held in fresh:
+            held.passes += 1
+        for held in replayed:
+            held.replays += 1
+        self._count(draws=1, fresh=len(fresh), replayed=len(replayed), replay_short=places - len(replayed))
+        self._settle(version)
+        return [held.group for held in fresh + replayed]
+
+    def metrics(self) -> BufferMetrics:
+        """Counts since the buffer was made (saved and restored with it), and present levels."""
+        groups = [held.group for held in self._held.values()]
+        return replace(
+            self._totals,
+            held=len(groups),
+            held_tokens=sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories),
+            to_visit=self._to_visit(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides how this buffer goes on, as plain JSON data. Settings are not part of it."""
+        return {
+            "version": self._version,
+            "totals": {name: getattr(self._totals, name) for name in _COUNTS},
+            "held": [
+                {
+                    "group": group_state(held.group),
+                    "rollout": held.rollout,
+                    "passes": held.passes,
+                    "replays": held.replays,
+                }
+                for held in self._held.values()
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken; what this buffer held before is forgotten."""
+        self._version = state["version"]
+        self._totals = BufferMetrics(**state["totals"])
+        self._held = {}
+        for saved in state["held"]:
+            group = group_from_state(saved["group"])
+            self._held[group.id] = _Held(
+                group, saved["rollout"], _oldest(group), passes=saved["passes"], replays=saved["replays"]
+            )
+
+    def _passes_left(self, held: _Held) -> int:
+        """Fresh passes to come; only the latest rollout has any."""
+        return max(0, self.reuse - held.passes) if held.rollout == self._totals.adds else 0
+
+    def _to_visit(self) -> int:
+        return sum(self._passes_left(held) for held in self._held.values())
+
+    def _next_of_pass(self) -> list[_Held]:
+        """The next batch of the current pass: of the groups it has not visited yet, the first in its order."""
+        unfinished = [held for held in self._held.values() if self._passes_left(held)]
+        current = min((held.passes for held in unfinished), default=0)
+        unvisited = [held for held in unfinished if held.passes == current]
+        return self._shuffled(unvisited, "pass", self._totals.adds, current)[: self.batch_groups]
+
+    def _sample_replay(self, places: int) -> list[_Held]:
+        """Groups of earlier rollouts, without replacement. All that are held are eligible: `_settle` saw to it."""
+        earlier = [held for held in self._held.values() if held.rollout < self._totals.adds]
+        return self._shuffled(earlier, "replay", self._totals.draws)[:places]
+
+    def _shuffled(self, groups: list[_Held], *purpose: str | int) -> list[_Held]:
+        """In a random order that is a function of (seed, purpose, ids)."""
+
+        def key(held: _Held) -> bytes:
+            return sha256(repr((self.seed, *purpose, held.group.id)).encode()).digest()
+
+        return sorted(groups, key=key)
+
+    def _settle(self, version: int) -> None:
+        """Release what no draw at this version or later can return, then the oldest beyond the capacity."""
+        for held in list(self._held.values()):
+            fresh = self._passes_left(held) > 0
+            limit = self.max_staleness if fresh else self.replay_max_age
+            if not fresh and (self.replay_fraction == 0 or held.replays >= self.replay_max_uses):
+                self._release(held, "retired")
+            elif version - held.oldest > limit:
+                self._release(held, "expired")
+        excess = max(0, len(self._held) - self.capacity)
+        for held in sorted(self._held.values(), key=lambda held: (held.oldest, held.group.id))[:excess]:
+            self._release(held, "evicted")
+
+    def _release(self, held: _Held, reason: str) -> None:
+        del self._held[held.group.id]
+        self._count(**{reason: 1}, lost_fresh=int(self._passes_left(held) > 0))
+
+    def _check_version(self, version: int) -> None:
+        if self._version is not None and version < self._version:
+            raise ValueError(
+                f"version={version} is older than the last call's {self._version}; the learner only moves forward. "
+                "Pass the learner's current version."
+            )
+
+    def _count(self, **more: int) -> None:
+        self._totals = replace(
+            self._totals, **{name: getattr(self._totals, name) + value for name, value in more.items()}
+        )
+
+
+def group_state(group: Group) -> dict[str, Any]:
+    """A group as plain JSON data. Python writes floats so that they are read back exactly."""
+    return {
+        "id": group.id,
+        "problem": dict(vars(group.problem)),
+        "trajectories": [
+            {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
+            for trajectory in group.trajectories
+        ],
+    }
+
+
+def group_from_state(state: dict[str, Any]) -> Group:
+    """The group that `group_state` wrote."""
+    trajectories = [Trajectory(**{**saved, "status": Status(saved["status"])}) for saved in state["trajectories"]]
+    return Group(id=state["id"], problem=Problem(**state["problem"]), trajectories=trajectories)
+
+
+def _oldest(group: Group) -> int:
+    return min(min(trajectory.versions) for trajectory in group.trajectories if trajectory.versions)
+
+
+def _has_signal(group: Group) -> bool:
+    """Whether rewards differ, so that advantages are not all 0, and there are tokens to give them to."""
+    return len({trajectory.reward for trajectory in group.trajectories}) > 1 and any(
+        trajectory.tokens for trajectory in group.trajectories
+    )
+
+
+def _check_group(group: Group, version: int) -> None:
+    """Only complete groups enter, because rewards are compared within them."""
+    for index, trajectory in enumerate(group.trajectories):
+        name = f"response {index} of group {group.id} (problem {group.problem.id!r})"
+        if not trajectory.finished:
+            raise ValueError(f"{name} is {trajectory.status}; only finished groups are added. Add what a run returned.")
+        if trajectory.reward is None or not math.isfinite(trajectory.reward):
+            raise ValueError(
+                f"{name} has reward {trajectory.reward}. Score every response of a group before adding it."
+            )
+        if max(trajectory.versions, default=version) > version:
+            raise ValueError(
+                f"{name} has a token of version {max(trajectory.versions)}, newer than the learner's {version}, so its "
+                "age is not known. Pass the learner's current version."
+            )
+
+
+def _check_settings(
+    batch_groups: int,
+    reuse: int,
+    max_staleness: int,
+    replay_fraction: float,
+    replay_max_age: int,
+    replay_max_uses: int,
+    capacity: int,
+) -> None:
+    if batch_groups < 1:
+        raise ValueError(f"learn.batch_groups={batch_groups} leaves updates without data. Set it to 1 or more.")
+    if reuse < 1:
+        raise ValueError(f"offpolicy.reuse={reuse} never trains on a rollout. Set it to 1 or more; 1 is a single pass.")
+    if max_staleness < 0:
+        raise ValueError(
+            f"offpolicy.max_staleness={max_staleness} forbids every token; 0 is on-policy. Set it to 0 or more."
+        )
+    if reuse - 1 > max_staleness:
+        raise ValueError(
+            f"offpolicy.reuse={reuse} makes the last pass over a rollout at staleness {reuse - 1} or more, but "
+            f"offpolicy.max_staleness={max_staleness} forbids it. Set max_staleness >= {reuse - 1}, or "
+            f"reuse <= {max_staleness + 1}."
+        )
+    if not 0 <= replay_fraction < 1:
+        raise ValueError(
+            f"offpolicy.replay_fraction={replay_fraction} is not a share of a batch that leaves room for fresh groups. "
+            "Set it to 0 for no replay, or below 1."
+        )
+    if replay_max_age < 0:
+        raise ValueError(f"offpolicy.replay_max_age={replay_max_age} is negative. Set it to 0 or more.")
+    if replay_max_age > max_staleness:
+        raise ValueError(
+            f"offpolicy.replay_max_age={replay_max_age} is beyond offpolicy.max_staleness={max_staleness}, which holds "
+            f"for replay too. Set replay_max_age <= {max_staleness}, or raise max_staleness."
+        )
+    if replay_fraction > 0 and replay_max_age < reuse:
+        raise ValueError(
+            f"offpolicy.replay_fraction={replay_fraction} replays nothing with offpolicy.replay_max_age="
+            f"{replay_max_age}: after its fresh passes (offpolicy.reuse={reuse}) a group is {reuse} or more versions "
+            f"old. Set replay_max_age >= {reuse}, or replay_fraction=0 for no replay."
+        )
+    if replay_max_uses < 1:
+        raise ValueError(
+            f"offpolicy.replay_max_uses={replay_max_uses} allows no replay. Set it to 1 or more, or "
+            "replay_fraction=0 for no replay."
+        )
+    if capacity < batch_groups:
+        raise ValueError(
+            f"offpolicy.replay_capacity={capacity} cannot hold one batch of learn.batch_groups={batch_groups}. "
+            f"Set replay_capacity >= {batch_groups}."
+        )

@@ -1,0 +1,121 @@
+"""The command line. Parsing and checking import no torch; only a command that trains does.
+
+Exit codes: 0 done, 1 unexpected error, 2 bad usage or configuration, 3 checkpoint missing or damaged, 4 disk full or
+not writable, 130 stopped by the user (everything is saved).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+USAGE = """\
+usage: bapo COMMAND ...
+
+  train [RECIPE.toml] [--key.path value ...]   train; without a recipe, the embedded default: offline, CPU, minutes
+  resume RUN                                   continue a run from its newest checkpoint
+  --version                                    print the version
+
+`bapo train --help` lists every key with its default."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the `bapo` command."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Carry out one command; returns its exit code."""
+    from bapo import __version__
+
+    match arguments:
+        case [] | ["-h" | "--help", *_]:
+            print(USAGE)
+            return 0 if arguments else 2
+        case ["--version"]:
+            print(__version__)
+            return 0
+        case ["train", *rest]:
+            return _guarded(lambda: _train(rest))
+        case ["resume", *rest]:
+            return _guarded(lambda: _resume(rest))
+        case [other, *_]:
+            import difflib
+
+            near = difflib.get_close_matches(other, ["train", "resume"], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
+            return 2
+    raise AssertionError
+
+
+def _train(arguments: list[str]) -> None:
+    import tyro
+
+    from bapo.config import Config, ConfigError, load_config, parse_config
+
+    default = Config()
+    if arguments and not arguments[0].startswith("-"):
+        default = load_config(arguments[0])
+        arguments = arguments[1:]
+    try:
+        # Keys are checked one by one here and together below, so that a combination is judged once it is complete.
+        chosen = tyro.cli(Config, args=arguments, default=default, prog="bapo train [RECIPE.toml]")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    config = parse_config(chosen.model_dump(), source="configuration")
+
+    from bapo.train.run import start
+
+    start(config)
+
+
+def _resume(arguments: list[str]) -> None:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: bapo resume RUN\n\nContinue a run from its newest checkpoint.")
+        raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
+    path = Path(arguments[0])
+
+    from bapo.train.run import resume
+
+    done = (path / "summary.json").exists()
+    resume(path)
+    if done:
+        print(f"{path} is complete; its model is in {path / 'model'}.")
+
+
+def _guarded(command: object) -> int:
+    """Run a command; turn the errors a user can act on into one message and an exit code."""
+    from bapo.config import ConfigError
+
+    try:
+        command()  # type: ignore[operator]
+        return 0
+    except ConfigError as error:
+        return _fail(2, str(error))
+    except OSError as error:
+        return _fail(
+            4,
+            f"cannot write: {error}. The newest complete checkpoint is untouched; free space or fix the directory, "
+            "then continue with `bapo resume RUN`.",
+        )
+    except KeyboardInterrupt:
+        return _fail(130, "stopped at once; continue from the newest checkpoint with `bapo resume RUN`.")
+    except Exception as error:
+        from bapo.train.checkpoint import CheckpointError
+        from bapo.train.run import Interrupted
+
+        if isinstance(error, Interrupted):
+            return _fail(130, str(error))
+        if isinstance(error, CheckpointError):
+            return _fail(3, str(error))
+        raise
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"bapo: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Configuration: what a run is, checked before anything heavy is imported.
+
+Frozen pydantic models, one per part of the system, written by hand as TOML and kept by the run as resolved JSON.
+Unknown keys are refused, impossible combinations say which keys disagree and what to set instead. Defaults are those of
+the embedded run: a laptop, minutes, no network.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from bapo.core.settings import ClipSettings, Measure, Order, Preset, Weight, require_choice
+from bapo.demo import MAX_RESPONSE_TOKENS
+
+OBJECTIVE_NAMES = (
+    "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po",
+)  # fmt: skip
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message names key, value, reason and remedy."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """The policy."""
+
+    path: str = "demo"
+    """A transformers model directory, or "demo" for the embedded one."""
+
+
+class RolloutConfig(_Section):
+    """How responses are sampled."""
+
+    prompts: int = Field(16, ge=1)
+    """New problems per step. A group that is filtered or dropped is made up for in the next step."""
+    responses: int = Field(8, ge=2)
+    """Responses per problem: the group that rewards are compared within."""
+    temperature: float = Field(1.0, gt=0)
+    """Of sampling, and of the log-probs trained on."""
+    max_tokens: int = Field(MAX_RESPONSE_TOKENS, ge=1)
+    """Longest response; longer ones are truncated."""
+    slots: int = Field(128, ge=1)
+    """Responses decoded side by side by the in-process engine."""
+
+
+class ObjectiveConfig(_Section):
+    """The loss."""
+
+    name: str = "bapo"
+    """One of: grpo, clip_higher, dual_clip, bapo, dcpo, cispo, gspo, sapo, topr, asymre, m2po."""
+    options: dict[str, float] = Field(default_factory=dict)
+    """Options of that objective, such as low and high of grpo."""
+    preset: Preset | None = "weak-model"
+    """BAPO's published settings to start from; none means the paper's numbers with the gradient measure."""
+    target_share: float | None = None
+    """Overrides the preset: share of the signal that positive tokens should hold."""
+    low: tuple[float, float] | None = None
+    """Overrides the preset: range of the lower bound on the ratio."""
+    high: tuple[float, float] | None = None
+    """Overrides the preset: range of the upper bound on the ratio."""
+    measure: Measure | None = None
+    """Overrides the preset: gradient (clipped tokens count nothing) or surrogate (they count at their bound)."""
+    weight: Weight | None = None
+    """Overrides the preset: none, or rollout_prob."""
+    order: Order | None = None
+    """Overrides the preset: which bound moves first."""
+
+    @property
+    def clip(self) -> ClipSettings:
+        """The clip settings these keys describe."""
+        base = ClipSettings.preset(self.preset) if self.preset else ClipSettings()
+        names = ("target_share", "low", "high", "measure", "weight", "order")
+        kept = {name: getattr(base, name) for name in (*names, "low_step", "high_step")}
+        return ClipSettings(**(kept | {name: getattr(self, name) for name in names if getattr(self, name) is not None}))
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        require_choice("objective.name", self.name, OBJECTIVE_NAMES)
+        if self.preset is not None:
+            require_choice("objective.preset", self.preset, get_args(Preset))
+        _ = self.clip
+        return self
+
+
+class OffPolicyConfig(_Section):
+    """Where stale data comes from, and how stale it may be. Each source can be switched on alone."""
+
+    reuse: int = Field(4, ge=1)
+    """Passes over each rollout batch; 1 is on-policy training as far as reuse goes."""
+    max_staleness: int = Field(16, ge=0)
+    """Oldest admissible token, in updates behind the learner. A promise: older tokens are never trained on."""
+    replay_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of each batch drawn from earlier rollouts; 0 switches replay off."""
+    replay_max_age: int = Field(16, ge=0)
+    """Oldest group that may be replayed, in updates."""
+    replay_max_uses: int = Field(2, ge=1)
+    """How often a group may be replayed after its own passes."""
+    replay_capacity: int = Field(1024, ge=1)
+    """Groups kept in memory."""
+    partial_budget: int | None = Field(None, ge=1)
+    """Tokens sampled per step; responses that run past it are parked and continued later. None: no partial rollout."""
+    partial_max_age: int | None = Field(None, ge=0)
+    """Oldest parked group, in updates; None: max_staleness less the updates of one step."""
+    partial_over_age: Literal["finish", "drop"] = "finish"
+    """What happens to a parked response that would grow too old: finished beyond the budget, or dropped."""
+
+
+class LearnConfig(_Section):
+    """How updates are taken."""
+
+    batch_groups: int = Field(16, ge=1)
+    """Fresh groups per update; replayed ones come on top."""
+    advantages: str = "grpo"
+    """One of: grpo, dr_grpo, rloo."""
+    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """How token losses become one number; fixed_length divides by rollout.max_tokens."""
+    lr: float = Field(1e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+    warmup_updates: int = Field(0, ge=0)
+    """Updates of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up."""
+    micro_tokens: int = Field(16384, ge=1)
+    """Places (padding included) per forward pass. Changes memory and speed, not results."""
+
+
+class EvalConfig(_Section):
+    """Evaluation on held-out problems, before, during and after training."""
+
+    problems: int = Field(256, ge=1)
+    k: int = Field(8, ge=1)
+    """Samples per problem: avg@k and pass@k."""
+    temperature: float = Field(1.0, ge=0)
+    every: int = Field(20, ge=0)
+    """Steps between evaluations on a quarter of the problems; 0: only before and after."""
+
+
+class Config(_Section):
+    """A whole run."""
+
+    steps: int = Field(60, ge=1)
+    """Rollout steps; each takes `offpolicy.reuse` passes over what it sampled."""
+    seed: int = 0
+    """Of everything random. One seed, one machine, one thread count: one result, bit for bit."""
+    out: str = "runs/{time}"
+    """Run directory; {time} becomes the start time. Must not exist yet."""
+    threads: int = Field(0, ge=0)
+    """CPU threads; 0: as many as there are cores."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Steps between checkpoints."""
+    checkpoint_keep: int = Field(2, ge=1)
+    """Newest checkpoints kept."""
+    sample_every: int = Field(5, ge=1)
+    """Steps between sample responses shown."""
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    offpolicy: OffPolicyConfig = OffPolicyConfig()
+    learn: LearnConfig = LearnConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates on one full rollout batch."""
+        return self.offpolicy.reuse * math.ceil(self.rollout.prompts / self.learn.batch_groups)
+
+    @property
+    def parked_max_age(self) -> int:
+        """Oldest parked group: what the staleness bound leaves after the updates of the step that trains on it."""
+        given = self.offpolicy.partial_max_age
+        return self.offpolicy.max_staleness - (self.updates_per_step - 1) if given is None else given
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        require_choice("learn.advantages", self.learn.advantages, ADVANTAGE_NAMES)
+        off = self.offpolicy
+        last = self.updates_per_step - 1
+        if last > off.max_staleness:
+            raise ValueError(
+                f"offpolicy.reuse={off.reuse} makes {self.updates_per_step} updates on each rollout batch, so its "
+                f"tokens grow {last} updates old, but offpolicy.max_staleness={off.max_staleness} forbids that. Set "
+                f"max_staleness >= {last}, or lower reuse or raise learn.batch_groups."
+            )
+        if off.replay_fraction > 0 and off.replay_max_age > off.max_staleness:
+            raise ValueError(
+                f"offpolicy.replay_max_age={off.replay_max_age} exceeds offpolicy.max_staleness={off.max_staleness}, "
+                "which is a promise for every token. Raise max_staleness or lower replay_max_age."
+            )
+        if off.partial_budget is not None and self.parked_max_age + last > off.max_staleness:
+            raise ValueError(
+                f"offpolicy.partial_max_age={self.parked_max_age} plus the {last} further updates of a step exceed "
+                f"offpolicy.max_staleness={off.max_staleness}. Lower partial_max_age or raise max_staleness."
+            )
+        return self
+
+
+def load_config(path: str | Path) -> Config:
+    """The configuration in a TOML recipe."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Check the path.") from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}. See recipes/ for examples.") from None
+    return parse_config(values, source=str(path))
+
+
+def parse_config(values: dict[str, Any], *, source: str) -> Config:
+    """A checked configuration, or one ConfigError that lists everything wrong with it."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}:\n" + "\n".join(f"  {_explain(item)}" for item in error.errors())) from None
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error in our words."""
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        import difflib
+
+        known = all_keys()
+        near = difflib.get_close_matches(key, known, n=1) or [
+            k for k in known if k.split(".")[-1] == key.split(".")[-1]
+        ]
+        hint = f" Did you mean {near[0]}?" if near else " `bapo train --help` lists all keys."
+        return f"{key} is not a known key.{hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key} = {item['input']!r}: {message}" if key and item["type"] != "value_error" else message
+
+
+def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every key of a configuration, dotted."""
+    keys = []
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
+        keys += all_keys(kind, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]  # type: ignore[arg-type]
+    return keys

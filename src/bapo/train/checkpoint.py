@@ -1,0 +1,168 @@
+"""Checkpoints: all or nothing.
+
+A checkpoint is a directory `checkpoints/step-000040` with the weights, the optimizer's moments (both safetensors), and
+`state.json`: progress, learner version, scheduler with its parked responses, buffer, data cursor, and how long the logs
+were. It is written under another name, every file flushed to disk with its checksum in `manifest.json`, and renamed
+last: whatever kills the process, a directory with the final name is complete. Loading verifies every checksum.
+
+The random state needs no file: every draw is a function of a seed and a counter that is saved here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bapo.learn.learner import Learner
+from bapo.train.loop import Parts, Progress
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing, incomplete or damaged; the message says which and what to do."""
+
+
+def save(directory: Path, parts: Parts, progress: Progress, *, logs: dict[str, int], keep: int) -> Path:
+    """Write the checkpoint of the step just completed, then remove all but the newest `keep`."""
+    final = directory / f"step-{progress.step:06d}"
+    partial = directory / f"{final.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        state = {
+            "progress": asdict(progress),
+            "version": parts.learner.version,
+            "cursor": parts.stream.cursor,
+            "scheduler": parts.scheduler.state_dict(),
+            "buffer": parts.buffer.state_dict(),
+            "logs": logs,
+        }
+        writers: dict[str, Callable[[Path], None]] = {
+            "model.safetensors": lambda path: save_file(_weights(parts.learner), path),
+            "optimizer.safetensors": lambda path: save_file(_moments(parts.learner), path),
+            "state.json": lambda path: _write(path, json.dumps(state)),
+        }
+        checksums = {}
+        for name, write in writers.items():
+            write(partial / name)
+            _flush(partial / name)
+            checksums[name] = _checksum(partial / name)
+        _write(partial / MANIFEST, json.dumps(checksums, indent=2))
+        _flush(partial / MANIFEST)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _flush(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for old in available(directory)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def available(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in directory.glob("step-*") if path.is_dir() and not path.name.endswith(".partial"))
+
+
+def newest(directory: Path) -> Path:
+    """The checkpoint to resume from."""
+    found = available(directory)
+    if not found:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint, so there is nothing to resume. The run ended before its first one; start "
+            "it again with `bapo train`."
+        )
+    return found[-1]
+
+
+def load(path: Path, parts: Parts, progress: Progress) -> dict[str, int]:
+    """Put a run back where it was; returns how long its logs were."""
+    _verify(path)
+    try:
+        state = json.loads((path / "state.json").read_text())
+        parts.learner.model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+        _restore_moments(parts.learner, load_file(path / "optimizer.safetensors"))
+    except (SafetensorError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} does not fit this run's model or this version of bapo: {error}. Use the version that wrote it."
+        ) from error
+    parts.learner.version = state["version"]
+    parts.stream.cursor = state["cursor"]
+    parts.scheduler.load_state_dict(state["scheduler"])
+    parts.buffer.load_state_dict(state["buffer"])
+    progress.step, progress.groups, progress.owed = (state["progress"][k] for k in ("step", "groups", "owed"))
+    logs: dict[str, int] = state["logs"]
+    return logs
+
+
+def _verify(path: Path) -> None:
+    try:
+        checksums = json.loads((path / MANIFEST).read_text())
+        broken = [name for name, expected in checksums.items() if _checksum(path / name) != expected]
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"cannot read it: {error}") from None
+    if broken:
+        raise _damaged(path, f"{', '.join(broken)} changed since it was written")
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    others = [other.name for other in available(path.parent) if other != path]
+    remedy = (
+        f"Move {path.name} away to resume from {others[-1]}." if others else "It is the only one: start the run again."
+    )
+    return CheckpointError(f"the checkpoint {path} is damaged: {why}. Nothing was changed. {remedy}")
+
+
+def _weights(learner: Learner) -> dict[str, Tensor]:
+    """Every parameter once (tied ones share storage), and every buffer that is part of the state."""
+    seen: dict[int, str] = {}
+    weights = {}
+    for name, tensor in learner.model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen[tensor.data_ptr()] = name
+            weights[name] = tensor.contiguous()
+    return weights
+
+
+def _moments(learner: Learner) -> dict[str, Tensor]:
+    """Adam's state, flat: `index.key` of each parameter."""
+    state = learner.optimizer.state_dict()["state"]
+    return {f"{index}.{key}": value for index, moments in state.items() for key, value in moments.items()}
+
+
+def _restore_moments(learner: Learner, flat: dict[str, Tensor]) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in flat.items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = value
+    groups = learner.optimizer.state_dict()["param_groups"]
+    learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

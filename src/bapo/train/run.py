@@ -1,0 +1,318 @@
+"""A run: its directory, its parts built from the configuration, and the beginning, middle and end of it.
+
+config.json      the resolved configuration
+metrics.jsonl    one line per rollout, update and evaluation; a function of the configuration alone
+timing.jsonl     wall-clock figures, one line per step
+rollouts.jsonl   sample responses with rewards and versions
+checkpoints/     see checkpoint.py
+model/           the trained model, in transformers format
+summary.json     evaluation before and after; written last, so its presence means the run is complete
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bapo.buffer import Buffer
+from bapo.config import Config, ConfigError
+from bapo.demo import model_path
+from bapo.evaluate import evaluate
+from bapo.learn.learner import Learner, LearnerSettings
+from bapo.metrics import check_declared
+from bapo.rollout.engine import Sampling
+from bapo.rollout.local import LocalEngine
+from bapo.rollout.scheduler import Scheduler
+from bapo.tasks.countdown import Countdown
+from bapo.tasks.stream import ProblemStream
+from bapo.train import checkpoint
+from bapo.train.loop import Parts, Progress, StepRecord, train
+from bapo.view import View, make_view, summary_table
+
+LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl")
+
+
+class Interrupted(Exception):  # noqa: N818
+    """The run was asked to stop, and did, after saving."""
+
+
+class RunDirectory:
+    """The files of a run. Logs are appended line by line and flushed, so that others can follow them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, config: Config) -> RunDirectory:
+        """A new directory; an existing one is never written over."""
+        path = Path(config.out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise ConfigError(
+                f"out={config.out}: {path} exists already. Choose another directory, or continue that run with "
+                f"`bapo resume {path}`."
+            ) from None
+        run = cls(path)
+        run.write("config.json", config.model_dump(mode="json"))
+        return run
+
+    def write(self, name: str, value: Any) -> None:
+        """A JSON file, whole or not at all."""
+        partial = self.path / f"{name}.partial"
+        partial.write_text(json.dumps(value, indent=2) + "\n")
+        partial.rename(self.path / name)
+
+    def append(self, name: str, *values: dict[str, Any]) -> None:
+        """Lines to a log."""
+        with (self.path / name).open("a") as file:
+            file.writelines(json.dumps(value) + "\n" for value in values)
+
+    def sizes(self) -> dict[str, int]:
+        """How long each log is, in bytes."""
+        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in LOGS}
+
+    def cut(self, sizes: dict[str, int]) -> None:
+        """Forget what was logged after a checkpoint; those steps will be repeated."""
+        for name, size in sizes.items():
+            if (self.path / name).exists():
+                os.truncate(self.path / name, size)
+
+
+def build(config: Config) -> Parts:
+    """The parts of a run, at its beginning."""
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    path = str(model_path()) if config.model.path == "demo" else config.model.path
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={config.model.path!r} cannot be loaded: {str(error).splitlines()[0]} Give a directory with a "
+            'transformers causal language model and its tokenizer, or "demo".'
+        ) from error
+    task = Countdown()
+    sampling = Sampling(config.rollout.temperature, frozenset({tokenizer.eos_token_id}))
+    off = config.offpolicy
+    return Parts(
+        config=config,
+        task=task,
+        tokenizer=tokenizer,
+        engine=LocalEngine(model, slots=config.rollout.slots),
+        stream=ProblemStream(task.train, seed=config.seed),
+        scheduler=Scheduler(
+            sampling,
+            max_response_tokens=config.rollout.max_tokens,
+            token_budget=off.partial_budget,
+            max_age=None if off.partial_budget is None else config.parked_max_age,
+            over_age=off.partial_over_age,
+            versions_per_run=2 * config.updates_per_step,
+        ),
+        buffer=Buffer(
+            batch_groups=config.learn.batch_groups,
+            reuse=off.reuse,
+            max_staleness=off.max_staleness,
+            replay_fraction=off.replay_fraction,
+            replay_max_age=min(off.replay_max_age, off.max_staleness),
+            replay_max_uses=off.replay_max_uses,
+            capacity=off.replay_capacity,
+            seed=config.seed,
+        ),
+        learner=Learner(model, learner_settings(config)),
+    )
+
+
+def learner_settings(config: Config) -> LearnerSettings:
+    """What the learner needs of the configuration."""
+    learn = config.learn
+    return LearnerSettings(
+        objective=config.objective.name,
+        clip=config.objective.clip,
+        options=dict(config.objective.options),
+        reduction=learn.reduction,
+        length=config.rollout.max_tokens,
+        temperature=config.rollout.temperature,
+        lr=learn.lr,
+        betas=learn.betas,
+        weight_decay=learn.weight_decay,
+        clip_norm=learn.clip_norm,
+        warmup_updates=learn.warmup_updates,
+        schedule=learn.schedule,
+        total_updates=config.steps * config.updates_per_step,
+    )
+
+
+def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
+    """Train from the beginning; returns the summary."""
+    parts = build(config)
+    run = RunDirectory.create(config)
+    return _go(run, parts, Progress(), plain=plain)
+
+
+def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
+    """Continue a run from its newest checkpoint; a complete run only returns its summary."""
+    run = RunDirectory(path)
+    try:
+        config = Config.model_validate_json((path / "config.json").read_text())
+    except OSError:
+        raise checkpoint.CheckpointError(
+            f"{path} has no config.json, so it is not a run directory. Give the directory that `bapo train` printed."
+        ) from None
+    if (path / "summary.json").exists():
+        finished: dict[str, Any] = json.loads((path / "summary.json").read_text())
+        return finished
+    source = checkpoint.newest(path / "checkpoints")
+    parts, progress = build(config), Progress()
+    run.cut(checkpoint.load(source, parts, progress))
+    return _go(run, parts, progress, plain=plain)
+
+
+def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | None) -> dict[str, Any]:
+    """Evaluate, train, evaluate, save; checkpoints and logs on the way."""
+    config = parts.config
+    title = f"{config.objective.name} · {config.model.path} · {run.path}"
+    with make_view(config.steps, title=title, plain=plain) as view, _stop_on_signal() as stopping:
+        if progress.step == 0:
+            view.note(f"evaluating on {config.eval.problems} held-out problems before training")
+            _evaluate(run, parts, progress, config.eval.problems)
+            _save(run, parts, progress)
+        else:
+            view.note(f"resumed at step {progress.step}")
+
+        def after_step(record: StepRecord) -> bool:
+            _log(run, record, parts, view)
+            last = progress.step == config.steps
+            if config.eval.every and progress.step % config.eval.every == 0 and not last:
+                result = _evaluate(run, parts, progress, max(1, config.eval.problems // 4))
+                view.note(f"step {progress.step}: held-out avg@{config.eval.k} {result['eval/avg']:.3f}")
+            if progress.step % config.checkpoint_every == 0 or last or stopping:
+                _save(run, parts, progress)
+            return bool(stopping)
+
+        train(parts, progress, after_step=after_step)
+        if progress.step < config.steps:
+            raise Interrupted(
+                f"stopped after step {progress.step}, which is saved. Continue with: bapo resume {run.path}"
+            )
+        view.note(f"evaluating on {config.eval.problems} held-out problems after training")
+        _evaluate(run, parts, progress, config.eval.problems)
+        _export(run, parts)
+    summary = _summarize(run, config)
+    run.write("summary.json", summary)
+    _show(summary, config, run)
+    return summary
+
+
+def _save(run: RunDirectory, parts: Parts, progress: Progress) -> None:
+    checkpoint.save(run.path / "checkpoints", parts, progress, logs=run.sizes(), keep=parts.config.checkpoint_keep)
+
+
+def _evaluate(run: RunDirectory, parts: Parts, progress: Progress, problems: int) -> dict[str, Any]:
+    config = parts.config
+    result = evaluate(
+        parts.engine,
+        parts.tokenizer.encode,
+        parts.tokenizer.decode,
+        parts.task,
+        list(parts.task.test)[:problems],
+        k=config.eval.k,
+        sampling=Sampling(config.eval.temperature, frozenset({parts.tokenizer.eos_token_id})),
+        max_tokens=config.rollout.max_tokens,
+        seed=config.seed,
+        version=parts.learner.version,
+    )
+    line = {"kind": "eval", "step": progress.step, "version": parts.learner.version}
+    line |= result.summary() | {"eval/problems": result.problems}
+    check_declared(line)
+    run.append("metrics.jsonl", line)
+    return line
+
+
+def _log(run: RunDirectory, record: StepRecord, parts: Parts, view: View) -> None:
+    lines = [{"kind": "rollout", "step": record.step, "version": parts.learner.version} | record.rollout]
+    lines += [{"kind": "update", "step": record.step, "version": u.version} | u.metrics for u in record.updates]
+    for line in lines:
+        check_declared(line)
+    run.append("metrics.jsonl", *lines)
+    run.append("timing.jsonl", {"step": record.step} | record.timing)
+    for group in record.samples:
+        responses = [parts.tokenizer.decode(t.tokens) for t in group.trajectories]
+        sample = asdict(group) | {"step": record.step, "responses": responses}
+        run.append("rollouts.jsonl", sample)
+        if record.step % parts.config.sample_every == 1 or parts.config.sample_every == 1:
+            view.sample(group.problem.prompt, responses[0], group.trajectories[0].reward or 0.0)
+    shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
+    view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
+
+
+def _export(run: RunDirectory, parts: Parts) -> None:
+    """The trained model, loadable by transformers, whole or not at all."""
+    partial = run.path / "model.partial"
+    parts.learner.model.save_pretrained(partial)
+    parts.tokenizer.save_pretrained(partial)
+    partial.rename(run.path / "model")
+
+
+def _summarize(run: RunDirectory, config: Config) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    full = [line for line in lines if line["kind"] == "eval" and line["eval/problems"] == config.eval.problems]
+    seconds = [json.loads(line)["seconds"] for line in (run.path / "timing.jsonl").read_text().splitlines()]
+    staleness = [line["staleness_max"] for line in lines if line["kind"] == "update"]
+    return {
+        "before": full[0],
+        "after": full[-1],
+        "updates": len(staleness),
+        "training_seconds": sum(seconds),
+        "staleness_max": max(staleness, default=0.0),
+    }
+
+
+def _show(summary: dict[str, Any], config: Config, run: RunDirectory) -> None:
+    """One screen: what training changed, and where everything is."""
+    before, after, k = summary["before"], summary["after"], config.eval.k
+
+    def interval(line: dict[str, Any], key: str) -> str:
+        return f"{line[key]:.3f}  [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
+
+    rows = [
+        (f"avg@{k}", interval(before, "eval/avg"), interval(after, "eval/avg")),
+        (f"pass@{k}", interval(before, "eval/pass"), interval(after, "eval/pass")),
+        ("entropy, nats per token", f"{before['eval/entropy']:.3f}", f"{after['eval/entropy']:.3f}"),
+        ("response length", f"{before['eval/length']:.1f}", f"{after['eval/length']:.1f}"),
+    ]
+    summary_table(f"{config.eval.problems} held-out problems, temperature {config.eval.temperature:g}", rows)
+    print(
+        f"{summary['updates']} updates in {summary['training_seconds']:.0f} s of training; no token older than "
+        f"{summary['staleness_max']:.0f} updates (bound {config.offpolicy.max_staleness})\n"
+        f"run directory   {run.path}\ntrained model   {run.path / 'model'}"
+    )
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[list[str]]:
+    """The first Ctrl-C or SIGTERM lets the step finish and be saved; the second one ends at once."""
+    stopping: list[str] = []
+
+    def ask(number: int, _frame: Any) -> None:
+        if stopping:
+            raise KeyboardInterrupt
+        stopping.append(signal.Signals(number).name)
+        print("\nstopping after this step; once more to stop at once", flush=True)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

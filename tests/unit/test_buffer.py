@@ -1,0 +1,529 @@
+"""The buffer on hand-made groups: passes by hand, then what holds for every sequence of adds, draws and versions."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo.buffer import Buffer, BufferMetrics, group_from_state, group_state
+from bapo.types import Group, Problem, Status, Trajectory
+
+
+def response(versions: Sequence[int], reward: float | None, status: Status = Status.STOPPED) -> Trajectory:
+    count = len(versions)
+    return Trajectory(
+        prompt=[1, 2],
+        seed=7,
+        tokens=[9] * count,
+        behavior_logprobs=[-0.1] * count,
+        entropies=[0.3] * count,
+        versions=list(versions),
+        status=status,
+        reward=reward,
+    )
+
+
+def group(id: int, *versions: int, rewards: Sequence[float | None] = (0.0, 1.0)) -> Group:
+    """A group whose first response has tokens of these versions; the others have none."""
+    problem = Problem(id=f"p{id}", prompt="?", answer=[id])
+    first, *others = rewards
+    return Group(id, problem, [response(versions, first), *(response([], reward) for reward in others)])
+
+
+def groups(ids: Sequence[int], version: int) -> list[Group]:
+    return [group(id, version) for id in ids]
+
+
+def ids(batch: Sequence[Group]) -> list[int]:
+    return [member.id for member in batch]
+
+
+def flat(batches: Sequence[Sequence[int]]) -> list[int]:
+    return [id for batch in batches for id in batch]
+
+
+def drain(buffer: Buffer, version: int) -> list[list[int]]:
+    """Draw until the passes are done; one update per draw, from `version` on."""
+    batches = []
+    while batch := buffer.draw(version=version):
+        batches.append(ids(batch))
+        version += 1
+    return batches
+
+
+def age(member: Group, version: int) -> int:
+    return max((version - token for trajectory in member.trajectories for token in trajectory.versions), default=-1)
+
+
+def test_one_pass_visits_every_group_once_and_the_last_batch_may_be_smaller():
+    buffer = Buffer(batch_groups=2, max_staleness=2)
+    buffer.add(groups(range(5), 0), version=0)
+    batches = drain(buffer, 0)
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert sorted(flat(batches)) == [0, 1, 2, 3, 4]
+    assert buffer.draw(version=3) == []
+    assert buffer.metrics() == BufferMetrics(adds=1, draws=3, added=5, fresh=5, retired=5)
+
+
+def test_reuse_makes_whole_passes_each_in_its_own_order():
+    buffer = Buffer(batch_groups=3, reuse=3, max_staleness=5)
+    buffer.add(groups(range(4), 0), version=0)
+    assert buffer.metrics().to_visit == 12
+    batches = drain(buffer, 0)
+    assert [len(batch) for batch in batches] == [3, 1, 3, 1, 3, 1]
+    passes = [batches[i] + batches[i + 1] for i in (0, 2, 4)]
+    assert [sorted(order) for order in passes] == [[0, 1, 2, 3]] * 3
+    assert len({tuple(order) for order in passes}) > 1
+
+
+def test_the_order_is_that_of_the_seed_the_rollout_and_the_pass():
+    def orders(seed: int, arrival: Sequence[int] = range(6)) -> list[list[int]]:
+        buffer = Buffer(batch_groups=6, reuse=2, max_staleness=9, seed=seed)
+        result = []
+        for rollout in range(2):
+            buffer.add(groups(arrival, 2 * rollout), version=2 * rollout)
+            result += drain(buffer, 2 * rollout)
+        return result
+
+    # The same on every machine and version of Python.
+    assert orders(0) == [[2, 3, 0, 1, 5, 4], [4, 5, 3, 0, 1, 2], [3, 0, 2, 1, 5, 4], [5, 4, 3, 0, 1, 2]]
+    assert len({tuple(order) for order in orders(0) + orders(1)}) == 8
+    assert orders(0, arrival=[3, 5, 0, 1, 4, 2]) == orders(0)
+
+
+def test_draw_before_any_rollout_is_empty():
+    assert Buffer(batch_groups=1, max_staleness=0).draw(version=0) == []
+
+
+def test_groups_without_signal_are_refused_and_counted():
+    buffer = Buffer(batch_groups=4, max_staleness=0)
+    solved = group(0, 3, rewards=(1.0, 1.0, 1.0))
+    failed = group(1, 3, rewards=(0.0, -0.0))
+    alone = group(2, 3, rewards=(1.0,))
+    silent = group(3, rewards=(0.0, 1.0))
+    mixed = group(4, 3, rewards=(0.0, 0.0, 1e-9))
+    buffer.add([solved, failed, alone, silent, mixed], version=3)
+    assert drain(buffer, 3) == [[4]]
+    assert (buffer.metrics().filtered, buffer.metrics().added) == (4, 1)
+
+
+def test_a_rollout_without_signal_leaves_nothing_to_draw_and_lets_the_next_be_added():
+    buffer = Buffer(batch_groups=4, max_staleness=0)
+    buffer.add([group(0, 0, rewards=(1.0, 1.0))], version=0)
+    assert buffer.draw(version=0) == []
+    buffer.add(groups([1], 0), version=0)
+    assert drain(buffer, 0) == [[1]]
+
+
+def test_a_fresh_group_is_drawn_at_the_bound_and_expires_beyond_it():
+    for version, drawn in ((6, [[0]]), (7, [])):
+        buffer = Buffer(batch_groups=1, max_staleness=4)
+        buffer.add([group(0, 2, 3, 5)], version=5)  # the oldest of its tokens decides
+        assert drain(buffer, version) == drawn
+        assert buffer.metrics().expired == buffer.metrics().lost_fresh == (0 if drawn else 1)
+        assert buffer.metrics().held == 0
+
+
+def test_the_oldest_token_counts_wherever_it_is_and_empty_responses_do_not():
+    member = group(0, 5, rewards=(0.0, 1.0, 0.5))
+    member.trajectories[2] = response([5, 3], 0.5)
+    for max_staleness, drawn in ((1, []), (2, [[0]])):
+        buffer = Buffer(batch_groups=1, max_staleness=max_staleness)
+        buffer.add([member], version=5)
+        assert drain(buffer, 5) == drawn
+
+
+def test_groups_that_arrive_too_old_are_not_held():
+    buffer = Buffer(batch_groups=1, max_staleness=1)
+    buffer.add([group(0, 3), group(1, 4)], version=5)
+    assert buffer.metrics() == BufferMetrics(
+        adds=1, added=2, expired=1, lost_fresh=1, held=1, held_tokens=1, to_visit=1
+    )
+
+
+def test_groups_that_expire_in_a_pass_make_room_in_its_batches():
+    members = [group(0, 0), group(1, 0), *groups([2, 3, 4, 5, 6], 2)]
+    patient = Buffer(batch_groups=7, reuse=2, max_staleness=9)
+    patient.add(members, version=2)
+    first, second = drain(patient, 2)
+    assert not {0, 1} & set(first[:2])
+    buffer = Buffer(batch_groups=2, reuse=2, max_staleness=2)
+    buffer.add(members, version=2)
+    one, two = ([id for id in order if id > 1] for order in (first, second))
+    # At version 3, groups 0 and 1 are too old; the others keep their order. At version 5 all are.
+    assert drain(buffer, 2) == [one[:2], one[2:4], one[4:]]
+    assert (buffer.metrics().expired, buffer.metrics().lost_fresh) == (7, 7)
+    buffer = Buffer(batch_groups=2, reuse=2, max_staleness=4)
+    buffer.add(members, version=4)
+    assert drain(buffer, 4) == [first[:2], one[2:4], one[4:]]
+    buffer = Buffer(batch_groups=3, reuse=2, max_staleness=4)
+    buffer.add(members, version=3)
+    assert drain(buffer, 3) == [first[:3], first[3:6], [id for id in first[6:] if id > 1], two[:3]]
+
+
+@pytest.mark.parametrize(("count", "late"), [(4, 0), (5, 1), (8, 1)])
+def test_the_bound_costs_nothing_where_the_module_says_so(count, late):
+    """u = reuse * ceil(n / batch_groups); arriving at age A, nothing is lost iff S >= A + u - 1."""
+    reuse, batch_groups, arrival_age = 2, 4, 3
+    updates = reuse * (1 + late)
+    enough = arrival_age + updates - 1
+    for max_staleness, lost in ((enough, False), (enough - 1, True)):
+        buffer = Buffer(batch_groups=batch_groups, reuse=reuse, max_staleness=max_staleness)
+        buffer.add(groups(range(count), 10 - arrival_age), version=10)
+        drain(buffer, 10)
+        assert (buffer.metrics().lost_fresh > 0) == lost
+
+
+def test_replayed_groups_are_the_asked_fraction_of_a_batch():
+    buffer = Buffer(batch_groups=6, max_staleness=9, replay_fraction=0.25, replay_max_age=9)
+    buffer.add(groups(range(6), 0), version=0)
+    assert [sorted(batch) for batch in drain(buffer, 0)] == [[0, 1, 2, 3, 4, 5]]
+    assert buffer.metrics().replay_short == 2  # nothing is older than the first rollout
+    buffer.add(groups(range(10, 19), 1), version=1)
+    first, second = buffer.draw(version=1), buffer.draw(version=2)
+    # 0.25 / 0.75 * 6 = 2 of 8; 0.25 / 0.75 * 3 = 1 of 4
+    assert [id >= 10 for id in ids(first)] == [True] * 6 + [False] * 2
+    assert [id >= 10 for id in ids(second)] == [True] * 3 + [False]
+    assert len(set(ids(first + second))) == 12  # replay_max_uses=1: none is replayed twice
+    assert buffer.metrics().replayed == 3
+
+
+def test_replay_is_limited_by_uses_and_the_shortage_is_counted():
+    buffer = Buffer(batch_groups=1, max_staleness=9, replay_fraction=0.5, replay_max_age=9, replay_max_uses=2)
+    buffer.add(groups([0], 0), version=0)
+    assert drain(buffer, 0) == [[0]]
+    buffer.add(groups([1, 2, 3], 1), version=1)
+    batches = drain(buffer, 1)
+    assert [batch[1:] for batch in batches] == [[0], [0], []]
+    metrics = buffer.metrics()
+    assert (metrics.replayed, metrics.replay_short, metrics.retired, metrics.held) == (2, 2, 1, 3)
+
+
+def test_replay_is_limited_by_its_own_age():
+    for version, drawn in ((3, [1, 0]), (4, [1])):
+        buffer = Buffer(batch_groups=1, max_staleness=9, replay_fraction=0.5, replay_max_age=3)
+        buffer.add(groups([0], 0), version=0)
+        assert drain(buffer, 0) == [[0]]
+        buffer.add(groups([1], 1), version=1)
+        assert ids(buffer.draw(version=version)) == drawn
+        assert (buffer.metrics().expired, buffer.metrics().lost_fresh) == (2 - len(drawn), 0)
+
+
+def test_the_latest_rollout_is_not_replayed_between_its_own_passes():
+    buffer = Buffer(batch_groups=2, max_staleness=9, replay_fraction=0.5, replay_max_age=9)
+    buffer.add(groups(range(6), 0), version=0)
+    assert [len(batch) for batch in drain(buffer, 0)] == [2, 2, 2]
+
+
+def test_replay_prefers_no_group():
+    buffer = Buffer(batch_groups=1, max_staleness=999, replay_fraction=0.5, replay_max_age=999, replay_max_uses=999)
+    buffer.add(groups(range(4), 0), version=0)
+    drain(buffer, 0)
+    buffer.add(groups(range(4, 404), 0), version=4)
+    uses = Counter(id for batch in drain(buffer, 4) for id in batch if id < 4)
+    assert sum(uses.values()) == 400
+    assert all(70 <= uses[id] <= 130 for id in range(4))  # 100 each, give or take 3.5 standard deviations
+
+
+def test_groups_are_released_with_their_last_use():
+    buffer = Buffer(batch_groups=2, reuse=2, max_staleness=9)
+    buffer.add(groups(range(4), 0), version=0)
+    held = []
+    for version in range(4):
+        buffer.draw(version=version)
+        held.append(buffer.metrics().held)
+    assert held == [4, 4, 2, 0]
+
+
+def test_beyond_capacity_the_oldest_leave_first():
+    buffer = Buffer(batch_groups=2, max_staleness=9, capacity=3)
+    buffer.add([group(4, 1), group(3, 2), group(2, 1), group(1, 3), group(0, 2)], version=3)
+    assert sorted(flat(drain(buffer, 3))) == [0, 1, 3]  # by oldest token 2 and 4 go
+    assert (buffer.metrics().evicted, buffer.metrics().lost_fresh) == (2, 2)
+    buffer = Buffer(batch_groups=2, max_staleness=9, capacity=3)
+    buffer.add(groups([4, 2, 0, 3, 1], 3), version=3)
+    assert sorted(flat(drain(buffer, 3))) == [2, 3, 4]  # as old as each other: by id
+
+
+def test_capacity_holds_for_fresh_and_replayable_groups_together():
+    buffer = Buffer(batch_groups=3, max_staleness=9, replay_fraction=0.5, replay_max_age=9, capacity=4)
+    buffer.add(groups(range(3), 0), version=0)
+    drain(buffer, 0)
+    buffer.add(groups(range(3, 6), 1), version=1)
+    assert buffer.metrics().held == 4
+    assert (buffer.metrics().evicted, buffer.metrics().lost_fresh) == (2, 0)
+    assert sorted(ids(buffer.draw(version=1))) == [2, 3, 4, 5]
+
+
+# Every sequence of adds, draws and version jumps.
+
+SETTINGS = st.builds(
+    lambda batch_groups, reuse, slack, replay_fraction, replay_room, replay_max_uses, room, seed: {
+        "batch_groups": batch_groups,
+        "reuse": reuse,
+        "max_staleness": reuse + slack,
+        "replay_fraction": replay_fraction,
+        "replay_max_age": reuse + min(replay_room, slack),
+        "replay_max_uses": replay_max_uses,
+        "capacity": batch_groups + room,
+        "seed": seed,
+    },
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 6),
+    st.sampled_from([0.0, 0.25, 0.5, 0.8]),
+    st.integers(0, 6),
+    st.integers(1, 3),
+    st.integers(0, 12),
+    st.integers(-3, 3),
+)
+# Each rollout: how many versions ago each of its groups was begun, and the jump of the version after each draw.
+ROLLOUTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 5), max_size=9), st.lists(st.sampled_from([1, 1, 1, 0, 2, 4]), min_size=1)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def steps(rollouts: list[tuple[list[int], list[int]]]) -> Iterator[Callable[[Buffer], tuple[int, list[Group]]]]:
+    """The script of one run: every step adds or draws, and returns the version and the groups drawn."""
+    version = 5
+    next_id = 0
+    for ages, jumps in rollouts:
+        added = [
+            group(next_id + index, version - begun, version, rewards=(0.0, float(index % 4 > 0)))
+            for index, begun in enumerate(ages)
+        ]
+        next_id += len(ages)
+
+        def add(buffer: Buffer, added: list[Group] = added, version: int = version) -> tuple[int, list[Group]]:
+            buffer.add(added, version=version)
+            return version, []
+
+        yield add
+        for index in range(3 * len(ages) + 1):  # no more batches than reuse * groups; the last draw is empty
+
+            def draw(buffer: Buffer, version: int = version) -> tuple[int, list[Group]]:
+                return version, buffer.draw(version=version)
+
+            yield draw
+            version += jumps[index % len(jumps)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SETTINGS, ROLLOUTS)
+def test_bound_uses_and_memory_hold_for_every_sequence(chosen, rollouts):
+    buffer = Buffer(**chosen)
+    uses: Counter[int] = Counter()
+    for step in steps(rollouts):
+        version, drawn = step(buffer)
+        metrics = buffer.metrics()
+        assert all(age(member, version) <= chosen["max_staleness"] for member in drawn)
+        replayed = [member for member in drawn if uses[member.id] >= chosen["reuse"]]
+        assert all(age(member, version) <= chosen["replay_max_age"] for member in replayed)
+        assert len(set(ids(drawn))) == len(drawn)
+        assert metrics.held <= chosen["capacity"]
+        assert metrics.added == metrics.retired + metrics.expired + metrics.evicted + metrics.held
+        uses.update(ids(drawn))
+    most = chosen["reuse"] + (chosen["replay_max_uses"] if chosen["replay_fraction"] else 0)
+    assert max(uses.values(), default=0) <= most
+    metrics = buffer.metrics()
+    assert sum(uses.values()) == metrics.fresh + metrics.replayed
+    assert metrics.to_visit == 0
+    assert metrics.lost_fresh <= metrics.expired + metrics.evicted
+    if chosen["replay_fraction"] == 0:
+        assert metrics.replayed == metrics.replay_short == metrics.held == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(SETTINGS, ROLLOUTS, st.data())
+def test_a_saved_buffer_goes_on_exactly_from_any_point(chosen, rollouts, data):
+    script = list(steps(rollouts))
+    straight, resumed = Buffer(**chosen), Buffer(**chosen)
+    restart = data.draw(st.integers(0, len(script)))
+    for index, step in enumerate(script):
+        if index == restart:
+            saved = json.loads(json.dumps(resumed.state_dict()))
+            resumed = Buffer(**chosen)
+            resumed.load_state_dict(saved)
+            assert resumed.metrics() == straight.metrics()
+        assert step(resumed) == step(straight)  # the same groups, to the last float
+    assert resumed.metrics() == straight.metrics()
+    assert resumed.state_dict() == straight.state_dict()
+
+
+@settings(max_examples=200, deadline=None)
+@given(SETTINGS, ROLLOUTS, st.randoms(use_true_random=False))
+def test_the_order_of_arrival_and_of_the_dict_do_not_matter(chosen, rollouts, random):
+    chosen["capacity"] = 100
+    one, other = Buffer(**chosen), Buffer(**chosen)
+    for step in steps(rollouts):
+        saved = other.state_dict()
+        random.shuffle(saved["held"])
+        other.load_state_dict(saved)
+        assert ids(step(one)[1]) == ids(step(other)[1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 3))
+def test_without_replay_the_draws_are_plain_passes(batch_groups, reuse, counts, seed):
+    """And with replay the fresh part of every batch is still the same."""
+    room: dict[str, Any] = {"batch_groups": batch_groups, "reuse": reuse, "max_staleness": 999, "seed": seed}
+    plain = Buffer(**room)
+    replaying = Buffer(**room, replay_fraction=0.5, replay_max_age=999, replay_max_uses=2)
+    version = 0
+    for rollout, count in enumerate(counts):
+        fresh = [10 * rollout + index for index in range(count)]
+        for buffer in (plain, replaying):
+            buffer.add(groups(fresh, version), version=version)
+        batches = drain(plain, version)
+        per_pass = -(-count // batch_groups)
+        assert len(batches) == reuse * per_pass
+        for index in range(reuse):
+            cut = batches[index * per_pass : (index + 1) * per_pass]
+            assert sorted(flat(cut)) == fresh
+            assert all(len(batch) == batch_groups for batch in cut[:-1])
+        assert [[id for id in batch if id in fresh] for batch in drain(replaying, version)] == batches
+        version += len(batches)
+    assert plain.metrics().held == 0
+
+
+def test_a_group_survives_json_to_the_last_float():
+    member = group(3, 1, 2, rewards=(0.1 + 0.2, 1e-300))
+    member.trajectories[0].behavior_logprobs = [-1 / 3, -5e-324]
+    member.trajectories[1].status = Status.TRUNCATED
+    back = group_from_state(json.loads(json.dumps(group_state(member))))
+    assert back == member
+    assert back.trajectories[1].status is Status.TRUNCATED
+
+
+def test_a_saved_state_does_not_change_with_the_buffer():
+    buffer = Buffer(batch_groups=1, max_staleness=9)
+    buffer.add(groups([0, 1], 0), version=0)
+    saved = buffer.state_dict()
+    text = json.dumps(saved)
+    drawn = buffer.draw(version=0)
+    drawn[0].trajectories[0].tokens.append(1)
+    assert json.dumps(saved) == text
+
+
+def test_loading_forgets_what_was_held_and_obeys_the_settings_of_the_new_buffer():
+    old = Buffer(batch_groups=1, max_staleness=9, replay_fraction=0.5, replay_max_age=9)
+    old.add(groups(range(5), 0), version=0)
+    drain(old, 0)
+    old.add(groups(range(5, 9), 5), version=5)
+    new = Buffer(batch_groups=2, reuse=2, max_staleness=3, replay_fraction=0.5, replay_max_age=3, capacity=3)
+    new.add(groups([99], 0), version=0)
+    new.load_state_dict(old.state_dict())
+    # The first rollout, though visited fewer than `reuse` times, is past; by age 5 it is past replay too.
+    assert set(ids(new.draw(version=5))) < {6, 7, 8}
+    metrics = new.metrics()
+    assert (metrics.expired, metrics.evicted, metrics.held, metrics.to_visit) == (5, 1, 3, 4)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch_groups": 0}, r"learn\.batch_groups=0 leaves updates without data\. Set it to 1 or more\."),
+        ({"reuse": 0}, r"offpolicy\.reuse=0 never trains on a rollout\. Set it to 1 or more"),
+        ({"max_staleness": -1}, r"offpolicy\.max_staleness=-1 forbids every token; 0 is on-policy\. Set it to 0"),
+        (
+            {"reuse": 4, "max_staleness": 2},
+            r"offpolicy\.reuse=4 makes the last pass .* staleness 3 .* offpolicy\.max_staleness=2 forbids it\. "
+            r"Set max_staleness >= 3, or reuse <= 3\.",
+        ),
+        ({"replay_fraction": 1.0}, r"offpolicy\.replay_fraction=1\.0 is not a share .* Set it to 0 .* or below 1"),
+        ({"replay_fraction": -0.1}, r"offpolicy\.replay_fraction=-0\.1 is not a share"),
+        ({"replay_fraction": float("nan")}, r"offpolicy\.replay_fraction=nan is not a share"),
+        ({"replay_max_age": -1}, r"offpolicy\.replay_max_age=-1 is negative\. Set it to 0 or more"),
+        (
+            {"replay_max_age": 9},
+            r"offpolicy\.replay_max_age=9 is beyond offpolicy\.max_staleness=8.* Set replay_max_age <= 8, or raise",
+        ),
+        (
+            {"replay_fraction": 0.5},
+            r"offpolicy\.replay_fraction=0\.5 replays nothing with offpolicy\.replay_max_age=0: .* Set "
+            r"replay_max_age >= 1, or replay_fraction=0",
+        ),
+        (
+            {"replay_fraction": 0.5, "replay_max_age": 2, "reuse": 3},
+            r"offpolicy\.replay_max_age=2: .*offpolicy\.reuse=3.* Set replay_max_age >= 3",
+        ),
+        ({"replay_max_uses": 0}, r"offpolicy\.replay_max_uses=0 allows no replay\. Set it to 1 or more, or replay_fr"),
+        (
+            {"capacity": 3},
+            r"offpolicy\.replay_capacity=3 cannot hold one batch of learn\.batch_groups=4\. Set replay_capacity >= 4",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be(changed, message):
+    with pytest.raises(ValueError, match=message):
+        Buffer(**{"batch_groups": 4, "max_staleness": 8, **changed})
+
+
+def test_settings_at_their_limits():
+    Buffer(batch_groups=4, capacity=4, reuse=3, max_staleness=2, replay_max_age=2)
+    Buffer(batch_groups=1, reuse=2, max_staleness=2, replay_fraction=0.99, replay_max_age=2)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (response([0], None, Status.PARKED), r"response 1 of group 5 \(problem 'p5'\) is parked; only finished"),
+        (response([0], 1.0, Status.DROPPED), r"response 1 of group 5 \(problem 'p5'\) is dropped; only finished"),
+        (response([0], None), r"response 1 of group 5 \(problem 'p5'\) has reward None\. Score every response"),
+        (response([0], float("nan")), r"response 1 of group 5 \(problem 'p5'\) has reward nan\."),
+        (response([0, 3], 1.0), r"group 5 \(problem 'p5'\) has a token of version 3, newer than the learner's 2"),
+    ],
+)
+def test_an_incomplete_group_is_named_and_nothing_is_taken(second, message):
+    buffer = Buffer(batch_groups=1, max_staleness=8)
+    bad = group(5, 0)
+    bad.trajectories[1] = second
+    with pytest.raises(ValueError, match=message):
+        buffer.add([group(4, 0), bad], version=2)
+    assert buffer.metrics() == BufferMetrics()
+    buffer.add([group(4, 0)], version=0)
+
+
+def test_a_group_is_added_once():
+    buffer = Buffer(batch_groups=1, max_staleness=8, replay_fraction=0.5, replay_max_age=8)
+    message = r"group 4 \(problem 'p4'\) is already in the buffer; .* Add each finished group once"
+    with pytest.raises(ValueError, match=message):
+        buffer.add(groups([4, 4], 0), version=0)
+    buffer.add(groups([4], 0), version=0)
+    drain(buffer, 0)
+    with pytest.raises(ValueError, match=message):
+        buffer.add(groups([4], 1), version=1)
+
+
+def test_a_rollout_is_not_added_over_unfinished_passes():
+    buffer = Buffer(batch_groups=2, reuse=2, max_staleness=8)
+    buffer.add(groups(range(3), 0), version=0)
+    buffer.draw(version=0)
+    with pytest.raises(ValueError, match=r"add at version 1: .* 4 group visits left\. Draw until draw returns \[\]"):
+        buffer.add(groups([7], 1), version=1)
+    assert buffer.metrics().adds == 1
+    for version in (1, 2, 3):
+        assert buffer.draw(version=version)
+    buffer.add(groups([7], 4), version=4)  # the last batch ends the passes; the empty draw need not be seen
+
+
+def test_versions_never_decrease():
+    buffer = Buffer(batch_groups=1, max_staleness=8)
+    buffer.add(groups([0], 3), version=3)
+    buffer.draw(version=5)
+    for call in (lambda: buffer.draw(version=4), lambda: buffer.add([], version=4)):
+        with pytest.raises(ValueError, match=r"version=4 is older than the last call's 5; .* Pass the learner's"):
+            call()
+    buffer.draw(version=5)

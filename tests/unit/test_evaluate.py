@@ -1,0 +1,299 @@
+"""avg@k and pass@k against hand numbers, enumeration and simulation; `evaluate` on a fake and on the shipped model."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import inf, isfinite, nan, sqrt
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo.demo import MAX_RESPONSE_TOKENS, model_path
+from bapo.evaluate import avg_at_k, evaluate, pass_at_k
+from bapo.rollout.engine import Sampling, Segment
+from bapo.rollout.local import LocalEngine
+from bapo.tasks.countdown import Countdown
+from bapo.types import Problem, Status
+
+STOP = 0
+bits = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=7)
+tables = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=5), min_size=1, max_size=6)
+
+# Statistics
+
+
+def test_avg_is_the_mean_of_problem_means():
+    assert avg_at_k([[1, 0], [0, 0], [1, 1, 1, 0]]).value == pytest.approx((0.5 + 0 + 0.75) / 3)
+
+
+def test_pass_at_k_by_hand():
+    rewards = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]]
+    assert pass_at_k(rewards, 1).value == pytest.approx((0.25 + 0 + 0.75) / 3)
+    assert pass_at_k(rewards, 2).value == pytest.approx((0.5 + 0 + 1) / 3)  # C(3,2)/C(4,2) = 1/2 miss the one success
+    assert pass_at_k(rewards, 4).value == pytest.approx(2 / 3)
+
+
+@given(bits, st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(row, data):
+    k = data.draw(st.integers(1, len(row)))
+    subsets = list(combinations(row, k))
+    assert pass_at_k([row], k).value == pytest.approx(sum(any(subset) for subset in subsets) / len(subsets))
+
+
+def test_pass_at_one_is_avg_for_rewards_of_0_and_1():
+    rewards = [[1, 0, 1], [0, 0, 1], [1, 1, 1]]
+    assert pass_at_k(rewards, 1).value == pytest.approx(avg_at_k(rewards).value)
+
+
+def test_pass_at_k_counts_rewards_above_the_threshold():
+    assert pass_at_k([[0.5, 0.4]], 2).value == 0
+    assert pass_at_k([[0.5, 0.4]], 2, threshold=0.45).value == 1
+    assert pass_at_k([[0.0] * 999 + [1.0]], 500).value == pytest.approx(0.5)  # binomials of 299 digits
+
+
+def test_one_sample_per_problem_gives_wilsons_interval_by_hand():
+    # 3 of 4; var = 1/4, so e = (3/16) / (1/16) = 3
+    z, p, e = 1.959963985, 0.75, 3
+    centre = (p + z * z / (2 * e)) / (1 + z * z / e)
+    half = z * sqrt(p * (1 - p) / e + z * z / (4 * e * e)) / (1 + z * z / e)
+    estimate = avg_at_k([[1], [1], [0], [1]])
+    assert (estimate.low, estimate.high) == pytest.approx((centre - half, centre + half))
+    assert (estimate.low, estimate.high) == pytest.approx((0.2561, 0.9632), abs=1e-4)
+
+
+def test_certain_looking_results_keep_their_doubt():
+    perfect = pass_at_k([[1.0] * 8] * 32, 8)
+    assert perfect.high == 1.0
+    assert perfect.low == pytest.approx(32 / (32 + 1.959964**2))  # n / (n + z^2), about 0.893
+    hopeless = avg_at_k([[0.0] * 8] * 32)
+    assert (hopeless.value, hopeless.low, hopeless.high) == pytest.approx((0, 0, 1 - perfect.low))
+    even = avg_at_k([[1.0, 0.0]] * 10)  # problems agree exactly: 20 responses are worth at most 20 trials
+    assert even.high - even.low == pytest.approx(2 * 1.959964 / sqrt(20 + 1.959964**2) / 2)
+
+
+def test_agreement_between_the_responses_to_a_problem_widens_the_interval():
+    spread_out = avg_at_k([[1, 0, 1, 0]] * 8 + [[1, 1, 0, 0]] * 8)
+    clustered = avg_at_k([[1] * 4] * 8 + [[0] * 4] * 8)
+    assert clustered.value == spread_out.value
+    assert clustered.high - clustered.low > 1.8 * (spread_out.high - spread_out.low)
+
+
+def test_rewards_on_another_scale_move_the_interval_along():
+    unit = avg_at_k([[1, 0], [1, 1], [0, 0]])
+    signed = avg_at_k([[1, -1], [1, 1], [-1, -1]])
+    for name in ("value", "low", "high"):
+        assert getattr(signed, name) == pytest.approx(2 * getattr(unit, name) - 1)
+
+
+@given(tables)
+def test_intervals_are_finite_and_contain_their_value(rewards):
+    for estimate in (avg_at_k(rewards), pass_at_k(rewards, 1)):
+        assert isfinite(estimate.low)
+        assert isfinite(estimate.high)
+        assert estimate.low <= estimate.value <= estimate.high
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.7, 1.0), (8.0, 0.4), (0.3, 8.0)])
+def test_intervals_cover_the_truth_as_often_as_they_claim(a, b):
+    rng = np.random.default_rng(0)
+    rates = rng.beta(a, b, (1000, 32))
+    rewards = (rng.random((1000, 32, 4)) < rates[..., None]).astype(float).tolist()
+    true_pass = (1 - (1 - rng.beta(a, b, 1_000_000)) ** 4).mean()
+
+    def coverage(estimates, truth):
+        return np.mean([estimate.low <= truth <= estimate.high for estimate in estimates])
+
+    assert coverage(map_list(avg_at_k, rewards), a / (a + b)) > 0.915
+    assert coverage(map_list(lambda table: pass_at_k(table, 4), rewards), true_pass) > 0.915
+
+
+def map_list(function, values):
+    return [function(value) for value in values]
+
+
+def test_statistics_refuse_what_has_no_answer():
+    for function in (avg_at_k, lambda rewards: pass_at_k(rewards, 1)):
+        with pytest.raises(ValueError, match="no problems"):
+            function([])
+        with pytest.raises(ValueError, match="problem 1 has no samples"):
+            function([[1.0], []])
+        with pytest.raises(ValueError, match="finite"):
+            function([[nan]])
+    with pytest.raises(ValueError, match="k=0"):
+        pass_at_k([[1.0]], 0)
+    with pytest.raises(ValueError, match=r"k=3.*only 2 samples"):
+        pass_at_k([[1.0] * 3, [1.0] * 2], 3)
+
+
+# evaluate, with an engine that says what it is told
+
+
+@dataclass
+class Scripted:
+    """Returns the same segments whatever is asked, and remembers what was."""
+
+    segments: list
+    calls: list = field(default_factory=list)
+
+    def generate(self, requests, sampling, *, version, token_budget=None):
+        self.calls.append((list(requests), sampling, version, token_budget))
+        return self.segments
+
+
+class Spelled:
+    """A task: the response must be the answer, letter by letter."""
+
+    train = ()
+    test = (Problem("first", "p", "ab"), Problem("second", "qq", "c"))
+
+    def score(self, problem, response):
+        return float(response == problem.answer)
+
+
+def encode(text):
+    return [ord(letter) for letter in text]
+
+
+def decode(ids):
+    return "".join(map(chr, ids))
+
+
+def said(text, status=Status.STOPPED, entropy=0.5):
+    tokens = encode(text) + ([STOP] if status is Status.STOPPED else [])
+    return Segment(tokens, [-1.0] * len(tokens), [entropy] * len(tokens), [7] * len(tokens), status)
+
+
+def run(engine, *, problems=Spelled.test, k=2, seed=0, task=None):
+    sampling = Sampling(stop_ids=frozenset({STOP}))
+    return evaluate(
+        engine, encode, decode, task or Spelled(), problems, k=k, sampling=sampling, max_tokens=4, seed=seed, version=7
+    )
+
+
+def test_evaluate_by_hand():
+    engine = Scripted([said("ab"), said("abab", Status.TRUNCATED, entropy=1.0), said("d"), said("ab")])
+    result = run(engine)
+    assert (result.problems, result.k) == (2, 2)
+    assert result.rewards == ((1.0, 0.0), (0.0, 0.0))
+    assert result.avg == avg_at_k(result.rewards)
+    assert result.pass_k == pass_at_k(result.rewards, 2)
+    assert result.avg.value == 0.25
+    assert result.pass_k.value == 0.5
+    assert result.length == (3 + 4 + 2 + 3) / 4
+    assert result.length_correct == 3
+    assert result.length_wrong == 3
+    assert result.truncated == 0.25
+    assert result.entropy == pytest.approx((8 * 0.5 + 4 * 1.0) / 12)
+
+
+def test_evaluate_asks_once_with_a_seed_of_its_own_for_every_response():
+    engine = Scripted([said("ab")] * 4)
+    run(engine)
+    ((requests, sampling, version, token_budget),) = engine.calls
+    assert [request.context for request in requests] == [[112], [112], [113, 113], [113, 113]]
+    assert all((request.position, request.max_new_tokens) == (0, 4) for request in requests)
+    assert len({request.seed for request in requests}) == 4
+    assert (sampling.stop_ids, version, token_budget) == ({STOP}, 7, None)
+
+    backwards, other_seed = Scripted([said("ab")] * 4), Scripted([said("ab")] * 4)
+    run(backwards, problems=Spelled.test[::-1])
+    assert [r.seed for r in backwards.calls[0][0]] == [r.seed for r in requests[2:] + requests[:2]]
+    run(other_seed, seed=1)
+    assert not {r.seed for r in other_seed.calls[0][0]} & {r.seed for r in requests}
+
+
+def test_a_stop_token_is_stripped_only_where_it_stopped_the_response():
+    truncated = Segment([97, 98], [-1.0] * 2, [0.0] * 2, [7] * 2, Status.TRUNCATED)
+    assert run(Scripted([said("ab"), truncated]), problems=Spelled.test[:1]).rewards == ((1.0, 1.0),)
+
+
+def test_summary_has_every_key_and_leaves_out_means_over_nothing():
+    keys = {"avg", "avg_low", "avg_high", "pass", "pass_low", "pass_high", "entropy", "length", "truncated"}
+    keys = {f"eval/{key}" for key in keys}
+    mixed = run(Scripted([said("ab"), said("x"), said("c"), said("c")])).summary()
+    assert set(mixed) == keys | {"eval/length_correct", "eval/length_wrong"}
+    assert mixed["eval/avg"] == 0.75
+    assert all(isfinite(value) for value in mixed.values())
+    assert set(run(Scripted([said("ab")] * 2 + [said("c")] * 2)).summary()) == keys | {"eval/length_correct"}
+    assert set(run(Scripted([said("x")] * 4)).summary()) == keys | {"eval/length_wrong"}
+    assert "eval/entropy" not in run(Scripted([said("x", entropy=nan)] * 4)).summary()
+    assert "eval/entropy" not in run(Scripted([said("", Status.TRUNCATED)] * 4)).summary()
+
+
+def test_evaluate_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="k=0"):
+        run(Scripted([]), k=0)
+    with pytest.raises(ValueError, match="no problems"):
+        run(Scripted([]), problems=[])
+    with pytest.raises(ValueError, match="occur twice"):
+        run(Scripted([]), problems=[Spelled.test[0]] * 2)
+    with pytest.raises(RuntimeError, match="1 segments for 4"):
+        run(Scripted([said("ab")]))
+    with pytest.raises(RuntimeError, match=r"'second' came back parked"):
+        run(Scripted([said("ab")] * 3 + [said("c", Status.PARKED)]))
+
+
+def test_a_verifier_without_an_answer_is_an_error_not_a_zero():
+    class Broken(Spelled):
+        def score(self, problem, response):
+            return inf
+
+    with pytest.raises(ValueError, match=r"Broken.score gave inf for problem 'first'.*'ab'"):
+        run(Scripted([said("ab")] * 4), task=Broken())
+
+
+# The shipped model
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_shipped_model_evaluates_the_same_whatever_the_slots_and_the_company():
+    task = Countdown()
+    tokenizer = AutoTokenizer.from_pretrained(model_path(), local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(model_path(), local_files_only=True)
+    sampling = Sampling(stop_ids=frozenset({tokenizer.eos_token_id}))
+
+    def measured(*, slots=128, seed=0, problems=task.test[:32]):
+        return evaluate(
+            LocalEngine(model, slots=slots),
+            tokenizer.encode,
+            tokenizer.decode,
+            task,
+            problems,
+            k=8,
+            sampling=sampling,
+            max_tokens=MAX_RESPONSE_TOKENS,
+            seed=seed,
+            version=0,
+        )
+
+    result = measured()
+    assert measured() == result
+    assert measured(slots=37, problems=task.test[16:32]).rewards == result.rewards[16:]
+    assert measured(seed=1, problems=task.test[:8]).rewards != result.rewards[:8]
+
+    assert 0.25 < result.avg.value < 0.55
+    assert result.avg.low > 0.15
+    assert result.avg.high < 0.65
+    assert result.pass_k.value > 0.75
+    assert 0.40 < result.entropy < 0.60
+    assert 40 < result.length < 56
+    assert result.length_wrong > 1.5 * result.length_correct
+    assert 0.2 < result.truncated < 0.7
+    assert len(result.summary()) == 11
+
+
+def test_importing_evaluate_loads_no_torch():
+    code = "import sys, bapo.evaluate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
