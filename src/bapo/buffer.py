@@ -22,7 +22,7 @@ has no token and does not count. With `max_staleness` = S, no token with stalene
 Admission plays no part in it, so it holds however old a rollout is when it arrives and however far the learner has
 moved between two calls. What S must be for the bound to cost nothing: n groups make u = reuse * ceil(n / batch_groups)
 updates. If they arrive with age at most A (the scheduler's `max_age`) and the version advances by one per update, the
-last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group is lost; otherwise `lost_fresh` counts them.
+last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group expires; `lost_fresh` counts those that do.
 Groups of a rollout have age u or more when the next one is first drawn, so a replay age below u replays nothing.
 
 Order depends on names, not on history: groups are sorted by a hash of (seed, what for, their id), so neither the order

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -283,37 +284,36 @@ SETTINGS = st.builds(
     st.integers(0, 12),
     st.integers(-3, 3),
 )
-# Each rollout: how many versions ago each of its groups was begun, and the jump of the version after each draw.
+# Each rollout: how many versions ago each of its groups was begun, and by how much the version jumps between draws.
 ROLLOUTS = st.lists(
     st.tuples(st.lists(st.integers(0, 5), max_size=9), st.lists(st.sampled_from([1, 1, 1, 0, 2, 4]), min_size=1)),
     min_size=1,
-    max_size=5,
+    max_size=6,
 )
 
 
-def steps(rollouts: list[tuple[list[int], list[int]]]) -> Iterator[Callable[[Buffer], tuple[int, list[Group]]]]:
-    """The script of one run: every step adds or draws, and returns the version and the groups drawn."""
-    version = 5
-    next_id = 0
+def loop(rollouts: list[tuple[list[int], list[int]]], buffers: list[Buffer]) -> Iterator[tuple[int, list[list[Group]]]]:
+    """The synchronous loop on several buffers at once: add a rollout, draw until nothing comes. Yields after every
+    step: the version, and what each buffer gave.
+    """
+    version, next_id = 5, 0
     for ages, jumps in rollouts:
-        added = [
-            group(next_id + index, version - begun, version, rewards=(0.0, float(index % 4 > 0)))
-            for index, begun in enumerate(ages)
-        ]
+        for buffer in buffers:
+            buffer.add(
+                [
+                    group(next_id + index, version - begun, version, rewards=(0.0, float(index % 4 > 0)))
+                    for index, begun in enumerate(ages)
+                ],
+                version=version,
+            )
         next_id += len(ages)
-
-        def add(buffer: Buffer, added: list[Group] = added, version: int = version) -> tuple[int, list[Group]]:
-            buffer.add(added, version=version)
-            return version, []
-
-        yield add
-        for index in range(3 * len(ages) + 1):  # no more batches than reuse * groups; the last draw is empty
-
-            def draw(buffer: Buffer, version: int = version) -> tuple[int, list[Group]]:
-                return version, buffer.draw(version=version)
-
-            yield draw
-            version += jumps[index % len(jumps)]
+        yield version, [[] for _ in buffers]
+        for jump in cycle(jumps):
+            drawn = [buffer.draw(version=version) for buffer in buffers]
+            yield version, drawn
+            if not drawn[0]:
+                break
+            version += jump
 
 
 @settings(max_examples=300, deadline=None)
@@ -321,8 +321,7 @@ def steps(rollouts: list[tuple[list[int], list[int]]]) -> Iterator[Callable[[Buf
 def test_bound_uses_and_memory_hold_for_every_sequence(chosen, rollouts):
     buffer = Buffer(**chosen)
     uses: Counter[int] = Counter()
-    for step in steps(rollouts):
-        version, drawn = step(buffer)
+    for version, (drawn,) in loop(rollouts, [buffer]):
         metrics = buffer.metrics()
         assert all(age(member, version) <= chosen["max_staleness"] for member in drawn)
         replayed = [member for member in drawn if uses[member.id] >= chosen["reuse"]]
@@ -342,20 +341,17 @@ def test_bound_uses_and_memory_hold_for_every_sequence(chosen, rollouts):
 
 
 @settings(max_examples=200, deadline=None)
-@given(SETTINGS, ROLLOUTS, st.data())
-def test_a_saved_buffer_goes_on_exactly_from_any_point(chosen, rollouts, data):
-    script = list(steps(rollouts))
-    straight, resumed = Buffer(**chosen), Buffer(**chosen)
-    restart = data.draw(st.integers(0, len(script)))
-    for index, step in enumerate(script):
-        if index == restart:
-            saved = json.loads(json.dumps(resumed.state_dict()))
-            resumed = Buffer(**chosen)
-            resumed.load_state_dict(saved)
-            assert resumed.metrics() == straight.metrics()
-        assert step(resumed) == step(straight)  # the same groups, to the last float
-    assert resumed.metrics() == straight.metrics()
-    assert resumed.state_dict() == straight.state_dict()
+@given(SETTINGS, ROLLOUTS, st.sets(st.integers(0, 30), min_size=1))
+def test_a_saved_buffer_goes_on_exactly_from_any_point(chosen, rollouts, restarts):
+    buffers = [Buffer(**chosen), Buffer(**chosen)]
+    for index, (_, (straight, resumed)) in enumerate(loop(rollouts, buffers)):
+        assert resumed == straight  # the same groups, to the last float
+        assert buffers[1].metrics() == buffers[0].metrics()
+        assert buffers[1].state_dict() == buffers[0].state_dict()
+        if index in restarts:
+            saved = json.loads(json.dumps(buffers[1].state_dict()))
+            buffers[1] = Buffer(**chosen)
+            buffers[1].load_state_dict(saved)
 
 
 @settings(max_examples=200, deadline=None)
@@ -363,11 +359,11 @@ def test_a_saved_buffer_goes_on_exactly_from_any_point(chosen, rollouts, data):
 def test_the_order_of_arrival_and_of_the_dict_do_not_matter(chosen, rollouts, random):
     chosen["capacity"] = 100
     one, other = Buffer(**chosen), Buffer(**chosen)
-    for step in steps(rollouts):
+    for _, (drawn, same) in loop(rollouts, [one, other]):
+        assert ids(same) == ids(drawn)
         saved = other.state_dict()
         random.shuffle(saved["held"])
         other.load_state_dict(saved)
-        assert ids(step(one)[1]) == ids(step(other)[1])
 
 
 @settings(max_examples=200, deadline=None)
@@ -418,10 +414,12 @@ def test_loading_forgets_what_was_held_and_obeys_the_settings_of_the_new_buffer(
     old.add(groups(range(5), 0), version=0)
     drain(old, 0)
     old.add(groups(range(5, 9), 5), version=5)
-    new = Buffer(batch_groups=2, reuse=2, max_staleness=3, replay_fraction=0.5, replay_max_age=3, capacity=3)
+    new = Buffer(batch_groups=2, reuse=2, max_staleness=9, replay_fraction=0.5, replay_max_age=3, capacity=3)
     new.add(groups([99], 0), version=0)
     new.load_state_dict(old.state_dict())
-    # The first rollout, though visited fewer than `reuse` times, is past; by age 5 it is past replay too.
+    with pytest.raises(ValueError, match="version=4 is older than the last call's 5"):
+        new.draw(version=4)
+    # The first rollout had one pass; its turn is over, though two are asked for now. At age 5 so is its replay.
     assert set(ids(new.draw(version=5))) < {6, 7, 8}
     metrics = new.metrics()
     assert (metrics.expired, metrics.evicted, metrics.held, metrics.to_visit) == (5, 1, 3, 4)
