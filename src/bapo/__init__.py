@@ -11,8 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bapo.core.advantages import to_tokens
     from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table, signal_table, solve_bounds
-    from bapo.core.loss import PolicyLoss, policy_loss
+    from bapo.core.logprobs import token_logprobs
+    from bapo.core.loss import PolicyLoss, policy_loss, update_table
     from bapo.core.objectives import OBJECTIVES
     from bapo.core.settings import ClipSettings
 
@@ -27,6 +29,9 @@ _HOME = {
     "bounds_from_table": "bapo.core.bounds",
     "policy_loss": "bapo.core.loss",
     "PolicyLoss": "bapo.core.loss",
+    "update_table": "bapo.core.loss",
+    "token_logprobs": "bapo.core.logprobs",
+    "to_tokens": "bapo.core.advantages",
     "OBJECTIVES": "bapo.core.objectives",
 }
 
@@ -41,7 +46,14 @@ __all__ = [
     "policy_loss",
     "signal_table",
     "solve_bounds",
+    "to_tokens",
+    "token_logprobs",
+    "update_table",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -6,10 +6,10 @@ A rollout is added once its groups are finished and scored, and is then drawn up
     reuse     the groups of the latest rollout are fresh; `reuse` passes visit each of them once per pass
     replay    groups of earlier rollouts join the batches of later ones, up to an age and a number of uses
 
-A draw takes the next `batch_groups` fresh groups of the current pass, or the n that are left of it, and joins them with
-round(f / (1 - f) n) replayed ones (ties to even), so that these are the fraction f of the batch; fewer if fewer are
-eligible. Replay accompanies fresh groups and never stands alone: when the passes are over, a draw is empty and the loop
-samples the next rollout.
+A pass over m groups makes max(1, m / batch_groups rounded) batches of even size, so that no update rests on a few
+left-over groups. A draw takes the next such batch, n groups, and joins them with round(f / (1 - f) n) replayed ones
+(ties to even), so that these are the fraction f of the batch; fewer if fewer are eligible. Replay accompanies fresh
+groups and never stands alone: when the passes are over, a draw is empty and the loop samples the next rollout.
 
 The staleness bound. Let age(group, v) = v - version of the oldest token in any of its responses; an empty response
 has no token and does not count. With `max_staleness` = S, no token with staleness above S is ever trained on:
@@ -20,9 +20,10 @@ has no token and does not count. With `max_staleness` = S, no token with stalene
       v - token version <= age(group, v) <= S.
 
 Admission plays no part in it, so it holds however old a rollout is when it arrives and however far the learner has
-moved between two calls. What S must be for the bound to cost nothing: n groups make u = reuse * ceil(n / batch_groups)
-updates. If they arrive with age at most A (the scheduler's `max_age`) and the version advances by one per update, the
-last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group expires; `lost_fresh` counts those that do.
+moved between two calls. What S must be for the bound to cost nothing: n groups make u = reuse * max(1, n / batch_groups
+rounded) updates. If they arrive with age at most A (the scheduler's `max_age`) and the version advances by one
+per update, the last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group expires; `lost_fresh` counts
+those that do.
 Groups of a rollout have age u or more when the next one is first drawn, so a replay age below u replays nothing.
 
 Order depends on names, not on history: groups are sorted by a hash of (seed, what for, their id), so neither the order
@@ -226,7 +227,9 @@ class Buffer:
         unfinished = [held for held in self._held.values() if self._passes_left(held)]
         current = min((held.passes for held in unfinished), default=0)
         unvisited = [held for held in unfinished if held.passes == current]
-        return self._shuffled(unvisited, "pass", self._totals.adds, current)[: self.batch_groups]
+        batches = max(1, math.floor(len(unvisited) / self.batch_groups + 0.5))
+        size = math.ceil(len(unvisited) / batches)
+        return self._shuffled(unvisited, "pass", self._totals.adds, current)[:size]
 
     def _sample_replay(self, places: int) -> list[_Held]:
         """Groups of earlier rollouts, without replacement. All that are held are eligible: `_settle` saw to it."""

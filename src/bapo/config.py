@@ -124,13 +124,13 @@ class LearnConfig(_Section):
     """One of: grpo, dr_grpo, rloo."""
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """How token losses become one number; fixed_length divides by rollout.max_tokens."""
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(3e-5, gt=0)
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0)
     """Largest gradient norm."""
-    warmup_updates: int = Field(0, ge=0)
+    warmup_updates: int = Field(10, ge=0)
     """Updates of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up."""

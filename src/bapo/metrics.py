@@ -112,7 +112,7 @@ BUFFER = {
     "buffer/retired": "Groups released after their last use.",
     "buffer/expired": "Groups released by age: beyond max_staleness, or waiting for replay and beyond replay_max_age.",
     "buffer/evicted": "Groups released because more than the capacity were held.",
-    "buffer/lost_fresh": "Those of expired and evicted that had fresh passes to come: sampled, and not trained on as often as asked.",
+    "buffer/lost_fresh": "Those of expired and evicted that had fresh passes to come.",
     "buffer/held": "Now: groups held.",
     "buffer/held_tokens": "Now: response tokens in them.",
     "buffer/to_visit": "Now: visits left in the fresh passes over the latest rollout; 0 when it is time for the next.",

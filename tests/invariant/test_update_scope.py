@@ -110,7 +110,7 @@ def join_group(rank, world_size, directory):
 
 
 def solve_and_step(rank, world_size, directory):
-    """Each rank holds some sequences (the last one may be empty); bounds come from all of them."""
+    """Each rank but the last, which is empty, holds some sequences; bounds come from all of them."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     group = join_group(rank, world_size, directory)
@@ -118,8 +118,9 @@ def solve_and_step(rank, world_size, directory):
     for settings in SETTINGS:
         arguments = update()
         denominator = denominator_of(arguments[3], "token_mean")
-        sizes = [16 // world_size + 1] * (world_size - 1)
-        logprobs, behavior, advantages, mask = (x.split([*sizes, 16 - sum(sizes)])[rank] for x in arguments)
+        sizes = [16 // (world_size - 1)] * (world_size - 2)
+        sizes = [*sizes, 16 - sum(sizes), 0]
+        logprobs, behavior, advantages, mask = (x.split(sizes)[rank] for x in arguments)
         leaf = logprobs.clone().requires_grad_()
         with CommDebugMode() as communication:
             out = policy_loss(
@@ -144,7 +145,7 @@ def test_ranks_agree_with_one_process_through_exactly_one_collective(world_size,
 
 
 def fail_on_rank_one(rank, world_size, directory):
-    """Rank 1 has a NaN; through solve_bounds and through policy_loss."""
+    """Rank 1 has bad input of several kinds; through solve_bounds and through policy_loss."""
     group = join_group(rank, world_size, directory)
     logprobs, behavior, advantages, mask = update()
     if rank == 1:
@@ -153,6 +154,9 @@ def fail_on_rank_one(rank, world_size, directory):
     for call in (
         lambda: solve_bounds((logprobs - behavior).exp(), advantages, mask, SETTINGS[0], process_group=group),
         lambda: policy_loss(logprobs, behavior, advantages, mask, settings=SETTINGS[0], process_group=group),
+        lambda: policy_loss(behavior, behavior, advantages, mask & (rank == 0), process_group=group),
+        lambda: policy_loss(behavior, behavior[: 16 - rank], advantages, mask, process_group=group),
+        lambda: policy_loss(behavior, behavior, advantages, mask * (1 - rank / 2), process_group=group),
     ):
         try:
             call()
@@ -168,3 +172,6 @@ def test_a_bad_rank_stops_its_peers_instead_of_leaving_them_waiting(tmp_path):
     assert all("another rank got bad input" in message for message in ranks[0])
     assert "ratio is nan in sequence 3, token 0" in ranks[1][0]
     assert "logprobs is nan in sequence 3, token 0" in ranks[1][1]
+    assert "mask selects none" in ranks[1][2]
+    assert "behavior_logprobs has shape (15, 24)" in ranks[1][3]
+    assert "other than 0 and 1" in ranks[1][4]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import _binned_sums, _compared_sums, _grids, fixed_bounds, positive_share
+from bapo.core.bounds import CPU_CHUNK, _binned_sums, _compared_sums, _grids_of, fixed_bounds, positive_share
 from tests.reference import search
 
 COMBINATIONS = list(itertools.product(["gradient", "surrogate"], ["none", "rollout_prob"], ["high_first", "low_first"]))
@@ -113,7 +113,7 @@ def test_solver_equals_the_loop_even_at_exact_ties_when_arithmetic_is_exact(meas
 @given(batch=st.lists(token, min_size=1, max_size=60), ranges=st.sampled_from(RANGES))
 def test_the_two_ways_to_fill_a_table_agree(measure, batch, ranges):
     ratio, advantages, mask, _ = tensors(batch, torch.float32)
-    grids = _grids(ClipSettings(measure=measure, **ranges), torch.float32, torch.device("cpu"))
+    grids = _grids_of(ClipSettings(measure=measure, **ranges), torch.float32, torch.device("cpu"))
     signal = torch.where(mask, advantages, 0.0)
     binned = _binned_sums([(ratio, signal)], grids, measure)
     compared = _compared_sums([(ratio, signal)], grids, measure)
@@ -225,7 +225,7 @@ def test_nonfinite_ratio_names_the_first_offending_sequence():
 def test_a_nonfinite_table_gives_nan_bounds_never_plausible_ones():
     settings = ClipSettings()
     for bad in (math.nan, math.inf):
-        grids = _grids(settings, torch.float32, torch.device("cpu"))
+        grids = _grids_of(settings, torch.float32, torch.device("cpu"))
         table = _compared_sums([(torch.tensor([bad, 1.0]), torch.tensor([1.0, -1.0]))], grids, settings.measure)
         bounds = bounds_from_table(table, settings)
         assert bounds.low.isnan()
@@ -263,3 +263,84 @@ def test_positive_share_and_fixed_bounds_by_hand():
     assert fixed_bounds(ratio, signal, 0.8, 1.2).share == 0.5
     assert positive_share(ratio, signal * 0, 0.8, 1.2) == 1.0
     assert positive_share(torch.tensor([5.0]), torch.tensor([1.0]), 0.8, 1.2) == 0.0
+
+
+@pytest.mark.parametrize("weight", ["none", "rollout_prob"])
+@pytest.mark.parametrize("measure", ["gradient", "surrogate"])
+def test_batches_larger_than_a_chunk_add_up(measure, weight):
+    generator = torch.Generator().manual_seed(0)
+    count = CPU_CHUNK + 1000
+    ratio = torch.randn(count, generator=generator).mul(0.4).exp()
+    ratio[CPU_CHUNK:] *= 2  # the second chunk is unlike the first
+    advantages = torch.randn(count, generator=generator) - 0.2
+    behavior = -torch.rand(count, generator=generator) * 3
+    settings = ClipSettings(measure=measure, weight=weight)
+    whole = signal_table(ratio, advantages, torch.ones(count).bool(), settings, behavior_logprobs=behavior)
+    parts = [
+        signal_table(r, a, torch.ones(len(r)).bool(), settings, behavior_logprobs=b)
+        for r, a, b in zip(ratio.split(70_000), advantages.split(70_000), behavior.split(70_000), strict=True)
+    ]
+    assert_close(whole, sum(parts), rtol=1e-12, atol=1e-9)
+
+
+def test_stop_reason_and_end_share_when_low_moves_first():
+    ratio, advantages = torch.tensor([2.0, 0.7, 1.0]), torch.tensor([1.0, -1.0, -1.0])
+    # low first: N falls from 1.7 to 1 at low = 0.7, P stays 0 until high passes 2.
+    settings = ClipSettings(order="low_first", target_share=0.6)
+    bounds = solve_bounds(ratio, advantages, ALL, settings)
+    assert_close(torch.stack([bounds.low, bounds.high]), torch.tensor([0.9, 2.05]))
+    assert bounds.stop == StopReason.RAISING_HIGH
+    assert_close(bounds.share_at_end, torch.tensor(2 / 3))
+    ratio[0], settings = 1.0, ClipSettings(order="low_first", target_share=0.45)
+    bounds = solve_bounds(ratio, advantages, ALL, settings)
+    assert bounds.stop == StopReason.RAISING_LOW
+    assert_close(bounds.high, torch.tensor(1.2))
+
+
+def test_reaching_the_target_on_the_way_is_not_the_end_even_if_the_end_misses_it():
+    # Surrogate: P = high up to 2, N = 3 low. 2 / (2 + 1.8) is reached, but at the end 2 / (2 + 2.7) is not.
+    ratio, advantages = torch.tensor([2.0, 0.1]), torch.tensor([1.0, -3.0])
+    bounds = solve_bounds(ratio, advantages, ALL[:2], ClipSettings(measure="surrogate", target_share=0.5))
+    assert bounds.stop == StopReason.RAISING_HIGH
+    assert bounds.share_at_end < 0.5 <= bounds.share
+
+
+def test_float64_ratios_are_compared_in_float64():
+    settings = ClipSettings(low=(0.8, 0.8), high=(1.3, 1.3))
+    mask = torch.ones(2).bool()
+    for offset, share in ((-1e-12, 1.3 / 2.3), (1e-12, 0.0)):
+        ratio = torch.tensor([1.3 + offset, 1.0], dtype=torch.float64)
+        bounds = solve_bounds(ratio, torch.tensor([1.0, -1.0], dtype=torch.float64), mask, settings)
+        assert bounds.share.item() == pytest.approx(share)
+
+
+def test_tiny_rollout_probabilities_do_not_underflow():
+    settings = ClipSettings(weight="rollout_prob")
+    tiny = torch.full((2,), -110.0)
+    bounds = solve_bounds(torch.ones(2), torch.tensor([1.0, -1.0]), ALL[:2], settings, behavior_logprobs=tiny)
+    assert bounds.stop == StopReason.START
+    assert bounds.share == 0.5
+
+
+def test_negative_ratios_are_refused():
+    with pytest.raises(ValueError, match=r"ratio is -0.5 in packed token 1.*log-ratio"):
+        solve_bounds(torch.tensor([1.0, -0.5]), torch.ones(2), ALL[:2], ClipSettings())
+
+
+def test_an_infinite_table_has_no_plausible_share():
+    table = signal_table(torch.ones(3), torch.ones(3), ALL, ClipSettings())
+    table[-2] = math.inf
+    bounds = bounds_from_table(table, ClipSettings())
+    values = [bounds.low, bounds.high, bounds.share, bounds.share_at_start, bounds.share_at_end]
+    assert torch.stack(values).isnan().all()
+
+
+def test_caches_survive_another_default_device():
+    import bapo.core.bounds as bounds_module
+
+    bounds_module._lanes.cache_clear()
+    bounds_module._grids.cache_clear()
+    ones = torch.ones(3)
+    with torch.device("meta"):
+        inside = solve_bounds(ones, ones, ALL, ClipSettings())
+    assert_close(inside.high, solve_bounds(ones, ones, ALL, ClipSettings()).high)

@@ -185,3 +185,23 @@ def test_diagnose_gathers_everything():
     assert sum(metrics[f"{q}_{f}"] for q in QUADRANTS for f in ("retained", "blocked")).item() == pytest.approx(1)
     assert metrics["entropy"].item() == pytest.approx(entropy[0].item())
     assert "entropy" not in diagnose(tokens, retained, settings=ClipSettings(), bounds=None)
+
+
+def test_masked_tokens_count_nowhere():
+    ratio = torch.tensor([0.78, 1.25, 3.0], dtype=torch.float64)
+    behavior = torch.full((3,), -2.0, dtype=torch.float64)
+    advantages = torch.tensor([-1.0, 1.0, 5.0], dtype=torch.float64)
+    tokens = Tokens(behavior + ratio.log(), behavior, advantages, torch.tensor([True, True, False]))
+    retained = retained_by(tokens.ratio, advantages, 0.8, 1.2)
+    masses = quadrant_masses(tokens, torch.full((3,), 0.5), retained)
+    assert sum(masses.values()).item() == pytest.approx(1)
+    assert masses["low_prob_high_adv_blocked"].item() == pytest.approx(1.25 / 2.03)
+    shares = share_statistics(tokens, ClipSettings(), None)
+    assert shares["share_unclipped"].item() == pytest.approx(1.25 / 2.03)
+    assert shares["share_fixed"] == 0.0  # both tokens lie just outside (0.8, 1.2)
+
+
+def test_zero_probability_adds_nothing():
+    probs = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    change = exact_entropy_change(probs, torch.tensor([1.0, 0.0, 9.0], dtype=torch.float64), torch.ones(3).bool())
+    assert change.item() == pytest.approx(0.0, abs=1e-12)

@@ -142,3 +142,11 @@ def test_bad_input_is_refused(change, message):
     (hidden, weight, _), targets = problem()
     with pytest.raises(ValueError, match=message):
         token_logprobs(**({"hidden": hidden, "weight": weight, "targets": targets} | change))
+
+
+def test_autocast_does_not_split_forward_from_backward():
+    (hidden, weight, bias), targets = problem(tokens=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, _ = token_logprobs(hidden, weight, targets, bias=bias)
+        gradient = torch.autograd.grad(logprobs.sum(), bias)[0]
+    assert gradient.sum().abs() < 1e-5  # each row of onehot - p sums to 0

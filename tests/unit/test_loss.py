@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo import OBJECTIVES, ClipBounds, ClipSettings, policy_loss, solve_bounds
+from bapo import OBJECTIVES, ClipBounds, ClipSettings, bounds_from_table, policy_loss, solve_bounds, update_table
 from bapo.core.checks import check_tokens
 
 
@@ -102,14 +102,19 @@ def test_an_unlooked_at_nan_poisons_the_loss(monkeypatch):
     import bapo.core.loss as loss_module
 
     monkeypatch.setattr(loss_module, "check_tokens", lambda *args, **kwargs: None)
+    bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2), torch.tensor(0.5))
     for bad in (math.nan, -math.inf):
-        for objective in sorted(set(OBJECTIVES) - {"bapo"}):
+        for objective in sorted(OBJECTIVES):
             logprobs, behavior, advantages, mask = batch()
             with torch.no_grad():
                 logprobs[0, 0] = bad
-            out = policy_loss(logprobs, behavior, advantages, mask, objective=objective)
+            options = {"bounds": bounds} if objective == "bapo" else {}
+            out = policy_loss(logprobs, behavior, advantages, mask, objective=objective, **options)
             out.loss.backward()
-            assert not (out.loss.isfinite() and logprobs.grad.isfinite().all()), (objective, bad)
+            assert not out.loss.isfinite(), (objective, bad)
+            assert logprobs.grad[mask].isnan().any(), (objective, bad)  # so is its norm
+            if objective == "grpo":
+                assert out.bounds.share.isnan()
 
 
 def test_metrics_by_hand():
@@ -202,7 +207,7 @@ def test_sequence_objectives_ask_for_sequence_ids(objective):
 
 def test_options_belong_to_their_objective():
     arguments = batch()
-    with pytest.raises(ValueError, match=r"high=1\.3 is not an option of objective='bapo', which takes: dual_clip"):
+    with pytest.raises(ValueError, match=r"high=1\.3 is not an argument.*takes: dual_clip.*ClipSettings\(high="):
         policy_loss(*arguments, high=1.3)
     with pytest.raises(ValueError, match="settings= is used by objective='bapo' only"):
         policy_loss(*arguments, objective="grpo", settings=ClipSettings())
@@ -224,3 +229,79 @@ def test_check_tokens_can_be_called_by_hand():
     check_tokens(logprobs, behavior, advantages, mask, entropy=torch.ones_like(behavior))
     with pytest.raises(ValueError, match="entropy is nan"):
         check_tokens(logprobs, behavior, advantages, mask, entropy=torch.full_like(behavior, math.nan))
+
+
+def test_no_gradient_flows_into_the_past():
+    logprobs, behavior, advantages, mask = batch()
+    on_policy = policy_loss(logprobs, logprobs, advantages, mask)
+    on_policy.loss.backward()
+    assert_close(logprobs.grad, -advantages * mask / mask.sum())
+    behavior.requires_grad_()
+    advantages.requires_grad_()
+    policy_loss(logprobs, behavior, advantages, mask).loss.backward()
+    assert behavior.grad is None
+    assert advantages.grad is None
+    with pytest.raises(ValueError, match="the two are swapped"):
+        policy_loss(behavior.detach(), logprobs, advantages, mask)
+
+
+def test_a_token_past_the_ratio_limit_has_no_gradient_and_no_say():
+    logprobs, behavior, advantages, mask = batch()
+    with torch.no_grad():
+        logprobs[0, 0], behavior[0, 0], advantages[0] = -0.1, -22.5, -1.0
+    without = mask.clone()
+    without[0, 0] = False
+    out = policy_loss(logprobs, behavior, advantages, mask)
+    out.loss.backward()
+    assert logprobs.grad[0, 0] == 0
+    assert not out.retained[0, 0]
+    expected = policy_loss(logprobs, behavior, advantages, without).bounds
+    assert_close(torch.stack([out.bounds.low, out.bounds.high]), torch.stack([expected.low, expected.high]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"denominator": 0}, "denominator=0.0 must be finite and positive"),
+        ({"denominator": -5.0}, "denominator=-5.0"),
+        ({"denominator": torch.tensor(math.nan)}, "denominator=nan"),
+        ({"denominator": torch.ones(2)}, r"denominator has shape \(2,\)"),
+        ({"objective": "grpo", "low": 0.2, "high": 0.2}, "not epsilons"),
+        ({"objective": "gspo", "low": 1.2, "high": 0.8}, "do not enclose 1"),
+        ({"objective": "sapo", "tau_positive": 0.0}, "tau_positive=0.0 must be positive"),
+        ({"objective": "dcpo", "eps_high": -1.0}, "eps_high=-1.0 must be positive"),
+        ({"objective": "m2po", "threshold": -1.0}, "threshold=-1.0 must be positive"),
+        ({"settings": "paper"}, "settings='paper' is no ClipSettings"),
+        ({"bounds": (0.8, 1.2)}, "is no ClipBounds"),
+        ({"objective": "grpo", "process_group": "world"}, "process_group= is used by objective='bapo' only"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(*batch(), **options)
+
+
+def test_bounds_and_settings_together_are_refused():
+    bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2), torch.tensor(0.5))
+    with pytest.raises(ValueError, match="bounds= are already solved, so settings= would be ignored"):
+        policy_loss(*batch(), bounds=bounds, settings=ClipSettings())
+
+
+def test_update_table_has_the_ratios_of_policy_loss():
+    logprobs, behavior, advantages, mask = batch(dtype=torch.bfloat16)
+    with torch.no_grad():
+        logprobs[0, 0], behavior[0, 0] = -0.0, -120.0  # beyond the ratio limit
+    settings = ClipSettings(target_share=0.6)
+    parts = [[x[i : i + 2] for x in (logprobs, behavior, advantages, mask)] for i in (0, 2, 4)]
+    apart = bounds_from_table(sum(update_table(*part, settings) for part in parts), settings)
+    together = policy_loss(logprobs, behavior, advantages, mask, settings=settings).bounds
+    assert_close(torch.stack([apart.low, apart.high]), torch.stack([together.low, together.high]))
+
+
+def test_packed_sequence_mean_through_policy_loss():
+    logprobs, behavior, advantages, mask = batch()
+    options = {"objective": "gspo", "reduction": "sequence_mean"}
+    padded = policy_loss(logprobs, behavior, advantages, mask, **options)
+    ids = torch.arange(len(mask))[:, None].expand_as(mask)[mask]
+    flat = [x[mask] for x in (logprobs, behavior, advantages, mask)]
+    assert_close(policy_loss(*flat, sequence_ids=ids.int(), **options).loss, padded.loss)

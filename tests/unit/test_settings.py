@@ -72,7 +72,9 @@ def test_replace_keeps_the_target_and_takes_a_new_one():
         ({"target_share": 0.4, "target_odds": 0.5}, "all state the same target"),
         ({"measure": "gradiant"}, "Did you mean 'gradient'"),
         ({"weight": "prob"}, "Choose one of: none, rollout_prob"),
-        ({"order": "high"}, "Did you mean 'high_first'"),
+        ({"order": "high_frist"}, "Did you mean 'high_first'"),
+        ({"low": (0.8, 0.8), "low_step": 1e-40}, "too fine"),
+        ({"target_share": "0.4"}, "finite number"),
     ],
 )
 def test_impossible_settings_say_what_and_why(arguments, message):

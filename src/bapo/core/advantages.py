@@ -52,10 +52,17 @@ ADVANTAGES: dict[str, Callable[[Tensor, Tensor], GroupAdvantages]] = {"grpo": gr
 
 def to_tokens(advantages: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
     """One advantage per response -> one per token, [sequences, tokens] or packed; 0 where masked out."""
+    if advantages.dim() != 1 or (sequence_ids is None and advantages.shape != mask.shape[:1]):
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)} but mask has {tuple(mask.shape)}; expected one advantage "
+            "per row of the mask, or sequence_ids= for packed tokens. Of a GroupAdvantages pass .advantages."
+        )
+    mask = mask != 0
     spread = advantages[:, None].expand(mask.shape) if sequence_ids is None else advantages[sequence_ids]
     return torch.where(mask, spread, 0.0)
 
 
+@torch.no_grad()
 def gae(
     rewards: Tensor,  # [sequences, tokens] reward after each token
     values: Tensor,  # [sequences, tokens] the critic's value of the state before each token

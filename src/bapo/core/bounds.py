@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.checks import check_finite, check_mask, check_not_empty, check_shapes
-from bapo.core.settings import ClipSettings, Measure
+from bapo.core.checks import check_finite, check_mask, check_not_empty, check_not_negative, check_shapes
+from bapo.core.settings import ClipSettings, Measure, Order
 
 __all__ = [
     "ClipBounds",
@@ -41,8 +41,9 @@ __all__ = [
 ]
 
 CPU_CHUNK = 2**18
+"""Tokens per pass on CPU: the temporaries stay near the cache."""
 DEVICE_CHUNK = 2**18
-"""Tokens per pass: small enough for the cache on CPU, and for candidates x tokens temporaries on a device."""
+"""Tokens per pass elsewhere: bounds the candidates x tokens temporaries."""
 
 
 LANES = 4
@@ -100,7 +101,7 @@ def solve_bounds(
         return bounds_from_table(table, settings, dtype=_working_dtype(ratio))
     try:
         table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs)
-    except ValueError:
+    except Exception:
         poison_peers(settings, process_group, mask.device)
         raise
     dist.all_reduce(table, group=process_group)
@@ -148,15 +149,19 @@ def signal_table(
     on_cpu = mask.device.type == "cpu"
     named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
     finite = on_cpu and all([check_finite(name, x, mask) for name, x in named.items() if x is not None])  # noqa: C419
-    dtype, grids = _working_dtype(ratio), _grids(settings, _working_dtype(ratio), mask.device)
+    if on_cpu:
+        check_not_negative("ratio", ratio, mask)
+    dtype = _working_dtype(ratio)
+    grids = _grids_of(settings, dtype, mask.device)
     flat = [x.flatten() for x in (ratio, advantages, mask)]
+    flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
 
     def parts(size: int) -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, mask.numel(), size):
             part = slice(start, start + size)
             ratios, signal, chosen = flat[0][part].to(dtype), flat[1][part].to(dtype), flat[2][part]
-            if behavior_logprobs is not None:  # in float64, where no probability underflows
-                signal = signal.double() * behavior_logprobs.flatten()[part].double().exp()
+            if flat_behavior is not None:  # in float64, where probabilities down to 1e-300 do not underflow
+                signal = signal.double() * flat_behavior[part].double().exp()
             if finite:  # on CPU a product is several times faster than a select; without signal a ratio does no harm
                 yield ratios, signal * chosen.view(torch.int8)
             else:
@@ -170,7 +175,7 @@ def signal_table(
 @torch.no_grad()
 def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dtype = torch.float32) -> ClipBounds:
     """The first candidate on the path whose positive share reaches the target, else the last one."""
-    grids = _grids(settings, dtype, table.device)
+    grids = _grids_of(settings, dtype, table.device)
     highs = grids.high.numel()
     if table.shape != (grids.size,):
         raise ValueError(
@@ -189,13 +194,13 @@ def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dty
     stop = torch.where(index == 0, StopReason.START, stop)
     stop = torch.where(failed.all(), StopReason.END, stop)
     stop = torch.where(signed_tokens == 0, StopReason.NO_SIGNAL, stop)
-    poison = (table.sum() * 0).to(dtype)  # 0, or NaN where the table is not finite: never a plausible bound
+    poison = (table.sum() * 0).to(dtype)  # 0, or NaN where the table is not finite: never a plausible bound or share
     return ClipBounds(
         low=grids.low[grids.path_low[index]].squeeze(0).to(dtype) + poison,
         high=grids.high[grids.path_high[index]].squeeze(0).to(dtype) + poison,
-        share=share[index].squeeze(0).to(dtype),
-        share_at_start=share[0].to(dtype),
-        share_at_end=share[-1].to(dtype),
+        share=share[index].squeeze(0).to(dtype) + poison,
+        share_at_start=share[0].to(dtype) + poison,
+        share_at_end=share[-1].to(dtype) + poison,
         stop=stop.squeeze(0),
     )
 
@@ -211,7 +216,8 @@ def positive_share(
     positive = contribution.clamp(min=0).sum(dtype=torch.float64)
     negative = -contribution.clamp(max=0).sum(dtype=torch.float64)
     total = positive + negative
-    return torch.where(total == 0, (signal == 0).all().double(), positive / total)
+    poison = (ratio * signal).sum(dtype=torch.float64) * 0  # a NaN ratio is never kept; it must not vanish
+    return torch.where(total == 0, (signal == 0).all().double(), positive / total) + poison
 
 
 def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
@@ -227,9 +233,10 @@ def fixed_bounds(ratio: Tensor, signal: Tensor, low: float, high: float) -> Clip
 
 @dataclass(frozen=True)
 class _Grids:
-    """The candidates of one ClipSettings as tensors on one device."""
+    """The candidates of one path as tensors on one device."""
 
-    settings: ClipSettings
+    low_step: float
+    high_step: float
     low: Tensor  # [lows] float64
     high: Tensor  # [highs] float64
     thresholds: Tensor  # [lows + 1 + highs]: -low descending in size, 0, high ascending; see _binned_sums
@@ -247,18 +254,33 @@ class _Grids:
         return self.high.numel() + self.low.numel() + 1
 
 
+def _grids_of(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> _Grids:
+    """The grids do not depend on target, measure or weight: a target that moves finds them ready."""
+    return _grids(settings.low, settings.high, settings.low_step, settings.high_step, settings.order, dtype, device)
+
+
 @lru_cache(maxsize=64)
-def _grids(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> _Grids:
-    """Built once per settings and device, so that no call copies from the host."""
-    low = torch.tensor(settings.low_grid, dtype=torch.float64)
-    high = torch.tensor(settings.high_grid, dtype=torch.float64)
-    path_low, path_high = torch.tensor(settings.path).unbind(1)
+def _grids(
+    low_range: tuple[float, float],
+    high_range: tuple[float, float],
+    low_step: float,
+    high_step: float,
+    order: Order,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Grids:
+    """Built once per path and device, so that no call copies from the host."""
+    settings = ClipSettings(low=low_range, high=high_range, low_step=low_step, high_step=high_step, order=order)
+    low = torch.tensor(settings.low_grid, dtype=torch.float64, device="cpu")
+    high = torch.tensor(settings.high_grid, dtype=torch.float64, device="cpu")
+    path_low, path_high = torch.tensor(settings.path, device="cpu").unbind(1)
     exact = torch.cat([-low.flip(0), low.new_zeros(1), high])
     # A ratio of this dtype is >= the real threshold exactly if it is >= the threshold rounded up to this dtype.
     rounded = exact.to(dtype)
     above = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
     return _Grids(
-        settings,
+        low_step=low_step,
+        high_step=high_step,
         low=low.to(device),
         high=high.to(device),
         thresholds=torch.where(rounded.double() < exact, above, rounded).to(device),
@@ -275,8 +297,8 @@ def _binned_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: _Grids, measure:
     side of 0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know.
     """
     lows, highs = grids.low.numel(), grids.high.numel()
-    signed_tokens = torch.zeros(1, dtype=torch.float64)
-    weighted_cells, plain_cells = torch.zeros(2, grids.cells, dtype=torch.float64)
+    signed_tokens = torch.zeros(1, dtype=torch.float64, device="cpu")
+    weighted_cells, plain_cells = torch.zeros(2, grids.cells, dtype=torch.float64, device="cpu")
     for ratio, signal in parts:
         sign = torch.sgn(signal).to(ratio.dtype)
         cells = _cells(ratio * sign, sign, grids)
@@ -304,10 +326,11 @@ def _cells(signed_ratio: Tensor, sign: Tensor, grids: _Grids) -> Tensor:
     left of 0 the second one is), then compared with exactly. Neighbouring tokens add to different lanes of a cell,
     because a CPU must finish one addition to an address before it starts the next.
     """
-    settings, (lows, highs) = grids.settings, (grids.low.numel(), grids.high.numel())
-    steps_from_low = signed_ratio.mul(1 / settings.low_step).add_(settings.low_grid[-1] / settings.low_step)
-    steps_from_high = signed_ratio.mul(1 / settings.high_step).sub_(settings.high_grid[0] / settings.high_step)
-    near = steps_from_low.clamp_(0, lows - 1).add_(steps_from_high.clamp_(0, highs - 1)).round_().add_(sign).add_(1)
+    lows, highs = grids.low.numel(), grids.high.numel()
+    last_low, first_high = float(grids.low[-1]), float(grids.high[0])
+    from_low = signed_ratio.mul(1 / grids.low_step).add_(last_low / grids.low_step).clamp_(0, lows - 1)
+    from_high = signed_ratio.mul(1 / grids.high_step).sub_(first_high / grids.high_step).clamp_(0, highs - 1)
+    near = from_low.add_(from_high).round_().add_(sign).add_(1)
     side = signed_ratio.sub_(grids.thresholds.index_select(0, near.int())).sgn_()
     return near.mul_(2 * LANES).add_(side, alpha=LANES).add_(_lanes(sign.dtype)[: len(sign)]).int().long()
 
@@ -320,7 +343,7 @@ def _sum_by_bin(cells: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _lanes(dtype: torch.dtype) -> Tensor:
-    return (LANES + torch.arange(CPU_CHUNK) % LANES).to(dtype)
+    return (LANES + torch.arange(CPU_CHUNK, device="cpu") % LANES).to(dtype)
 
 
 def _compared_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: _Grids, measure: Measure) -> Tensor:

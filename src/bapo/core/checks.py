@@ -1,8 +1,9 @@
 """What the core refuses, and in which words.
 
 Every message names the argument, the value, the reason and the remedy. Shapes and dtypes are always checked. Values are
-checked on CPU tensors, where looking is free; on an accelerator a look is a host sync, so there a bad value turns the
-bounds and the loss into NaN (never into a plausible number), and `check_tokens` called by hand says which token it was.
+checked on CPU tensors, where looking is free; on an accelerator a look is a host sync, so there a NaN or an infinity
+turns loss, gradient and bounds into NaN, and `check_tokens` called by hand says which token it was. Finite nonsense
+(logits in place of log-probs) is found by `check_tokens` only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from torch import Tensor
 
 LOGPROB_SLACK = 1e-3
 """How far above zero rounding may carry a log-prob before it cannot be one."""
+
+
+REMEDIES = {
+    "advantages": "Expand one value per response to its tokens: advantages.reshape(-1, 1).expand_as(mask).",
+    "": "Pass the log-softmax of the sampled tokens (not logits), sliced like the mask to the response tokens.",
+}
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
@@ -27,7 +34,7 @@ def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
         if tensor.shape != mask.shape:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}; every input holds one value "
-                "per token. Expand per-response values to their tokens, e.g. advantages[:, None].expand_as(mask)."
+                "per token. " + REMEDIES.get(name, REMEDIES[""])
             )
         if not tensor.is_floating_point():
             raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating dtype. Call {name}.float() first.")
@@ -93,6 +100,19 @@ def check_finite(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor |
     )
 
 
+def check_not_negative(name: str, values: Tensor, mask: Tensor) -> None:
+    """No value below 0 under the mask."""
+    if not values.numel() or values.min() >= 0:
+        return
+    masked = zero_outside(mask, values)
+    if masked.min() < 0:
+        where, value = _first(masked, masked < 0, None)
+        raise ValueError(
+            f"{name} is {value} in {where}, but a ratio of probabilities is never negative. This looks like a "
+            "log-ratio: call .exp() on it."
+        )
+
+
 def check_logprobs(name: str, values: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> None:
     """Finite and not above zero under the mask."""
     check_finite(name, values, mask, sequence_ids)
@@ -115,6 +135,7 @@ def check_tokens(
     sequence_ids: Tensor | None = None,
 ) -> None:
     """Every value check of `policy_loss`, on any device. Reads values on the host: on CUDA this waits for the GPU."""
+    mask = check_mask(mask)
     check_logprobs("logprobs", logprobs, mask, sequence_ids)
     check_logprobs("behavior_logprobs", behavior_logprobs, mask, sequence_ids)
     check_finite("advantages", advantages, mask, sequence_ids)

@@ -102,8 +102,7 @@ def ratio_statistics(tokens: Tokens) -> dict[str, Tensor]:
     log_ratio, mask = tokens.log_ratio.detach(), tokens.mask
     count = mask.sum()
     ascending = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
-    quantiles = torch.tensor(list(QUANTILES.values()), device=mask.device)
-    at = (quantiles * (count - 1).clamp(min=0)).round().long()
+    at = torch.stack([((count - 1).clamp(min=0) * quantile).round().long() for quantile in QUANTILES.values()])
     ratio = torch.where(mask, log_ratio.exp(), 0.0).double()
     return {
         **{f"ratio_{name}": value for name, value in zip(QUANTILES, ascending[at].exp().unbind(), strict=True)},

@@ -2,7 +2,8 @@
 
 For a vocabulary of 152k, the logits of 8k tokens take 5 GB in float32, and their gradient as much again. Here the
 tokens go through the head in chunks, each chunk's logits live only until they are reduced to two numbers per token, and
-the backward pass makes them anew. Peak memory is that of one chunk; time is one more head multiplication.
+the backward pass makes them anew. Beyond the head's own gradient, peak memory is that of one chunk; time is one more
+head multiplication.
 
     log p_j = z_j - logsumexp(z),   H = -sum_j p_j log p_j,   z = hidden @ weight^T / temperature
     d log p_t / dz_j = [j = t] - p_j,   dH / dz_j = -p_j (log p_j + H)
@@ -91,7 +92,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
     """Logits of one chunk, multiplied in the model's dtype as the model itself does, then held in `dtype`."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):  # backward recomputes these: both must multiply alike
+        logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 

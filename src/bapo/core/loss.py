@@ -2,17 +2,19 @@
 
 The one call that puts the core together: check, solve the bounds (for `bapo`), compute the loss per token, reduce it,
 and report. What it deliberately does not do: recompute log-probs, estimate advantages, or keep state between calls. An
-update in several micro-batches solves its bounds once from the sum of their tables and hands them to each call:
+update in several micro-batches solves its bounds once, from the sum of their tables, and hands them to each call:
 
-    table = sum(signal_table(ratio(m), m.advantages, m.mask, settings) for m in micro_batches)
+    table = sum(update_table(logprobs, behavior_logprobs, advantages, mask, settings) for each micro-batch)   # no grad
     bounds = bounds_from_table(table, settings)
-    for m in micro_batches:
-        policy_loss(..., bounds=bounds, denominator=tokens_in_the_update).loss.backward()
+    for each micro-batch: policy_loss(..., bounds=bounds, denominator=tokens_in_the_update).loss.backward()
+
+The first line needs every micro-batch's log-probs before the first backward pass: one more forward pass, without grad.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, poison_peers, solve_bounds
+from bapo.core.bounds import ClipBounds, poison_peers, signal_table, solve_bounds
 from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
 from bapo.core.objectives import OBJECTIVES, TokenLoss, Tokens
@@ -66,49 +68,67 @@ def policy_loss(
     bounds         bounds solved before (scope `update`); otherwise they are solved from these tokens (`microbatch`)
     reduction      token_mean, sequence_mean or fixed_length (with length=)
     denominator    of the whole update; otherwise that of these tokens. See reduction.denominator_of
-    entropy        per token, of the distribution it came from: adds the Entropy-Clip Rule to the metrics
+    entropy        per token, of the learner's own distribution at that token: adds the Entropy-Clip Rule to the metrics
     sequence_ids   [tokens] the response of each packed token, where sequences matter (gspo, topr, sequence_mean)
     process_group  solve the bounds over these ranks, with one all-reduce
 
     Ratios are computed in float32 whatever the inputs' dtype (float64 stays), and never overflow. Bad values raise a
-    ValueError on CPU; on an accelerator, where looking would be a host sync, they make loss and bounds NaN, and
-    `bapo.core.checks.check_tokens` says which token it was.
+    ValueError on CPU; on an accelerator, where looking would be a host sync, NaN and infinity make loss, gradient and
+    bounds NaN, and `bapo.core.checks.check_tokens` says which token it was.
     """
-    require_choice("objective", objective, OBJECTIVES)
-    require_choice("reduction", reduction, get_args(Reduction))
-    _check_options(objective, settings, bounds, options)
-    settings = settings or ClipSettings()
-    check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy)
-    check_sequence_ids(sequence_ids, mask)
-    mask = check_mask(mask)
-    solves_with_peers = objective == "bapo" and bounds is None and process_group is not None
-    if mask.device.type == "cpu":
-        try:
+    solves = objective == "bapo" and bounds is None
+    settings_or_default = settings if isinstance(settings, ClipSettings) else ClipSettings()
+    try:
+        _check_options(objective, settings, bounds, process_group, options)
+        require_choice("reduction", reduction, get_args(Reduction))
+        check_shapes(
+            mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy
+        )
+        check_sequence_ids(sequence_ids, mask)
+        mask = check_mask(mask)
+        if mask.device.type == "cpu":
             check_tokens(logprobs, behavior_logprobs, advantages, mask, entropy=entropy, sequence_ids=sequence_ids)
-        except ValueError:
-            if solves_with_peers and process_group is not None:
-                poison_peers(settings, process_group, mask.device)
-            raise
-    if denominator is None:
-        check_not_empty(mask, "Skip it, or pass denominator= if it is one part of a larger update.")
-        denominator = denominator_of(mask, reduction, sequence_ids=sequence_ids, length=length)
-
-    tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
-    if objective == "bapo":
-        if bounds is None:
-            bounds = solve_bounds(
-                tokens.ratio.detach(),
-                tokens.advantages,
-                mask,
-                settings,
-                behavior_logprobs=tokens.behavior_logprobs,
-                process_group=process_group,
+        if denominator is None:
+            check_not_empty(
+                mask, "Skip it; as one part of a larger update, pass the update's bounds= and denominator=."
             )
-        result = OBJECTIVES["bapo"](tokens, bounds=bounds, **options)
-    else:
-        result = OBJECTIVES[objective](tokens, **options)
+            denominator = denominator_of(mask, reduction, sequence_ids=sequence_ids, length=length)
+        _check_denominator(denominator)
+        tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    except Exception:
+        if solves and process_group is not None:
+            poison_peers(settings_or_default, process_group, logprobs.device)
+        raise
+
+    if solves:
+        # A token past the ratio limit has no gradient, so it has no say in the bounds either.
+        bounds = solve_bounds(
+            tokens.ratio.detach(),
+            tokens.advantages,
+            mask & tokens.within,
+            settings_or_default,
+            behavior_logprobs=tokens.behavior_logprobs,
+            process_group=process_group,
+        )
+    result = OBJECTIVES[objective](tokens, **({"bounds": bounds} if objective == "bapo" else {}), **options)
     loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=sequence_ids)
+    loss = loss * (1 + 0 * loss.detach())  # a NaN loss gives NaN gradients, not the finite ones of the other tokens
     return PolicyLoss(loss, result.bounds, _metrics(tokens, result, entropy), result.retained)
+
+
+@torch.no_grad()
+def update_table(
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings
+) -> Tensor:
+    """The signal table of one part of an update, with ratios exactly as `policy_loss` computes them. Tables add up."""
+    check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
+    mask = check_mask(mask)
+    if mask.device.type == "cpu":
+        check_tokens(logprobs, behavior_logprobs, advantages, mask)
+    tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask)
+    return signal_table(
+        tokens.ratio, tokens.advantages, mask & tokens.within, settings, behavior_logprobs=tokens.behavior_logprobs
+    )
 
 
 def clean_tokens(
@@ -118,12 +138,20 @@ def clean_tokens(
     mask: Tensor,
     sequence_ids: Tensor | None = None,
 ) -> Tokens:
-    """The tokens in working precision, with zeros where the mask is off, so that padding can hold anything."""
+    """The tokens in working precision, with zeros where the mask is off, so that padding can hold anything.
+
+    Behaviour log-probs and advantages are constants of the past: no gradient flows into them.
+    """
+    if behavior_logprobs.requires_grad and not logprobs.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "behavior_logprobs requires grad and logprobs does not: the two are swapped. The first argument is the "
+            "policy being trained; the second, the one that sampled, is a constant."
+        )
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
     return Tokens(
         logprobs=zero_outside(mask, logprobs.to(dtype)),
-        behavior_logprobs=zero_outside(mask, behavior_logprobs.to(dtype)),
-        advantages=zero_outside(mask, advantages.to(dtype)),
+        behavior_logprobs=zero_outside(mask, behavior_logprobs.detach().to(dtype)),
+        advantages=zero_outside(mask, advantages.detach().to(dtype)),
         mask=mask,
         sequence_ids=sequence_ids,
     )
@@ -147,19 +175,43 @@ def _metrics(tokens: Tokens, result: TokenLoss, entropy: Tensor | None) -> dict[
 
 
 def _check_options(
-    objective: str, settings: ClipSettings | None, bounds: ClipBounds | None, options: dict[str, Any]
+    objective: str, settings: object, bounds: object, process_group: object, options: dict[str, Any]
 ) -> None:
-    """Options belong to the objective they are given for."""
+    """Options belong to the objective they are given for, and none is ignored."""
+    require_choice("objective", objective, OBJECTIVES)
     known = [name for name in inspect.signature(OBJECTIVES[objective]).parameters if name not in ("tokens", "bounds")]
     for name in options:
         if name not in known:
+            hint = f" Clip settings go into settings=ClipSettings({name}=...)." if hasattr(ClipSettings, name) else ""
             raise ValueError(
-                f"{name}={options[name]!r} is not an option of objective={objective!r}, which takes: "
-                f"{', '.join(known) or 'none'}."
+                f"{name}={options[name]!r} is not an argument of policy_loss, nor an option of "
+                f"objective={objective!r}, which takes: {', '.join(known) or 'none'}.{hint}"
             )
-    for name, value in (("settings", settings), ("bounds", bounds)):
-        if value is not None and objective != "bapo":
-            raise ValueError(
-                f"{name}= is used by objective='bapo' only, not by {objective!r}. Leave it out, or use the options of "
-                f"{objective!r}: {', '.join(known) or 'none'}."
-            )
+    for name, value, kind in (("settings", settings, ClipSettings), ("bounds", bounds, ClipBounds)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r} is no {kind.__name__}. Build one, e.g. ClipSettings.preset('paper').")
+    given = [
+        n for n, v in (("settings", settings), ("bounds", bounds), ("process_group", process_group)) if v is not None
+    ]
+    if objective != "bapo" and given:
+        raise ValueError(
+            f"{given[0]}= is used by objective='bapo' only, not by {objective!r}. Leave it out, or use the options of "
+            f"{objective!r}: {', '.join(known) or 'none'}."
+        )
+    if bounds is not None and len(given) > 1:
+        other = next(name for name in given if name != "bounds")
+        raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
+
+
+def _check_denominator(denominator: Tensor | float) -> None:
+    """A positive number; a tensor's value is looked at on CPU only."""
+    if isinstance(denominator, Tensor):
+        if denominator.numel() != 1:
+            raise ValueError(f"denominator has shape {tuple(denominator.shape)}; pass one number for the whole update.")
+        if denominator.device.type != "cpu":
+            return
+    if not (math.isfinite(denominator) and denominator > 0):
+        raise ValueError(
+            f"denominator={float(denominator)} must be finite and positive: it is the number of tokens (or sequences) "
+            "of the whole update. See bapo.core.reduction.denominator_of."
+        )

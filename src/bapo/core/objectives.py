@@ -3,8 +3,8 @@
 Every objective takes `Tokens` (what the learner knows of each token) and its own options, and returns the loss per
 token (to be minimised, unreduced) with `retained`: which tokens still have a gradient. Masking and averaging happen in
 `reduction.py`, choosing bounds in `bounds.py`. r_t = pi_theta / pi_behavior of token t throughout, and bounds are
-bounds on the ratio, never epsilons. The log-ratio is limited to +-20 so that no ratio overflows; beyond it the gradient
-is 0.
+bounds on the ratio, never epsilons. The log-ratio is limited to +-20 so that no ratio overflows; a token beyond it has
+gradient 0 and is not retained.
 
 The peers are here for comparison, and only as far as their loss goes: no KL terms, no advantage tricks, no resampling
 of theirs (see each docstring).
@@ -48,6 +48,11 @@ class Tokens:
         """r_t = pi_theta / pi_behavior."""
         return self.log_ratio.exp()
 
+    @property
+    def within(self) -> Tensor:
+        """Tokens whose log-ratio is inside the limit. Beyond it a ratio is a defect of the data, not a signal."""
+        return self.log_ratio.detach().abs() < MAX_LOG_RATIO
+
     def per_sequence(self, values: Tensor) -> Tensor:
         """Masked sum over each token's sequence, given back to each of its tokens."""
         return spread(sequence_sums(values, self.mask, self.sequence_ids), self.mask, self.sequence_ids)
@@ -83,14 +88,30 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
     return -torch.where(retained, ratio, clip(ratio.detach(), low, high)) * advantages
 
 
+def _clipped(tokens: Tokens, low: Tensor | float, high: Tensor | float, bounds: ClipBounds | None = None) -> TokenLoss:
+    """The clipped surrogate of each token's own ratio."""
+    retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
+    return TokenLoss(clipped_surrogate(tokens.ratio, tokens.advantages, low, high), retained, bounds)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(
+            f"low={low}, high={high} do not enclose 1. They are bounds on the ratio, not epsilons: an epsilon of 0.2 "
+            "is low=0.8, high=1.2."
+        )
+
+
+def _check_positive(**options: float) -> None:
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be positive; the paper's value is the default.")
+
+
 def grpo(tokens: Tokens, *, low: float = 0.8, high: float = 1.2) -> TokenLoss:
     """Fixed symmetric clip (GRPO, arXiv:2402.03300, without its KL term): low, high = 0.8, 1.2."""
-    ratio, advantages = tokens.ratio, tokens.advantages
-    return TokenLoss(
-        clipped_surrogate(ratio, advantages, low, high),
-        retained_by(ratio, advantages, low, high),
-        fixed_bounds(ratio, advantages, low, high),
-    )
+    _check_bounds(low, high)
+    return _clipped(tokens, low, high, fixed_bounds(tokens.ratio, tokens.advantages, low, high))
 
 
 def clip_higher(tokens: Tokens, *, low: float = 0.8, high: float = 1.28) -> TokenLoss:
@@ -112,12 +133,7 @@ def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) 
 
     `dual_clip` caps negative tokens as the authors' script does (at 3.0); the paper has no such cap.
     """
-    ratio, advantages = tokens.ratio, tokens.advantages
-    result = TokenLoss(
-        clipped_surrogate(ratio, advantages, bounds.low, bounds.high),
-        retained_by(ratio, advantages, bounds.low, bounds.high),
-        bounds,
-    )
+    result = _clipped(tokens, bounds.low, bounds.high, bounds)
     return result if dual_clip is None else _cap_negatives(result, tokens, dual_clip)
 
 
@@ -138,11 +154,11 @@ def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ra
 
     and r <= max_ratio. Its smooth advantage standardisation and its loss averaging are not part of this.
     """
+    _check_positive(eps_low=eps_low, eps_high=eps_high, max_ratio=max_ratio)
     q = tokens.behavior_logprobs.exp()
     low = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
     high = (0.5 + 0.5 * (1 + 4 * eps_high / q).sqrt()).clamp(max=max_ratio)
-    ratio, advantages = tokens.ratio, tokens.advantages
-    return TokenLoss(clipped_surrogate(ratio, advantages, low, high), retained_by(ratio, advantages, low, high))
+    return _clipped(tokens, low, high)
 
 
 def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> TokenLoss:
@@ -152,6 +168,7 @@ def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> TokenLoss:
 
     The paper tunes only the upper bound and prints no value; 5 is a common choice.
     """
+    _check_bounds(low, high)
     weight = tokens.ratio.detach().clamp(low, high)
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, torch.ones_like(tokens.mask))
 
@@ -163,6 +180,7 @@ def gspo(tokens: Tokens, *, low: float = 1 - 3e-4, high: float = 1 + 4e-4) -> To
 
     Use reduction="sequence_mean" for the paper's objective. Advantages must be equal within a response.
     """
+    _check_bounds(low, high)
     ratio = (tokens.per_sequence(tokens.log_ratio) / tokens.lengths).exp()
     advantages = tokens.per_sequence(tokens.advantages) / tokens.lengths
     return TokenLoss(clipped_surrogate(ratio, advantages, low, high), retained_by(ratio, advantages, low, high))
@@ -173,9 +191,10 @@ def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.0
 
     L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,   tau by the sign of A_t;  its slope at r = 1 is that of r A
     """
+    _check_positive(tau_positive=tau_positive, tau_negative=tau_negative)
     tau = torch.where(tokens.advantages > 0, tau_positive, tau_negative).to(tokens.ratio.dtype)
     gate = 4 / tau * torch.sigmoid(tau * (tokens.ratio - 1))
-    return TokenLoss(-gate * tokens.advantages, torch.ones_like(tokens.mask))
+    return TokenLoss(-gate * tokens.advantages, tokens.within)
 
 
 def topr(tokens: Tokens) -> TokenLoss:
@@ -208,6 +227,7 @@ def m2po(tokens: Tokens, *, threshold: float = 0.04) -> TokenLoss:
 
     The mask is found over the tokens of this call; masked tokens still count in the denominator.
     """
+    _check_positive(threshold=threshold)
     second_moment = torch.where(tokens.mask, tokens.log_ratio.detach() ** 2, torch.inf).flatten()
     ascending, order = second_moment.sort()
     counts = torch.arange(1, len(order) + 1, device=order.device, dtype=torch.float64)

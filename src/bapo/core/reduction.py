@@ -1,8 +1,9 @@
-"""From one loss per token to one number: the only place that masks and the only place that divides.
+"""From one loss per token to one number: where losses are masked, and where they are divided.
 
 A reduction is a weighted sum over tokens divided by a denominator, and the denominator is always explicit. It is itself
 a plain sum over the tokens at hand, so an update in several micro-batches or on several ranks adds up its parts'
-denominators first and passes the total to each part: then 1 x 8 equals 8 x 1, to rounding.
+denominators first and passes the total to each part: then 1 x 8 equals 8 x 1, to rounding (with whole responses in
+each part, where responses are averaged).
 
     token_mean      sum_t L_t / number of tokens                       every token weighs the same (DAPO)
     sequence_mean   sum_i (1/|y_i|) sum_t L_it / number of sequences   every response weighs the same (GRPO)
@@ -52,7 +53,8 @@ def reduce_tokens(
     weights = mask.to(values.dtype)
     if reduction == "sequence_mean":
         weights = weights / spread(sequence_lengths(mask, sequence_ids), mask, sequence_ids).clamp(min=1)
-    denominator = torch.as_tensor(denominator, dtype=values.dtype, device=values.device)
+    if isinstance(denominator, Tensor):
+        denominator = denominator.to(values.device, values.dtype)
     return (values * weights).sum() / denominator
 
 

@@ -1,7 +1,7 @@
 """ClipSettings: where BAPO may put its clip bounds, and what it aims for.
 
-The search of arXiv:2510.18927 (Algorithm 1) walks one fixed path of candidate pairs (low, high), from the loosest
-trust in positives to the tightest on negatives, and stops at the first pair where positive tokens hold `target_share`
+The search of arXiv:2510.18927 (Algorithm 1) walks one fixed path of candidate pairs (low, high), from the start of both
+ranges to their ends, one bound after the other, and stops at the first pair where positive tokens hold `target_share`
 of the signal. This module only describes that path; `bounds.py` walks it. It imports no torch, so that configuration
 files can be checked without it.
 """
@@ -18,6 +18,7 @@ Order = Literal["high_first", "low_first"]
 Preset = Literal["paper", "weak-model", "released-script"]
 
 MAX_STEPS = 10_000
+DEFAULT_RANGES = {"low": (0.6, 0.9), "high": (1.2, 3.0)}
 DEFAULT_TARGET_SHARE = 0.4
 
 
@@ -109,8 +110,8 @@ def require_choice(argument: str, value: object, choices: Any) -> None:
         return
     import difflib
 
-    near = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(str(value).lower(), list(choices), n=2, cutoff=0.6)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise ValueError(f"{argument}={value!r} is not known.{hint} Choose one of: {', '.join(choices)}.")
 
 
@@ -127,10 +128,10 @@ def _target_share(share: float | None, odds: float | None, signed: float | None)
             "of them; with dataclasses.replace, also pass target_share=None."
         )
     for name, value in stated.items():
-        if not (math.isfinite(value) and value >= 0):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
             raise ValueError(
                 f"{name}={value} must be a finite number >= 0: it compares two sums of absolute values. "
-                "A share above one half is stated as target_share, e.g. 0.6."
+                "The paper's target is target_share=0.4."
             )
     if odds is not None:
         return odds / (1 + odds)
@@ -150,7 +151,9 @@ def _checked_range(name: str, bounds: Any, step: float) -> tuple[float, float]:
     try:
         start, end = (float(value) for value in bounds)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={bounds!r} must be a pair (start, end) of numbers, such as (0.6, 0.9).") from None
+        raise ValueError(
+            f"{name}={bounds!r} must be a pair (start, end) of numbers, such as {DEFAULT_RANGES[name]}."
+        ) from None
     if not (math.isfinite(start) and math.isfinite(end)) or start < 0:
         raise ValueError(f"{name}={bounds} must hold finite ratios >= 0; ratios of probabilities are never negative.")
     if start > end:
@@ -160,7 +163,7 @@ def _checked_range(name: str, bounds: Any, step: float) -> tuple[float, float]:
             f"{name}_step={step} must be positive: the search could not advance. To fix the bound, keep the step and "
             f"give a range of zero width, {name}=({start}, {start})."
         )
-    if (end - start) / step > MAX_STEPS or (end > start and step < 1e-5 * end):
+    if (end - start) / step > MAX_STEPS or step < 1e-5 * end:
         raise ValueError(
             f"{name}_step={step} is too fine for {name}={bounds}: at most {MAX_STEPS} steps, none below 1e-5 of the "
             "bound, can be told apart in float32. The published steps are 0.02 and 0.05."

@@ -18,10 +18,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, bounds_from_table, signal_table
+from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.entropy_rule import diagnose, staleness_histogram
 from bapo.core.logprobs import token_logprobs
-from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss
+from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss, update_table
 from bapo.core.reduction import Reduction, denominator_of
 from bapo.core.settings import ClipSettings
 from bapo.types import TokenBatch
@@ -139,19 +139,16 @@ class Learner:
     @torch.no_grad()
     def _solve_over(self, batches: Sequence[TokenBatch]) -> ClipBounds:
         """Bounds from the summed tables of all micro-batches."""
-        tables = []
-        for batch in batches:
-            mask = torch.ones_like(batch.targets, dtype=torch.bool)
-            tokens = clean_tokens(self.logprobs(batch)[0], batch.behavior_logprobs, batch.advantages, mask)
-            tables.append(
-                signal_table(
-                    tokens.ratio,
-                    tokens.advantages,
-                    mask,
-                    self.settings.clip,
-                    behavior_logprobs=tokens.behavior_logprobs,
-                )
+        tables = [
+            update_table(
+                self.logprobs(batch)[0],
+                batch.behavior_logprobs,
+                batch.advantages,
+                torch.ones_like(batch.targets, dtype=torch.bool),
+                self.settings.clip,
             )
+            for batch in batches
+        ]
         return bounds_from_table(torch.stack(tables).sum(0), self.settings.clip)
 
     def _backward(self, batch: TokenBatch, bounds: ClipBounds | None, denominator: Tensor) -> _Output:
@@ -163,7 +160,7 @@ class Learner:
             batch.advantages,
             torch.ones_like(batch.targets, dtype=torch.bool),
             objective=settings.objective,
-            settings=settings.clip if settings.objective == "bapo" else None,
+            settings=settings.clip if settings.objective == "bapo" and bounds is None else None,
             bounds=bounds,
             reduction=settings.reduction,
             denominator=denominator,

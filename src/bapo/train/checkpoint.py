@@ -81,7 +81,7 @@ def newest(directory: Path) -> Path:
     found = available(directory)
     if not found:
         raise CheckpointError(
-            f"{directory} holds no checkpoint, so there is nothing to resume. The run ended before its first one; start "
+            f"{directory} holds no checkpoint, so there is nothing to resume. The run ended before its first; start "
             "it again with `bapo train`."
         )
     return found[-1]
