@@ -6,6 +6,7 @@ not writable, 130 stopped by the user (everything is saved).
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> None:
+    os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
     import tyro
 
     from bapo.config import Config, ConfigError, load_config, parse_config

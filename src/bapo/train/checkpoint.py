@@ -63,6 +63,9 @@ def save(directory: Path, parts: Parts, progress: Progress, *, logs: dict[str, i
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _flush(directory)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"{partial}: {error}") from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

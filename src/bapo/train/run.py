@@ -93,6 +93,7 @@ def build(config: Config) -> Parts:
     """The parts of a run, at its beginning."""
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = str(model_path()) if config.model.path == "demo" else config.model.path
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

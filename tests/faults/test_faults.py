@@ -1,0 +1,166 @@
+"""What a user's bad day looks like: killed, interrupted, out of disk, damaged files, wrong keys."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+# All off-policy sources in play: parked responses, replay, reuse.
+RUN = [
+    *("--steps", "8", "--threads", "1", "--checkpoint-every", "2"),
+    *("--rollout.prompts", "4", "--rollout.responses", "4", "--learn.batch-groups", "4"),
+    *("--offpolicy.reuse", "2", "--offpolicy.replay-fraction", "0.3", "--offpolicy.partial-budget", "500"),
+    *("--eval.problems", "4", "--eval.k", "2", "--eval.every", "3"),
+]
+
+
+def bapo(*arguments, **options):
+    command = [sys.executable, "-m", "bapo.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)
+
+
+def started(out):
+    """A run in the background; its output goes to a file beside its directory."""
+    command = [sys.executable, "-m", "bapo.cli", "train", *RUN, "--out", str(out)]
+    with out.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def wait_for_steps(process, out, steps):
+    """Until the log shows so many steps (or the process ends)."""
+    while process.poll() is None:
+        log = out / "timing.jsonl"
+        if log.exists() and len(log.read_text().splitlines()) >= steps:
+            return
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    result = bapo("train", *RUN, "--out", out)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+def assert_same_run(out, expected):
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (out / name).read_bytes() == (expected / name).read_bytes()
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (out, expected))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_run_has_parked_and_replayed_responses(uninterrupted):
+    lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("rollout/parked", 0) > 0 for line in lines)
+    assert max(line.get("buffer/replayed", 0) for line in lines) > 0
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_kill_9_at_a_random_moment_then_resume_is_the_uninterrupted_run(attempt, uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    process = started(out)
+    moment = random.Random()
+    wait_for_steps(process, out, moment.randint(1, 6))
+    time.sleep(moment.random() * 0.5)
+    process.kill()
+    process.wait()
+    assert not (out / "summary.json").exists()
+    result = bapo("resume", out)
+    assert result.returncode == 0, result.stderr
+    assert_same_run(out, uninterrupted)
+    assert "complete" in bapo("resume", out).stdout
+
+
+def test_ctrl_c_saves_the_step_and_exits_130(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    process = started(out)
+    wait_for_steps(process, out, 2)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=120)
+    output = out.with_suffix(".log").read_text()
+    assert process.returncode == 130, output
+    assert f"bapo resume {out}" in output
+    result = bapo("resume", out)
+    assert result.returncode == 0, result.stderr
+    assert_same_run(out, uninterrupted)
+
+
+def test_a_disk_that_fills_up_loses_nothing(uninterrupted, tmp_path):
+    # A limit on file size makes the operating system refuse the checkpoint's weights, as a full disk would.
+    out = tmp_path / "run"
+
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    result = bapo("train", *RUN, "--out", out, preexec_fn=small_files)
+    assert result.returncode == 4, result.stderr
+    assert "cannot write" in result.stderr
+    assert list((out / "checkpoints").iterdir()) == []  # nothing half-written is left behind
+    process = started(tmp_path / "later")
+    wait_for_steps(process, tmp_path / "later", 3)
+    process.kill()
+    process.wait()
+    full = bapo("resume", tmp_path / "later", preexec_fn=small_files)
+    assert full.returncode == 4, full.stderr
+    assert bapo("resume", tmp_path / "later").returncode == 0
+    assert_same_run(tmp_path / "later", uninterrupted)
+
+
+def test_damaged_and_missing_checkpoints_are_named(tmp_path):
+    out = tmp_path / "run"
+    process = started(out)
+    wait_for_steps(process, out, 5)
+    process.kill()
+    process.wait()
+    newest = sorted((out / "checkpoints").glob("step-*"))[-1]
+    weights = newest / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    result = bapo("resume", out)
+    assert result.returncode == 3
+    assert "model.safetensors changed since it was written" in result.stderr
+    assert "to resume from step-" in result.stderr
+    (newest / "manifest.json").unlink()
+    assert bapo("resume", out).returncode == 3
+    for path in (out / "checkpoints").iterdir():
+        path.rename(tmp_path / path.name)
+    missing = bapo("resume", out)
+    assert (missing.returncode, "holds no checkpoint" in missing.stderr) == (3, True)
+    nowhere = bapo("resume", tmp_path / "nowhere")
+    assert (nowhere.returncode, "not a run directory" in nowhere.stderr) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--help"], 0, "usage: bapo COMMAND"),
+        ([], 2, "usage: bapo COMMAND"),
+        (["--version"], 0, "0."),
+        (["trian"], 2, "Did you mean 'train'"),
+        (["train", "--offpolicy.resue", "2"], 2, "resue"),
+        (["train", "--offpolicy.reuse", "0"], 2, "greater than or equal to 1"),
+        (["train", "--offpolicy.reuse", "40"], 2, "max_staleness >= 39"),
+        (["train", "--objective.name", "bappo"], 2, "Did you mean 'bapo'"),
+        (["train", "nowhere.toml"], 2, "cannot read the recipe nowhere.toml"),
+        (["train", "--model.path", "/nowhere", "--out", "unused"], 2, "model.path='/nowhere' cannot be loaded"),
+        (["train", "--out", "."], 2, "exists already"),
+        (["resume"], 2, "usage: bapo resume RUN"),
+        (["train", "--help"], 0, "--offpolicy.partial-budget"),
+    ],
+)
+def test_usage_and_exit_codes(arguments, code, message, tmp_path):
+    result = bapo(*arguments, cwd=tmp_path, env={**os.environ, "COLUMNS": "200"})
+    assert result.returncode == code, result.stderr
+    assert message in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr

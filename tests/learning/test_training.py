@@ -1,0 +1,193 @@
+"""Training that really learns, and off-policy switches that really switch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from bapo.buffer import Buffer
+from bapo.config import parse_config
+from bapo.demo import model_path
+from bapo.learn.learner import Learner
+from bapo.rollout.engine import Sampling
+from bapo.rollout.local import LocalEngine
+from bapo.rollout.scheduler import Scheduler
+from bapo.tasks.stream import ProblemStream
+from bapo.train.loop import Parts, Progress, train
+from bapo.train.run import build, learner_settings, start
+from bapo.types import Problem
+
+SMALL = {
+    "steps": 4,
+    "threads": 1,
+    "rollout": {"prompts": 4, "responses": 4},
+    "learn": {"batch_groups": 4},
+    "eval": {"problems": 4, "k": 2, "every": 0},
+}
+
+
+def configured(out, **sections):
+    values = {**SMALL, "out": str(out)}
+    for name, section in sections.items():
+        values[name] = {**values[name], **section} if name in values and isinstance(section, dict) else section
+    return parse_config(values, source="test")
+
+
+class FirstCharacter:
+    """Reward 1 if the response starts with the digit the prompt names: learnable from nothing."""
+
+    def __init__(self):
+        self.train = [Problem(f"p{d}", f"{d}:", d) for d in range(4)]
+        self.test = self.train
+
+    def score(self, problem, response):
+        return float(response[:1] == str(problem.answer))
+
+
+@pytest.mark.parametrize("objective", ["bapo", "grpo"])
+def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    config = parse_config(
+        {
+            "steps": 25,
+            "objective": {"name": objective},
+            "rollout": {"prompts": 8, "responses": 16, "max_tokens": 2},
+            "learn": {"lr": 5e-3, "batch_groups": 8},
+            "offpolicy": {"reuse": 4},
+        },
+        source="test",
+    )
+    task = FirstCharacter()
+    parts = Parts(
+        config=config,
+        task=task,
+        tokenizer=tokenizer,
+        engine=LocalEngine(model),
+        stream=ProblemStream(task.train, seed=0),
+        scheduler=Scheduler(Sampling(1.0, frozenset({tokenizer.eos_token_id})), max_response_tokens=2),
+        buffer=Buffer(batch_groups=8, reuse=4, max_staleness=16),
+        learner=Learner(model, learner_settings(config)),
+    )
+    rewards = []
+    train(parts, Progress(), after_step=lambda record: rewards.append(record.rollout["reward"]))
+    assert sum(rewards[:3]) / 3 < 0.2
+    assert sum(rewards[-3:]) / 3 > 0.7
+
+
+def run(tmp_path, name, **sections):
+    """Metrics lines and weights of a small run of the embedded default."""
+    out = tmp_path / name
+    start(configured(out, **sections), plain=True)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return lines, load_file(out / "model" / "model.safetensors"), out
+
+
+def updates(lines):
+    return [line for line in lines if line["kind"] == "update"]
+
+
+def rollouts(lines):
+    return [line for line in lines if line["kind"] == "rollout"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain"), "plain")
+
+
+def identical(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+def test_one_seed_is_one_result_bit_for_bit(plain, tmp_path):
+    identical(plain, run(tmp_path, "again"))
+    assert run(tmp_path, "other", seed=1, steps=1)[0][1] != plain[0][1]
+
+
+def test_a_budget_larger_than_any_response_is_the_plain_loop(plain, tmp_path):
+    identical(plain, run(tmp_path, "partial", offpolicy={"partial_budget": 10**6}))
+
+
+def test_replay_off_is_the_plain_loop(plain, tmp_path):
+    identical(plain, run(tmp_path, "replay", offpolicy={"replay_fraction": 0.0, "replay_max_uses": 5}))
+
+
+def test_the_run_directory_holds_what_it_should(plain):
+    out = plain[2]
+    assert {p.name for p in out.iterdir()} == {
+        *("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "checkpoints", "model", "summary.json"),
+    }
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["updates"] == len(updates(plain[0]))
+    rollout = json.loads((out / "rollouts.jsonl").read_text().splitlines()[0])
+    assert len(rollout["responses"]) == 4
+    assert [len(t["tokens"]) for t in rollout["trajectories"]] == [len(t["versions"]) for t in rollout["trajectories"]]
+    LlamaForCausalLM.from_pretrained(out / "model")
+
+
+def test_on_policy_has_no_staleness_and_reuse_has_as_much_as_it_makes(plain, tmp_path):
+    fresh = run(tmp_path, "on-policy", offpolicy={"reuse": 1, "max_staleness": 0})[0]
+    assert {line["staleness_max"] for line in updates(fresh)} == {0.0}
+    assert all(line["kl"] < 1e-6 for line in updates(fresh))
+    assert max(line["staleness_max"] for line in updates(plain[0])) == 3.0
+
+
+def test_replay_draws_from_earlier_rollouts(tmp_path):
+    lines = run(tmp_path, "replay", offpolicy={"reuse": 1, "replay_fraction": 0.5, "replay_max_age": 8})[0]
+    assert max(line["staleness_max"] for line in updates(lines)) > 0
+    assert max(line["groups"] for line in updates(lines)) > 4
+
+
+def test_partial_rollout_parks_and_resumes_under_newer_weights(tmp_path):
+    sections = {"offpolicy": {"reuse": 2, "partial_budget": 500}, "steps": 8}
+    lines, _, out = run(tmp_path, "partial", **sections)
+    assert all(line["rollout/sampled_tokens"] <= 500 or line["rollout/forced"] for line in rollouts(lines))
+    assert sum(line["rollout/resumed"] for line in rollouts(lines)) > 0
+    versions = [
+        trajectory["versions"]
+        for line in (out / "rollouts.jsonl").read_text().splitlines()
+        for trajectory in json.loads(line)["trajectories"]
+    ]
+    assert any(len(set(v)) > 1 for v in versions)  # several policies wrote one response
+    assert all(v == sorted(v) for v in versions)
+
+
+def test_all_sources_together_keep_the_staleness_bound(tmp_path):
+    off = {"reuse": 2, "max_staleness": 6, "replay_fraction": 0.4, "replay_max_age": 6, "partial_budget": 400}
+    lines = run(tmp_path, "all", offpolicy=off, steps=8)[0]
+    ages = [line["staleness_max"] for line in updates(lines)]
+    assert 2 < max(ages) <= 6
+
+
+def test_every_objective_trains(tmp_path):
+    from bapo.config import OBJECTIVE_NAMES
+
+    for name in OBJECTIVE_NAMES:
+        lines = run(tmp_path, name, objective={"name": name}, steps=1)[0]
+        assert all(abs(line["loss"]) < 100 for line in updates(lines))
+
+
+def test_the_shipped_recipe_builds():
+    config = configured(Path("unused"))
+    parts = build(config)
+    assert parts.learner.version == 0
+    assert len(parts.task.train) == 4096

@@ -1,0 +1,79 @@
+import pytest
+
+from bapo.config import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config, ConfigError, all_keys, load_config, parse_config
+
+
+def refused(values):
+    with pytest.raises(ConfigError) as error:
+        parse_config(values, source="test")
+    return str(error.value)
+
+
+def test_defaults_are_possible_and_survive_json():
+    config = Config()
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert config.updates_per_step == 4
+
+
+def test_names_are_those_of_the_core():
+    from bapo.core.advantages import ADVANTAGES
+    from bapo.core.objectives import OBJECTIVES
+
+    assert set(OBJECTIVE_NAMES) == set(OBJECTIVES)
+    assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
+
+
+def test_presets_and_overrides_make_clip_settings():
+    weak = parse_config({}, source="test").objective.clip
+    assert (weak.target_share, weak.low, weak.measure) == (0.45, (0.8, 0.9), "surrogate")
+    config = parse_config({"objective": {"preset": None, "target_share": 0.5, "high": [1.2, 2.4]}}, source="test")
+    assert (config.objective.clip.measure, config.objective.clip.high) == ("gradient", (1.2, 2.4))
+    script = parse_config({"objective": {"preset": "released-script"}}, source="test").objective.clip
+    assert (script.low_step, script.order, round(script.target_share, 4)) == (0.05, "low_first", 0.3333)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"offpolicy": {"resue": 2}}, ["offpolicy.resue is not a known key", "Did you mean offpolicy.reuse"]),
+        ({"lr": 1e-4}, ["lr is not a known key", "Did you mean learn.lr"]),
+        ({"steps": 0}, ["steps = 0"]),
+        ({"rollout": {"responses": 1}}, ["rollout.responses = 1"]),
+        ({"objective": {"name": "bappo"}}, ["objective.name='bappo'", "Did you mean 'bapo'"]),
+        ({"objective": {"low": [0.9, 0.6]}}, ["not ordered"]),
+        ({"learn": {"advantages": "grop"}}, ["learn.advantages='grop'", "Did you mean 'grpo'"]),
+        ({"offpolicy": {"reuse": 8, "max_staleness": 4}}, ["8 updates on each rollout batch", "max_staleness >= 7"]),
+        (
+            {"offpolicy": {"replay_fraction": 0.5, "replay_max_age": 20}},
+            ["replay_max_age=20 exceeds offpolicy.max_staleness=16"],
+        ),
+        ({"offpolicy": {"partial_budget": 100, "partial_max_age": 15}}, ["partial_max_age=15 plus the 3 further"]),
+    ],
+)
+def test_impossible_configurations_say_which_keys_and_what_to_do(values, parts):
+    message = refused(values)
+    for part in parts:
+        assert part in message
+
+
+def test_everything_wrong_is_listed_at_once():
+    message = refused({"steps": 0, "learn": {"lr": -1}, "out": 3})
+    assert all(key in message for key in ("steps", "learn.lr", "out"))
+
+
+def test_recipes_are_toml(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("steps = 7\n[objective]\nname = 'grpo'\n[objective.options]\nhigh = 1.3\n")
+    config = load_config(recipe)
+    assert (config.steps, config.objective.name, config.objective.options) == (7, "grpo", {"high": 1.3})
+    recipe.write_text("steps = = 7")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(recipe)
+    with pytest.raises(ConfigError, match="cannot read the recipe"):
+        load_config(tmp_path / "nowhere.toml")
+
+
+def test_every_key_has_a_name():
+    keys = all_keys()
+    assert {"steps", "objective.name", "offpolicy.partial_budget", "learn.lr"} <= set(keys)
+    assert len(keys) == len(set(keys))

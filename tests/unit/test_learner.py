@@ -1,0 +1,156 @@
+"""Packing and the learner: shapes by hand, the sampler's own log-probs, and updates that do not depend on the cut."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bapo.core.settings import ClipSettings
+from bapo.learn.learner import Learner, LearnerSettings, learning_rate
+from bapo.learn.packing import pack
+from bapo.rollout.engine import Sampling
+from bapo.rollout.local import LocalEngine
+from bapo.rollout.scheduler import Scheduler, new_group
+from bapo.types import Group, Problem, Status, Trajectory
+
+CPU = torch.device("cpu")
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def sampled_groups(policy, count=4, temperature=0.8, version=0):
+    """Real rollouts with made-up rewards."""
+    scheduler = Scheduler(Sampling(temperature, frozenset({1})), max_response_tokens=12)
+    scheduler.admit(new_group(i, Problem(str(i), "", None), [3, 4 + i], responses=3, seed=7) for i in range(count))
+    groups = scheduler.run(LocalEngine(policy, slots=8), version=version).groups
+    for group in groups:
+        for index, trajectory in enumerate(group.trajectories):
+            trajectory.reward = float(index == group.id % 3)
+    return groups
+
+
+def by_hand(prompt, tokens, reward):
+    return Trajectory(
+        prompt=prompt,
+        seed=0,
+        tokens=tokens,
+        behavior_logprobs=[-1.0 - t / 10 for t in tokens],
+        entropies=[0.5] * len(tokens),
+        versions=[2] * len(tokens),
+        status=Status.STOPPED,
+        reward=reward,
+    )
+
+
+def test_packing_by_hand():
+    group = Group(0, Problem("p", "", None), [by_hand([5, 6], [7, 1], 1.0), by_hand([5, 6], [8, 9, 10, 1], 0.0)])
+    (batch,) = pack([group], estimator="dr_grpo", micro_tokens=100, device=CPU)
+    assert batch.input_ids.tolist() == [[5, 6, 8, 9, 10, 1], [5, 6, 7, 1, 0, 0]]  # longest first
+    assert batch.attention_mask.tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]]
+    assert batch.predicts.nonzero().tolist() == [[0, 1], [0, 2], [0, 3], [0, 4], [1, 1], [1, 2]]
+    assert batch.targets.tolist() == [8, 9, 10, 1, 7, 1]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.advantages.tolist() == [-0.5] * 4 + [0.5] * 2
+    assert batch.behavior_logprobs.tolist() == pytest.approx([-1.8, -1.9, -2.0, -1.1, -1.7, -1.1])
+    assert batch.versions.tolist() == [2] * 6
+
+
+def test_micro_batches_hold_at_most_their_places_and_every_response_once():
+    group = Group(0, Problem("p", "", None), [by_hand([5], [7] * n, float(n % 2)) for n in (3, 9, 1, 5, 5, 2)])
+    batches = pack([group], estimator="grpo", micro_tokens=14, device=CPU)
+    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 10), (2, 6), (3, 4)]
+    assert sum(len(batch.targets) for batch in batches) == 25
+    with pytest.raises(ValueError, match="without a reward"):
+        pack(
+            [Group(0, Problem("p", "", None), [by_hand([5], [7], None)])], estimator="grpo", micro_tokens=9, device=CPU
+        )
+
+
+def test_learner_sees_the_log_probs_and_entropies_the_sampler_recorded():
+    policy = model()
+    groups = sampled_groups(policy)
+    (batch,) = pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU)
+    logprobs, entropy = Learner(policy, LearnerSettings(temperature=0.8)).logprobs(batch)
+    assert_close(logprobs, batch.behavior_logprobs, rtol=0, atol=2e-5)
+    rows = sorted((t for g in groups for t in g.trajectories), key=lambda t: -len(t.prompt + t.tokens))
+    assert_close(entropy, torch.tensor([x for t in rows for x in t.entropies]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
+@pytest.mark.parametrize("objective", ["bapo", "grpo", "gspo"])
+def test_an_update_does_not_depend_on_how_it_is_cut(objective, reduction):
+    start = model()
+    groups = sampled_groups(start)
+    with torch.no_grad():  # a learner that has moved on: ratios differ from 1
+        for parameter in start.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    settings = LearnerSettings(
+        objective=objective,
+        clip=ClipSettings(target_share=0.55),
+        reduction=reduction,
+        length=12,
+        temperature=0.8,
+        lr=1e-3,
+    )
+    results = []
+    for micro_tokens in (10**6, 60, 1):
+        learner = Learner(copy.deepcopy(start), settings)
+        update = learner.step(pack(groups, estimator="grpo", micro_tokens=micro_tokens, device=CPU))
+        assert (update.version, learner.version) == (1, 1)
+        results.append((update.metrics, [p.detach().clone() for p in learner.model.parameters()]))
+    for metrics, parameters in results[1:]:
+        assert metrics.keys() == results[0][0].keys()
+        for name, value in results[0][0].items():
+            assert metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+        for ours, theirs in zip(parameters, results[0][1], strict=True):
+            assert_close(ours, theirs, rtol=0, atol=2e-4)
+    assert any(not torch.equal(a, b) for a, b in zip(results[0][1], start.parameters(), strict=True))
+
+
+def test_staleness_is_counted_per_token():
+    policy = model()
+    groups = sampled_groups(policy, version=3)
+    learner = Learner(policy, LearnerSettings(temperature=0.8))
+    learner.version = 5
+    metrics = learner.step(pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU)).metrics
+    assert metrics["staleness_mean"] == metrics["staleness_max"] == 2
+    assert metrics["staleness_histogram"][2] == metrics["tokens"]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    policy = model()
+    groups = sampled_groups(policy)
+    learner = Learner(policy, LearnerSettings(temperature=0.8))
+    before = [p.detach().clone() for p in policy.parameters()]
+    for p in policy.parameters():
+        p.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(FloatingPointError, match=r"gradient norm is nan at version 0.*Lower learn\.lr"):
+        learner.step(pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU))
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert learner.version == 0
+
+
+def test_learning_rate_schedules_by_hand():
+    def at(update, schedule):
+        return learning_rate(update, LearnerSettings(lr=1.0, warmup_updates=4, schedule=schedule, total_updates=12))
+
+    assert [at(u, "constant") for u in (0, 1, 3, 4, 99)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert [at(u, "linear") for u in (4, 8, 12, 99)] == [1.0, 0.5, 0.0, 0.0]
+    assert [at(u, "cosine") for u in (4, 8, 12)] == pytest.approx([1.0, 0.5, 0.0])

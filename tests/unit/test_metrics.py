@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+
+from bapo.metrics import METRICS, check_declared, markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_in_docs_is_the_generated_one():
+    assert (ROOT / "docs" / "metrics.md").read_text() == markdown()
+
+
+def test_undeclared_keys_are_refused():
+    check_declared({"loss": 1.0, "eval/avg": 0.5})
+    with pytest.raises(KeyError, match="losss"):
+        check_declared({"losss": 1.0})
+
+
+def test_every_sentence_is_one():
+    for key, sentence in METRICS.items():
+        assert not sentence[0].islower() or sentence.startswith("avg@k"), key
+        assert sentence.endswith("."), key
