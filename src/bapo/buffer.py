@@ -6,10 +6,11 @@ A rollout is added once its groups are finished and scored, and is then drawn up
     reuse     the groups of the latest rollout are fresh; `reuse` passes visit each of them once per pass
     replay    groups of earlier rollouts join the batches of later ones, up to an age and a number of uses
 
-A pass over m groups makes max(1, m / batch_groups rounded) batches of even size, so that no update rests on a few
-left-over groups. A draw takes the next such batch, n groups, and joins them with round(f / (1 - f) n) replayed ones
-(ties to even), so that these are the fraction f of the batch; fewer if fewer are eligible. Replay accompanies fresh
-groups and never stands alone: when the passes are over, a draw is empty and the loop samples the next rollout.
+A pass over m groups makes max(1, m / batch_groups rounded) batches of even size (at most `max_batches`), so that no
+update rests on a few left-over groups. A draw takes the next such batch, n groups, and joins them with
+round(f / (1 - f) n) replayed ones (ties to even), so that these are the fraction f of the batch; fewer if fewer are
+eligible. Replay accompanies fresh groups and never stands alone: when the passes are over, a draw is empty and the loop
+samples the next rollout.
 
 The staleness bound. Let age(group, v) = v - version of the oldest token in any of its responses; an empty response
 has no token and does not count. With `max_staleness` = S, no token with staleness above S is ever trained on:
@@ -42,7 +43,7 @@ from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from typing import Any
 
-from bapo.types import Group, Problem, Status, Trajectory
+from bapo.types import Group, batches_per_pass, group_from_state, group_state
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Buffer:
         self,
         *,
         batch_groups: int,
+        max_batches: int | None = None,
         reuse: int = 1,
         max_staleness: int,
         replay_fraction: float = 0.0,
@@ -113,11 +115,13 @@ class Buffer:
         capacity: int = 1024,
         seed: int = 0,
     ) -> None:
-        """`replay_fraction`: of each batch; 0 for no replay. `replay_max_age`: oldest group replayed, in versions.
-        `replay_max_uses`: replays per group, on top of its `reuse` fresh passes.
+        """`max_batches`: of one pass; a larger rollout makes larger batches. `replay_fraction`: of each batch; 0 for no
+        replay. `replay_max_age`: oldest group replayed, in versions. `replay_max_uses`: replays per group, on top of
+        its `reuse` fresh passes.
         """
         _check_settings(batch_groups, reuse, max_staleness, replay_fraction, replay_max_age, replay_max_uses, capacity)
         self.batch_groups = batch_groups
+        self.max_batches = max_batches
         self.reuse = reuse
         self.max_staleness = max_staleness
         self.replay_fraction = replay_fraction
@@ -127,6 +131,7 @@ class Buffer:
         self.seed = seed
         self._held: dict[int, _Held] = {}
         self._version: int | None = None
+        self._batch_size = batch_groups
         self._totals = BufferMetrics()
 
     def add(self, groups: Iterable[Group], *, version: int) -> None:
@@ -157,6 +162,8 @@ class Buffer:
                 filtered += 1
         self._version = version
         self._held |= admitted
+        batches = batches_per_pass(len(admitted), self.batch_groups)
+        self._batch_size = math.ceil(len(admitted) / min(batches, self.max_batches or batches))
         self._count(adds=1, added=len(admitted), filtered=filtered)
         self._settle(version)
 
@@ -192,6 +199,7 @@ class Buffer:
         """Everything that decides how this buffer goes on, as plain JSON data. Settings are not part of it."""
         return {
             "version": self._version,
+            "batch_size": self._batch_size,
             "totals": {name: getattr(self._totals, name) for name in _COUNTS},
             "held": [
                 {
@@ -207,6 +215,7 @@ class Buffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken; what this buffer held before is forgotten."""
         self._version = state["version"]
+        self._batch_size = state["batch_size"]
         self._totals = BufferMetrics(**state["totals"])
         self._held = {}
         for saved in state["held"]:
@@ -227,9 +236,7 @@ class Buffer:
         unfinished = [held for held in self._held.values() if self._passes_left(held)]
         current = min((held.passes for held in unfinished), default=0)
         unvisited = [held for held in unfinished if held.passes == current]
-        batches = max(1, math.floor(len(unvisited) / self.batch_groups + 0.5))
-        size = math.ceil(len(unvisited) / batches)
-        return self._shuffled(unvisited, "pass", self._totals.adds, current)[:size]
+        return self._shuffled(unvisited, "pass", self._totals.adds, current)[: self._batch_size]
 
     def _sample_replay(self, places: int) -> list[_Held]:
         """Groups of earlier rollouts, without replacement. All that are held are eligible: `_settle` saw to it."""
@@ -272,24 +279,6 @@ class Buffer:
         self._totals = replace(
             self._totals, **{name: getattr(self._totals, name) + value for name, value in more.items()}
         )
-
-
-def group_state(group: Group) -> dict[str, Any]:
-    """A group as plain JSON data. Python writes floats so that they are read back exactly."""
-    return {
-        "id": group.id,
-        "problem": dict(vars(group.problem)),
-        "trajectories": [
-            {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
-            for trajectory in group.trajectories
-        ],
-    }
-
-
-def group_from_state(state: dict[str, Any]) -> Group:
-    """The group that `group_state` wrote."""
-    trajectories = [Trajectory(**{**saved, "status": Status(saved["status"])}) for saved in state["trajectories"]]
-    return Group(id=state["id"], problem=Problem(**state["problem"]), trajectories=trajectories)
 
 
 def _oldest(group: Group) -> int:

@@ -7,7 +7,6 @@ the embedded run: a laptop, minutes, no network.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -16,10 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from bapo.core.settings import ClipSettings, Measure, Order, Preset, Weight, require_choice
 from bapo.demo import MAX_RESPONSE_TOKENS
+from bapo.types import batches_per_pass
 
 OBJECTIVE_NAMES = (
     "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po",
 )  # fmt: skip
+CLIP_KEYS = ("target_share", "low", "high", "measure", "weight", "order")
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
 
 
@@ -79,13 +80,19 @@ class ObjectiveConfig(_Section):
     def clip(self) -> ClipSettings:
         """The clip settings these keys describe."""
         base = ClipSettings.preset(self.preset) if self.preset else ClipSettings()
-        names = ("target_share", "low", "high", "measure", "weight", "order")
-        kept = {name: getattr(base, name) for name in (*names, "low_step", "high_step")}
-        return ClipSettings(**(kept | {name: getattr(self, name) for name in names if getattr(self, name) is not None}))
+        kept = {name: getattr(base, name) for name in (*CLIP_KEYS, "low_step", "high_step")}
+        chosen = {name: getattr(self, name) for name in CLIP_KEYS if getattr(self, name) is not None}
+        return ClipSettings(**(kept | chosen))
 
     @model_validator(mode="after")
     def _known(self) -> Self:
         require_choice("objective.name", self.name, OBJECTIVE_NAMES)
+        overrides = [n for n in CLIP_KEYS if getattr(self, n) is not None]
+        if self.name != "bapo" and overrides:
+            raise ValueError(
+                f"objective.{overrides[0]} belongs to objective.name='bapo', not to {self.name!r}, which ignores it. "
+                f"Options of {self.name!r} go into objective.options."
+            )
         if self.preset is not None:
             require_choice("objective.preset", self.preset, get_args(Preset))
         _ = self.clip
@@ -174,9 +181,14 @@ class Config(_Section):
     eval: EvalConfig = EvalConfig()
 
     @property
+    def max_batches(self) -> int:
+        """Updates of one pass; a step that finishes more groups makes larger batches, not more of them."""
+        return batches_per_pass(self.rollout.prompts, self.learn.batch_groups)
+
+    @property
     def updates_per_step(self) -> int:
-        """Updates on one full rollout batch."""
-        return self.offpolicy.reuse * math.ceil(self.rollout.prompts / self.learn.batch_groups)
+        """Updates of one step, at most."""
+        return self.offpolicy.reuse * self.max_batches
 
     @property
     def parked_max_age(self) -> int:
@@ -195,6 +207,16 @@ class Config(_Section):
                 f"tokens grow {last} updates old, but offpolicy.max_staleness={off.max_staleness} forbids that. Set "
                 f"max_staleness >= {last}, or lower reuse or raise learn.batch_groups."
             )
+        if off.replay_capacity < 2 * self.rollout.prompts:
+            raise ValueError(
+                f"offpolicy.replay_capacity={off.replay_capacity} cannot hold the groups one step may finish, twice "
+                f"rollout.prompts={self.rollout.prompts}. Set replay_capacity >= {2 * self.rollout.prompts}."
+            )
+        if off.replay_fraction > 0 and off.replay_max_age < self.updates_per_step:
+            raise ValueError(
+                f"offpolicy.replay_max_age={off.replay_max_age} replays nothing: a rollout is {self.updates_per_step} "
+                f"updates old when the next one is trained on. Set replay_max_age >= {self.updates_per_step}."
+            )
         if off.replay_fraction > 0 and off.replay_max_age > off.max_staleness:
             raise ValueError(
                 f"offpolicy.replay_max_age={off.replay_max_age} exceeds offpolicy.max_staleness={off.max_staleness}, "
@@ -204,6 +226,11 @@ class Config(_Section):
             raise ValueError(
                 f"offpolicy.partial_max_age={self.parked_max_age} plus the {last} further updates of a step exceed "
                 f"offpolicy.max_staleness={off.max_staleness}. Lower partial_max_age or raise max_staleness."
+            )
+        if off.partial_budget is not None and self.parked_max_age < self.updates_per_step:
+            raise ValueError(
+                f"parked groups may grow {self.parked_max_age} updates old, but a step takes {self.updates_per_step}, "
+                "so none could ever be resumed. Raise offpolicy.max_staleness (and partial_max_age), or lower reuse."
             )
         return self
 

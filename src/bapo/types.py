@@ -13,6 +13,7 @@ later. This module imports nothing heavy, so that every other one may import it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,29 @@ class Group:
     def finished(self) -> bool:
         """Whether every response is complete."""
         return all(trajectory.finished for trajectory in self.trajectories)
+
+
+def batches_per_pass(groups: int, batch_groups: int) -> int:
+    """Updates in one pass over so many groups: their number over the batch size, rounded, at least one."""
+    return max(1, math.floor(groups / batch_groups + 0.5))
+
+
+def group_state(group: Group) -> dict[str, Any]:
+    """A group as plain JSON data. Python writes floats so that they are read back exactly."""
+    return {
+        "id": group.id,
+        "problem": dict(vars(group.problem)),
+        "trajectories": [
+            {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
+            for trajectory in group.trajectories
+        ],
+    }
+
+
+def group_from_state(state: dict[str, Any]) -> Group:
+    """The group that `group_state` wrote."""
+    trajectories = [Trajectory(**{**saved, "status": Status(saved["status"])}) for saved in state["trajectories"]]
+    return Group(id=state["id"], problem=Problem(**state["problem"]), trajectories=trajectories)
 
 
 @dataclass(frozen=True)

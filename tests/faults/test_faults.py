@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,31 @@ def test_kill_9_at_a_random_moment_then_resume_is_the_uninterrupted_run(attempt,
     assert "complete" in bapo("resume", out).stdout
 
 
+def test_a_run_killed_before_its_first_step_or_after_its_export_can_be_completed(uninterrupted, tmp_path):
+    early = tmp_path / "early"
+    process = started(early)
+    while process.poll() is None and not list((early / "checkpoints").glob("step-000000")):
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert bapo("resume", early).returncode == 0
+    assert_same_run(early, uninterrupted)
+    (early / "summary.json").unlink()  # as if killed between writing the model and the summary
+    assert bapo("resume", early).returncode == 0
+    assert_same_run(early, uninterrupted)
+
+
+def test_a_log_shorter_than_its_checkpoint_is_refused(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(uninterrupted, out)
+    (out / "summary.json").unlink()
+    os.truncate(out / "metrics.jsonl", 100)
+    result = bapo("resume", out)
+    assert (result.returncode, "shorter than its checkpoint recorded" in result.stderr) == (3, True)
+    (out / "config.json").write_text("{")
+    assert bapo("resume", out).returncode == 3
+
+
 def test_ctrl_c_saves_the_step_and_exits_130(uninterrupted, tmp_path):
     out = tmp_path / "run"
     process = started(out)
@@ -155,6 +181,9 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["train", "nowhere.toml"], 2, "cannot read the recipe nowhere.toml"),
         (["train", "--model.path", "/nowhere", "--out", "unused"], 2, "model.path='/nowhere' cannot be loaded"),
         (["train", "--out", "."], 2, "exists already"),
+        (["train", "--eval.problems", "513"], 2, "the task holds out 512"),
+        (["train", "--rollout.max-tokens", "400"], 2, "positions. Set rollout.max_tokens <="),
+        (["train", "--objective.options", "hgih", "1.3"], 2, "objective.options.hgih is not an option of 'bapo'"),
         (["resume"], 2, "usage: bapo resume RUN"),
         (["train", "--help"], 0, "--offpolicy.partial-budget"),
     ],

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bapo.buffer import Buffer
-from bapo.config import parse_config
+from bapo.config import load_config, parse_config
 from bapo.demo import model_path
 from bapo.learn.learner import Learner
 from bapo.rollout.engine import Sampling
@@ -186,8 +186,8 @@ def test_every_objective_trains(tmp_path):
         assert all(abs(line["loss"]) < 100 for line in updates(lines))
 
 
-def test_the_shipped_recipe_builds():
-    config = configured(Path("unused"))
-    parts = build(config)
+@pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda p: p.name)
+def test_shipped_recipes_build(recipe):
+    parts = build(load_config(recipe))
     assert parts.learner.version == 0
     assert len(parts.task.train) == 4096

@@ -47,6 +47,10 @@ def test_presets_and_overrides_make_clip_settings():
             {"offpolicy": {"replay_fraction": 0.5, "replay_max_age": 20}},
             ["replay_max_age=20 exceeds offpolicy.max_staleness=16"],
         ),
+        ({"offpolicy": {"replay_fraction": 0.5, "replay_max_age": 3}}, ["Set replay_max_age >= 4"]),
+        ({"offpolicy": {"replay_capacity": 20}}, ["Set replay_capacity >= 32"]),
+        ({"offpolicy": {"partial_budget": 9, "partial_max_age": 0}}, ["none could ever be resumed"]),
+        ({"objective": {"name": "grpo", "low": [0.5, 0.9]}}, ["objective.low belongs to objective.name='bapo'"]),
         ({"offpolicy": {"partial_budget": 100, "partial_max_age": 15}}, ["partial_max_age=15 plus the 3 further"]),
     ],
 )

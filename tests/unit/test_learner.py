@@ -124,6 +124,22 @@ def test_an_update_does_not_depend_on_how_it_is_cut(objective, reduction):
     assert any(not torch.equal(a, b) for a, b in zip(results[0][1], start.parameters(), strict=True))
 
 
+def test_m2po_refuses_a_cut_update():
+    policy = model()
+    batches = pack(sampled_groups(policy), estimator="grpo", micro_tokens=1, device=CPU)
+    with pytest.raises(ValueError, match=r"m2po.*Raise learn\.micro_tokens"):
+        Learner(policy, LearnerSettings(objective="m2po", temperature=0.8)).step(batches)
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused():
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    scaled = GraniteForCausalLM(GraniteConfig(vocab_size=20, logits_scaling=8.0, initializer_range=0.5, **sizes))
+    with pytest.raises(ValueError, match="changes its logits after the output head"):
+        Learner(scaled, LearnerSettings())
+
+
 def test_staleness_is_counted_per_token():
     policy = model()
     groups = sampled_groups(policy, version=3)

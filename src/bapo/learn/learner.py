@@ -83,6 +83,7 @@ class Learner:
 
     def __init__(self, model: Any, settings: LearnerSettings) -> None:
         self.model = model.eval()
+        _check_head(model)
         self.settings = settings
         self.version = 0
         decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
@@ -96,6 +97,11 @@ class Learner:
     def step(self, batches: Sequence[TokenBatch]) -> Update:
         """One optimizer step on the tokens of all micro-batches."""
         settings = self.settings
+        if settings.objective == "m2po" and len(batches) > 1:
+            raise ValueError(
+                f"objective m2po finds its mask over all tokens of an update, but this one is cut into {len(batches)} "
+                "micro-batches. Raise learn.micro_tokens until it fits into one."
+            )
         denominator = sum(
             denominator_of(
                 torch.ones_like(batch.targets, dtype=torch.bool),
@@ -111,6 +117,7 @@ class Learner:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm).item()
         if not math.isfinite(grad_norm):
+            self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
                 f"the gradient norm is {grad_norm} at version {self.version}; the weights were not changed. Lower "
                 f"learn.lr (now {settings.lr}), or look at the last rollouts for odd responses."
@@ -201,6 +208,22 @@ class Learner:
             "staleness_histogram": histogram.tolist(),
             "tokens": float(len(every)),
         }
+
+
+@torch.no_grad()
+def _check_head(model: Any) -> None:
+    """The head is applied here, in chunks: it must be all there is between hidden states and logits."""
+    ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
+    head = model.get_output_embeddings()
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    ours = torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)).float()
+    theirs = model(input_ids=ids, use_cache=False).logits.float()
+    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the output head (scaling or soft-capping), by up to "
+            f"{float((ours - theirs).abs().max()):.3g}; the learner's log-probs would not be the sampler's. Use a "
+            "model without logit scaling or soft-capping."
+        )
 
 
 SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop")

@@ -34,12 +34,12 @@ Nothing here waits or runs in parallel: `run` returns when the engine does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.randomness import response_seed
-from bapo.types import Group, Problem, Status, Trajectory
+from bapo.types import Group, Problem, Status, Trajectory, group_from_state, group_state
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Scheduler:
             "version": self._version,
             "next_id": self._next_id,
             "totals": {name: getattr(self._totals, name) for name in _COUNTS},
-            "groups": [asdict(group) for group in self._groups.values()],
+            "groups": [group_state(group) for group in self._groups.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ class Scheduler:
         self._version = state["version"]
         self._next_id = state["next_id"]
         self._totals = SchedulerMetrics(**state["totals"])
-        groups = [_group(saved) for saved in state["groups"]]
+        groups = [group_from_state(saved) for saved in state["groups"]]
         self._groups = {group.id: group for group in groups}
 
     def _unfinished(self) -> list[Trajectory]:
@@ -340,8 +340,3 @@ def _append(trajectory: Trajectory, segment: Segment) -> None:
     trajectory.entropies += segment.entropies
     trajectory.versions += segment.versions
     trajectory.status = segment.status
-
-
-def _group(saved: dict[str, Any]) -> Group:
-    trajectories = [Trajectory(**{**item, "status": Status(item["status"])}) for item in saved["trajectories"]]
-    return Group(id=saved["id"], problem=Problem(**saved["problem"]), trajectories=trajectories)

@@ -36,6 +36,8 @@ class CheckpointError(RuntimeError):
 def save(directory: Path, parts: Parts, progress: Progress, *, logs: dict[str, int], keep: int) -> Path:
     """Write the checkpoint of the step just completed, then remove all but the newest `keep`."""
     final = directory / f"step-{progress.step:06d}"
+    if final.exists():
+        return final  # a step is a function of what came before it: this one is already saved
     partial = directory / f"{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -60,7 +62,6 @@ def save(directory: Path, parts: Parts, progress: Progress, *, logs: dict[str, i
             checksums[name] = _checksum(partial / name)
         _write(partial / MANIFEST, json.dumps(checksums, indent=2))
         _flush(partial / MANIFEST)
-        shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _flush(directory)
     except SafetensorError as error:  # how safetensors reports a full disk
@@ -70,12 +71,12 @@ def save(directory: Path, parts: Parts, progress: Progress, *, logs: dict[str, i
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for old in available(directory)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
     return final
 
 
 def available(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Complete checkpoints, oldest first. Leftovers of a killed process are `.partial` and not among them."""
     return sorted(path for path in directory.glob("step-*") if path.is_dir() and not path.name.endswith(".partial"))
 
 
@@ -95,7 +96,10 @@ def load(path: Path, parts: Parts, progress: Progress) -> dict[str, int]:
     _verify(path)
     try:
         state = json.loads((path / "state.json").read_text())
-        parts.learner.model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+        result = parts.learner.model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+        tied = parts.learner.model.state_dict().keys() - _weights(parts.learner).keys()
+        if result.unexpected_keys or set(result.missing_keys) - tied:
+            raise KeyError(f"{result.unexpected_keys} are unknown and {result.missing_keys} are missing")
         _restore_moments(parts.learner, load_file(path / "optimizer.safetensors"))
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise CheckpointError(

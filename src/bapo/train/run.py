@@ -11,8 +11,10 @@ summary.json     evaluation before and after; written last, so its presence mean
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ import transformers
 
 from bapo.buffer import Buffer
 from bapo.config import Config, ConfigError
+from bapo.core.objectives import OBJECTIVES
 from bapo.demo import model_path
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, LearnerSettings
@@ -35,6 +38,7 @@ from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.stream import ProblemStream
+from bapo.tasks.task import Task
 from bapo.train import checkpoint
 from bapo.train.loop import Parts, Progress, StepRecord, train
 from bapo.view import View, make_view, summary_table
@@ -85,13 +89,26 @@ class RunDirectory:
     def cut(self, sizes: dict[str, int]) -> None:
         """Forget what was logged after a checkpoint; those steps will be repeated."""
         for name, size in sizes.items():
-            if (self.path / name).exists():
+            if self.sizes()[name] < size:
+                raise checkpoint.CheckpointError(
+                    f"{self.path / name} is shorter than its checkpoint recorded, {self.sizes()[name]} of {size} bytes, "
+                    "so the run cannot be continued without a gap. Restore the file, or start the run again."
+                )
+        for name, size in sizes.items():
+            if size < self.sizes()[name]:
                 os.truncate(self.path / name, size)
+
+    def flush(self) -> None:
+        """Logs to the disk, so that none is shorter than a checkpoint says."""
+        for name in LOGS:
+            if (self.path / name).exists():
+                with (self.path / name).open("a") as file:
+                    os.fsync(file.fileno())
 
 
 def build(config: Config) -> Parts:
     """The parts of a run, at its beginning."""
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.threads or available_cores())
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = str(model_path()) if config.model.path == "demo" else config.model.path
@@ -104,6 +121,7 @@ def build(config: Config) -> Parts:
             'transformers causal language model and its tokenizer, or "demo".'
         ) from error
     task = Countdown()
+    _check_fits(config, model, tokenizer, task)
     sampling = Sampling(config.rollout.temperature, frozenset({tokenizer.eos_token_id}))
     off = config.offpolicy
     return Parts(
@@ -118,10 +136,11 @@ def build(config: Config) -> Parts:
             token_budget=off.partial_budget,
             max_age=None if off.partial_budget is None else config.parked_max_age,
             over_age=off.partial_over_age,
-            versions_per_run=2 * config.updates_per_step,
+            versions_per_run=config.updates_per_step,
         ),
         buffer=Buffer(
             batch_groups=config.learn.batch_groups,
+            max_batches=config.max_batches,
             reuse=off.reuse,
             max_staleness=off.max_staleness,
             replay_fraction=off.replay_fraction,
@@ -132,6 +151,37 @@ def build(config: Config) -> Parts:
         ),
         learner=Learner(model, learner_settings(config)),
     )
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_fits(config: Config, model: Any, tokenizer: Any, task: Task) -> None:
+    """What only model and task together can tell."""
+    if config.eval.problems > len(task.test):
+        raise ConfigError(
+            f"eval.problems={config.eval.problems}, but the task holds out {len(task.test)}. Lower it to that or less."
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.path={config.model.path!r}: its tokenizer has no end-of-sequence token to stop at. Set one."
+        )
+    longest = max(len(tokenizer.encode(problem.prompt)) for problem in [*task.train, *task.test])
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and longest + config.rollout.max_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
+            f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
+        )
+    options = inspect.signature(OBJECTIVES[config.objective.name]).parameters.keys() - {"tokens", "bounds"}
+    unknown = sorted(config.objective.options.keys() - options)
+    if unknown:
+        raise ConfigError(
+            f"objective.options.{unknown[0]} is not an option of {config.objective.name!r}, which takes: "
+            f"{', '.join(sorted(options)) or 'none'}."
+        )
 
 
 def learner_settings(config: Config) -> LearnerSettings:
@@ -156,7 +206,11 @@ def learner_settings(config: Config) -> LearnerSettings:
 
 def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
     """Train from the beginning; returns the summary."""
-    parts = build(config)
+    config = config.model_copy(update={"threads": config.threads or available_cores()})
+    try:
+        parts = build(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     run = RunDirectory.create(config)
     return _go(run, parts, Progress(), plain=plain)
 
@@ -166,6 +220,8 @@ def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
     run = RunDirectory(path)
     try:
         config = Config.model_validate_json((path / "config.json").read_text())
+    except ValueError as error:
+        raise checkpoint.CheckpointError(f"{path / 'config.json'} is damaged: {error}. Restore it to resume.") from None
     except OSError:
         raise checkpoint.CheckpointError(
             f"{path} has no config.json, so it is not a run directory. Give the directory that `bapo train` printed."
@@ -185,9 +241,9 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
     title = f"{config.objective.name} · {config.model.path} · {run.path}"
     with make_view(config.steps, title=title, plain=plain) as view, _stop_on_signal() as stopping:
         if progress.step == 0:
+            _save(run, parts, progress)
             view.note(f"evaluating on {config.eval.problems} held-out problems before training")
             _evaluate(run, parts, progress, config.eval.problems)
-            _save(run, parts, progress)
         else:
             view.note(f"resumed at step {progress.step}")
 
@@ -216,6 +272,7 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
 
 
 def _save(run: RunDirectory, parts: Parts, progress: Progress) -> None:
+    run.flush()
     checkpoint.save(run.path / "checkpoints", parts, progress, logs=run.sizes(), keep=parts.config.checkpoint_keep)
 
 
@@ -260,6 +317,8 @@ def _log(run: RunDirectory, record: StepRecord, parts: Parts, view: View) -> Non
 def _export(run: RunDirectory, parts: Parts) -> None:
     """The trained model, loadable by transformers, whole or not at all."""
     partial = run.path / "model.partial"
+    for leftover in (partial, run.path / "model"):  # of a process that was killed before it wrote the summary
+        shutil.rmtree(leftover, ignore_errors=True)
     parts.learner.model.save_pretrained(partial)
     parts.tokenizer.save_pretrained(partial)
     partial.rename(run.path / "model")
@@ -267,7 +326,7 @@ def _export(run: RunDirectory, parts: Parts) -> None:
 
 def _summarize(run: RunDirectory, config: Config) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    full = [line for line in lines if line["kind"] == "eval" and line["eval/problems"] == config.eval.problems]
+    full = [line for line in lines if line["kind"] == "eval" and line["step"] in (0, config.steps)]
     seconds = [json.loads(line)["seconds"] for line in (run.path / "timing.jsonl").read_text().splitlines()]
     staleness = [line["staleness_max"] for line in lines if line["kind"] == "update"]
     return {
@@ -293,6 +352,8 @@ def _show(summary: dict[str, Any], config: Config, run: RunDirectory) -> None:
         ("response length", f"{before['eval/length']:.1f}", f"{after['eval/length']:.1f}"),
     ]
     summary_table(f"{config.eval.problems} held-out problems, temperature {config.eval.temperature:g}", rows)
+    if not summary["updates"]:
+        print("No update was taken: no group finished with different rewards. Raise offpolicy.partial_budget or steps.")
     print(
         f"{summary['updates']} updates in {summary['training_seconds']:.0f} s of training; no token older than "
         f"{summary['staleness_max']:.0f} updates (bound {config.offpolicy.max_staleness})\n"
