@@ -67,7 +67,7 @@ UPDATE = {
 }
 
 ROLLOUT = {
-    "reward": "Mean reward of the responses finished in this step, before filtering.",
+    "reward": "Mean reward of the responses finished in this step, before filtering; absent if none finished.",
     "length": "Mean length of those responses in tokens.",
     "length_correct": "Mean length of those with reward above one half.",
     "length_wrong": "Mean length of the others.",

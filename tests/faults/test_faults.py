@@ -181,6 +181,7 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["train", "nowhere.toml"], 2, "cannot read the recipe nowhere.toml"),
         (["train", "--model.path", "/nowhere", "--out", "unused"], 2, "model.path='/nowhere' cannot be loaded"),
         (["train", "--out", "."], 2, "exists already"),
+        (["train", "--out", "/proc/nowhere"], 2, "cannot create /proc/nowhere"),
         (["train", "--eval.problems", "513"], 2, "the task holds out 512"),
         (["train", "--rollout.max-tokens", "400"], 2, "positions. Set rollout.max_tokens <="),
         (["train", "--objective.options", "hgih", "1.3"], 2, "objective.options.hgih is not an option of 'bapo'"),

@@ -67,6 +67,10 @@ class RunDirectory:
                 f"out={config.out}: {path} exists already. Choose another directory, or continue that run with "
                 f"`bapo resume {path}`."
             ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"out={config.out}: cannot create {path}: {error.strerror}. Choose another place."
+            ) from None
         run = cls(path)
         run.write("config.json", config.model_dump(mode="json"))
         return run
@@ -91,8 +95,8 @@ class RunDirectory:
         for name, size in sizes.items():
             if self.sizes()[name] < size:
                 raise checkpoint.CheckpointError(
-                    f"{self.path / name} is shorter than its checkpoint recorded, {self.sizes()[name]} of {size} bytes, "
-                    "so the run cannot be continued without a gap. Restore the file, or start the run again."
+                    f"{self.path / name} is shorter than its checkpoint recorded: {self.sizes()[name]} of {size} "
+                    "bytes, so the run cannot be continued without a gap. Restore the file, or start the run again."
                 )
         for name, size in sizes.items():
             if size < self.sizes()[name]:
@@ -239,7 +243,8 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
     """Evaluate, train, evaluate, save; checkpoints and logs on the way."""
     config = parts.config
     title = f"{config.objective.name} · {config.model.path} · {run.path}"
-    with make_view(config.steps, title=title, plain=plain) as view, _stop_on_signal() as stopping:
+    stopping: list[str] = []
+    with make_view(config.steps, title=title, plain=plain) as view:
         if progress.step == 0:
             _save(run, parts, progress)
             view.note(f"evaluating on {config.eval.problems} held-out problems before training")
@@ -257,7 +262,8 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
                 _save(run, parts, progress)
             return bool(stopping)
 
-        train(parts, progress, after_step=after_step)
+        with _stop_on_signal(stopping):
+            train(parts, progress, after_step=after_step)
         if progress.step < config.steps:
             raise Interrupted(
                 f"stopped after step {progress.step}, which is saved. Continue with: bapo resume {run.path}"
@@ -362,9 +368,11 @@ def _show(summary: dict[str, Any], config: Config, run: RunDirectory) -> None:
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[list[str]]:
-    """The first Ctrl-C or SIGTERM lets the step finish and be saved; the second one ends at once."""
-    stopping: list[str] = []
+def _stop_on_signal(stopping: list[str]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM lets the step finish and be saved; the second one ends at once.
+
+    Evaluations before and after training are not covered: they change nothing, so a signal ends them at once.
+    """
 
     def ask(number: int, _frame: Any) -> None:
         if stopping:
@@ -374,7 +382,7 @@ def _stop_on_signal() -> Iterator[list[str]]:
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stopping
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
