@@ -74,6 +74,10 @@ def test_heavy_libraries_have_one_seam_each():
         assert len(users) <= 1, f"{library} is imported by {users}"
 
 
+def test_the_loop_fits_a_reader():
+    assert len((ROOT / "src" / "bapo" / "train" / "loop.py").read_text().splitlines()) <= 150
+
+
 def test_every_module_opens_with_its_idea():
     for path in SOURCES:
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"

@@ -32,12 +32,9 @@ from bapo.types import Group, Status
 class Progress:
     """Where a run stands, beyond what its parts remember themselves."""
 
-    step: int = 0
-    """Steps completed."""
-    groups: int = 0
-    """Groups admitted so far; the next one's id."""
-    owed: int = 0
-    """Groups of the last step that taught nothing (filtered, dropped): made up for in the next."""
+    step: int = 0  # steps completed
+    groups: int = 0  # groups admitted so far; the next one's id
+    owed: int = 0  # groups of the last step that taught nothing (filtered, dropped): made up for in the next
 
 
 @dataclass
@@ -128,13 +125,8 @@ def score(groups: Sequence[Group], parts: Parts) -> None:
 
 def update_on(groups: Sequence[Group], parts: Parts) -> Update:
     """One update on these groups."""
-    config = parts.config.learn
-    batches = pack(
-        groups,
-        estimator=config.advantages,
-        micro_tokens=config.micro_tokens,
-        device=parts.learner.model.device,
-    )
+    config, device = parts.config.learn, parts.learner.model.device
+    batches = pack(groups, estimator=config.advantages, micro_tokens=config.micro_tokens, device=device)
     update = parts.learner.step(batches)
     return replace(update, metrics=update.metrics | {"groups": float(len(groups))})
 
