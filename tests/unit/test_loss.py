@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo import OBJECTIVES, ClipBounds, ClipSettings, bounds_from_table, policy_loss, solve_bounds, update_table
+from bapo import (
+    OBJECTIVES,
+    ClipBounds,
+    ClipSettings,
+    StopReason,
+    bounds_from_table,
+    policy_loss,
+    solve_bounds,
+    update_table,
+)
 from bapo.core.checks import check_tokens
 
 
@@ -248,7 +257,8 @@ def test_no_gradient_flows_into_the_past():
 def test_a_token_past_the_ratio_limit_has_no_gradient_and_no_say():
     logprobs, behavior, advantages, mask = batch()
     with torch.no_grad():
-        logprobs[0, 0], behavior[0, 0], advantages[0] = -0.1, -22.5, -1.0
+        logprobs[0, 0], behavior[0, 0] = -0.1, -22.5
+        advantages[0], advantages[1:] = -1.0, 1.0  # balanced but for the one token
     without = mask.clone()
     without[0, 0] = False
     out = policy_loss(logprobs, behavior, advantages, mask)
@@ -257,6 +267,7 @@ def test_a_token_past_the_ratio_limit_has_no_gradient_and_no_say():
     assert not out.retained[0, 0]
     expected = policy_loss(logprobs, behavior, advantages, without).bounds
     assert_close(torch.stack([out.bounds.low, out.bounds.high]), torch.stack([expected.low, expected.high]))
+    assert out.bounds.stop == StopReason.START
 
 
 @pytest.mark.parametrize(
