@@ -10,56 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from bapo.rollout.engine import Request, Sampling, Segment
 from bapo.rollout.local import LocalEngine, draw
 from bapo.rollout.randomness import mix, response_seed, stream, uniforms
 from bapo.types import Status
-
-VOCABULARY, STOP, POSITIONS = 32, 3, 96
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS,
-    "initializer_range": 0.2,
-    "bos_token_id": 2,
-    "eos_token_id": STOP,
-    "pad_token_id": 0,
-}
-
-
-def tiny(architecture: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if architecture == "llama":
-        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SIZES))
-    elif architecture == "qwen3":  # normalised queries and keys, its own head width
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
-    elif architecture == "mistral":  # a sliding window shorter than the responses
-        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=7))
-    else:  # learned absolute positions
-        size = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "initializer_range": 0.2}
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, bos_token_id=2, eos_token_id=STOP, pad_token_id=0, **size)
-        )
-    return model.eval()
-
+from tests.rollouts import (
+    STOP,
+    VOCABULARY,
+    assert_matches_teacher_forcing,
+    ragged_requests,
+    resumed,
+    teacher_forced,
+    tiny,
+    tokens_of,
+)
 
 LLAMA = tiny("llama")
 """Shared by tests that leave its weights alone."""
@@ -68,52 +34,6 @@ LLAMA = tiny("llama")
 @pytest.fixture
 def llama() -> PreTrainedModel:
     return tiny("llama")
-
-
-def ragged_requests(count: int = 14) -> list[Request]:
-    """Contexts of 1 to 11 tokens, limits of 1 to 50."""
-    rng = np.random.default_rng(7)
-    return [
-        Request(
-            context=rng.integers(4, VOCABULARY, 1 + index % 11).tolist(),
-            position=0,
-            seed=100 + index,
-            max_new_tokens=int(rng.integers(1, 51)),
-        )
-        for index in range(count)
-    ]
-
-
-def resumed(request: Request, segment: Segment) -> Request:
-    return replace(
-        request,
-        context=request.context + segment.tokens,
-        position=request.position + len(segment.tokens),
-        max_new_tokens=request.max_new_tokens - len(segment.tokens),
-    )
-
-
-def teacher_forced(model: PreTrainedModel, context: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
-    """Log-distributions that predict `tokens`, from one full forward pass without a cache."""
-    ids = torch.tensor([context + tokens])
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0].float()
-    return torch.log_softmax(logits[len(context) - 1 : -1] / temperature, dim=-1)
-
-
-def assert_matches_teacher_forcing(
-    model: PreTrainedModel, requests: list[Request], segments: list[Segment], temperature: float
-) -> None:
-    for request, segment in zip(requests, segments, strict=True):
-        logprobs = teacher_forced(model, request.context, segment.tokens, temperature)
-        chosen = logprobs.gather(1, torch.tensor(segment.tokens)[:, None])[:, 0]
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-        torch.testing.assert_close(torch.tensor(segment.logprobs), chosen, atol=1e-5, rtol=0)
-        torch.testing.assert_close(torch.tensor(segment.entropies), entropies, atol=1e-5, rtol=0)
-
-
-def tokens_of(segments: list[Segment]) -> list[list[int]]:
-    return [segment.tokens for segment in segments]
 
 
 # Log-probs, entropies, greedy

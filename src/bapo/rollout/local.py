@@ -237,7 +237,7 @@ class _Sitting:
         sampled = tokens.cpu().numpy()
         broken = seated & ~np.isfinite(logprobs.cpu().numpy())
         if broken.any():
-            self._refuse(int(owner[broken][0]), int(self.position[:rows][broken][0]))
+            raise non_finite(self.requests, int(owner[broken][0]), int(self.position[:rows][broken][0]))
         self.owners.append(owner)
         self.tape.append((tokens, logprobs, entropies))
 
@@ -251,14 +251,6 @@ class _Sitting:
             for index, by_stop in zip(owner[ended].tolist(), stopped[ended].tolist(), strict=True):
                 self.status[index] = Status.STOPPED if by_stop else Status.TRUNCATED
             self._vacate(np.flatnonzero(ended))
-
-    def _refuse(self, index: int, position: int) -> None:
-        request = self.requests[index]
-        raise ValueError(
-            f"the model gave non-finite logits for request {index} (seed {request.seed}, context of "
-            f"{len(request.context)} tokens) at response position {position}; no token can be drawn from them. "
-            "Look for NaN or infinite weights after the last update, or sample in a wider dtype."
-        )
 
     def _segments(self, version: int) -> list[Segment]:
         """Sort the tape by owner. Steps come in order, so a stable sort leaves every response in order."""
@@ -300,6 +292,16 @@ def draw(
     threshold = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0], torch.special.entr(probs).sum(-1)
+
+
+def non_finite(requests: Sequence[Request], index: int, position: int) -> ValueError:
+    """The error for logits that no token can be drawn from."""
+    request = requests[index]
+    return ValueError(
+        f"the model gave non-finite logits for request {index} (seed {request.seed}, context of "
+        f"{len(request.context)} tokens) at response position {position}; no token can be drawn from them. "
+        "Look for NaN or infinite weights after the last update, or sample in a wider dtype."
+    )
 
 
 @contextmanager

@@ -1,0 +1,244 @@
+"""Attention of new tokens over the slots of a key-value cache, with grouped query heads.
+
+Decoding has one query per row and is a matter of reading keys and values once: one program per row and key head serves
+all query heads that share it; where rows are too few to fill the device, each context is cut into `splits` parts whose
+softmaxes are joined afterwards (flash decoding). Prefill has blocks of queries from one sequence each.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KEYS = 64
+"""Keys per turn of the loop."""
+QUERIES = 64
+"""Queries per block of prefill."""
+
+
+@triton.jit
+def _decode(
+    qkv,
+    keys,
+    values,
+    slots,
+    positions,
+    out,
+    maxima,
+    sums,
+    scale,
+    reach,
+    qkv_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    group: tl.constexpr = HEADS // KV_HEADS
+    slot = tl.load(slots + row).to(tl.int64)
+    length = (tl.load(positions + row) + 1).to(tl.int32)
+    part = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
+    begin = split * part
+    end = tl.minimum(begin + part, length)
+
+    member = tl.arange(0, GROUP_BLOCK)
+    lane = tl.arange(0, WIDTH_BLOCK)
+    column = tl.arange(0, KEYS)
+    head = kv_head * group + member
+    here = (member < group)[:, None] & (lane < WIDTH)[None, :]
+    query = tl.load(qkv + row * qkv_stride + head[:, None] * WIDTH + lane[None, :], mask=here, other=0.0)
+    base = (slot * KV_HEADS + kv_head) * reach * WIDTH
+
+    best = tl.full([GROUP_BLOCK], -1e30, tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    mixed = tl.zeros([GROUP_BLOCK, WIDTH_BLOCK], tl.float32)
+    for start in range(begin, end, KEYS):
+        place = start + column
+        inside = (place < end)[:, None] & (lane < WIDTH)[None, :]
+        offset = base + place[:, None].to(tl.int64) * WIDTH + lane[None, :]
+        key = tl.load(keys + offset, mask=inside, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        score = tl.where((place < end)[None, :], score, -1e30)
+        new_best = tl.maximum(best, tl.max(score, axis=1))
+        shrink = tl.exp2(best - new_best)
+        weight = tl.where((place < end)[None, :], tl.exp2(score - new_best[:, None]), 0.0)
+        value = tl.load(values + offset, mask=inside, other=0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        total = total * shrink + tl.sum(weight, axis=1)
+        best = new_best
+
+    if SPLITS == 1:
+        mixed = mixed / total[:, None]
+        tl.store(out + (row * HEADS + head[:, None]) * WIDTH + lane[None, :], mixed.to(out.dtype.element_ty), mask=here)
+    else:
+        entry = (row * HEADS + head) * SPLITS + split
+        tl.store(out + entry[:, None] * WIDTH + lane[None, :], mixed, mask=here)
+        tl.store(maxima + entry, best, mask=member < group)
+        tl.store(sums + entry, total, mask=member < group)
+
+
+@triton.jit
+def _join(parts, maxima, sums, out, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    lane = tl.arange(0, WIDTH_BLOCK)
+    best = tl.load(maxima + entry * SPLITS + split)
+    grow = tl.exp2(best - tl.max(best, axis=0))
+    total = tl.sum(tl.load(sums + entry * SPLITS + split) * grow, axis=0)
+    inside = lane < WIDTH
+    mixed = tl.load(parts + (entry * SPLITS + split[:, None]) * WIDTH + lane[None, :], mask=inside[None, :], other=0.0)
+    joined = tl.sum(mixed * grow[:, None], axis=0) / total
+    tl.store(out + entry * WIDTH + lane, joined.to(out.dtype.element_ty), mask=inside)
+
+
+def splits_for(rows: int, kv_heads: int, processors: int) -> int:
+    """Parts per context: a power of two such that the device has about two programs per processor, at most 16."""
+    wanted = 2 * processors / (rows * kv_heads)
+    splits = 1
+    while splits < wanted and splits < 16:
+        splits *= 2
+    return splits
+
+
+def decode_attention(
+    qkv: Tensor,  # [rows, (heads + 2 kv_heads) * width], queries rotated
+    keys: Tensor,  # [slots, kv_heads, reach, width]
+    values: Tensor,
+    slots: Tensor,  # [rows]
+    positions: Tensor,  # [rows]: the row's own token is here, and it attends up to it
+    *,
+    heads: int,
+    splits: int,
+) -> Tensor:  # [rows, heads * width]
+    """Each row's query over its slot."""
+    _, kv_heads, reach, width = keys.shape
+    rows = len(qkv)
+    out = qkv.new_empty(rows, heads * width)
+    shape = (rows * heads, splits)
+    parts = out if splits == 1 else torch.empty(*shape, width, dtype=torch.float32, device=qkv.device)
+    maxima, sums = (out, out) if splits == 1 else torch.empty(2, *shape, dtype=torch.float32, device=qkv.device)
+    block = triton.next_power_of_2(width)
+    _decode[(rows, kv_heads, splits)](
+        qkv,
+        keys,
+        values,
+        slots,
+        positions,
+        parts,
+        maxima,
+        sums,
+        width**-0.5 * 1.4426950408889634,  # exp2 in place of exp
+        reach,
+        qkv.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        WIDTH=width,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(heads // kv_heads)),
+        WIDTH_BLOCK=max(16, block),
+        KEYS=KEYS,
+        SPLITS=splits,
+        num_warps=4,
+        num_stages=3 if keys.element_size() == 2 else 1,
+    )
+    if splits > 1:
+        _join[(rows * heads,)](parts, maxima, sums, out, WIDTH=width, WIDTH_BLOCK=block, SPLITS=splits, num_warps=1)
+    return out
+
+
+@triton.jit
+def _prefill(
+    qkv,
+    keys,
+    values,
+    slots,
+    positions,
+    blocks,
+    out,
+    scale,
+    reach,
+    qkv_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    first = tl.load(blocks + 2 * tl.program_id(0)).to(tl.int64)
+    count = tl.load(blocks + 2 * tl.program_id(0) + 1)
+    head = tl.program_id(1)
+    kv_head = head // (HEADS // KV_HEADS)
+    slot = tl.load(slots + first).to(tl.int64)
+    start_position = tl.load(positions + first).to(tl.int32)
+
+    index = tl.arange(0, QUERIES)
+    lane = tl.arange(0, WIDTH_BLOCK)
+    column = tl.arange(0, KEYS)
+    here = (index < count)[:, None] & (lane < WIDTH)[None, :]
+    token = first + index
+    query = tl.load(qkv + token[:, None] * qkv_stride + head * WIDTH + lane[None, :], mask=here, other=0.0)
+    position = start_position + index
+    base = (slot * KV_HEADS + kv_head) * reach * WIDTH
+
+    best = tl.full([QUERIES], -1e30, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, WIDTH_BLOCK], tl.float32)
+    end = (start_position + count).to(tl.int32)
+    for start in range(0, end, KEYS):
+        place = start + column
+        inside = (place < end)[:, None] & (lane < WIDTH)[None, :]
+        offset = base + place[:, None].to(tl.int64) * WIDTH + lane[None, :]
+        key = tl.load(keys + offset, mask=inside, other=0.0)
+        seen = place[None, :] <= position[:, None]
+        score = tl.where(seen, tl.dot(query, tl.trans(key), input_precision="ieee") * scale, -1e30)
+        new_best = tl.maximum(best, tl.max(score, axis=1))
+        shrink = tl.exp2(best - new_best)
+        weight = tl.where(seen, tl.exp2(score - new_best[:, None]), 0.0)
+        value = tl.load(values + offset, mask=inside, other=0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        total = total * shrink + tl.sum(weight, axis=1)
+        best = new_best
+    mixed = mixed / total[:, None]
+    tl.store(out + (token[:, None] * HEADS + head) * WIDTH + lane[None, :], mixed.to(out.dtype.element_ty), mask=here)
+
+
+def prefill_attention(
+    qkv: Tensor,  # [tokens, (heads + 2 kv_heads) * width], queries rotated; sequences end to end
+    keys: Tensor,  # [slots, kv_heads, reach, width], the tokens' own keys already in place
+    values: Tensor,
+    slots: Tensor,  # [tokens]
+    positions: Tensor,  # [tokens], consecutive within a sequence
+    blocks: Tensor,  # [blocks, 2] int: first token and number of tokens (at most QUERIES) of each block of queries
+    *,
+    heads: int,
+) -> Tensor:  # [tokens, heads * width]
+    """Each token over its slot, up to itself."""
+    _, kv_heads, reach, width = keys.shape
+    out = qkv.new_empty(len(qkv), heads * width)
+    _prefill[(len(blocks), heads)](
+        qkv,
+        keys,
+        values,
+        slots,
+        positions,
+        blocks,
+        out,
+        width**-0.5 * 1.4426950408889634,
+        reach,
+        qkv.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        WIDTH=width,
+        WIDTH_BLOCK=max(16, triton.next_power_of_2(width)),
+        QUERIES=QUERIES,
+        KEYS=KEYS,
+        num_warps=4,
+        num_stages=2 if keys.element_size() == 2 else 1,
+    )
+    return out

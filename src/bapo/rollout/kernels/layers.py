@@ -1,0 +1,192 @@
+"""What stands between the matrix products of a Llama layer: norm, rotation, gate. One launch each.
+
+Every intermediate is rounded to the model's dtype where transformers rounds it, so that a sampled token's log-prob is
+the learner's up to the order of sums inside matrix products and attention.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_norm(
+    residual, residual_stride, delta, weight, out, out_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    dtype = out.dtype.element_ty
+    x = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+        tl.store(residual + row * residual_stride + column, x.to(dtype), mask=inside)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
+    normed = (x * scale).to(dtype).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + column, (normed * gain).to(dtype), mask=inside)
+
+
+def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of (residual + delta), [tokens, width]; residual is replaced by that sum."""
+    tokens, width = residual.shape
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(width)
+    _add_norm[(tokens,)](
+        residual,
+        residual.stride(0),
+        residual if delta is None else delta,
+        weight,
+        out,
+        out.stride(0),
+        width,
+        eps,
+        ADD=delta is not None,
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 512)),
+    )
+    return out
+
+
+@triton.jit
+def _gate(gated, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dtype = out.dtype.element_ty
+    gate = tl.load(gated + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gated + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * width + column, (opened * up).to(dtype), mask=inside)
+
+
+def gate(gated: Tensor) -> Tensor:  # [tokens, 2 * width] -> [tokens, width]
+    """silu(first half) * second half."""
+    tokens, double = gated.shape
+    width = double // 2
+    out = gated.new_empty(tokens, width)
+    block = min(1024, triton.next_power_of_2(width))
+    _gate[(tokens, triton.cdiv(width, block))](gated, out, width, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _rotated(first, second, gain_first, gain_second, cos, sin, eps, dtype, WIDTH: tl.constexpr, NORM: tl.constexpr):
+    """Norm over the head (where the model has one), then rotation by position; halves of heads, [heads, WIDTH / 2]."""
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / WIDTH + eps)
+        first = (first * scale[:, None]).to(dtype).to(tl.float32)
+        second = (second * scale[:, None]).to(dtype).to(tl.float32)
+        first = (first * gain_first[None, :]).to(dtype).to(tl.float32)
+        second = (second * gain_second[None, :]).to(dtype).to(tl.float32)
+    turned = (first * cos[None, :]).to(dtype).to(tl.float32) - (second * sin[None, :]).to(dtype).to(tl.float32)
+    other = (second * cos[None, :]).to(dtype).to(tl.float32) + (first * sin[None, :]).to(dtype).to(tl.float32)
+    return turned.to(dtype), other.to(dtype)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv,
+    slots,
+    positions,
+    cos_table,
+    sin_table,
+    query_gain,
+    key_gain,
+    keys,
+    values,
+    eps,
+    reach,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    dtype = qkv.dtype.element_ty
+    half: tl.constexpr = WIDTH // 2
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    lane = tl.arange(0, HALF_BLOCK)
+    within = lane < half
+    cos = tl.load(cos_table + position * half + lane, mask=within, other=0.0).to(tl.float32)
+    sin = tl.load(sin_table + position * half + lane, mask=within, other=0.0).to(tl.float32)
+    base = qkv + token * (HEADS + 2 * KV_HEADS) * WIDTH
+
+    head = tl.arange(0, HEADS_BLOCK)
+    here = (head < HEADS)[:, None] & within[None, :]
+    place = base + head[:, None] * WIDTH + lane[None, :]
+    first = tl.load(place, mask=here, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=here, other=0.0).to(tl.float32)
+    gain_first = cos
+    gain_second = cos
+    if NORM:
+        gain_first = tl.load(query_gain + lane, mask=within, other=0.0).to(tl.float32)
+        gain_second = tl.load(query_gain + half + lane, mask=within, other=0.0).to(tl.float32)
+    first_out, second_out = _rotated(first, second, gain_first, gain_second, cos, sin, eps, dtype, WIDTH, NORM)
+    tl.store(place, first_out, mask=here)
+    tl.store(place + half, second_out, mask=here)
+
+    kv_head = tl.arange(0, KV_BLOCK)
+    here_kv = (kv_head < KV_HEADS)[:, None] & within[None, :]
+    place_k = base + (HEADS + kv_head[:, None]) * WIDTH + lane[None, :]
+    key_first = tl.load(place_k, mask=here_kv, other=0.0).to(tl.float32)
+    key_second = tl.load(place_k + half, mask=here_kv, other=0.0).to(tl.float32)
+    if NORM:
+        gain_first = tl.load(key_gain + lane, mask=within, other=0.0).to(tl.float32)
+        gain_second = tl.load(key_gain + half + lane, mask=within, other=0.0).to(tl.float32)
+    key_first_out, key_second_out = _rotated(
+        key_first, key_second, gain_first, gain_second, cos, sin, eps, dtype, WIDTH, NORM
+    )
+    home = ((slot * KV_HEADS + kv_head[:, None]) * reach + position) * WIDTH + lane[None, :]
+    tl.store(keys + home, key_first_out, mask=here_kv)
+    tl.store(keys + home + half, key_second_out, mask=here_kv)
+    place_v = base + (HEADS + KV_HEADS + kv_head[:, None]) * WIDTH + lane[None, :]
+    tl.store(values + home, tl.load(place_v, mask=here_kv, other=0.0), mask=here_kv)
+    tl.store(values + home + half, tl.load(place_v + half, mask=here_kv, other=0.0), mask=here_kv)
+
+
+def rotate_and_store(
+    qkv: Tensor,  # [tokens, (heads + 2 kv_heads) * width]; queries are rotated in place
+    slots: Tensor,  # [tokens] int: the cache row of each token
+    positions: Tensor,  # [tokens] int
+    rotation: tuple[Tensor, Tensor],  # cos and sin, [positions, width / 2]
+    gains: tuple[Tensor, Tensor] | None,  # of the query and key norms, [width] each
+    keys: Tensor,  # [slots, kv_heads, reach, width]; written at [slot, :, position]
+    values: Tensor,  # same
+    *,
+    heads: int,
+    eps: float,
+) -> None:
+    """Queries and keys normed (if the model does) and rotated; keys and values put into the cache."""
+    _, kv_heads, reach, width = keys.shape
+    cos, sin = rotation
+    query_gain, key_gain = gains if gains is not None else (cos, cos)
+    _rotate_and_store[(len(qkv),)](
+        qkv,
+        slots,
+        positions,
+        cos,
+        sin,
+        query_gain,
+        key_gain,
+        keys,
+        values,
+        eps,
+        reach,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        WIDTH=width,
+        HEADS_BLOCK=triton.next_power_of_2(heads),
+        KV_BLOCK=triton.next_power_of_2(kv_heads),
+        HALF_BLOCK=triton.next_power_of_2(width // 2),
+        NORM=gains is not None,
+        num_warps=4,
+    )
