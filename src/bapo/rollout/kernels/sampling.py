@@ -86,7 +86,7 @@ def _sample(
             gap = z / heat - best
             mass = tl.exp(gap)
             total += tl.sum(mass.to(tl.float64), axis=0)
-            pull += tl.sum(tl.where(mass > 0, mass * gap, mass).to(tl.float64), axis=0)
+            pull += tl.sum((mass * tl.where(mass > 0, gap, 0.0)).to(tl.float64), axis=0)
 
         stream = tl.load(place + 4 * all_slots)
         position = tl.load(place + 5 * all_slots)

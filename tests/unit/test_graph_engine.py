@@ -1,0 +1,138 @@
+"""GraphEngine's bookkeeping, with its kernels under Triton's interpreter: seats, budgets, parking, refills.
+
+The interpreter is slow, so responses are few and short here; tests/gpu repeats these at size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bapo.rollout.decoder import unsupported
+from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.graphs import GraphEngine, batch_sizes, in_process_engine
+from bapo.rollout.local import LocalEngine
+from bapo.types import Status
+from tests.rollouts import STOP, assert_matches_teacher_forcing, ragged_requests, resumed, tiny, tokens_of
+
+SAMPLING = Sampling(0.8, frozenset({STOP}))
+
+
+def short_requests(count, tokens=3):
+    return [replace(request, max_new_tokens=tokens) for request in ragged_requests(count)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_logprobs_are_a_full_forward_passes_and_tokens_the_general_engines(architecture):
+    model, requests = tiny(architecture), short_requests(3)
+    segments = GraphEngine(model, slots=2).generate(requests, SAMPLING, version=3)
+    assert_matches_teacher_forcing(model, requests, segments, 0.8)
+    assert tokens_of(segments) == tokens_of(LocalEngine(model, slots=2).generate(requests, SAMPLING, version=3))
+    assert all(segment.versions == [3] * len(segment.tokens) for segment in segments)
+    assert {segment.status for segment in segments} <= {Status.STOPPED, Status.TRUNCATED}
+
+
+@pytest.mark.parametrize("parked", ["rebuild", "keep"])
+def test_parked_responses_go_on_where_they_stopped(parked):
+    model, requests = tiny("llama"), short_requests(4, tokens=4)
+    whole = LocalEngine(model, slots=4).generate(requests, SAMPLING, version=0)
+    engine = GraphEngine(model, slots=3, parked=parked)
+    pieces, rest = [[] for _ in requests], list(enumerate(requests))
+    for budget in (5, 3, 100):
+        segments = engine.generate([r for _, r in rest], SAMPLING, version=0, token_budget=budget)
+        assert sum(map(len, tokens_of(segments))) <= budget
+        assert bool(engine.kept) == (parked == "keep" and any(s.status is Status.PARKED for s in segments))
+        for (index, _), segment in zip(rest, segments, strict=True):
+            pieces[index] += segment.tokens
+        rest = [
+            (index, resumed(request, segment))
+            for (index, request), segment in zip(rest, segments, strict=True)
+            if segment.status is Status.PARKED
+        ]
+    assert not rest
+    assert pieces == tokens_of(whole)
+
+
+def test_slots_kept_for_others_are_given_up_rather_than_waited_for():
+    model = tiny("llama")
+    first, second = short_requests(2)
+    engine = GraphEngine(model, slots=1, parked="keep")
+    begun = engine.generate([first], SAMPLING, version=0, token_budget=1)[0]
+    assert list(engine.kept) == [first.seed]
+    out = engine.generate([second, resumed(first, begun)], SAMPLING, version=0)
+    assert all(segment.status is not Status.PARKED for segment in out)
+    assert begun.tokens + out[1].tokens == LocalEngine(model).generate([first], SAMPLING, version=0)[0].tokens
+
+
+def test_equal_contexts_are_prefilled_once_and_diverge():
+    model = tiny("llama")
+    requests = [Request([5, 6, 7, 8], 0, seed, 2) for seed in (1, 2, 3)]
+    engine = GraphEngine(model, slots=4)
+    segments = engine.generate(requests, SAMPLING, version=0)
+    assert_matches_teacher_forcing(model, requests, segments, 0.8)
+    assert len(set(map(tuple, tokens_of(segments)))) > 1
+
+
+def test_the_cache_grows_when_longer_responses_come(monkeypatch):
+    monkeypatch.setattr("bapo.rollout.graphs.REACH_STEP", 4)
+    engine = GraphEngine(tiny("llama"), slots=1)
+    engine.generate([Request([5], 0, 1, 2)], SAMPLING, version=0)
+    small = engine.pool
+    engine.generate([Request([5, 6], 0, 1, 1)], SAMPLING, version=0)
+    assert engine.pool is small
+    engine.generate([Request([5, 6, 7, 8], 0, 1, 2)], SAMPLING, version=0)
+    assert (small.reach, engine.pool.reach) == (4, 8)
+
+
+def test_new_weights_are_seen():
+    model, requests = tiny("llama"), short_requests(1)
+    engine = GraphEngine(model, slots=1)
+    engine.generate(requests, SAMPLING, version=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    assert_matches_teacher_forcing(model, requests, engine.generate(requests, SAMPLING, version=1), 0.8)
+
+
+def test_non_finite_logits_name_the_request():
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    with pytest.raises(ValueError, match="non-finite logits for request 0"):
+        GraphEngine(model, slots=2).generate(short_requests(1), SAMPLING, version=0)
+
+
+def test_no_requests_no_budget():
+    engine = GraphEngine(tiny("llama"), slots=2)
+    assert engine.generate([], SAMPLING, version=0) == []
+    assert tokens_of(engine.generate(short_requests(2), SAMPLING, version=0, token_budget=0)) == [[], []]
+
+
+def test_what_it_cannot_run_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="architecture is mistral"):
+        GraphEngine(tiny("mistral"))
+    with pytest.raises(ValueError, match="slots=0"):
+        GraphEngine(tiny("llama"), slots=0)
+    with pytest.raises(ValueError, match="parked='both'"):
+        GraphEngine(tiny("llama"), parked="both")
+    odd = tiny("llama")
+    odd.config.rope_parameters["rope_type"] = "dynamic"
+    assert "changes with the length" in unsupported(odd)
+    wrapped = tiny("llama")
+    wrapped.model.layers[0].mlp.up_proj = torch.nn.Sequential(wrapped.model.layers[0].mlp.up_proj)
+    assert "Sequential" in unsupported(wrapped)
+    windowed = tiny("qwen2")
+    windowed.config.layer_types = ["full_attention", "sliding_attention"]
+    assert "sliding window" in unsupported(windowed)
+
+
+def test_on_cpu_the_general_engine_is_chosen():
+    assert isinstance(in_process_engine(tiny("llama"), slots=4), LocalEngine)
+
+
+def test_batch_sizes_hold_every_number_of_rows():
+    assert batch_sizes(3) == [3]
+    assert batch_sizes(64) == [8, 12, 16, 24, 32, 48, 64]
+    assert batch_sizes(100)[-3:] == [64, 96, 100]
