@@ -218,10 +218,14 @@ def differentiate_tile(
 
 
 # In both kernels `stride` is a multiple of ALIGNMENT, and Triton knows: loads masked by it are whole vectors. What lies
-# between `columns` and `stride` is padding, read and ignored.
+# between `columns` and `stride` is padding, read and ignored. One compilation serves all shapes: of the other arguments
+# Triton may assume nothing.
 
 
-@triton.jit(do_not_specialize=["start", "columns"])
+@triton.jit(
+    do_not_specialize=["start", "columns"],
+    do_not_specialize_on_alignment=["targets", "chosen", "normalizers", "entropies"],
+)
 def _reduce(
     tile,
     targets,
@@ -257,7 +261,10 @@ def _reduce(
     tl.store(chosen + row, target_logit * inverse_temperature, mask=here)
 
 
-@triton.jit(do_not_specialize=["start", "columns"])
+@triton.jit(
+    do_not_specialize=["start", "columns"],
+    do_not_specialize_on_alignment=["targets", "normalizer", "entropy", "grad_logprobs", "grad_entropy"],
+)
 def _differentiate(
     tile,
     targets,
