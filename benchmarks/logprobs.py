@@ -1,8 +1,8 @@
 """Log-probs and entropy from hidden states, without full logits (ours), against log-softmax over full logits.
 
 Vocabulary 151,936 (Qwen), forward and backward into hidden states and head; "forward" is the forward pass alone,
-without gradients. "chunked" is the torch path; on CPU that is ours. Peak memory is what forward and backward add: on CPU each
-variant runs in a process of its own (resident set), on CUDA it is read from the allocator. n/a: out of memory.
+without gradients. "chunked" is the torch path; on CPU that is ours. Peak memory is what forward and backward add: on
+CPU each variant runs in a process of its own (resident set), on CUDA it is read from the allocator. n/a: out of memory.
 
     python benchmarks/logprobs.py [--device cuda] [--tokens 8192 32768] [--rounds 3]
 """

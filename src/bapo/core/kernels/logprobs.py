@@ -9,10 +9,10 @@ logsumexp(z) and entropy H_b, of z = logits / temperature, and the chain rule of
 The backward kernel turns a tile's logits into their gradient in place.
 
 Tiles cover all tokens and a span of the vocabulary, as long as that is no sliver. A span's weight gradient is then one
-product, summed in float32 inside the multiplication and written once. Cut the other way, all of [vocabulary, width]
-would be read and written in float32 for each tile; so it is only [tokens, width], the gradient of the hidden states.
+product, summed in float32 inside the multiplication and written once; what has to be summed over tiles is the gradient
+of the hidden states, [tokens, width]. Cut the other way it would be the weight's, [vocabulary, width].
 
-float64 stays with the torch code.
+No float64 and no empty input: these stay with the torch code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORWARD_BLOCK, BACKWARD_BLOCK = 4096, 2048
 
 
 def fused_logprobs(
-    hidden: Tensor,  # [tokens, width] float32, bfloat16 or float16
+    hidden: Tensor,  # [tokens, width] float32, bfloat16 or float16; at least one token
     weight: Tensor,  # [vocabulary, width]
     bias: Tensor | None,  # [vocabulary]
     targets: Tensor,  # [tokens] int64
@@ -122,15 +122,15 @@ def tiling(tokens: int, vocabulary: int, tile_logits: int) -> tuple[list[slice],
 
     One part, unless its tiles would be more than four times as high as wide.
     """
-    rows = max(1, min(tokens, 2 * isqrt(tile_logits)))
+    rows = min(tokens, 2 * isqrt(tile_logits))
     return _cut(tokens, rows, 1), _cut(vocabulary, max(1, tile_logits // rows), 128)
 
 
 def _cut(total: int, most: int, multiple: int) -> list[slice]:
     """Pieces of about equal size, at most `most` each but for rounding up to a multiple."""
     pieces = -(-total // most)
-    size = -(-total // max(1, pieces * multiple)) * multiple
-    return [slice(start, min(start + size, total)) for start in range(0, total, max(1, size))]
+    size = -(-total // (pieces * multiple)) * multiple
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _aligned(columns: int) -> int:
@@ -139,8 +139,7 @@ def _aligned(columns: int) -> int:
 
 def _buffer(hidden: Tensor, parts: list[slice], spans: list[slice]) -> Tensor:
     """Room for the largest tile: the first."""
-    largest = sum(part.stop - part.start for part in parts[:1]) * sum(_aligned(s.stop - s.start) for s in spans[:1])
-    return hidden.new_empty(largest)
+    return hidden.new_empty((parts[0].stop - parts[0].start) * _aligned(spans[0].stop - spans[0].start))
 
 
 def _logits(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
