@@ -1,21 +1,23 @@
-"""Log-probs and entropy from hidden states: chunked (ours) against log-softmax over full logits.
+"""Log-probs and entropy from hidden states, without full logits (ours), against log-softmax over full logits.
 
-Vocabulary 151,936 (Qwen), forward and backward into hidden states and head. Peak memory is what the call adds: each
-variant runs in a process of its own on CPU (resident set), and is read from the allocator on CUDA.
+Vocabulary 151,936 (Qwen), forward and backward into hidden states and head; "forward" is the forward pass alone,
+without gradients. "chunked" is the torch path; on CPU that is ours. Peak memory is what forward and backward add: on
+CPU each variant runs in a process of its own (resident set), on CUDA it is read from the allocator. n/a: out of memory.
 
-    python benchmarks/logprobs.py [--device cuda] [--tokens 1024] [--rounds 3]
+    python benchmarks/logprobs.py [--device cuda] [--tokens 8192 32768] [--rounds 3]
 """
 
 import argparse
 import multiprocessing as mp
 import resource
 import statistics
+from functools import partial
 
 import torch
 from timing import interleaved, ratio, table
 from torch import Tensor
 
-from bapo.core.logprobs import token_logprobs
+from bapo.core.logprobs import chunked_logprobs, token_logprobs
 
 VOCABULARY, WIDTH = 151_936, 896
 
@@ -25,7 +27,12 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
 
 
-VARIANTS = {"naive": naive, "chunked": token_logprobs}
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return chunked_logprobs(hidden, weight, None, targets)
+
+
+VARIANTS = {"naive": naive, "chunked": chunked, "ours": token_logprobs}
+TOKENS = {"cpu": [1024], "cuda": [8192, 32_768]}
 
 
 def inputs(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,47 +49,78 @@ def step(name: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     (logprobs.sum() + entropy.detach().sum()).backward()
 
 
-def peak_mib(name: str, tokens: int, device: str) -> float:
+def forward(name: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    with torch.no_grad():
+        VARIANTS[name](hidden, weight, targets)
+
+
+def peak_mib(name: str, tokens: int, device: str) -> float | None:
     """MiB added at the peak by one forward and backward, beyond the inputs and the gradients that remain."""
     tensors = inputs(tokens, device)
     step(name, tensors[0][:8].detach().requires_grad_(), *tensors[1:2], tensors[2][:8])
     remains = sum(x.numel() * x.element_size() for x in tensors[:1]) / 2**20
     if device == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step(name, *tensors)
+        try:
+            step(name, *tensors)
+        except torch.cuda.OutOfMemoryError:
+            return None
         return (torch.cuda.max_memory_allocated() - before) / 2**20 - remains
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step(name, *tensors)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 - remains
 
 
+def peaks_mib(names: list[str], tokens: int, device: str) -> dict[str, float | None]:
+    if device == "cuda":
+        return {name: peak_mib(name, tokens, device) for name in names}
+    with mp.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return {name: pool.apply(peak_mib, (name, tokens, device)) for name in names}
+
+
+def compare(tokens: int, device: str, rounds: int) -> str:
+    """The table of one size."""
+    names = [name for name in VARIANTS if device == "cuda" or name != "chunked"]
+    peaks = peaks_mib(names, tokens, device)
+    fits = [name for name in names if peaks[name] is not None]
+    tensors = inputs(tokens, device)
+    both = interleaved({n: partial(step, n, *tensors) for n in fits}, device=device, rounds=rounds)
+    alone = interleaved({n: partial(forward, n, *tensors) for n in fits}, device=device, rounds=rounds)
+    rows = []
+    for name in names:
+        row = [name]
+        for times in (both, alone):
+            row.append(f"{statistics.median(times[name]):.1f} ms" if name in fits else "n/a")
+            row.append(f"{ratio(times, name, 'naive'):.2f}x" if {name, "naive"} <= set(fits) else "n/a")
+        peak, base = peaks[name], peaks["naive"]
+        row.append("n/a" if peak is None else f"{peak:,.0f} MiB")
+        row.append("n/a" if peak is None or base is None else f"{peak / base:.3f}x")
+        rows.append(row)
+    header = ["variant", "time", "to naive", "forward", "to naive", "peak memory", "to naive"]
+    return f"{tokens:,} tokens{difference(tensors, fits)}\n\n{table(header, rows)}\n"
+
+
+@torch.no_grad()
+def difference(tensors: tuple[Tensor, Tensor, Tensor], names: list[str]) -> str:
+    if "naive" not in names:
+        return ""
+    ours, theirs = (torch.stack(VARIANTS[name](*tensors)) for name in ("ours", "naive"))
+    gap = (ours - theirs).abs()
+    return f"; difference to naive: mean {gap.mean().item():.1e}, largest {gap.max().item():.1e}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, nargs="+", help="1024 on CPU, 8192 and 32768 on CUDA")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    tokens, device = arguments.tokens, arguments.device
-    with mp.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        peaks = {name: pool.apply(peak_mib, (name, tokens, device)) for name in VARIANTS}
-    tensors = inputs(tokens, device)
-    values = {name: VARIANTS[name](*(x.detach() for x in tensors)) for name in VARIANTS}
-    difference = max((a - b).abs().max().item() for a, b in zip(values["naive"], values["chunked"], strict=True))
-    runs = {name: lambda name=name: step(name, *tensors) for name in VARIANTS}
-    times = interleaved(runs, device=device, rounds=arguments.rounds)
-    print(f"{tokens} tokens, vocabulary {VOCABULARY:,}, width {WIDTH}, {device}; largest difference {difference:.1e}\n")
-    rows = [
-        [
-            name,
-            f"{statistics.median(times[name]):.0f} ms",
-            f"{ratio(times, name, 'naive'):.2f}x",
-            f"{peaks[name]:,.0f} MiB",
-            f"{peaks[name] / peaks['naive']:.3f}x",
-        ]
-        for name in VARIANTS
-    ]
-    print(table(["variant", "time", "to naive", "peak memory", "to naive"], rows))
+    device = arguments.device
+    print(f"vocabulary {VOCABULARY:,}, width {WIDTH}, {device}\n")
+    for tokens in arguments.tokens or TOKENS[device]:
+        print(compare(tokens, device, arguments.rounds))
 
 
 if __name__ == "__main__":

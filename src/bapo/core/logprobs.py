@@ -3,7 +3,8 @@
 For a vocabulary of 152k, the logits of 8k tokens take 5 GB in float32, and their gradient as much again. Here the
 tokens go through the head in chunks, each chunk's logits live only until they are reduced to two numbers per token, and
 the backward pass makes them anew. Beyond the head's own gradient, peak memory is that of one chunk; time is one more
-head multiplication.
+head multiplication. On CUDA the same is done by `bapo.core.kernels.logprobs`, in larger pieces and fewer passes; the
+code here is the reference, and what runs on CPU, in float64 and without Triton.
 
     log p_j = z_j - logsumexp(z),   H = -sum_j p_j log p_j,   z = hidden @ weight^T / temperature
     d log p_t / dz_j = [j = t] - p_j,   dH / dz_j = -p_j (log p_j + H)
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bapo.core.kernels import usable
+
 CHUNK_LOGITS = 2**25
-"""Logits held at once: 128 MiB in float32, a few times that with temporaries."""
+"""Logits held at once by the torch code: 128 MiB in float32, a few times that with temporaries."""
 
 
 def token_logprobs(
@@ -29,16 +32,32 @@ def token_logprobs(
     *,
     bias: Tensor | None = None,  # [vocabulary]
     temperature: float = 1.0,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,  # held at once; by default what suits the device
 ) -> tuple[Tensor, Tensor]:  # log-probs and entropies, [tokens], float32 (float64 stays)
     """log pi(target | state) and the entropy of that distribution, both differentiable, for each token."""
     _check(hidden, weight, targets, bias, temperature)
+    if usable(hidden) and hidden.dtype != torch.float64 and len(targets):
+        from bapo.core.kernels.logprobs import TILE_LOGITS, fused_logprobs
+
+        return fused_logprobs(hidden, weight, bias, targets, temperature, chunk_logits or TILE_LOGITS)
+    return chunked_logprobs(hidden, weight, bias, targets, temperature, chunk_logits or CHUNK_LOGITS)
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` in torch operations."""
     chunk = max(1, chunk_logits // weight.shape[0])
-    outputs: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)  # type: ignore[no-untyped-call]
     return outputs
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
