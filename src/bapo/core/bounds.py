@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo.core.checks import check_finite, check_mask, check_not_empty, check_not_negative, check_shapes
+from bapo.core.kernels import usable
 from bapo.core.settings import ClipSettings, Measure, Order
 
 __all__ = [
@@ -95,6 +96,10 @@ def solve_bounds(
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
     if process_group is None:
+        if usable(mask):
+            mask, behavior_logprobs = _checked(ratio, advantages, mask, settings, behavior_logprobs)
+            partials = _partials(ratio, advantages, mask, settings, behavior_logprobs)
+            return _bounds_from_partials(partials, settings, _working_dtype(ratio))
         table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs)
         if table.device.type == "cpu" and table[-1] == 0:
             check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
@@ -137,15 +142,9 @@ def signal_table(
 
     Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
     """
-    check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
-    mask = check_mask(mask)
-    if settings.weight == "none":
-        behavior_logprobs = None
-    elif behavior_logprobs is None:
-        raise ValueError(
-            "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
-            "behavior_logprobs=. Pass them, or use weight='none'."
-        )
+    mask, behavior_logprobs = _checked(ratio, advantages, mask, settings, behavior_logprobs)
+    if usable(mask):
+        return _partials(ratio, advantages, mask, settings, behavior_logprobs).sum(1)
     on_cpu = mask.device.type == "cpu"
     named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
     finite = on_cpu and all([check_finite(name, x, mask) for name, x in named.items() if x is not None])  # noqa: C419
@@ -182,6 +181,8 @@ def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dty
             f"table has shape {tuple(table.shape)} but these settings give {(grids.size,)}: it was filled with other "
             "settings. Use one ClipSettings for signal_table and bounds_from_table."
         )
+    if usable(table):
+        return _bounds_from_partials(table, settings, dtype)
     positive, negative, signed_tokens = table[:highs][grids.path_high], table[highs:-1][grids.path_low], table[-1:]
     total = positive + negative
     # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
@@ -202,6 +203,61 @@ def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dty
         share_at_start=share[0].to(dtype) + poison,
         share_at_end=share[-1].to(dtype) + poison,
         stop=stop.squeeze(0),
+    )
+
+
+def _checked(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings, behavior_logprobs: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The mask as bool, and the behaviour log-probs if they are weights."""
+    check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
+    mask = check_mask(mask)
+    if settings.weight == "none":
+        return mask, None
+    if behavior_logprobs is None:
+        raise ValueError(
+            "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
+            "behavior_logprobs=. Pass them, or use weight='none'."
+        )
+    return mask, behavior_logprobs
+
+
+def _partials(
+    ratio: Tensor,  # or log-probs, with log_ratio_limit
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,
+    log_ratio_limit: float | None = None,
+) -> Tensor:  # [highs + lows + 1, parts]: their sum is the signal table
+    """The signal table by one kernel, each part of the tokens in its own column."""
+    from bapo.core.kernels.bounds import signal_partials
+
+    grids = _grids_of(settings, _working_dtype(ratio), ratio.device)
+    return signal_partials(
+        ratio,
+        advantages,
+        mask,
+        grids.low,
+        grids.high,
+        grids.thresholds,
+        surrogate=settings.measure == "surrogate",
+        weighted=settings.weight == "rollout_prob",
+        behavior_logprobs=behavior_logprobs,
+        log_ratio_limit=log_ratio_limit,
+    )
+
+
+def _bounds_from_partials(partials: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
+    """Parts added up and the path walked by one kernel."""
+    from bapo.core.kernels.bounds import choose_bounds
+
+    grids = _grids_of(settings, dtype, partials.device)
+    high_first = settings.order == "high_first"
+    return ClipBounds(
+        *choose_bounds(
+            partials, grids.low, grids.high, target_share=settings.target_share, high_first=high_first, dtype=dtype
+        )
     )
 
 

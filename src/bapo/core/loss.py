@@ -158,7 +158,7 @@ def clean_tokens(
 
 
 def _metrics(tokens: Tokens, result: TokenLoss, entropy: Tensor | None) -> dict[str, Tensor]:
-    metrics = clip_statistics(tokens, result.retained)
+    metrics = clip_statistics(tokens, result.retained) if result.statistics is None else dict(result.statistics)
     bounds = result.bounds
     if bounds is not None:
         metrics |= {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share}
