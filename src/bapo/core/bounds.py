@@ -98,8 +98,8 @@ def solve_bounds(
     if process_group is None:
         if usable(mask):
             mask, behavior_logprobs = _checked(ratio, advantages, mask, settings, behavior_logprobs)
-            partials = _partials(ratio, advantages, mask, settings, behavior_logprobs)
-            return _bounds_from_partials(partials, settings, _working_dtype(ratio))
+            parts = table_parts(ratio, advantages, mask, settings, behavior_logprobs)
+            return bounds_from_parts(parts, settings, _working_dtype(ratio))
         table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs)
         if table.device.type == "cpu" and table[-1] == 0:
             check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
@@ -144,7 +144,7 @@ def signal_table(
     """
     mask, behavior_logprobs = _checked(ratio, advantages, mask, settings, behavior_logprobs)
     if usable(mask):
-        return _partials(ratio, advantages, mask, settings, behavior_logprobs).sum(1)
+        return table_parts(ratio, advantages, mask, settings, behavior_logprobs).sum(1)
     on_cpu = mask.device.type == "cpu"
     named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
     finite = on_cpu and all([check_finite(name, x, mask) for name, x in named.items() if x is not None])  # noqa: C419
@@ -182,7 +182,7 @@ def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dty
             "settings. Use one ClipSettings for signal_table and bounds_from_table."
         )
     if usable(table):
-        return _bounds_from_partials(table, settings, dtype)
+        return bounds_from_parts(table, settings, dtype)
     positive, negative, signed_tokens = table[:highs][grids.path_high], table[highs:-1][grids.path_low], table[-1:]
     total = positive + negative
     # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
@@ -222,15 +222,18 @@ def _checked(
     return mask, behavior_logprobs
 
 
-def _partials(
-    ratio: Tensor,  # or log-probs, with log_ratio_limit
+def table_parts(
+    ratio: Tensor,  # log-probs under the learner where log_ratio_limit is given
     advantages: Tensor,
     mask: Tensor,
     settings: ClipSettings,
     behavior_logprobs: Tensor | None,
     log_ratio_limit: float | None = None,
-) -> Tensor:  # [highs + lows + 1, parts]: their sum is the signal table
-    """The signal table by one kernel, each part of the tokens in its own column."""
+) -> Tensor:  # [highs + lows + 1, parts] float64
+    """`signal_table` by one kernel, before the last sum: each part of the tokens has its own column.
+
+    With `log_ratio_limit` the kernel computes the ratios itself and leaves out tokens past the limit.
+    """
     from bapo.core.kernels.bounds import signal_partials
 
     grids = _grids_of(settings, _working_dtype(ratio), ratio.device)
@@ -248,15 +251,19 @@ def _partials(
     )
 
 
-def _bounds_from_partials(partials: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
-    """Parts added up and the path walked by one kernel."""
+def bounds_from_parts(
+    parts: Tensor,  # a table, or one per column
+    settings: ClipSettings,
+    dtype: torch.dtype,
+) -> ClipBounds:
+    """`bounds_from_table` by one kernel, which adds up the parts and walks the path."""
     from bapo.core.kernels.bounds import choose_bounds
 
-    grids = _grids_of(settings, dtype, partials.device)
+    grids = _grids_of(settings, dtype, parts.device)
     high_first = settings.order == "high_first"
     return ClipBounds(
         *choose_bounds(
-            partials, grids.low, grids.high, target_share=settings.target_share, high_first=high_first, dtype=dtype
+            parts, grids.low, grids.high, target_share=settings.target_share, high_first=high_first, dtype=dtype
         )
     )
 

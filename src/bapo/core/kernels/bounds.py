@@ -5,8 +5,8 @@ float64; each program leaves one column of partial sums, so there are no atomics
 order in which programs run. The second, a single program, adds the columns and walks the path. Nothing in between: no
 candidates x tokens temporaries, no look from the host.
 
-Comparisons are those of `bapo.core.bounds`: with thresholds rounded to the ratio's dtype, on signed ratios r sign(A), where
-one `<` serves both signs. A value that is not finite turns the whole table into NaN.
+Comparisons are those of `bapo.core.bounds`: with thresholds rounded to the ratio's dtype, on signed ratios r sign(A),
+where one `<` serves both signs. A value that is not finite turns the whole table into NaN.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def signal_partials(
 
 
 def choose_bounds(
-    partials: Tensor,  # [highs + lows + 1] or [highs + lows + 1, programs] float64, contiguous
+    partials: Tensor,  # [highs + lows + 1] or [highs + lows + 1, programs] float64
     low: Tensor,  # [lows] float64
     high: Tensor,  # [highs] float64
     *,
@@ -77,12 +77,12 @@ def choose_bounds(
     high_first: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # 0-d, all in one piece of memory
-    """Low, high, share, share at start, share at end and stop reason, as `bapo.core.bounds.bounds_from_table` has them."""
+    """Low, high, share, share at start and at end, stop reason: what `bapo.core.bounds.bounds_from_table` returns."""
     programs = partials.numel() // (low.numel() + high.numel() + 1)
     values = torch.empty(8, dtype=dtype, device=partials.device)
     stop = values.view(torch.int64)[-1]  # the last eight bytes
     _choose_kernel[(1,)](
-        partials,
+        partials.contiguous(),
         low,
         high,
         values,

@@ -55,6 +55,8 @@ def clipped_loss(
     """The loss of `bapo.core.objectives` with one pair of bounds; values that the mask leaves out count as 0."""
     if isinstance(low, Tensor) and isinstance(high, Tensor):
         low, high = low.to(logprobs.device), high.to(logprobs.device)
+    else:
+        low, high = float(low), float(high)  # an integer would be a constant of another kernel
     loss, retained, partials = _Clipped.apply(
         logprobs, behavior_logprobs, advantages, mask, low, high, log_ratio_limit, cap
     )
@@ -94,7 +96,7 @@ class _Clipped(torch.autograd.Function):
             mask.contiguous(),
             low,
             high,
-            0.0 if cap is None else cap,
+            0.0 if cap is None else float(cap),
             loss,
             derivative,
             retained,

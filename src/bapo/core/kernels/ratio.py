@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def limited_ratio(difference, LIMIT: tl.constexpr):
-    """r = exp(clamp(log pi - log pi_behavior, -LIMIT, LIMIT)), rounded from float64; NaN where the difference is no number.
+    """r = exp(clamp(log pi - log pi_behavior, -LIMIT, LIMIT)); NaN where the difference is NaN or infinite.
 
-    The hardware's fast float32 exponential is off by several units in the last place at large arguments. An infinity
-    is never hidden by the clamp.
+    Rounded from float64, because the hardware's fast exponential in float32 is off by several units in the last place
+    at large arguments.
     """
     limited = tl.where(difference > LIMIT, LIMIT, tl.where(difference < -LIMIT, -LIMIT, difference))
     ratio = tl.exp(limited.to(tl.float64)).to(difference.dtype)
