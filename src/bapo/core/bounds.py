@@ -8,6 +8,7 @@ which one pass can fill. So:
     signal_table    tokens -> a vector of P at each high, N at each low       (pure sums: tables of parts add up)
     bounds_from_table    table -> the first candidate on the path with P / (P + N) >= target_share
 
+On CUDA each of the two is one kernel (`table_parts`, `bounds_from_parts`); the torch code here says what they compute.
 Micro-batches are accumulated by adding their tables, ranks by one all-reduce of one table. Nothing here waits for the
 device: bounds stay 0-d tensors. The answer equals the step-by-step loop's on every input, with comparisons and sums
 carried out as in float64.
@@ -175,7 +176,6 @@ def signal_table(
 def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dtype = torch.float32) -> ClipBounds:
     """The first candidate on the path whose positive share reaches the target, else the last one."""
     grids = _grids_of(settings, dtype, table.device)
-    highs = grids.high.numel()
     if table.shape != (grids.size,):
         raise ValueError(
             f"table has shape {tuple(table.shape)} but these settings give {(grids.size,)}: it was filled with other "
@@ -183,6 +183,12 @@ def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dty
         )
     if usable(table):
         return bounds_from_parts(table, settings, dtype)
+    return _first_to_reach(table, settings, grids, dtype)
+
+
+def _first_to_reach(table: Tensor, settings: ClipSettings, grids: _Grids, dtype: torch.dtype) -> ClipBounds:
+    """The walk along the path in torch operations, all candidates at once."""
+    highs = grids.high.numel()
     positive, negative, signed_tokens = table[:highs][grids.path_high], table[highs:-1][grids.path_low], table[-1:]
     total = positive + negative
     # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.

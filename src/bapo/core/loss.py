@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args
 
 import torch
@@ -195,7 +196,7 @@ def _check_options(
 ) -> None:
     """Options belong to the objective they are given for, and none is ignored."""
     require_choice("objective", objective, OBJECTIVES)
-    known = [name for name in inspect.signature(OBJECTIVES[objective]).parameters if name not in ("tokens", "bounds")]
+    known = _options_of(objective)
     for name in options:
         if name not in known:
             hint = f" Clip settings go into settings=ClipSettings({name}=...)." if hasattr(ClipSettings, name) else ""
@@ -217,6 +218,11 @@ def _check_options(
     if bounds is not None and len(given) > 1:
         other = next(name for name in given if name != "bounds")
         raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
+
+
+@cache
+def _options_of(objective: str) -> tuple[str, ...]:
+    return tuple(n for n in inspect.signature(OBJECTIVES[objective]).parameters if n not in ("tokens", "bounds"))
 
 
 def _check_denominator(denominator: Tensor | float) -> None:
