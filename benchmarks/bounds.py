@@ -4,8 +4,9 @@
     ours           solve_bounds: one pass over the tokens, both measures
     step search    the share re-measured after every step of a bound, one host read per step, as in the released code
 
-The loss around them is the textbook one, -min(r A, clip(r) A) with token-mean. The last column is `policy_loss` with
-objective bapo against grpo, checks and metrics included. Ratios come from within each round of one run.
+The loss around them is the textbook one, -min(r A, clip(r) A) with token-mean. On CUDA `torch only` is ours with the
+gradient measure and without kernels. The last two columns are `policy_loss`, checks and metrics included: the time of
+objective grpo, and bapo against it. Ratios come from within each round of one run.
 
     python benchmarks/bounds.py [--device cuda] [--rounds 15]
 """
@@ -18,7 +19,7 @@ from timing import interleaved, ratio, table
 from torch import Tensor
 
 from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
-from bapo.core.bounds import positive_share
+from bapo.core.bounds import DEVICE_CHUNK, _compared_sums, _first_to_reach, _grids_of, positive_share
 
 
 def stale_update(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,6 +41,15 @@ def step_search(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipS
         if positive_share(ratio, signal, *bounds, settings.measure).item() >= settings.target_share:
             break
     return bounds
+
+
+def torch_only(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings) -> tuple[Tensor, Tensor]:
+    """The solver in torch operations alone, as it runs on an accelerator without Triton."""
+    grids = _grids_of(settings, ratio.dtype, ratio.device)
+    columns = torch.where(mask, ratio, 0.0).split(DEVICE_CHUNK), torch.where(mask, advantages, 0.0).split(DEVICE_CHUNK)
+    table = _compared_sums(zip(*columns, strict=True), grids, settings.measure)
+    bounds = _first_to_reach(table, settings, grids, ratio.dtype)
+    return bounds.low, bounds.high
 
 
 def loss(logprobs: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, bounds_of) -> None:
@@ -70,6 +80,7 @@ def measure(tokens: int, device: str, rounds: int) -> list[str]:
     assert all(abs(a.item() - b) < 1e-6 for a, b in zip(solved, searched, strict=True)), (solved, searched)
 
     tensors = (logprobs, behavior, advantages, mask)
+    cuda_only = {"torch": lambda: loss(*tensors, lambda *x: torch_only(*x, settings["gradient"]))}
     times = interleaved(
         {
             "fixed": lambda: loss(*tensors, lambda *_: (0.8, 1.2)),
@@ -78,6 +89,7 @@ def measure(tokens: int, device: str, rounds: int) -> list[str]:
             "search": lambda: loss(*tensors, search),
             "policy_loss grpo": lambda: policy_loss(*tensors, objective="grpo").loss.backward(),
             "policy_loss bapo": lambda: policy_loss(*tensors, objective="bapo").loss.backward(),
+            **(cuda_only if device == "cuda" else {}),
         },
         device=device,
         rounds=rounds,
@@ -85,7 +97,12 @@ def measure(tokens: int, device: str, rounds: int) -> list[str]:
     return [
         f"2^{tokens.bit_length() - 1}",
         f"{statistics.median(times['fixed']):.2f} ms",
-        *(f"{ratio(times, name, 'fixed'):.2f}x" for name in ("gradient", "surrogate", "search")),
+        *(
+            f"{ratio(times, name, 'fixed'):.2f}x"
+            for name in ("gradient", "surrogate", "torch", "search")
+            if name in times
+        ),
+        f"{statistics.median(times['policy_loss grpo']):.2f} ms",
         f"{ratio(times, 'policy_loss bapo', 'policy_loss grpo'):.2f}x",
     ]
 
@@ -98,7 +115,17 @@ def main() -> None:
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"Loss forward + backward on {name}; ratios to the fixed clip.\n")
     rows = [measure(tokens, arguments.device, arguments.rounds) for tokens in (2**16, 2**19, 2**21)]
-    header = ["tokens", "fixed clip", "ours, gradient", "ours, surrogate", "step search", "policy_loss bapo/grpo"]
+    header = [
+        "tokens",
+        "fixed clip",
+        "ours, gradient",
+        "ours, surrogate",
+        "step search",
+        "policy_loss grpo",
+        "bapo/grpo",
+    ]
+    if arguments.device == "cuda":
+        header.insert(4, "torch only")
     print(table(header, rows))
 
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
 # The core is pure: torch and these parts of the standard library.
 CORE_MAY_USE = {
     *("bapo", "torch", "__future__", "collections", "dataclasses", "difflib", "enum", "functools"),
-    *("inspect", "math", "typing", "triton"),
+    *("importlib", "inspect", "math", "typing", "triton"),
 }
 # Each of these appears in one file only: the seam to that library.
 ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify"}

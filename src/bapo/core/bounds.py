@@ -8,6 +8,7 @@ which one pass can fill. So:
     signal_table    tokens -> a vector of P at each high, N at each low       (pure sums: tables of parts add up)
     bounds_from_table    table -> the first candidate on the path with P / (P + N) >= target_share
 
+On CUDA each of the two is one kernel (`table_parts`, `bounds_from_parts`); the torch code here says what they compute.
 Micro-batches are accumulated by adding their tables, ranks by one all-reduce of one table. Nothing here waits for the
 device: bounds stay 0-d tensors. The answer equals the step-by-step loop's on every input, with comparisons and sums
 carried out as in float64.
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo.core.checks import check_finite, check_mask, check_not_empty, check_not_negative, check_shapes
+from bapo.core.kernels import usable
 from bapo.core.settings import ClipSettings, Measure, Order
 
 __all__ = [
@@ -95,6 +97,10 @@ def solve_bounds(
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
     if process_group is None:
+        if usable(mask):
+            mask, behavior_logprobs = _checked(ratio, advantages, mask, settings, behavior_logprobs)
+            parts = table_parts(ratio, advantages, mask, settings, behavior_logprobs)
+            return bounds_from_parts(parts, settings, _working_dtype(ratio))
         table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs)
         if table.device.type == "cpu" and table[-1] == 0:
             check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
@@ -137,15 +143,9 @@ def signal_table(
 
     Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
     """
-    check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
-    mask = check_mask(mask)
-    if settings.weight == "none":
-        behavior_logprobs = None
-    elif behavior_logprobs is None:
-        raise ValueError(
-            "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
-            "behavior_logprobs=. Pass them, or use weight='none'."
-        )
+    mask, behavior_logprobs = _checked(ratio, advantages, mask, settings, behavior_logprobs)
+    if usable(mask):
+        return table_parts(ratio, advantages, mask, settings, behavior_logprobs).sum(1)
     on_cpu = mask.device.type == "cpu"
     named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
     finite = on_cpu and all([check_finite(name, x, mask) for name, x in named.items() if x is not None])  # noqa: C419
@@ -176,12 +176,19 @@ def signal_table(
 def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dtype = torch.float32) -> ClipBounds:
     """The first candidate on the path whose positive share reaches the target, else the last one."""
     grids = _grids_of(settings, dtype, table.device)
-    highs = grids.high.numel()
     if table.shape != (grids.size,):
         raise ValueError(
             f"table has shape {tuple(table.shape)} but these settings give {(grids.size,)}: it was filled with other "
             "settings. Use one ClipSettings for signal_table and bounds_from_table."
         )
+    if usable(table):
+        return bounds_from_parts(table, settings, dtype)
+    return _first_to_reach(table, settings, grids, dtype)
+
+
+def _first_to_reach(table: Tensor, settings: ClipSettings, grids: _Grids, dtype: torch.dtype) -> ClipBounds:
+    """The walk along the path in torch operations, all candidates at once."""
+    highs = grids.high.numel()
     positive, negative, signed_tokens = table[:highs][grids.path_high], table[highs:-1][grids.path_low], table[-1:]
     total = positive + negative
     # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
@@ -202,6 +209,68 @@ def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dty
         share_at_start=share[0].to(dtype) + poison,
         share_at_end=share[-1].to(dtype) + poison,
         stop=stop.squeeze(0),
+    )
+
+
+def _checked(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings, behavior_logprobs: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The mask as bool, and the behaviour log-probs if they are weights."""
+    check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
+    mask = check_mask(mask)
+    if settings.weight == "none":
+        return mask, None
+    if behavior_logprobs is None:
+        raise ValueError(
+            "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
+            "behavior_logprobs=. Pass them, or use weight='none'."
+        )
+    return mask, behavior_logprobs
+
+
+def table_parts(
+    ratio: Tensor,  # log-probs under the learner where log_ratio_limit is given
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,
+    log_ratio_limit: float | None = None,
+) -> Tensor:  # [highs + lows + 1, parts] float64
+    """`signal_table` by one kernel, before the last sum: each part of the tokens has its own column.
+
+    With `log_ratio_limit` the kernel computes the ratios itself and leaves out tokens past the limit.
+    """
+    from bapo.core.kernels.bounds import signal_partials
+
+    grids = _grids_of(settings, _working_dtype(ratio), ratio.device)
+    return signal_partials(
+        ratio,
+        advantages,
+        mask,
+        grids.low,
+        grids.high,
+        grids.thresholds,
+        surrogate=settings.measure == "surrogate",
+        weighted=settings.weight == "rollout_prob",
+        behavior_logprobs=behavior_logprobs,
+        log_ratio_limit=log_ratio_limit,
+    )
+
+
+def bounds_from_parts(
+    parts: Tensor,  # a table, or one per column
+    settings: ClipSettings,
+    dtype: torch.dtype,
+) -> ClipBounds:
+    """`bounds_from_table` by one kernel, which adds up the parts and walks the path."""
+    from bapo.core.kernels.bounds import choose_bounds
+
+    grids = _grids_of(settings, dtype, parts.device)
+    high_first = settings.order == "high_first"
+    return ClipBounds(
+        *choose_bounds(
+            parts, grids.low, grids.high, target_share=settings.target_share, high_first=high_first, dtype=dtype
+        )
     )
 
 

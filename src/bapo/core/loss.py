@@ -16,16 +16,18 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, poison_peers, signal_table, solve_bounds
+from bapo.core.bounds import ClipBounds, bounds_from_parts, poison_peers, signal_table, solve_bounds, table_parts
 from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
-from bapo.core.objectives import OBJECTIVES, TokenLoss, Tokens
+from bapo.core.kernels import usable
+from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, TokenLoss, Tokens
 from bapo.core.reduction import Reduction, denominator_of, reduce_tokens
 from bapo.core.settings import ClipSettings, require_choice
 
@@ -101,15 +103,7 @@ def policy_loss(
         raise
 
     if solves:
-        # A token past the ratio limit has no gradient, so it has no say in the bounds either.
-        bounds = solve_bounds(
-            tokens.ratio.detach(),
-            tokens.advantages,
-            mask & tokens.within,
-            settings_or_default,
-            behavior_logprobs=tokens.behavior_logprobs,
-            process_group=process_group,
-        )
+        bounds = _solve(tokens, settings_or_default, process_group)
     result = OBJECTIVES[objective](tokens, **({"bounds": bounds} if objective == "bapo" else {}), **options)
     loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=sequence_ids)
     loss = loss * (1 + 0 * loss.detach())  # a NaN loss gives NaN gradients, not the finite ones of the other tokens
@@ -126,8 +120,31 @@ def update_table(
     if mask.device.type == "cpu":
         check_tokens(logprobs, behavior_logprobs, advantages, mask)
     tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask)
+    if usable(mask):
+        return _table_parts(tokens, settings).sum(1)
     return signal_table(
         tokens.ratio, tokens.advantages, mask & tokens.within, settings, behavior_logprobs=tokens.behavior_logprobs
+    )
+
+
+def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGroup | None) -> ClipBounds:
+    """Bounds from these tokens. One past the ratio limit has no gradient, so it has no say in the bounds either."""
+    if process_group is None and usable(tokens.mask):
+        return bounds_from_parts(_table_parts(tokens, settings), settings, tokens.logprobs.dtype)
+    return solve_bounds(
+        tokens.ratio.detach(),
+        tokens.advantages,
+        tokens.mask & tokens.within,
+        settings,
+        behavior_logprobs=tokens.behavior_logprobs,
+        process_group=process_group,
+    )
+
+
+def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
+    """The signal table straight from the log-probs."""
+    return table_parts(
+        tokens.logprobs, tokens.advantages, tokens.mask, settings, tokens.behavior_logprobs, MAX_LOG_RATIO
     )
 
 
@@ -158,7 +175,7 @@ def clean_tokens(
 
 
 def _metrics(tokens: Tokens, result: TokenLoss, entropy: Tensor | None) -> dict[str, Tensor]:
-    metrics = clip_statistics(tokens, result.retained)
+    metrics = clip_statistics(tokens, result.retained) if result.statistics is None else dict(result.statistics)
     bounds = result.bounds
     if bounds is not None:
         metrics |= {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share}
@@ -179,7 +196,7 @@ def _check_options(
 ) -> None:
     """Options belong to the objective they are given for, and none is ignored."""
     require_choice("objective", objective, OBJECTIVES)
-    known = [name for name in inspect.signature(OBJECTIVES[objective]).parameters if name not in ("tokens", "bounds")]
+    known = _options_of(objective)
     for name in options:
         if name not in known:
             hint = f" Clip settings go into settings=ClipSettings({name}=...)." if hasattr(ClipSettings, name) else ""
@@ -201,6 +218,11 @@ def _check_options(
     if bounds is not None and len(given) > 1:
         other = next(name for name in given if name != "bounds")
         raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
+
+
+@cache
+def _options_of(objective: str) -> tuple[str, ...]:
+    return tuple(n for n in inspect.signature(OBJECTIVES[objective]).parameters if n not in ("tokens", "bounds"))
 
 
 def _check_denominator(denominator: Tensor | float) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, clip, fixed_bounds
+from bapo.core.kernels import usable
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -50,8 +51,11 @@ class Tokens:
 
     @property
     def within(self) -> Tensor:
-        """Tokens whose log-ratio is inside the limit. Beyond it a ratio is a defect of the data, not a signal."""
-        return self.log_ratio.detach().abs() < MAX_LOG_RATIO
+        """Tokens whose log-ratio is inside the limit. Beyond it a ratio is a defect of the data, not a signal.
+
+        A NaN is within, so that it reaches bounds and loss instead of being passed over.
+        """
+        return ~(self.log_ratio.detach().abs() >= MAX_LOG_RATIO)
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """Masked sum over each token's sequence, given back to each of its tokens."""
@@ -70,6 +74,7 @@ class TokenLoss(NamedTuple):
     loss: Tensor  # to be minimised
     retained: Tensor  # bool: its gradient survives
     bounds: ClipBounds | None = None  # where one pair of ratio bounds applies to all tokens
+    statistics: dict[str, Tensor] | None = None  # `clip_statistics`, where a kernel counted them on its way
 
 
 def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
@@ -88,10 +93,39 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
     return -torch.where(retained, ratio, clip(ratio.detach(), low, high)) * advantages
 
 
-def _clipped(tokens: Tokens, low: Tensor | float, high: Tensor | float, bounds: ClipBounds | None = None) -> TokenLoss:
-    """The clipped surrogate of each token's own ratio."""
+def _clipped(
+    tokens: Tokens,
+    low: Tensor | float,
+    high: Tensor | float,
+    *,
+    solved: ClipBounds | None = None,  # what is known of (low, high) where a search chose them
+    cap: float | None = None,  # on ratios of negative tokens
+) -> TokenLoss:
+    """The clipped surrogate of each token's own ratio, between one pair of bounds."""
+    if cap is not None and not cap > 1:
+        raise ValueError(
+            f"the dual clip is {cap}, but it caps ratios of negative tokens from above. Use a value > 1, e.g. 3.0."
+        )
+    if usable(tokens.logprobs) and tokens.logprobs.dtype == torch.float32:
+        from bapo.core.kernels.clipped import clipped_loss
+
+        fused = clipped_loss(
+            tokens.logprobs,
+            tokens.behavior_logprobs,
+            tokens.advantages,
+            tokens.mask,
+            low,
+            high,
+            log_ratio_limit=MAX_LOG_RATIO,
+            cap=cap,
+        )
+        return TokenLoss(fused.loss, fused.retained, solved or ClipBounds(*fused.bounds), fused.statistics)
+    loss = clipped_surrogate(tokens.ratio, tokens.advantages, low, high)
     retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
-    return TokenLoss(clipped_surrogate(tokens.ratio, tokens.advantages, low, high), retained, bounds)
+    if cap is not None:
+        capped = (tokens.advantages < 0) & (tokens.ratio >= cap)
+        loss, retained = torch.where(capped, -cap * tokens.advantages, loss), retained & ~capped
+    return TokenLoss(loss, retained, solved or fixed_bounds(tokens.ratio, tokens.advantages, float(low), float(high)))
 
 
 def _check_bounds(low: float, high: float) -> None:
@@ -111,7 +145,7 @@ def _check_positive(**options: float) -> None:
 def grpo(tokens: Tokens, *, low: float = 0.8, high: float = 1.2) -> TokenLoss:
     """Fixed symmetric clip (GRPO, arXiv:2402.03300, without its KL term): low, high = 0.8, 1.2."""
     _check_bounds(low, high)
-    return _clipped(tokens, low, high, fixed_bounds(tokens.ratio, tokens.advantages, low, high))
+    return _clipped(tokens, low, high)
 
 
 def clip_higher(tokens: Tokens, *, low: float = 0.8, high: float = 1.28) -> TokenLoss:
@@ -124,8 +158,8 @@ def dual_clip(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, cap: float
 
     L_t = -max( min(r A, clip(r, low, high) A), cap A )   for A < 0;  the plain clip for A >= 0
     """
-    clipped = grpo(tokens, low=low, high=high)
-    return _cap_negatives(clipped, tokens, cap)
+    _check_bounds(low, high)
+    return _clipped(tokens, low, high, cap=cap)
 
 
 def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) -> TokenLoss:
@@ -133,18 +167,7 @@ def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) 
 
     `dual_clip` caps negative tokens as the authors' script does (at 3.0); the paper has no such cap.
     """
-    result = _clipped(tokens, bounds.low, bounds.high, bounds)
-    return result if dual_clip is None else _cap_negatives(result, tokens, dual_clip)
-
-
-def _cap_negatives(clipped: TokenLoss, tokens: Tokens, cap: float) -> TokenLoss:
-    if not cap > 1:
-        raise ValueError(
-            f"the dual clip is {cap}, but it caps ratios of negative tokens from above. Use a value > 1, e.g. 3.0."
-        )
-    capped = (tokens.advantages < 0) & (tokens.ratio >= cap)
-    loss = torch.where(capped, -cap * tokens.advantages, clipped.loss)
-    return TokenLoss(loss, clipped.retained & ~capped, clipped.bounds)
+    return _clipped(tokens, bounds.low, bounds.high, solved=bounds, cap=dual_clip)
 
 
 def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ratio: float = 10.0) -> TokenLoss:
@@ -158,7 +181,8 @@ def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ra
     q = tokens.behavior_logprobs.exp()
     low = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
     high = (0.5 + 0.5 * (1 + 4 * eps_high / q).sqrt()).clamp(max=max_ratio)
-    return _clipped(tokens, low, high)
+    retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
+    return TokenLoss(clipped_surrogate(tokens.ratio, tokens.advantages, low, high), retained)
 
 
 def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> TokenLoss:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 
+import torch
 from torch import Tensor
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether kernels can run where this tensor lives."""
-    return tensor.is_cuda and _installed()
+    """Whether kernels can run where this tensor lives: on the current CUDA device, where Triton launches."""
+    return tensor.is_cuda and tensor.get_device() == torch.cuda.current_device() and _installed()
 
 
 @cache

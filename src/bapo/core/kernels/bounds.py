@@ -1,0 +1,289 @@
+"""The bound solver in two launches: tokens -> partial tables, partial tables -> bounds.
+
+The first kernel reads every token once per sixteen candidates, compares it with them and adds up in registers, in
+float64; each program leaves one column of partial sums, so there are no atomics and the result does not depend on the
+order in which programs run. The second, a single program, adds the columns and walks the path. Nothing in between: no
+candidates x tokens temporaries, no look from the host.
+
+Comparisons are those of `bapo.core.bounds`: with thresholds rounded to the ratio's dtype, on signed ratios r sign(A),
+where one `<` serves both signs. A value that is not finite turns the whole table into NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bapo.core.kernels.ratio import limited_ratio
+
+MAX_PROGRAMS = 264
+"""Columns of partial sums at most: two for each of the 132 multiprocessors of a large GPU."""
+BLOCK_TOKENS = 256
+BLOCK_CANDIDATES = 16
+PATH_BLOCK = 64
+
+
+def signal_partials(
+    ratio: Tensor,  # any shape; log-probs under the learner where log_ratio_limit is given
+    advantages: Tensor,  # like ratio
+    mask: Tensor,  # like ratio, bool
+    low: Tensor,  # [lows] float64, candidates
+    high: Tensor,  # [highs] float64
+    thresholds: Tensor,  # [lows + 1 + highs] in working precision: -low from the last to the first, 0, high
+    *,
+    surrogate: bool,
+    weighted: bool,
+    behavior_logprobs: Tensor | None = None,  # like ratio
+    log_ratio_limit: float | None = None,
+) -> Tensor:  # [highs + lows + 1, programs] float64: the sum of its columns is the signal table
+    """The signal table of `bapo.core.bounds.signal_table`, in as many parts as programs filled it.
+
+    With `log_ratio_limit`, ratios are computed on the way from log-probs, and tokens past the limit are left out.
+    """
+    tokens, lows, highs = ratio.numel(), low.numel(), high.numel()
+    programs = max(1, min(MAX_PROGRAMS, triton.cdiv(tokens, BLOCK_TOKENS)))
+    high_blocks = triton.cdiv(highs, BLOCK_CANDIDATES)
+    partials = torch.empty((highs + lows + 1, programs), dtype=torch.float64, device=ratio.device)
+    _signal_kernel[(programs, high_blocks + triton.cdiv(lows, BLOCK_CANDIDATES))](
+        ratio.contiguous(),
+        advantages.contiguous(),
+        mask.contiguous(),
+        ratio if behavior_logprobs is None else behavior_logprobs.contiguous(),
+        low,
+        high,
+        thresholds,
+        partials,
+        tokens,
+        lows,
+        highs,
+        high_blocks,
+        surrogate,
+        weighted,
+        log_ratio_limit,
+        BLOCK_CANDIDATES,
+        BLOCK_TOKENS,
+    )
+    return partials
+
+
+def choose_bounds(
+    partials: Tensor,  # [highs + lows + 1] or [highs + lows + 1, programs] float64
+    low: Tensor,  # [lows] float64
+    high: Tensor,  # [highs] float64
+    *,
+    target_share: float,
+    high_first: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # 0-d, all in one piece of memory
+    """Low, high, share, share at start and at end, stop reason: what `bapo.core.bounds.bounds_from_table` returns."""
+    programs = partials.numel() // (low.numel() + high.numel() + 1)
+    values = torch.empty(8, dtype=dtype, device=partials.device)
+    stop = values.view(torch.int64)[-1]  # the last eight bytes
+    _choose_kernel[(1,)](
+        partials.contiguous(),
+        low,
+        high,
+        values,
+        stop,
+        programs,
+        low.numel(),
+        high.numel(),
+        target_share,
+        high_first,
+        PATH_BLOCK,
+        16 if programs <= 16 else 64,
+        num_warps=8,
+    )
+    low_bound, high_bound, share, share_at_start, share_at_end, *_ = values.unbind()
+    return low_bound, high_bound, share, share_at_start, share_at_end, stop
+
+
+@triton.jit(do_not_specialize=["tokens", "lows", "highs", "high_blocks"])
+def _signal_kernel(
+    ratio_ptr,
+    advantages_ptr,
+    mask_ptr,
+    behavior_ptr,
+    low_ptr,
+    high_ptr,
+    thresholds_ptr,
+    partials_ptr,
+    tokens,
+    lows,
+    highs,
+    high_blocks,
+    SURROGATE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    LOG_RATIO_LIMIT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One block of candidates of one side against every programs-th block of tokens."""
+    program, block = tl.program_id(0), tl.program_id(1)
+    programs = tl.num_programs(0)
+    WORKING: tl.constexpr = thresholds_ptr.dtype.element_ty
+
+    raises_high = block < high_blocks
+    side = tl.where(raises_high, 1.0, -1.0)
+    first = tl.where(raises_high, block, block - high_blocks) * BLOCK_C
+    candidate = first + tl.arange(0, BLOCK_C)
+    exists = candidate < tl.where(raises_high, highs, lows)
+    at = tl.where(raises_high, lows + 1 + candidate, lows - 1 - candidate)
+    threshold = tl.load(thresholds_ptr + at, mask=exists, other=0.0)
+    if SURROGATE:
+        high = tl.load(high_ptr + candidate, mask=candidate < tl.where(raises_high, highs, 0), other=0.0)
+        low = tl.load(low_ptr + candidate, mask=candidate < tl.where(raises_high, 0, lows), other=0.0)
+        bound = tl.where(raises_high, high, low)
+
+    sums = tl.zeros((BLOCK_C, BLOCK_T), dtype=tl.float64)
+    everything = tl.zeros((BLOCK_T,), dtype=tl.float64)
+    signed_tokens = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    for start in range(program * BLOCK_T, tokens, programs * BLOCK_T):
+        token = start + tl.arange(0, BLOCK_T)
+        inside = token < tokens
+        chosen = tl.load(mask_ptr + token, mask=inside, other=0) != 0
+        ratio = tl.load(ratio_ptr + token, mask=inside, other=0.0).to(WORKING)
+        signal = tl.load(advantages_ptr + token, mask=inside, other=0.0).to(WORKING).to(tl.float64)
+        if LOG_RATIO_LIMIT is not None:
+            difference = ratio - tl.load(behavior_ptr + token, mask=inside, other=0.0).to(WORKING)
+            ratio = limited_ratio(difference, LOG_RATIO_LIMIT)
+            chosen = chosen & ((tl.abs(difference) < LOG_RATIO_LIMIT) | (ratio != ratio))
+        if WEIGHTED:
+            signal = signal * tl.exp(tl.load(behavior_ptr + token, mask=inside, other=0.0).to(tl.float64))
+        ratio = tl.where(chosen, ratio, 0.0)
+        signal = tl.where(chosen, signal, 0.0) * side
+        weighted = ratio.to(tl.float64) * signal
+
+        ours = signal > 0
+        mass = tl.where(ours, weighted, 0.0)
+        kept = (ratio * side.to(WORKING))[None, :] < threshold[:, None]
+        if SURROGATE:
+            clipped = tl.where(ours, signal, 0.0)
+            sums += tl.where(kept, mass[None, :], clipped[None, :] * bound[:, None])
+        else:
+            sums += tl.where(kept, mass[None, :], 0.0)
+        everything += weighted
+        signed_tokens += (signal != 0).to(tl.int32)
+
+    # A NaN or infinite ratio fails every comparison; it must not vanish from the sums.
+    poison = tl.where(tl.abs(tl.sum(everything, axis=0)) < float("inf"), 0.0, float("nan"))
+    row = tl.where(raises_high, candidate, highs + candidate)
+    tl.store(partials_ptr + row * programs + program, tl.sum(sums, axis=1) + poison, mask=exists)
+    count = tl.sum(signed_tokens, axis=0).to(tl.float64) + poison
+    tl.store(partials_ptr + (highs + lows) * programs + program, count, mask=block == 0)
+
+
+@triton.jit
+def _row_sums(partials_ptr, row, exists, programs, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The table's entries in these rows: the same tile for any row, so that equal rows give equal bits."""
+    sums = tl.zeros((BLOCK_C, BLOCK_P), dtype=tl.float64)
+    for start in range(0, programs, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
+        here = exists[:, None] & (program < programs)[None, :]
+        sums += tl.load(partials_ptr + row[:, None] * programs + program[None, :], mask=here, other=0.0)
+    return tl.sum(sums, axis=1)
+
+
+@triton.jit
+def _share(positive, negative, signed_tokens):
+    """P / (P + N). All clipped away: 0. No signal at all: 1."""
+    total = positive + negative
+    empty = total == 0
+    nothing = tl.where(signed_tokens == 0, 1.0, 0.0)
+    return tl.where(empty, nothing, positive / tl.where(empty, 1.0, total))
+
+
+@triton.jit(do_not_specialize=["programs", "lows", "highs"])
+def _choose_kernel(
+    partials_ptr,
+    low_ptr,
+    high_ptr,
+    values_ptr,
+    stop_ptr,
+    programs,
+    lows,
+    highs,
+    target_share: tl.float64,
+    HIGH_FIRST: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The first candidate on the path with share >= target_share.
+
+    One bound moves while the other rests, at its start (if it has yet to move) or at its end. So the path's two legs
+    are the highs over one N and the lows over one P, and where they meet both name the same candidate.
+    """
+    block = tl.arange(0, BLOCK_C)
+    # The ends of both ranges and the count, as rows 0 to 4 of one tile.
+    row = tl.where(block == 1, highs - 1, 0)
+    row = tl.where(block == 2, highs, row)
+    row = tl.where(block == 3, highs + lows - 1, row)
+    row = tl.where(block == 4, highs + lows, row)
+    ends = _row_sums(partials_ptr, row, block < 5, programs, BLOCK_C, BLOCK_P)
+    first_positive = tl.sum(tl.where(block == 0, ends, 0.0), axis=0)
+    last_positive = tl.sum(tl.where(block == 1, ends, 0.0), axis=0)
+    first_negative = tl.sum(tl.where(block == 2, ends, 0.0), axis=0)
+    last_negative = tl.sum(tl.where(block == 3, ends, 0.0), axis=0)
+    signed_tokens = tl.sum(tl.where(block == 4, ends, 0.0), axis=0)
+    share_at_start = _share(first_positive, first_negative, signed_tokens)
+    share_at_end = _share(last_positive, last_negative, signed_tokens)
+
+    if HIGH_FIRST:
+        resting_negative, resting_positive = first_negative, last_positive
+        high_leg, low_leg = 0, highs - 1
+    else:
+        resting_negative, resting_positive = last_negative, first_positive
+        high_leg, low_leg = lows - 1, 0
+
+    never = highs + lows
+    found = never
+    share = share_at_end
+    everything = signed_tokens
+    for start in range(0, highs, BLOCK_C):
+        index = start + block
+        exists = index < highs
+        positive = _row_sums(partials_ptr, index, exists, programs, BLOCK_C, BLOCK_P)
+        shares = _share(positive, resting_negative, signed_tokens)
+        reached = exists & (shares >= target_share)
+        position = tl.min(tl.where(reached, index + high_leg, never), axis=0)
+        share_there = tl.sum(tl.where(index + high_leg == position, shares, 0.0), axis=0)
+        share = tl.where(position < found, share_there, share)
+        found = tl.minimum(found, position)
+        everything += tl.sum(tl.where(exists, positive, 0.0), axis=0)
+    for start in range(0, lows, BLOCK_C):
+        index = start + block
+        exists = index < lows
+        negative = _row_sums(partials_ptr, highs + index, exists, programs, BLOCK_C, BLOCK_P)
+        shares = _share(resting_positive, negative, signed_tokens)
+        reached = exists & (shares >= target_share)
+        position = tl.min(tl.where(reached, index + low_leg, never), axis=0)
+        share_there = tl.sum(tl.where(index + low_leg == position, shares, 0.0), axis=0)
+        share = tl.where(position < found, share_there, share)
+        found = tl.minimum(found, position)
+        everything += tl.sum(tl.where(exists, negative, 0.0), axis=0)
+
+    last = highs + lows - 2
+    index = tl.minimum(found, last)
+    if HIGH_FIRST:
+        high_index = tl.minimum(index, highs - 1)
+        low_index = index - high_index
+        raised_high = index < highs
+    else:
+        low_index = tl.minimum(index, lows - 1)
+        high_index = index - low_index
+        raised_high = index >= lows
+    # StopReason: START 0, RAISING_HIGH 1, RAISING_LOW 2, END 3, NO_SIGNAL 4
+    stop = tl.where(raised_high, 1, 2)
+    stop = tl.where(index == 0, 0, stop)
+    stop = tl.where(found == never, 3, stop)
+    stop = tl.where(signed_tokens == 0, 4, stop)
+
+    poison = tl.where(tl.abs(everything) < float("inf"), 0.0, float("nan"))
+    tl.store(values_ptr, tl.load(low_ptr + low_index) + poison)
+    tl.store(values_ptr + 1, tl.load(high_ptr + high_index) + poison)
+    tl.store(values_ptr + 2, share + poison)
+    tl.store(values_ptr + 3, share_at_start + poison)
+    tl.store(values_ptr + 4, share_at_end + poison)
+    tl.store(stop_ptr, stop.to(tl.int64))
