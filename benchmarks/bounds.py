@@ -20,6 +20,8 @@ from torch import Tensor
 from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
 from bapo.core.bounds import positive_share
 
+HEADER = ["tokens", "fixed clip", "ours, gradient", "ours, surrogate", "step search", "policy_loss bapo/grpo"]
+
 
 def stale_update(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens as a stale update has them: most ratios near 1, heavy tails, wrong responses longer than right ones."""
@@ -98,8 +100,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"Loss forward + backward on {name}; ratios to the fixed clip.\n")
     rows = [measure(tokens, arguments.device, arguments.rounds) for tokens in (2**16, 2**19, 2**21)]
-    header = ["tokens", "fixed clip", "ours, gradient", "ours, surrogate", "step search", "policy_loss bapo/grpo"]
-    print(table(header, rows))
+    print(table(HEADER, rows))
 
 
 if __name__ == "__main__":
