@@ -240,7 +240,9 @@ def _trl(
 
         def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
             with clock.phase("generate_s"):
-                return super()._generate_single_turn(*arguments, **options)
+                result = super()._generate_single_turn(*arguments, **options)
+            clock.sampled = sum(len(tokens) for tokens in result[0])
+            return result
 
     class EndOfUpdate(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -281,6 +283,8 @@ def _trl(
                 callbacks=[EndOfUpdate()],
             )
             trainer.train()
+    assert clock.cycles == 2
+    assert rollout is not None or clock.sampled == responses * new, f"{clock.sampled} tokens were sampled"
     phases = clock.phases
     scoring = phases["scoring_s"] - phases.get("generate_s", 0.0)
     seconds = clock.last_update - clock.start
@@ -298,6 +302,7 @@ class _Clock:
         self.cycles = 0
         self.phases: dict[str, float] = {}
         self.start = self.last_update = 0.0
+        self.sampled = 0
 
     def begin_cycle(self) -> None:
         self.cycles += 1
