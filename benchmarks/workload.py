@@ -95,9 +95,10 @@ def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(1, vocabulary, (count, length)).tolist()
 
 
-def equal_requests(count: int, sizes: Sizes, vocabulary: int) -> list[Request]:
-    every = prompts(count, sizes.prompt, vocabulary)
-    return [Request(prompt, 0, seed, sizes.new) for seed, prompt in enumerate(every)]
+def equal_requests(count: int, sizes: Sizes, vocabulary: int, *, group: int = 1) -> list[Request]:
+    """`group`: responses asked for each prompt."""
+    every = prompts(count // group, sizes.prompt, vocabulary)
+    return [Request(every[seed // group], 0, seed, sizes.new) for seed in range(count)]
 
 
 def ragged_requests(count: int, sizes: Sizes, vocabulary: int) -> list[Request]:
@@ -219,7 +220,8 @@ class Report:
             first = (str(error).strip() or "no message").splitlines()[0]
             numbers = {"unavailable": f"{type(error).__name__}: {first[:160]}"}
             record["traceback"] = traceback.format_exc()
-            print(record["traceback"], file=sys.stderr, flush=True)
+            if not isinstance(error, ModuleNotFoundError):
+                print(record["traceback"], file=sys.stderr, flush=True)
         free()
         record |= numbers | {"spent_s": round(time.perf_counter() - start, 1)}
         self.records.append(record)
