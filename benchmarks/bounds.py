@@ -22,6 +22,13 @@ from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
 from bapo.core.bounds import DEVICE_CHUNK, _compared_sums, _first_to_reach, _grids_of, positive_share
 
 
+def header(device: str) -> list[str]:
+    """Of the columns that `measure` fills."""
+    kernels = ["torch only"] if device == "cuda" else []
+    ours = ["ours, gradient", "ours, surrogate", *kernels]
+    return ["tokens", "fixed clip", *ours, "step search", "policy_loss grpo", "bapo/grpo"]
+
+
 def stale_update(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens as a stale update has them: most ratios near 1, heavy tails, wrong responses longer than right ones."""
     generator = torch.Generator().manual_seed(0)
@@ -115,18 +122,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"Loss forward + backward on {name}; ratios to the fixed clip.\n")
     rows = [measure(tokens, arguments.device, arguments.rounds) for tokens in (2**16, 2**19, 2**21)]
-    header = [
-        "tokens",
-        "fixed clip",
-        "ours, gradient",
-        "ours, surrogate",
-        "step search",
-        "policy_loss grpo",
-        "bapo/grpo",
-    ]
-    if arguments.device == "cuda":
-        header.insert(4, "torch only")
-    print(table(header, rows))
+    print(table(header(arguments.device), rows))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,343 @@
+"""Everything that should be fast on a GPU, against what people use today, in one run on one machine.
+
+    python benchmarks/gpu.py                            all sections: engine, learner, bounds, step
+    python benchmarks/gpu.py engine --shapes 135m --batches 256
+    python benchmarks/gpu.py learner step --json gpu.json
+    python benchmarks/gpu.py --tiny                     very small sizes, CPU is enough: checks the script, not speed
+
+    engine    tokens/s of GraphEngine, 64 prompt + 512 new tokens per row, against transformers `generate` (over 48 new
+              tokens, as it is slow), `generate` with its static, compiled cache (at --static-batches), and the rate at
+              which weights and keys and values could be read; and once with ragged lengths
+    learner   tokens/s (prompts included, padding not) and peak memory of updates of 64 responses, lognormal lengths 64
+              to 4,096, vocabulary 151,936, against padding + full logits, and TRL's GRPOTrainer on the same responses
+    bounds    loss with solved bounds against fixed ones, 2^21 tokens
+    step      one whole cycle: 256 responses of 512 tokens, then updates of 32 responses, against TRL's (without vLLM)
+
+TRL is measured where it can be imported. A candidate that fails is "n/a" with the reason; the others go on. Each result
+is printed when it is known and kept in the file given by --json. Our side is warmed up by the first call, whose
+time (kernels compiled, graphs captured) is given as first_s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import statistics
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bounds as bounds_benchmark
+import references
+import torch
+import transformers
+import workload
+from timing import table
+from workload import TINY, Peak, Report, Sizes, make_model, timed
+
+from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.packing import pack
+from bapo.rollout.engine import Engine, Request, Sampling
+from bapo.types import Group
+
+SECTIONS = ("engine", "learner", "bounds", "step")
+
+
+# --------------------------------------------------------------------------------------------------------- engine
+
+
+def our_engine(model: Any, slots: int) -> Engine:
+    if model.device.type == "cuda":
+        from bapo.rollout.graphs import GraphEngine
+
+        return GraphEngine(model, slots=slots)
+    from bapo.rollout.local import LocalEngine
+
+    return LocalEngine(model, slots=slots)
+
+
+def measure_engine(model: Any, slots: int, requests: list[Request], budget_s: float = 8.0) -> dict[str, Any]:
+    """A sitting to warm up, short if it can be, then whole ones: at most three, none begun after `budget_s`."""
+    device = model.device.type
+    peak = Peak()
+    engine = our_engine(model, slots)
+    ragged = len({r.max_new_tokens for r in requests}) > 1  # goes through many batch sizes, each with its own graph
+    budget = None if ragged else 4 * slots
+    first, _ = timed(lambda: engine.generate(requests, Sampling(), version=0, token_budget=budget), device)
+    peak.reset()
+    times: list[float] = []
+    while len(times) < 3 and sum(times) < budget_s:
+        seconds, segments = timed(lambda: engine.generate(requests, Sampling(), version=0), device)
+        times.append(seconds)
+    assert [len(s.tokens) for s in segments] == [r.max_new_tokens for r in requests]
+    tokens = sum(r.max_new_tokens for r in requests)
+    return {
+        "tokens_per_s": tokens / statistics.median(times),
+        "seconds": statistics.median(times),
+        "first_s": first,
+        "peak_gib": peak.gib(),
+    }
+
+
+def engine_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
+    bandwidth = workload.copy_bandwidth(options.device)
+    print(f"  memory bandwidth of a large copy: {bandwidth / 1e12:.2f} TB/s")
+    rows = [row for shape in sizes.shapes for row in engine_rows(report, shape, sizes, options, bandwidth)]
+    header = ["tokens/s", "ours", "generate", "static cache", "ours/generate", "ours/static", "bandwidth floor"]
+    print("\n" + table(header, rows))
+    slots = ragged_slots(sizes)
+    print(f"ragged: {4 * slots} responses of lognormal length, at most {sizes.new}, over {slots} slots\n")
+
+
+def ragged_slots(sizes: Sizes) -> int:
+    return min(256, max(sizes.batches))
+
+
+def engine_rows(
+    report: Report, shape: str, sizes: Sizes, options: argparse.Namespace, bandwidth: float
+) -> list[list[str]]:
+    device = options.device
+    model = make_model(shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    vocabulary = model.config.vocab_size
+
+    def of_batch(batch: int) -> list[str]:
+        run = bind(report, "engine", f"{shape} x {batch}")
+        ours = run("ours", lambda: measure_engine(model, batch, workload.equal_requests(batch, sizes, vocabulary)))
+        plain = run("generate", lambda: references.generate(model, batch, sizes))
+        static: dict[str, Any] = {}
+        if batch in options.static_batches:
+            static = run("generate, static cache", lambda: references.generate_static(model, batch, sizes))
+        floor = workload.decode_floor(model, batch, sizes, bandwidth)
+        reached = f"{100 * ours['tokens_per_s'] / floor:.0f}% of {floor:,.0f}" if "tokens_per_s" in ours else "n/a"
+        rates = [count(numbers, "tokens_per_s") for numbers in (ours, plain, static)]
+        return [f"{shape} x {batch}", *rates, times(ours, plain), times(ours, static), reached]
+
+    def of_ragged(slots: int) -> list[str]:
+        requests = workload.ragged_requests(4 * slots, sizes, vocabulary)
+        case = f"{shape} ragged"
+        ours = report.attempt("engine", case, "ours", lambda: measure_engine(model, slots, requests))
+        return [case, count(ours, "tokens_per_s"), "", "", "", "", ""]
+
+    return [*(of_batch(batch) for batch in sizes.batches), of_ragged(ragged_slots(sizes))]
+
+
+# -------------------------------------------------------------------------------------------------------- learner
+
+
+def update(learner: Learner, groups: list[Group], micro_tokens: int) -> None:
+    batches = pack(groups, estimator="grpo", micro_tokens=micro_tokens, device=learner.device, padded=learner.padded)
+    learner.step(batches)
+
+
+def updates_of(groups: list[Group], responses: int, group: int) -> list[list[Group]]:
+    size = responses // group
+    return [groups[i : i + size] for i in range(0, len(groups), size)]
+
+
+def measure_learner(groups: list[Group], sizes: Sizes, device: str, checkpointing: bool) -> dict[str, Any]:
+    """Packing, forward (twice where the bounds need it), backward, step: the whole of an update. The second round."""
+    peak = Peak()
+    model = make_model(sizes.learner_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    learner = Learner(model, LearnerSettings(lr=1e-6, activation_checkpointing=checkpointing))
+    parts = updates_of(groups, sizes.update, sizes.group)
+
+    def round_() -> None:
+        for part in parts:
+            update(learner, part, sizes.micro_tokens)
+
+    first, _ = timed(round_, device)
+    peak.reset()
+    seconds, _ = timed(round_, device)
+    tokens = sum(len(t.prompt) + len(t.tokens) for group in groups for t in group.trajectories)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "seconds": seconds,
+        "first_s": first,
+        "peak_gib": peak.gib(),
+        "padded": learner.padded,
+    }
+
+
+def learner_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
+    device = options.device
+    groups = workload.ragged_groups(sizes, workload.SHAPES[sizes.learner_shape][5])
+    lengths = [len(t.prompt) + len(t.tokens) for group in groups for t in group.trajectories]
+    print(
+        f"  {len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all; "
+        f"{len(lengths) * max(lengths):,} if padded to the longest. Updates of {sizes.update}, ours in parts of "
+        f"{sizes.micro_tokens:,} tokens"
+    )
+    run = bind(report, "learner", sizes.learner_shape)
+    results = {
+        "ours": run("ours", lambda: measure_learner(groups, sizes, device, False)),
+        "ours, layers recomputed": run("ours, layers recomputed", lambda: measure_learner(groups, sizes, device, True)),
+        "padded, full logits": run("padded, full logits", lambda: references.padded_learner(groups, sizes, device)),
+        "TRL": run("TRL", lambda: references.trl_learner(groups, sizes, device, options.trl_checkpointing)),
+    }
+    trl = results["TRL"]
+    rows = [
+        [
+            name,
+            count(numbers, "tokens_per_s"),
+            times(numbers, trl),
+            gib(numbers),
+            f"{numbers['peak_gib'] / trl['peak_gib']:.2f}" if both(numbers, trl, "peak_gib") else "n/a",
+        ]
+        for name, numbers in results.items()
+    ]
+    if "update_tokens_per_s" in trl:
+        without = {"tokens_per_s": trl["update_tokens_per_s"]}
+        rows.append(["TRL, its scoring pass left out", count(without, "tokens_per_s"), times(without, trl), "", ""])
+    print("\n" + table(["learner", "tokens/s", "against TRL", "peak memory", "against TRL"], rows) + "\n")
+
+
+# --------------------------------------------------------------------------------------------------------- bounds
+
+
+def bounds_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
+    def measure() -> dict[str, Any]:
+        row = bounds_benchmark.measure(sizes.bound_tokens, options.device, sizes.rounds)
+        return dict(zip(bounds_benchmark.header(options.device), row, strict=True))
+
+    numbers = report.attempt("bounds", f"{sizes.bound_tokens:,}", "loss, forward + backward", measure)
+    if "unavailable" not in numbers:
+        print("\n" + table(list(numbers), [list(numbers.values())]) + "\n")
+
+
+# ----------------------------------------------------------------------------------------------------------- step
+
+
+def measure_step(sizes: Sizes, device: str) -> dict[str, Any]:
+    """Sample, score, pack, and take every update: the second cycle."""
+    peak = Peak()
+    model = make_model(sizes.step_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    learner = Learner(model, LearnerSettings(lr=1e-6))
+    engine = our_engine(model, sizes.step_responses)
+    requests = workload.equal_requests(sizes.step_responses, sizes, model.config.vocab_size, group=sizes.group)
+
+    def learn(segments: list[Any]) -> None:
+        groups = workload.grouped(workload.trajectories_of(requests, segments), sizes.group)
+        for part in updates_of(groups, sizes.step_update, sizes.group):
+            update(learner, part, sizes.step_micro_tokens)
+
+    def sample() -> list[Any]:
+        return engine.generate(requests, Sampling(), version=learner.version)
+
+    first, _ = timed(lambda: learn(sample()), device)
+    peak.reset()
+    generate_s, segments = timed(sample, device)
+    updates_s, _ = timed(lambda: learn(segments), device)
+    seconds = generate_s + updates_s
+    return {
+        "tokens_per_s": sizes.step_responses * sizes.new / seconds,
+        "seconds": seconds,
+        "generate_s": generate_s,
+        "updates_s": updates_s,
+        "first_s": first,
+        "peak_gib": peak.gib(),
+    }
+
+
+def step_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
+    run = bind(report, "step", sizes.step_shape)
+    ours = run("ours", lambda: measure_step(sizes, options.device))
+    trl = run("TRL", lambda: references.trl_cycle(sizes, options.device, options.trl_checkpointing))
+    rows = [
+        [
+            name,
+            *(f"{x[key]:.2f} s" if key in x else "n/a" for key in ("seconds", "generate_s", "scoring_s", "updates_s")),
+            times(x, trl),
+            gib(x),
+        ]
+        for name, x in (("ours", ours), ("TRL", trl))
+    ]
+    print(f"\n{sizes.step_responses} responses of {sizes.new} tokens, updates of {sizes.step_update}")
+    header = ["cycle", "whole", "sampling", "old log-probs", "updates", "against TRL", "peak memory"]
+    print(table(header, rows) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------ the script
+
+
+def bind(report: Report, section: str, case: str) -> Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]:
+    return lambda name, measure: report.attempt(section, case, name, measure)
+
+
+def both(a: dict[str, Any], b: dict[str, Any], key: str) -> bool:
+    return bool(a.get(key)) and bool(b.get(key))
+
+
+def count(numbers: dict[str, Any], key: str) -> str:
+    return f"{numbers[key]:,.0f}" if key in numbers else "n/a"
+
+
+def times(a: dict[str, Any], b: dict[str, Any]) -> str:
+    return f"{a['tokens_per_s'] / b['tokens_per_s']:.1f}x" if both(a, b, "tokens_per_s") else "n/a"
+
+
+def gib(numbers: dict[str, Any]) -> str:
+    return f"{numbers['peak_gib']:.1f} GiB" if numbers.get("peak_gib") else "n/a"
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, Sizes]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if none is given"
+    )
+    parser.add_argument("--shapes", type=lambda s: s.split(","), help="of the engine section (135m,1.5b)")
+    parser.add_argument("--batches", type=integers, help="of the engine section (64,256,1024)")
+    parser.add_argument("--static-batches", type=integers, default=[256], help="those with a static cache, too (256)")
+    parser.add_argument("--micro-tokens", type=int, help="per forward pass of our learner (16384; 20480 in step)")
+    parser.add_argument("--trl-rows", type=int, help="TRL's per_device_train_batch_size in the learner section (8)")
+    parser.add_argument("--no-trl-checkpointing", dest="trl_checkpointing", action="store_false", help="default: on")
+    parser.add_argument("--json", type=Path, help="file for all numbers, rewritten after each")
+    parser.add_argument("--tiny", action="store_true", help="very small sizes, to check the script")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if options.shapes and (unknown := set(options.shapes) - set(workload.SHAPES)):
+        parser.error(f"no shape {', '.join(sorted(unknown))}; there are {', '.join(workload.SHAPES)}")
+    options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device == "cpu" and not options.tiny:
+        parser.error("torch sees no CUDA device here. Only --tiny runs without one.")
+    sizes = TINY if options.tiny else Sizes(shapes=["135m", "1.5b"], batches=[64, 256, 1024])
+    given = {name: getattr(options, name) for name in ("shapes", "batches", "micro_tokens", "trl_rows")}
+    given["step_micro_tokens"] = options.micro_tokens
+    return options, dataclasses.replace(sizes, **{name: value for name, value in given.items() if value})
+
+
+def integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    options, sizes = parse(sys.argv[1:])
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    name = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    environment = {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
+    print(", ".join(f"{key} {value}" for key, value in environment.items()), flush=True)
+    report = Report(options.json, environment)
+    sections = {
+        "engine": engine_section,
+        "learner": learner_section,
+        "bounds": bounds_section,
+        "step": step_section,
+    }
+    for section in options.sections or SECTIONS:
+        print(f"\n{section}", flush=True)
+        try:
+            sections[section](report, sizes, options)
+        except Exception:
+            traceback.print_exc()
+            print(f"  section {section} ended early", flush=True)
+        workload.free()
+
+
+if __name__ == "__main__":
+    main()
