@@ -1,0 +1,180 @@
+"""Two ways to run a flat batch, and layers that are computed twice: always the states of each sequence alone."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, hidden_states, layers_of
+from bapo.learn.learner import Learner, LearnerSettings
+from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.local import LocalEngine
+from bapo.types import TokenBatch
+
+SIZES = {
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # attention that matters: at 0.02 a leak between sequences would go unseen
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen2 with windows": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+def flat_batch(lengths, seed=0):
+    """Sequences of these lengths; every place but the first of each is a response token."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(0, 30, (length,), generator=generator) for length in lengths]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    counts = torch.tensor(lengths) - 1
+    tokens = int(counts.sum())
+    predicts = torch.cat([torch.arange(start, start + n - 1) for start, n in zip(offsets, lengths, strict=False)])
+    return TokenBatch(
+        input_ids=torch.cat(ids),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        offsets=offsets.int(),
+        longest=max(lengths),
+        predicts=predicts,
+        targets=torch.cat([x[1:] for x in ids]),
+        sequence_ids=torch.arange(len(lengths)).repeat_interleave(counts),
+        behavior_logprobs=-torch.rand(tokens, generator=generator) - 2,
+        advantages=torch.randn(tokens, generator=generator),
+        versions=torch.zeros(tokens, dtype=torch.int64),
+    )
+
+
+def one_by_one(model, batch):
+    parts = batch.input_ids.split(batch.offsets.diff().tolist())
+    return torch.cat([model.base_model(input_ids=part[None]).last_hidden_state[0] for part in parts])
+
+
+def gradients(model, states):
+    weights = torch.linspace(-1, 1, states.numel()).view_as(states)
+    model.zero_grad()
+    (states * weights).sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_both_ways_give_the_states_and_gradients_of_each_sequence_alone(name, packed):
+    model, batch = made(name), flat_batch([9, 1, 5, 2])
+    expected = one_by_one(model, batch)
+    states = hidden_states(model, batch, packed=packed)
+    assert_close(states, expected, rtol=1e-4, atol=1e-4)
+    wanted = gradients(model, expected)
+    for ours, theirs in zip(gradients(model, states), wanted, strict=True):
+        assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+def test_the_windows_of_that_model_matter():
+    batch = flat_batch([9])
+    windowed, full = made("qwen2 with windows"), made("qwen2")
+    full.load_state_dict(windowed.state_dict())
+    assert not torch.allclose(one_by_one(windowed, batch), one_by_one(full, batch), atol=0.1)
+
+
+def test_the_attention_of_the_model_is_its_own_again_after_a_pass():
+    model = made("llama")
+    before = model.config._attn_implementation
+    hidden_states(model, flat_batch([3, 2]), packed=True)
+    assert model.config._attn_implementation == before
+    with pytest.raises(RuntimeError, match="in between"), attention(model, PACKED_ATTENTION):
+        raise RuntimeError("in between")
+    assert model.config._attn_implementation == before
+
+
+def test_what_packed_attention_cannot_do_is_refused():
+    model = made("llama")
+    with attention(model, PACKED_ATTENTION), pytest.raises(ValueError, match="offsets of the sequences"):
+        model.base_model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert not can_pack(model)  # on CPU
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpointed_layers_run_twice_and_give_the_same_gradients(packed):
+    model, batch = made("qwen2"), flat_batch([9, 1, 5, 2])
+    calls = []
+    for layer in layers_of(model):
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def run(recompute):
+        calls.clear()
+        kept = 0
+
+        def count(tensor):
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            states = hidden_states(model, batch, packed=packed, recompute=recompute)
+        forward = len(calls)
+        found = gradients(model, states)
+        return states.detach(), found, forward, len(calls), kept
+
+    plain, checkpointed = run(False), run(True)
+    assert torch.equal(plain[0], checkpointed[0])
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], checkpointed[1], strict=True))
+    assert (plain[2:4], checkpointed[2:4]) == ((3, 3), (3, 6))
+    assert checkpointed[4] < plain[4] / 3
+    assert not any("forward" in vars(layer) for layer in layers_of(model))
+
+
+def test_without_gradients_nothing_is_computed_twice():
+    model, calls = made("llama"), []
+    layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        hidden_states(model, flat_batch([4, 3]), packed=False, recompute=True)
+    assert len(calls) == 1
+
+
+def test_a_learner_that_checkpoints_takes_the_same_update_and_leaves_the_sampler_alone():
+    start, batch = made("llama"), flat_batch([9, 4, 6])
+    sampled, updates = [], []
+    for checkpointing in (False, True):
+        model = copy.deepcopy(start)
+        learner = Learner(model, LearnerSettings(objective="grpo", lr=1e-3, activation_checkpointing=checkpointing))
+        updates.append(learner.step([batch]).metrics)
+        engine = LocalEngine(model, slots=2)
+        requests = [Request([3, 4], 0, 1, 5), Request([5], 0, 2, 6)]
+        sampled.append(engine.generate(requests, Sampling(1.0, frozenset({1})), version=1))
+        learner.step([batch])  # and again after sampling
+        updates.append([p.detach().clone() for p in model.parameters()])
+        assert not any(module.training for module in model.modules())
+    assert updates[0] == updates[2]
+    assert all(torch.equal(a, b) for a, b in zip(updates[1], updates[3], strict=True))
+    assert sampled[0] == sampled[1]
+
+
+def test_a_model_without_such_layers_is_refused():
+    class Plain(LlamaForCausalLM):
+        def modules(self):
+            return (m for m in super().modules() if not hasattr(m, "self_attn"))
+
+    with pytest.raises(ValueError, match=r"learn\.activation_checkpointing=True, but Plain has no layers"):
+        Learner(Plain(LlamaConfig(**SIZES)), LearnerSettings(activation_checkpointing=True))
