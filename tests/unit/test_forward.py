@@ -5,66 +5,13 @@ import copy
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, hidden_states, layers_of
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local import LocalEngine
-from bapo.types import TokenBatch
-
-SIZES = {
-    "vocab_size": 30,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # attention that matters: at 0.02 a leak between sequences would go unseen
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen2 with windows": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1)
-    ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-}
-
-
-def made(name):
-    torch.manual_seed(0)
-    return MODELS[name]().eval()
-
-
-def flat_batch(lengths, seed=0):
-    """Sequences of these lengths; every place but the first of each is a response token."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(0, 30, (length,), generator=generator) for length in lengths]
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    counts = torch.tensor(lengths) - 1
-    tokens = int(counts.sum())
-    predicts = torch.cat([torch.arange(start, start + n - 1) for start, n in zip(offsets, lengths, strict=False)])
-    return TokenBatch(
-        input_ids=torch.cat(ids),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        offsets=offsets.int(),
-        longest=max(lengths),
-        predicts=predicts,
-        targets=torch.cat([x[1:] for x in ids]),
-        sequence_ids=torch.arange(len(lengths)).repeat_interleave(counts),
-        behavior_logprobs=-torch.rand(tokens, generator=generator) - 2,
-        advantages=torch.randn(tokens, generator=generator),
-        versions=torch.zeros(tokens, dtype=torch.int64),
-    )
+from tests.small_models import MODELS, SIZES, flat_batch, made
 
 
 def one_by_one(model, batch):
