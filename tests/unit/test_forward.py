@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, hidden_states, layers_of
+from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, disagreement, hidden_states, layers_of
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local import LocalEngine
@@ -60,6 +60,22 @@ def test_what_packed_attention_cannot_do_is_refused():
     with attention(model, PACKED_ATTENTION), pytest.raises(ValueError, match="offsets of the sequences"):
         model.base_model(input_ids=torch.tensor([[1, 2, 3]]))
     assert not can_pack(model)  # on CPU
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_these_models_can_be_packed(name, dtype):
+    assert disagreement(made(name).to(dtype)) is None
+
+
+def test_learned_positions_are_packed_and_soft_capped_attention_is_not():
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    learned = GPT2LMHeadModel(GPT2Config(vocab_size=30, n_embd=32, n_layer=2, n_head=4, n_positions=16))
+    assert disagreement(learned.eval()) is None
+    capped = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8)).eval()
+    assert "soft-capping" in disagreement(capped)
 
 
 @pytest.mark.parametrize("packed", [False, True])
