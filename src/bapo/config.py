@@ -37,6 +37,8 @@ class ModelConfig(_Section):
 
     path: str = "demo"
     """A transformers model directory, or "demo" for the embedded one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights. auto: float32 on CPU, bfloat16 on CUDA, where the learner keeps float32 masters of them."""
 
 
 class RolloutConfig(_Section):
@@ -142,7 +144,10 @@ class LearnConfig(_Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up."""
     micro_tokens: int = Field(16384, ge=1)
-    """Places (padding included) per forward pass. Changes memory and speed, not results."""
+    """Tokens per forward pass, prompts included, and padding where sequences are padded (CPU, float32). Changes memory
+    and speed, not results."""
+    activation_checkpointing: bool = False
+    """Layers keep only their inputs for the backward pass and are computed again there: less memory, more time."""
 
 
 class EvalConfig(_Section):
@@ -165,6 +170,8 @@ class Config(_Section):
     """Of everything random. One seed, one machine, one thread count: one result, bit for bit."""
     out: str = "runs/{time}"
     """Run directory; {time} becomes the start time. Must not exist yet."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the run samples and learns. auto: cuda if there is one. A run is resumed on the device it started on."""
     threads: int = Field(0, ge=0)
     """CPU threads; 0: as many as there are cores."""
     checkpoint_every: int = Field(10, ge=1)

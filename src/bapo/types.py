@@ -111,14 +111,21 @@ def group_from_state(state: dict[str, Any]) -> Group:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences (prompt and response) for one forward pass, and their response tokens laid end to end."""
+    """Sequences (prompt and response) for one forward pass, and their response tokens. All laid end to end: no padding.
+
+    A place is one token of one sequence.
+    """
 
     input_ids: Tensor
-    """[sequences, width] padded on the right."""
-    attention_mask: Tensor
-    """[sequences, width] 1 for tokens, 0 for padding."""
+    """[places] all sequences, one after the other."""
+    position_ids: Tensor
+    """[places] where in its sequence each place is, from 0."""
+    offsets: Tensor
+    """[sequences + 1] int32: where each sequence begins, and where the last one ends."""
+    longest: int
+    """Places of the longest sequence."""
     predicts: Tensor
-    """[sequences, width] bool: states whose next token is a response token. In row order they match what follows."""
+    """[tokens] the places whose next token is a response token, ascending. They match what follows."""
     targets: Tensor
     """[tokens] the response tokens."""
     sequence_ids: Tensor

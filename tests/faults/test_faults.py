@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 # All off-policy sources in play: parked responses, replay, reuse.
 RUN = [
-    *("--steps", "8", "--threads", "1", "--checkpoint-every", "2"),
+    *("--device", "cpu", "--steps", "8", "--threads", "1", "--checkpoint-every", "2"),
     *("--rollout.prompts", "4", "--rollout.responses", "4", "--learn.batch-groups", "4"),
     *("--offpolicy.reuse", "2", "--offpolicy.replay-fraction", "0.3", "--offpolicy.partial-budget", "500"),
     *("--eval.problems", "4", "--eval.k", "2", "--eval.every", "3"),
@@ -107,6 +107,20 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(uninterrupted, tmp_path):
     assert bapo("resume", out).returncode == 3
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_run_of_a_gpu_is_not_resumed_without_one(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(uninterrupted, out)
+    (out / "summary.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    assert (config["device"], config["model"]["dtype"]) == ("cpu", "float32")
+    (out / "config.json").write_text(json.dumps(config | {"device": "cuda"}))
+    before = (out / "metrics.jsonl").read_bytes()
+    result = bapo("resume", out)
+    assert (result.returncode, "torch sees no CUDA device" in result.stderr) == (2, True)
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
 def test_ctrl_c_saves_the_step_and_exits_130(uninterrupted, tmp_path):
     out = tmp_path / "run"
     process = started(out)
@@ -184,6 +198,7 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["train", "--out", "/proc/nowhere"], 2, "cannot create /proc/nowhere"),
         (["train", "--eval.problems", "513"], 2, "the task holds out 512"),
         (["train", "--rollout.max-tokens", "400"], 2, "positions. Set rollout.max_tokens <="),
+        (["train", "--device", "gpu"], 2, "device"),
         (["train", "--objective.options", "hgih", "1.3"], 2, "objective.options.hgih is not an option of 'bapo'"),
         (["resume"], 2, "usage: bapo resume RUN"),
         (["train", "--help"], 0, "--offpolicy.partial-budget"),

@@ -1,6 +1,7 @@
 """Training that really learns, and off-policy switches that really switch."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.stream import ProblemStream
 from bapo.train.loop import Parts, Progress, train
-from bapo.train.run import build, learner_settings, start
+from bapo.train.run import build, learner_settings, resume, start
 from bapo.types import Problem
 
 SMALL = {
     "steps": 4,
     "threads": 1,
+    "device": "cpu",
     "rollout": {"prompts": 4, "responses": 4},
     "learn": {"batch_groups": 4},
     "eval": {"problems": 4, "k": 2, "every": 0},
@@ -176,6 +178,27 @@ def test_all_sources_together_keep_the_staleness_bound(tmp_path):
     lines = run(tmp_path, "all", offpolicy=off, steps=8)[0]
     ages = [line["staleness_max"] for line in updates(lines)]
     assert 2 < max(ages) <= 6
+
+
+def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path):
+    whole = run(tmp_path, "whole", model={"dtype": "bfloat16"}, checkpoint_every=2)
+    assert {tensor.dtype for tensor in whole[1].values()} == {torch.bfloat16}
+    state = load_file(whole[2] / "checkpoints" / "step-000004" / "optimizer.safetensors")
+    masters = [tensor for name, tensor in state.items() if name.endswith(".master")]
+    assert len(masters) == len(whole[1])
+    assert all(tensor.dtype == torch.float32 for tensor in masters)
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in masters)
+    out = tmp_path / "killed"  # as if killed after the checkpoint of step 2
+    shutil.copytree(whole[2], out)
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "checkpoints" / "step-000004")
+    resume(out, plain=True)
+    for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+        assert (out / name).read_bytes() == (whole[2] / name).read_bytes(), name
+
+
+def test_activation_checkpointing_is_the_plain_run(plain, tmp_path):
+    identical(plain, run(tmp_path, "checkpointing", learn={"activation_checkpointing": True}))
 
 
 def test_every_objective_trains(tmp_path):

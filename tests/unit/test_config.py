@@ -38,6 +38,8 @@ def test_presets_and_overrides_make_clip_settings():
         ({"offpolicy": {"resue": 2}}, ["offpolicy.resue is not a known key", "Did you mean offpolicy.reuse"]),
         ({"lr": 1e-4}, ["lr is not a known key", "Did you mean learn.lr"]),
         ({"steps": 0}, ["steps = 0"]),
+        ({"device": "gpu"}, ["device = 'gpu'", "'cuda'"]),
+        ({"model": {"dtype": "float16"}}, ["model.dtype = 'float16'", "'bfloat16'"]),
         ({"rollout": {"responses": 1}}, ["rollout.responses = 1"]),
         ({"objective": {"name": "bappo"}}, ["objective.name='bappo'", "Did you mean 'bapo'"]),
         ({"objective": {"low": [0.9, 0.6]}}, ["not ordered"]),
@@ -81,3 +83,20 @@ def test_every_key_has_a_name():
     keys = all_keys()
     assert {"steps", "objective.name", "offpolicy.partial_budget", "learn.lr"} <= set(keys)
     assert len(keys) == len(set(keys))
+
+
+def test_device_and_dtype_are_decided_once_and_kept():
+    import torch
+
+    from bapo.train.run import resolve
+
+    cuda = torch.cuda.is_available()
+    config = resolve(Config())
+    assert (config.device, config.model.dtype) == (("cuda", "bfloat16") if cuda else ("cpu", "float32"))
+    assert config.threads > 0
+    assert resolve(Config.model_validate_json(config.model_dump_json())) == config
+    chosen = resolve(parse_config({"device": "cpu", "model": {"dtype": "bfloat16"}}, source="test"))
+    assert (chosen.device, chosen.model.dtype) == ("cpu", "bfloat16")
+    if not cuda:
+        with pytest.raises(ConfigError, match=r"device='cuda', but torch sees no CUDA device here.*device='cpu'"):
+            resolve(parse_config({"device": "cuda"}, source="test"))

@@ -62,9 +62,10 @@ def by_hand(prompt, tokens, reward):
 def test_packing_by_hand():
     group = Group(0, Problem("p", "", None), [by_hand([5, 6], [7, 1], 1.0), by_hand([5, 6], [8, 9, 10, 1], 0.0)])
     (batch,) = pack([group], estimator="dr_grpo", micro_tokens=100, device=CPU)
-    assert batch.input_ids.tolist() == [[5, 6, 8, 9, 10, 1], [5, 6, 7, 1, 0, 0]]  # longest first
-    assert batch.attention_mask.tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]]
-    assert batch.predicts.nonzero().tolist() == [[0, 1], [0, 2], [0, 3], [0, 4], [1, 1], [1, 2]]
+    assert batch.input_ids.tolist() == [5, 6, 8, 9, 10, 1, 5, 6, 7, 1]  # longest first
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert (batch.offsets.tolist(), batch.offsets.dtype, batch.longest) == ([0, 6, 10], torch.int32, 6)
+    assert batch.predicts.tolist() == [1, 2, 3, 4, 7, 8]  # the place before each response token
     assert batch.targets.tolist() == [8, 9, 10, 1, 7, 1]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.advantages.tolist() == [-0.5] * 4 + [0.5] * 2
@@ -74,9 +75,15 @@ def test_packing_by_hand():
 
 def test_micro_batches_hold_at_most_their_places_and_every_response_once():
     group = Group(0, Problem("p", "", None), [by_hand([5], [7] * n, float(n % 2)) for n in (3, 9, 1, 5, 5, 2)])
-    batches = pack([group], estimator="grpo", micro_tokens=14, device=CPU)
-    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 10), (2, 6), (3, 4)]
-    assert sum(len(batch.targets) for batch in batches) == 25
+    padded = pack([group], estimator="grpo", micro_tokens=14, device=CPU)
+    assert [batch.offsets.diff().tolist() for batch in padded] == [[10], [6, 6], [4, 3, 2]]  # 10, 2 x 6, 3 x 4 places
+    packed = pack([group], estimator="grpo", micro_tokens=14, device=CPU, padded=False)
+    assert [batch.offsets.diff().tolist() for batch in packed] == [[10], [6, 6], [4, 3, 2]]
+    packed = pack([group], estimator="grpo", micro_tokens=16, device=CPU, padded=False)
+    assert [batch.offsets.diff().tolist() for batch in packed] == [[10, 6], [6, 4, 3, 2]]  # 16 and 15 places
+    for batches in (padded, packed):
+        assert sum(len(batch.targets) for batch in batches) == 25
+        assert all(x.data_ptr() % 64 == 0 for batch in batches for x in vars(batch).values() if torch.is_tensor(x))
     with pytest.raises(ValueError, match="without a reward"):
         pack(
             [Group(0, Problem("p", "", None), [by_hand([5], [7], None)])], estimator="grpo", micro_tokens=9, device=CPU

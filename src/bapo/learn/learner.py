@@ -6,12 +6,17 @@ backward pass: one forward pass without gradients comes first. With a single mic
 
 The model stays in eval mode: dropout would make the learner's log-probs differ from the sampler's for no reason. The
 learner never samples and does not know who did.
+
+On a GPU the host waits once per update, for the gradient norm and all metrics together. The backward pass uses
+deterministic algorithms only, so that the same update gives the same weights, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -24,6 +29,8 @@ from bapo.core.logprobs import token_logprobs
 from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss, update_table
 from bapo.core.reduction import Reduction, denominator_of
 from bapo.core.settings import ClipSettings
+from bapo.learn.forward import can_pack, hidden_states, layers_of
+from bapo.learn.optimizer import Optimizer
 from bapo.types import TokenBatch
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -50,6 +57,8 @@ class LearnerSettings:
     schedule: Schedule = "constant"
     total_updates: int = 1
     """Where linear and cosine schedules reach zero."""
+    activation_checkpointing: bool = False
+    """Whether layers keep only their inputs for the backward pass and are computed again there."""
     staleness_bins: int = 16
     """Ages counted one by one in the staleness histogram; older tokens share the last bin."""
 
@@ -86,13 +95,26 @@ class Learner:
         _check_head(model)
         self.settings = settings
         self.version = 0
-        decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-        others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=settings.lr,
-            betas=settings.betas,
+        self.packed = can_pack(model)
+        if settings.activation_checkpointing and not layers_of(model):
+            raise ValueError(
+                f"learn.activation_checkpointing=True, but {type(model).__name__} has no layers that transformers can "
+                "checkpoint. Set it to False and lower learn.micro_tokens to save memory."
+            )
+        self.optimizer = Optimizer(
+            model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are expected."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def padded(self) -> bool:
+        """Whether forward passes pad; `pack` cuts micro-batches accordingly."""
+        return not self.packed
 
     def step(self, batches: Sequence[TokenBatch]) -> Update:
         """One optimizer step on the tokens of all micro-batches."""
@@ -114,29 +136,24 @@ class Learner:
         bounds = self._solve_over(batches) if settings.objective == "bapo" and len(batches) > 1 else None
         outputs = [self._backward(batch, bounds, cast(Tensor, denominator)) for batch in batches]
 
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm).item()
-        if not math.isfinite(grad_norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(
-                f"the gradient norm is {grad_norm} at version {self.version}; the weights were not changed. Lower "
-                f"learn.lr (now {settings.lr}), or look at the last rollouts for odd responses."
-            )
         lr = learning_rate(self.version, settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics = self._metrics(batches, outputs) | {"grad_norm": grad_norm, "lr": lr}
+        metrics = self._metrics(batches, outputs, self.optimizer.clip(settings.clip_norm)) | {"lr": lr}
+        if not math.isfinite(cast(float, metrics["grad_norm"])):
+            self.optimizer.forget_gradients()
+            raise FloatingPointError(
+                f"the gradient norm is {metrics['grad_norm']} at version {self.version}; the weights were not changed. "
+                f"Lower learn.lr (now {settings.lr}), or look at the last rollouts for odd responses."
+            )
+        self.optimizer.step(lr)
         self.version += 1
         return Update(self.version, sum(len(batch.targets) for batch in batches), metrics)
 
     def logprobs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each response token under the current weights."""
-        states = self.model.base_model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        states = hidden_states(self.model, batch, packed=self.packed, recompute=self.settings.activation_checkpointing)
         head = self.model.get_output_embeddings()
         return token_logprobs(
-            states.last_hidden_state[batch.predicts],
+            states.index_select(0, batch.predicts),
             head.weight,
             batch.targets,
             bias=getattr(head, "bias", None),
@@ -174,11 +191,14 @@ class Learner:
             sequence_ids=batch.sequence_ids,
             **settings.options,
         )
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        with deterministic(self.device):
+            result.loss.backward()  # type: ignore[no-untyped-call]
         return _Output(logprobs.detach(), entropy.detach(), result)
 
-    def _metrics(self, batches: Sequence[TokenBatch], outputs: list[_Output]) -> dict[str, float | list[int]]:
-        """Diagnostics over the tokens of the whole update."""
+    def _metrics(
+        self, batches: Sequence[TokenBatch], outputs: list[_Output], grad_norm: Tensor
+    ) -> dict[str, float | list[int]]:
+        """Diagnostics over the tokens of the whole update, read from the device in one transfer."""
         every = torch.ones(
             sum(len(batch.targets) for batch in batches), dtype=torch.bool, device=batches[0].targets.device
         )
@@ -189,25 +209,51 @@ class Learner:
             every,
         )
         result = outputs[0].result
-        metrics: dict[str, Tensor] = {"loss": torch.stack([output.result.loss.detach() for output in outputs]).sum()}
-        metrics |= {name: result.metrics[name] for name in SEARCH if name in result.metrics}
-        metrics |= diagnose(
+        versions = torch.cat([batch.versions for batch in batches])
+        ages = (self.version - versions).double()
+        scalars: dict[str, Tensor] = {"loss": torch.stack([output.result.loss.detach() for output in outputs]).sum()}
+        scalars |= {name: result.metrics[name] for name in SEARCH if name in result.metrics}
+        scalars |= diagnose(
             tokens,
             torch.cat([output.result.retained for output in outputs]),
             settings=self.settings.clip,
             bounds=result.bounds,
             entropy=torch.cat([output.entropy for output in outputs]),
         )
-        versions = torch.cat([batch.versions for batch in batches])
-        ages = (self.version - versions).double()
+        scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
         histogram = staleness_histogram(versions, every, version=self.version, bins=self.settings.staleness_bins)
-        numbers: dict[str, float | list[int]] = {name: float(value) for name, value in metrics.items()}
+        # float64 holds each of them exactly, the counts too.
+        stacked = torch.stack([value.double() for value in [*scalars.values(), grad_norm]])
+        *values, norm = torch.cat([histogram.double(), stacked]).tolist()
+        counts, values = values[: len(histogram)], values[len(histogram) :]
+        numbers: dict[str, float | list[int]] = dict(zip(scalars, values, strict=True))
         return numbers | {
-            "staleness_mean": float(ages.mean()),
-            "staleness_max": float(ages.max()),
-            "staleness_histogram": histogram.tolist(),
+            "staleness_histogram": [int(count) for count in counts],
             "tokens": float(len(every)),
+            "grad_norm": norm,
         }
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Inside, CUDA operations add in a fixed order. FlashAttention's backward pass would not, by default.
+
+    One process-wide switch, so it is on no longer than needed. An operation that has no deterministic form raises.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses matrix products without it
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filling = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # for debugging, and not free
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filling
 
 
 @torch.no_grad()

@@ -1,19 +1,27 @@
 """Groups of responses to micro-batches of tensors.
 
 Advantages are compared within each group here, once per update, over all of its responses. Sequences are sorted by
-length and cut into micro-batches of at most `micro_tokens` places, padding included, so that short ones share a forward
-pass and no pass is mostly padding. The result does not depend on where the cuts fall: bounds and denominators belong to
-the whole update.
+length, laid end to end and cut into micro-batches of at most `micro_tokens` places: rows x longest for a forward pass
+that pads, the sum of the lengths for one that does not (see forward.py). The result does not depend on where the cuts
+fall: bounds and denominators belong to the whole update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from bapo.core.advantages import ADVANTAGES
 from bapo.types import Group, TokenBatch, Trajectory
+
+ALIGNMENT = 64
+"""Bytes. Every tensor begins at a multiple of it, as tensors of their own would, so kernels load them at full width."""
 
 
 def pack(
@@ -22,8 +30,12 @@ def pack(
     estimator: str,
     micro_tokens: int,
     device: torch.device,
+    padded: bool = True,
 ) -> list[TokenBatch]:
-    """Micro-batches that together hold every response of the groups, longest sequences first."""
+    """Micro-batches that together hold every response of the groups, longest sequences first.
+
+    `padded`: whether the forward pass will pad, and `micro_tokens` counts padding.
+    """
     rewards = [t.reward for group in groups for t in group.trajectories]
     if any(reward is None for reward in rewards):
         raise ValueError("a response without a reward reached the learner. Score every group before adding it.")
@@ -31,7 +43,7 @@ def pack(
     advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), torch.tensor(owners)).advantages
     rows = list(zip((t for group in groups for t in group.trajectories), advantages.tolist(), strict=True))
     rows.sort(key=lambda row: -_length(row[0]))  # stable: equal lengths keep the order of the groups
-    return [_batch(part, device) for part in _cut(rows, micro_tokens)]
+    return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]
 
 
 def _length(trajectory: Trajectory) -> int:
@@ -41,40 +53,84 @@ def _length(trajectory: Trajectory) -> int:
 Row = tuple[Trajectory, float]  # a response and its advantage
 
 
-def _cut(rows: list[Row], micro_tokens: int) -> list[list[Row]]:
-    """Consecutive rows while (rows x longest) stays within the budget; a row longer than the budget goes alone."""
+def _cut(rows: list[Row], micro_tokens: int, *, padded: bool) -> list[list[Row]]:
+    """Consecutive rows while their places stay within the budget; a row longer than the budget goes alone."""
     parts: list[list[Row]] = []
+    held = 0  # places of the last part
     for row in rows:
-        fits = parts and (len(parts[-1]) + 1) * _length(parts[-1][0][0]) <= micro_tokens
-        if fits:
+        length = _length(row[0])
+        grown = _length(parts[-1][0][0]) * (len(parts[-1]) + 1) if parts and padded else held + length
+        if parts and grown <= micro_tokens:
             parts[-1].append(row)
+            held = grown
         else:
             parts.append([row])
+            held = length
     return parts
 
 
 def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
-    width = max(_length(trajectory) for trajectory, _ in rows)
-    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    attention_mask = torch.zeros(len(rows), width, dtype=torch.int64)
-    predicts = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, (trajectory, _) in enumerate(rows):
-        start, end = len(trajectory.prompt), _length(trajectory)
-        input_ids[i, :end] = torch.tensor(trajectory.prompt + trajectory.tokens)
-        attention_mask[i, :end] = 1
-        predicts[i, start - 1 : end - 1] = True
-    lengths = torch.tensor([len(trajectory.tokens) for trajectory, _ in rows])
-
-    def flat(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device)
-
-    return TokenBatch(
-        input_ids=input_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        predicts=predicts.to(device),
-        targets=flat([x for t, _ in rows for x in t.tokens], torch.int64),
-        sequence_ids=torch.arange(len(rows)).repeat_interleave(lengths).to(device),
-        behavior_logprobs=flat([x for t, _ in rows for x in t.behavior_logprobs], torch.float32),
-        advantages=torch.tensor([advantage for _, advantage in rows]).repeat_interleave(lengths).to(device),
-        versions=flat([x for t, _ in rows for x in t.versions], torch.int64),
+    trajectories = [trajectory for trajectory, _ in rows]
+    lengths = np.array([_length(t) for t in trajectories])
+    counts = np.array([len(t.tokens) for t in trajectories])  # response tokens of each
+    ends = lengths.cumsum()
+    starts = ends - lengths
+    # Token j of a response is predicted by the place before it: start + prompt + j - 1.
+    firsts = ends - counts - 1
+    ids = chain.from_iterable(chain(t.prompt, t.tokens) for t in trajectories)
+    integers = _ship(
+        [
+            _array(ids, np.int64, int(ends[-1])),
+            _runs(np.zeros_like(starts), lengths),
+            np.concatenate([[0], ends]),
+            _runs(firsts, counts),
+            _array(chain.from_iterable(t.tokens for t in trajectories), np.int64, int(counts.sum())),
+            np.repeat(np.arange(len(rows)), counts),
+            _array(chain.from_iterable(t.versions for t in trajectories), np.int64, int(counts.sum())),
+        ],
+        device,
     )
+    input_ids, position_ids, offsets, predicts, targets, sequence_ids, versions = integers
+    behavior_logprobs, advantages = _ship(
+        [
+            _array(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
+            np.repeat(np.array([advantage for _, advantage in rows], dtype=np.float32), counts),
+        ],
+        device,
+    )
+    return TokenBatch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        offsets=offsets.to(torch.int32),
+        longest=int(lengths.max()),
+        predicts=predicts,
+        targets=targets,
+        sequence_ids=sequence_ids,
+        behavior_logprobs=behavior_logprobs,
+        advantages=advantages,
+        versions=versions,
+    )
+
+
+def _array(values: Iterable[float], dtype: Any, count: int) -> NDArray[Any]:
+    return np.fromiter(values, dtype=dtype, count=count)
+
+
+def _runs(firsts: NDArray[Any], counts: NDArray[Any]) -> NDArray[Any]:
+    """first, first + 1, … `count` numbers of each run, the runs end to end."""
+    before = counts.cumsum() - counts
+    numbers: NDArray[Any] = np.arange(counts.sum()) + np.repeat(firsts - before, counts)
+    return numbers
+
+
+def _ship(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Arrays of one type to the device, in one copy that the host does not wait for."""
+    step = ALIGNMENT // arrays[0].itemsize
+    rooms = [-(-len(array) // step) * step for array in arrays]
+    begins = [sum(rooms[:i]) for i in range(len(rooms))]
+    staging = torch.zeros(sum(rooms), dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=device.type == "cuda")
+    host = staging.numpy()
+    for array, begin in zip(arrays, begins, strict=True):
+        host[begin : begin + len(array)] = array
+    shipped = staging.to(device, non_blocking=True)
+    return [shipped[begin : begin + len(array)] for array, begin in zip(arrays, begins, strict=True)]

@@ -1,9 +1,10 @@
 """Checkpoints: all or nothing.
 
-A checkpoint is a directory `checkpoints/step-000040` with the weights, the optimizer's moments (both safetensors), and
-`state.json`: progress, learner version, scheduler with its parked responses, buffer, data cursor, and how long the logs
-were. It is written under another name, every file flushed to disk with its checksum in `manifest.json`, and renamed
-last: whatever kills the process, a directory with the final name is complete. Loading verifies every checksum.
+A checkpoint is a directory `checkpoints/step-000040` with the weights, the optimizer's moments and float32 masters (all
+safetensors), and `state.json`: progress, learner version, scheduler with its parked responses, buffer, data cursor, and
+how long the logs were. It is written under another name, every file flushed to disk with its checksum in
+`manifest.json`, and renamed last: whatever kills the process, a directory with the final name is complete. Loading
+verifies every checksum.
 
 The random state needs no file: every draw is a function of a seed and a counter that is saved here.
 """
@@ -17,7 +18,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -52,7 +52,7 @@ def save(directory: Path, parts: Parts, progress: Progress, *, logs: dict[str, i
         }
         writers: dict[str, Callable[[Path], None]] = {
             "model.safetensors": lambda path: save_file(_weights(parts.learner), path),
-            "optimizer.safetensors": lambda path: save_file(_moments(parts.learner), path),
+            "optimizer.safetensors": lambda path: save_file(parts.learner.optimizer.tensors(), path),
             "state.json": lambda path: _write(path, json.dumps(state)),
         }
         checksums = {}
@@ -100,7 +100,7 @@ def load(path: Path, parts: Parts, progress: Progress) -> dict[str, int]:
         tied = parts.learner.model.state_dict().keys() - _weights(parts.learner).keys()
         if result.unexpected_keys or set(result.missing_keys) - tied:
             raise KeyError(f"{result.unexpected_keys} are unknown and {result.missing_keys} are missing")
-        _restore_moments(parts.learner, load_file(path / "optimizer.safetensors"))
+        parts.learner.optimizer.load_tensors(load_file(path / "optimizer.safetensors"))
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{path} does not fit this run's model or this version of bapo: {error}. Use the version that wrote it."
@@ -141,21 +141,6 @@ def _weights(learner: Learner) -> dict[str, Tensor]:
             seen[tensor.data_ptr()] = name
             weights[name] = tensor.contiguous()
     return weights
-
-
-def _moments(learner: Learner) -> dict[str, Tensor]:
-    """Adam's state, flat: `index.key` of each parameter."""
-    state = learner.optimizer.state_dict()["state"]
-    return {f"{index}.{key}": value for index, moments in state.items() for key, value in moments.items()}
-
-
-def _restore_moments(learner: Learner, flat: dict[str, Tensor]) -> None:
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in flat.items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = value
-    groups = learner.optimizer.state_dict()["param_groups"]
-    learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _write(path: Path, text: str) -> None:

@@ -125,9 +125,9 @@ def score(groups: Sequence[Group], parts: Parts) -> None:
 
 def update_on(groups: Sequence[Group], parts: Parts) -> Update:
     """One update on these groups."""
-    config, device = parts.config.learn, parts.learner.model.device
-    batches = pack(groups, estimator=config.advantages, micro_tokens=config.micro_tokens, device=device)
-    update = parts.learner.step(batches)
+    config, learner = parts.config.learn, parts.learner
+    options: dict[str, Any] = {"micro_tokens": config.micro_tokens, "device": learner.device, "padded": learner.padded}
+    update = learner.step(pack(groups, estimator=config.advantages, **options))
     return replace(update, metrics=update.metrics | {"groups": float(len(groups))})
 
 

@@ -33,7 +33,7 @@ from bapo.demo import model_path
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.metrics import check_declared
-from bapo.rollout.engine import Sampling
+from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.countdown import Countdown
@@ -110,20 +110,45 @@ class RunDirectory:
                     os.fsync(file.fileno())
 
 
+def resolve(config: Config) -> Config:
+    """The configuration with everything decided that depends on this machine."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device='cuda', but torch sees no CUDA device here. Run on a machine with one and a CUDA build of torch; "
+            "a new run can also have device='cpu'."
+        )
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    model = config.model.model_copy(update={"dtype": dtype})
+    threads = config.threads or available_cores()
+    return config.model_copy(update={"device": device, "model": model, "threads": threads})
+
+
+def make_engine(model: Any, config: Config) -> Engine:
+    """What samples from the model, on the model's own device."""
+    return LocalEngine(model, slots=config.rollout.slots)
+
+
 def build(config: Config) -> Parts:
     """The parts of a run, at its beginning."""
-    torch.set_num_threads(config.threads or available_cores())
+    config = resolve(config)
+    torch.set_num_threads(config.threads)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = str(model_path()) if config.model.path == "demo" else config.model.path
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.model.dtype))
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path={config.model.path!r} cannot be loaded: {str(error).splitlines()[0]} Give a directory with a "
             'transformers causal language model and its tokenizer, or "demo".'
         ) from error
+    model.to(config.device)
     task = Countdown()
     _check_fits(config, model, tokenizer, task)
     sampling = Sampling(config.rollout.temperature, frozenset({tokenizer.eos_token_id}))
@@ -132,7 +157,7 @@ def build(config: Config) -> Parts:
         config=config,
         task=task,
         tokenizer=tokenizer,
-        engine=LocalEngine(model, slots=config.rollout.slots),
+        engine=make_engine(model, config),
         stream=ProblemStream(task.train, seed=config.seed),
         scheduler=Scheduler(
             sampling,
@@ -205,12 +230,13 @@ def learner_settings(config: Config) -> LearnerSettings:
         warmup_updates=learn.warmup_updates,
         schedule=learn.schedule,
         total_updates=config.steps * config.updates_per_step,
+        activation_checkpointing=learn.activation_checkpointing,
     )
 
 
 def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
     """Train from the beginning; returns the summary."""
-    config = config.model_copy(update={"threads": config.threads or available_cores()})
+    config = resolve(config)
     try:
         parts = build(config)
     except ValueError as error:

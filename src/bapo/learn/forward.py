@@ -1,0 +1,254 @@
+"""Two ways to run a transformers model on the same flat batch.
+
+    padded    one row per sequence, filled up to the longest, with an attention mask. Works everywhere and is the
+              reference: CPU, float32, any model.
+    packed    one row for all sequences, as they lie in the batch. Positions start anew with each sequence; attention
+              gets their offsets and keeps them apart (FlashAttention for variable lengths). No padding, no mask:
+              CUDA, float16 or bfloat16.
+
+Both give the hidden state at every place. Whether a model can be packed is found out once, by running both on two short
+sequences: a model with another kind of attention (soft-capping, sinks, state besides keys and values) is padded.
+
+The packed way needs another attention function. It is chosen for the duration of a pass and the model's own put back
+after it, because the sampler runs the same model. Activation checkpointing is a matter of a pass, too: each layer keeps
+only its input and runs again in the backward pass, with the attention function of the first time. transformers has its
+own switch for this, which works in training mode only; the learner stays in eval mode.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from bapo.types import TokenBatch
+
+PACKED_ATTENTION = "bapo_packed"
+AGREEMENT = 0.05
+"""Largest relative difference between the two ways. 16-bit rounding makes about 0.02, wrong attention over 0.1."""
+
+
+def hidden_states(model: Any, batch: TokenBatch, *, packed: bool, recompute: bool = False) -> Tensor:
+    """The last hidden state at every place of the batch, [places, width].
+
+    `recompute`: layers keep nothing for the backward pass but their inputs.
+    """
+    with recomputed_layers(model) if recompute and torch.is_grad_enabled() else nullcontext():
+        return _packed(model, batch) if packed else _padded(model, batch)
+
+
+def _padded(model: Any, batch: TokenBatch) -> Tensor:
+    rows = len(batch.offsets) - 1
+    lengths = batch.offsets.diff()
+    row_of_place = torch.arange(rows, device=lengths.device).repeat_interleave(
+        lengths, output_size=len(batch.input_ids)
+    )
+    index = row_of_place * batch.longest + batch.position_ids
+    input_ids = batch.input_ids.new_zeros(rows * batch.longest)
+    attention_mask = torch.zeros_like(input_ids)
+    input_ids[index] = batch.input_ids
+    attention_mask[index] = 1
+    output = model.base_model(
+        input_ids=input_ids.view(rows, -1), attention_mask=attention_mask.view(rows, -1), use_cache=False
+    )
+    states: Tensor = output.last_hidden_state
+    return states.flatten(0, 1).index_select(0, index)
+
+
+def _packed(model: Any, batch: TokenBatch) -> Tensor:
+    with attention(model, PACKED_ATTENTION):
+        output = model.base_model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            cu_seq_lens_q=batch.offsets,
+            cu_seq_lens_k=batch.offsets,
+            max_length_q=batch.longest,
+            max_length_k=batch.longest,
+        )
+    states: Tensor = output.last_hidden_state
+    return states[0]
+
+
+def can_pack(model: Any) -> bool:
+    """Whether packed passes are possible and agree with padded ones. Says why, where one might expect it and cannot."""
+    if model.device.type != "cuda":
+        return False
+    reason = None
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        reason = f"its weights are {model.dtype}, and FlashAttention takes 16-bit ones"
+    elif _varlen_attention() is None:
+        reason = "this version of torch has no attention for variable lengths (2.10 and later do)"
+    else:
+        reason = disagreement(model)
+    if reason is not None:
+        logging.getLogger(__name__).warning(
+            "%s is trained on padded batches: %s. Results are the same; memory and time are larger.",
+            type(model).__name__,
+            reason,
+        )
+    return reason is None
+
+
+@torch.no_grad()
+def disagreement(model: Any) -> str | None:
+    """None if both ways give the same states for two short sequences, else what is wrong."""
+    lengths = torch.tensor([7, 5], device=model.device)
+    position_ids = torch.cat([torch.arange(7), torch.arange(5)]).to(model.device)
+    ids = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
+    offsets = torch.tensor([0, 7, 12], dtype=torch.int32, device=model.device)
+    nothing = lengths.new_zeros(0)
+    batch = TokenBatch(ids, position_ids, offsets, 7, *[nothing] * 6)
+    padded = _padded(model, batch).float()
+    try:
+        packed = _packed(model, batch).float()
+    except (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"its attention cannot be exchanged ({str(error).splitlines()[0]})"
+    difference = float((packed - padded).norm() / padded.norm())
+    if difference <= AGREEMENT:
+        return None
+    return f"packed hidden states differ from padded ones by {difference:.2g}"
+
+
+@contextmanager
+def attention(model: Any, implementation: str) -> Iterator[None]:
+    """Inside, the model's layers use this attention function; they look it up at every call."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,  # [1, heads, places, width]
+    key: Tensor,  # [1, key heads, places, width]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:  # [1, places, heads, width]
+    """Causal attention within each sequence, in the form transformers calls attention functions.
+
+    o_i = sum_j softmax_j(scaling q_i k_j) v_j,   start(i) <= j <= i,   i - j < sliding_window
+    """
+    if softcap is not None or s_aux is not None or attention_mask is not None or query.shape[-1] != value.shape[-1]:
+        raise ValueError("soft-capping, attention sinks, masks and values of another width are not supported")
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError("the model did not hand the offsets of the sequences down to its layers")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [places, heads, width]
+    attend = attend_at_once if query.is_cuda else attend_one_by_one
+    return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
+
+
+def attend_at_once(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float, window: int | None
+) -> Tensor:
+    """All sequences in one call of FlashAttention. What the installed version cannot do itself is done here."""
+    call = _varlen_attention()
+    assert call is not None
+    heads, width = query.shape[1:]
+    if width % 8:
+        raise ValueError(f"FlashAttention needs heads whose width is a multiple of 8, not {width}")
+    accepted = inspect.signature(call).parameters
+    options: dict[str, Any] = {}
+    if key.shape[1] != heads:
+        if "enable_gqa" in accepted:
+            options["enable_gqa"] = True
+        else:
+            key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    if "scale" in accepted:
+        options["scale"] = scaling
+    elif not math.isclose(scaling, width**-0.5):
+        query = query * (scaling * width**0.5)
+    if "window_size" in accepted:  # (tokens to the left, tokens to the right), oneself not counted; -1: all
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None:
+        options["is_causal"] = True
+    else:
+        raise ValueError("sliding windows need a later version of torch")
+    output: Tensor = call(query, key, value, offsets, offsets, longest, longest, **options)
+    return output
+
+
+def attend_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float, window: int | None
+) -> Tensor:
+    """The same in plain torch, a sequence at a time: for CPU, and to compare with."""
+    del longest
+    outputs = []
+    repeats = query.shape[1] // key.shape[1]
+    ends = offsets.tolist()
+    for begin, end in pairwise(ends):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(repeats, dim=0) for x in (k, v))
+        distance = torch.arange(end - begin, device=q.device)[:, None] - torch.arange(end - begin, device=q.device)
+        seen = (distance >= 0) & (distance < (end - begin if window is None else window))
+        output = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, scale=scaling)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@cache
+def _varlen_attention() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def layers_of(model: Any) -> list[GradientCheckpointingLayer]:
+    """The layers that activation checkpointing runs again."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def recomputed_layers(model: Any) -> Iterator[None]:
+    """Inside, every layer keeps its inputs only and is run again by the backward pass, wherever that takes place."""
+    layers = layers_of(model)
+    before = [vars(layer).get("forward") for layer in layers]
+    contexts = partial(_same_attention_again, model)
+    for layer in layers:
+        # Nothing here is random, so there is no generator state to keep.
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _same_attention_again(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the first run and of the second, which comes after the pass has put the old attention back."""
+    return nullcontext(), attention(model, model.config.get_text_config()._attn_implementation)

@@ -1,0 +1,168 @@
+"""The learner on CUDA: packed, padded and one by one are the same pass; CUDA is CPU; a resumed run is the whole run."""
+
+import copy
+import dataclasses
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bapo.config import parse_config
+from bapo.learn.forward import can_pack, hidden_states
+from bapo.learn.learner import Learner, LearnerSettings, deterministic
+from tests.small_models import MODELS, batch_of, flat_batch, made
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+LENGTHS = [40, 1, 17, 33, 8, 2, 64, 29]
+
+
+def on_cuda(batch):
+    moved = {name: x.cuda() for name, x in vars(batch).items() if torch.is_tensor(x)}
+    return dataclasses.replace(batch, **moved)
+
+
+def run(model, batch, **way):
+    """States, and the gradients of a fixed function of them."""
+    model.zero_grad()
+    states = hidden_states(model, batch, **way)
+    weights = torch.linspace(-1, 1, states.numel(), device=states.device, dtype=torch.float32).view_as(states)
+    with deterministic(states.device):
+        (states.float() * weights).sum().backward()
+    return states.detach().float(), {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative(ours, theirs):
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_equals_padded_equals_one_by_one(name):
+    batch = flat_batch(LENGTHS)
+    exact = made(name).bfloat16().double()  # the same weights
+    states, gradients = run(exact, batch, packed=False)
+    states, gradients = states.cuda(), {name: g.cuda() for name, g in gradients.items()}
+    model = made(name).bfloat16().cuda()
+    assert can_pack(model)
+    alone = []
+    for part in batch.input_ids.split(batch.offsets.diff().tolist()):
+        alone.append(hidden_states(model, on_cuda(batch_of([part])), packed=True).detach().float())
+    assert relative(torch.cat(alone), states) < 0.05
+    results = {way: run(model, on_cuda(batch), packed=way) for way in (False, True)}
+    for ours, found in results.values():
+        assert relative(ours, states) < 0.05
+        assert found.keys() == gradients.keys()
+        for parameter, gradient in gradients.items():
+            if gradient.norm() > 1e-3 * max(g.norm() for g in gradients.values()):
+                assert relative(found[parameter], gradient) < 0.15, parameter
+    # Packing itself costs nothing: it is as near to the exact states as padding is.
+    errors = {way: relative(ours, states) for way, (ours, _) in results.items()}
+    assert errors[True] < 1.5 * errors[False] + 1e-3
+    assert relative(results[True][0], torch.cat(alone)) < 0.03
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_on_cuda_equals_cpu(name):
+    batch = flat_batch(LENGTHS)
+    cpu = run(made(name), batch, packed=False)
+    cuda = run(made(name).cuda(), on_cuda(batch), packed=False)
+    assert relative(cuda[0].cpu(), cpu[0]) < 1e-4
+    for parameter, gradient in cpu[1].items():
+        assert_close(cuda[1][parameter].cpu(), gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()) + 1e-5)
+
+
+def test_float32_is_padded_and_says_so(caplog):
+    assert not can_pack(made("llama").cuda())
+    assert "is trained on padded batches: its weights are torch.float32" in caplog.text
+    caplog.clear()
+    assert can_pack(made("llama").bfloat16().cuda())
+    assert not caplog.text
+
+
+def test_checkpointed_layers_give_the_same_gradients_packed():
+    batch, model = on_cuda(flat_batch(LENGTHS)), made("qwen3").bfloat16().cuda()
+    plain, again = (run(model, batch, packed=True, recompute=recompute) for recompute in (False, True))
+    assert torch.equal(plain[0], again[0])
+    assert all(torch.equal(plain[1][name], again[1][name]) for name in plain[1])
+
+
+def test_the_same_backward_pass_twice_gives_the_same_bits():
+    batch, model = on_cuda(flat_batch([300] * 40)), made("llama").bfloat16().cuda()
+    first, second = (run(model, batch, packed=True)[1] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("objective", ["bapo", "grpo", "gspo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_does_not_depend_on_how_it_is_cut(objective, dtype):
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(0, 30, (length,), generator=generator) for length in LENGTHS if length > 1]
+    start = made("qwen2").to("cuda", dtype)
+    whole = on_cuda(batch_of(sequences))
+    with torch.no_grad():
+        behavior = Learner(start, LearnerSettings()).logprobs(whole)[0] + 0.1
+    whole = dataclasses.replace(whole, behavior_logprobs=behavior.clamp(max=0))
+    places, tokens = [len(x) for x in sequences], [len(x) - 1 for x in sequences]
+    flat = {name: getattr(whole, name).split(tokens) for name in ("behavior_logprobs", "advantages", "versions")}
+    singles = []
+    for i in range(len(places)):
+        single = on_cuda(batch_of([sequences[i]]))
+        singles.append(dataclasses.replace(single, **{name: parts[i] for name, parts in flat.items()}))
+    results = []
+    for batches in ([whole], singles):
+        learner = Learner(copy.deepcopy(start), LearnerSettings(objective=objective, lr=1e-3))
+        assert learner.packed == (dtype == torch.bfloat16)
+        metrics = learner.step(batches).metrics
+        results.append((metrics, torch.cat([m.detach().flatten() for m in learner.optimizer.masters])))
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    for name in ("loss", "clip_low", "clip_high", "grad_norm", "entropy", "kl"):
+        if name in results[0][0]:
+            assert results[1][0][name] == pytest.approx(results[0][0][name], rel=tolerance, abs=tolerance), name
+    before = torch.cat([p.detach().float().flatten() for p in Learner(start, LearnerSettings()).optimizer.masters])
+    moved = [after - before for _, after in results]
+    # Adam's first step has the sign of the gradient: rounding turns it where the gradient is nearly 0.
+    agree = torch.nn.functional.cosine_similarity(*moved, dim=0)
+    assert float(agree) > (0.99 if dtype == torch.float32 else 0.9)
+
+
+def test_one_update_waits_for_the_device_once():
+    learner = Learner(made("llama").bfloat16().cuda(), LearnerSettings(objective="grpo"))
+    batch = on_cuda(flat_batch(LENGTHS))
+    for _ in range(2):
+        learner.step([batch])
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            learner.step([batch])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    assert len(waits) == 1, waits
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_resumed_run_is_the_uninterrupted_one(dtype, tmp_path):
+    from bapo.train.run import resume, start
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    values = {
+        "steps": 4,
+        "device": "cuda",
+        "checkpoint_every": 2,
+        "out": str(whole),
+        "model": {"dtype": dtype},
+        "rollout": {"prompts": 8, "responses": 4},
+        "learn": {"batch_groups": 8, "micro_tokens": 1000},
+        "offpolicy": {"reuse": 2, "partial_budget": 800, "replay_fraction": 0.3},
+        "eval": {"problems": 8, "k": 2, "every": 0},
+    }
+    start(parse_config(values, source="test"), plain=True)
+    shutil.copytree(whole, killed)  # as if killed after the checkpoint of step 2
+    (killed / "summary.json").unlink()
+    shutil.rmtree(killed / "checkpoints" / "step-000004")
+    resume(killed, plain=True)
+    for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
