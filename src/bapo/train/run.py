@@ -130,7 +130,11 @@ def resolve(config: Config) -> Config:
 
 def make_engine(model: Any, config: Config) -> Engine:
     """What samples from the model, on the model's own device."""
-    return LocalEngine(model, slots=config.rollout.slots)
+    if config.device == "cpu":
+        return LocalEngine(model, slots=config.rollout.slots)
+    from bapo.rollout.graphs import in_process_engine  # needs Triton, which a machine without a GPU may not have
+
+    return in_process_engine(model, slots=config.rollout.slots)
 
 
 def build(config: Config) -> Parts:
