@@ -151,20 +151,22 @@ def packed_attention(
 ) -> tuple[Tensor, None]:  # [1, places, heads, width]
     """Causal attention within each sequence, in the form transformers calls attention functions.
 
-    o_i = sum_j softmax_j(scaling q_i k_j) v_j,   start(i) <= j <= i,   i - j < sliding_window
+    o_i = sum_j softmax_j(scaling q_i k_j) v_j,   start(i) <= j <= i
     """
     if softcap is not None or s_aux is not None or attention_mask is not None or query.shape[-1] != value.shape[-1]:
         raise ValueError("soft-capping, attention sinks, masks and values of another width are not supported")
+    if sliding_window is not None:
+        raise ValueError("it has a sliding window, and FlashAttention's backward pass gives NaN for some windows")
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("the model did not hand the offsets of the sequences down to its layers")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [places, heads, width]
     attend = attend_at_once if query.is_cuda else attend_one_by_one
-    return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
+    return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
 
 
 def attend_at_once(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float
 ) -> Tensor:
     """All sequences in one call of FlashAttention. What the installed version cannot do itself is done here."""
     call = _varlen_attention()
@@ -183,18 +185,14 @@ def attend_at_once(
         options["scale"] = scaling
     elif not math.isclose(scaling, width**-0.5):
         query = query * (scaling * width**0.5)
-    if "window_size" in accepted:  # (tokens to the left, tokens to the right), oneself not counted; -1: all
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None:
-        options["is_causal"] = True
-    else:
-        raise ValueError("sliding windows need a later version of torch")
+    causal = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    options |= causal  # a window is (tokens to the left, tokens to the right), -1 for all
     output: Tensor = call(query, key, value, offsets, offsets, longest, longest, **options)
     return output
 
 
 def attend_one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float
 ) -> Tensor:
     """The same in plain torch, a sequence at a time: for CPU, and to compare with."""
     del longest
@@ -204,9 +202,7 @@ def attend_one_by_one(
     for begin, end in pairwise(ends):
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(repeats, dim=0) for x in (k, v))
-        distance = torch.arange(end - begin, device=q.device)[:, None] - torch.arange(end - begin, device=q.device)
-        seen = (distance >= 0) & (distance < (end - begin if window is None else window))
-        output = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, scale=scaling)
+        output = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scaling)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
 
