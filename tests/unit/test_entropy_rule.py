@@ -8,11 +8,13 @@ from torch.testing import assert_close
 
 from bapo import ClipBounds, ClipSettings
 from bapo.core.entropy_rule import (
+    LOG_RATIO_EDGES,
     QUADRANTS,
     diagnose,
     exact_entropy_change,
     predicted_entropy_change,
     quadrant_masses,
+    ratio_profile,
     ratio_statistics,
     response_statistics,
     share_statistics,
@@ -205,3 +207,35 @@ def test_zero_probability_adds_nothing():
     probs = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     change = exact_entropy_change(probs, torch.tensor([1.0, 0.0, 9.0], dtype=torch.float64), torch.ones(3).bool())
     assert change.item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_ratio_profile_is_what_a_loop_over_tokens_counts():
+    generator = torch.Generator().manual_seed(3)
+    behavior = -3 * torch.rand(40, 25, generator=generator, dtype=torch.float64)
+    logprobs = (behavior + 0.4 * torch.randn(40, 25, generator=generator, dtype=torch.float64)).clamp(max=0)
+    logprobs[0, :3] = behavior[0, :3]  # ratio 1
+    entropy = torch.rand(40, 25, generator=generator, dtype=torch.float64)
+    mask = torch.rand(40, 25, generator=generator) < 0.7
+    entropy[~mask] = math.nan  # what the mask leaves out has no say
+    profile = ratio_profile(Tokens(logprobs, behavior, torch.ones_like(behavior), mask), entropy)
+
+    bins = len(LOG_RATIO_EDGES) + 1
+    count, prob, nats = [0] * bins, [0.0] * bins, [0.0] * bins
+    for row, column in mask.nonzero().tolist():
+        log_ratio = float(logprobs[row, column] - behavior[row, column])
+        here = sum(log_ratio >= edge for edge in LOG_RATIO_EDGES)
+        count[here] += 1
+        prob[here] += math.exp(logprobs[row, column])
+        nats[here] += float(entropy[row, column])
+    assert min(count) > 0
+    assert profile["ratio_histogram"].tolist() == count
+    assert_close(profile["ratio_prob"], torch.tensor(prob).double() / torch.tensor(count))
+    assert_close(profile["ratio_entropy"], torch.tensor(nats).double() / torch.tensor(count))
+
+
+def test_ratio_profile_of_empty_bins_is_zero():
+    one = torch.full((4,), -1.0)
+    profile = ratio_profile(Tokens(one, one, one, torch.ones(4, dtype=torch.bool)), entropy=torch.full((4,), 0.5))
+    middle = len(LOG_RATIO_EDGES) // 2
+    assert profile["ratio_histogram"].tolist() == [0.0] * middle + [4.0] + [0.0] * middle
+    assert profile["ratio_entropy"].tolist() == [0.0] * middle + [0.5] + [0.0] * middle

@@ -26,6 +26,11 @@ from bapo.core.settings import ClipSettings
 
 QUADRANTS = ("high_prob_high_adv", "high_prob_low_adv", "low_prob_high_adv", "low_prob_low_adv")
 QUANTILES = {"p01": 0.01, "p10": 0.10, "p50": 0.50, "p90": 0.90, "p99": 0.99}
+LOG_RATIO_EDGES = (
+    *(-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02),
+    *(0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0),
+)
+"""Where `ratio_profile` cuts the log-ratio: 15 bins, the middle one around r = 1, the outer ones open."""
 
 
 @torch.no_grad()
@@ -165,6 +170,31 @@ def response_statistics(
     }
 
 
+@torch.no_grad()
+def ratio_profile(tokens: Tokens, entropy: Tensor) -> dict[str, Tensor]:  # each [bins]
+    """Which tokens the policy has moved away from: probability and entropy by ratio (the paper's figures 5 and 10).
+
+        bin b holds the tokens with edge_b <= log r_t < edge_{b+1}
+        ratio_histogram = their number,  ratio_prob = mean pi(y_t),  ratio_entropy = mean H_t
+
+    Both means are under the current policy, and 0 in an empty bin. Sums are matrix products, which add in the same
+    order every time.
+    """
+    log_ratio = tokens.log_ratio.detach().flatten()
+    edges = torch.tensor(LOG_RATIO_EDGES, dtype=log_ratio.dtype, device=log_ratio.device)
+    bins = torch.bucketize(log_ratio, edges, right=True)
+    inside = bins == torch.arange(len(edges) + 1, device=bins.device)[:, None]
+    mask = tokens.mask.flatten()
+    values = torch.stack([torch.ones_like(log_ratio), tokens.logprobs.detach().exp().flatten(), entropy.flatten()], 1)
+    values = torch.where(mask[:, None], values, 0.0).double()
+    count, prob, nats = ((inside & mask).double() @ values).unbind(1)
+    return {
+        "ratio_histogram": count,
+        "ratio_prob": prob / count.clamp(min=1),
+        "ratio_entropy": nats / count.clamp(min=1),
+    }
+
+
 def diagnose(
     tokens: Tokens,
     retained: Tensor,
@@ -175,8 +205,8 @@ def diagnose(
 ) -> dict[str, Tensor]:
     """Every diagnostic that the tokens of one update allow, as 0-d tensors.
 
-    With `entropy` (of each token's own distribution) also the Entropy-Clip Rule. `staleness_histogram` and
-    `response_statistics` need versions and rewards and are called beside it.
+    With `entropy` (of each token's own distribution) also the Entropy-Clip Rule. `ratio_profile`, which returns
+    vectors, and `staleness_histogram` and `response_statistics`, which need versions and rewards, are called beside it.
     """
     metrics = clip_statistics(tokens, retained) | ratio_statistics(tokens) | share_statistics(tokens, settings, bounds)
     if entropy is not None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table
-from bapo.core.entropy_rule import diagnose, staleness_histogram
+from bapo.core.entropy_rule import diagnose, ratio_profile, staleness_histogram
 from bapo.core.logprobs import token_logprobs
 from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss, update_table
 from bapo.core.reduction import Reduction, denominator_of
@@ -71,7 +71,7 @@ class Update:
     """The learner's version after it."""
     tokens: int
     """Response tokens trained on."""
-    metrics: dict[str, float | list[int]]
+    metrics: dict[str, float | list[float]]
 
 
 def learning_rate(update: int, settings: LearnerSettings) -> float:
@@ -197,7 +197,7 @@ class Learner:
 
     def _metrics(
         self, batches: Sequence[TokenBatch], outputs: list[_Output], grad_norm: Tensor
-    ) -> dict[str, float | list[int]]:
+    ) -> dict[str, float | list[float]]:
         """Diagnostics over the tokens of the whole update, read from the device in one transfer."""
         every = torch.ones(
             sum(len(batch.targets) for batch in batches), dtype=torch.bool, device=batches[0].targets.device
@@ -208,6 +208,7 @@ class Learner:
             torch.cat([batch.advantages for batch in batches]),
             every,
         )
+        entropy = torch.cat([output.entropy for output in outputs])
         result = outputs[0].result
         versions = torch.cat([batch.versions for batch in batches])
         ages = (self.version - versions).double()
@@ -218,20 +219,23 @@ class Learner:
             torch.cat([output.result.retained for output in outputs]),
             settings=self.settings.clip,
             bounds=result.bounds,
-            entropy=torch.cat([output.entropy for output in outputs]),
+            entropy=entropy,
         )
         scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
-        histogram = staleness_histogram(versions, every, version=self.version, bins=self.settings.staleness_bins)
+        vectors = {
+            "staleness_histogram": staleness_histogram(
+                versions, every, version=self.version, bins=self.settings.staleness_bins
+            ),
+            **ratio_profile(tokens, entropy),
+        }
         # float64 holds each of them exactly, the counts too.
         stacked = torch.stack([value.double() for value in [*scalars.values(), grad_norm]])
-        *values, norm = torch.cat([histogram.double(), stacked]).tolist()
-        counts, values = values[: len(histogram)], values[len(histogram) :]
-        numbers: dict[str, float | list[int]] = dict(zip(scalars, values, strict=True))
-        return numbers | {
-            "staleness_histogram": [int(count) for count in counts],
-            "tokens": float(len(every)),
-            "grad_norm": norm,
-        }
+        *values, norm = torch.cat([*(vector.double() for vector in vectors.values()), stacked]).tolist()
+        numbers: dict[str, float | list[float]] = {}
+        for name, vector in vectors.items():
+            head, values = values[: len(vector)], values[len(vector) :]
+            numbers[name] = [int(count) for count in head] if name.endswith("_histogram") else head
+        return numbers | dict(zip(scalars, values, strict=True)) | {"tokens": float(len(every)), "grad_norm": norm}
 
 
 @contextmanager
