@@ -58,7 +58,7 @@ UPDATE = {
     "ratio_p90": "90th percentile of that ratio.",
     "ratio_p99": "99th percentile of that ratio.",
     "ratio_max": "Largest ratio.",
-    "ratio_histogram": "Tokens by ratio, in the 15 bins that LOG_RATIO_EDGES of core/entropy_rule.py cuts log r into.",
+    "ratio_histogram": "Tokens by ratio, in the 15 bins that LOG_RATIO_EDGES of bapo/types.py cuts log r into.",
     "ratio_prob": "Mean probability of the tokens in each of these bins under the current policy; 0 in an empty bin.",
     "ratio_entropy": "Mean entropy of the distributions they came from, likewise, in nats.",
     "kl": "Estimate of KL(sampling policy || current policy) per token: mean of r - 1 - log r.",

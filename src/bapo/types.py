@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
+"""Where tokens are binned by log-ratio: 15 bins, the middle one around ratio 1, the outer two open."""
+
 
 class Status(StrEnum):
     """Where a trajectory stands."""

@@ -23,14 +23,10 @@ from torch import Tensor
 from bapo.core.bounds import ClipBounds, positive_share
 from bapo.core.objectives import Tokens
 from bapo.core.settings import ClipSettings
+from bapo.types import LOG_RATIO_EDGES
 
 QUADRANTS = ("high_prob_high_adv", "high_prob_low_adv", "low_prob_high_adv", "low_prob_low_adv")
 QUANTILES = {"p01": 0.01, "p10": 0.10, "p50": 0.50, "p90": 0.90, "p99": 0.99}
-LOG_RATIO_EDGES = (
-    *(-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02),
-    *(0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0),
-)
-"""Where `ratio_profile` cuts the log-ratio: 15 bins, the middle one around r = 1, the outer ones open."""
 
 
 @torch.no_grad()

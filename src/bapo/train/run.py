@@ -17,9 +17,10 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train import checkpoint
 from bapo.train.loop import Parts, Progress, StepRecord, train
+from bapo.types import Trajectory
 from bapo.view import View, make_view, summary_table
 
 LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl")
@@ -342,12 +344,19 @@ def _log(run: RunDirectory, record: StepRecord, parts: Parts, view: View) -> Non
     run.append("timing.jsonl", {"step": record.step} | record.timing)
     for group in record.samples:
         responses = [parts.tokenizer.decode(t.tokens) for t in group.trajectories]
-        sample = asdict(group) | {"step": record.step, "responses": responses}
+        written = [_written_by(t, parts.tokenizer.decode) for t in group.trajectories]
+        sample = asdict(group) | {"step": record.step, "responses": responses, "written_by": written}
         run.append("rollouts.jsonl", sample)
         if record.step % parts.config.sample_every == 1 or parts.config.sample_every == 1:
             view.sample(group.problem.prompt, responses[0], group.trajectories[0].reward or 0.0)
     shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
     view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
+
+
+def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[tuple[int, str]]:
+    """The text of a response, cut where another version of the policy took over: (version, text) in order."""
+    tagged = groupby(zip(trajectory.versions, trajectory.tokens, strict=True), key=lambda pair: pair[0])
+    return [(version, decode([token for _, token in pairs])) for version, pairs in tagged]
 
 
 def _export(run: RunDirectory, parts: Parts) -> None:

@@ -1,0 +1,167 @@
+"""From run directories to arms: an arm is one configuration, its runs differ by seed.
+
+An arm has two names, its setting (where stale data comes from) and its objective. Runs of `bapo compare` lie in
+SETTING/OBJECTIVE/seed-N and are named by it. Other runs are named by the keys in which their configurations differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeGuard
+
+from bapo.runs import SET_ASIDE, Problem, Run, find_runs, read_run
+
+NOT_THE_EXPERIMENT = {"seed", "out", "device", "threads", "checkpoint_every", "checkpoint_keep", "sample_every"}
+"""Keys in which the runs of one arm may differ: the seed, and those that decide where and how, not what."""
+
+
+BINNED = ("staleness_histogram", "ratio_histogram", "ratio_prob", "ratio_entropy")
+"""Metrics that are lists, one entry per bin."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs of one configuration."""
+
+    setting: str
+    objective: str
+    runs: list[Run]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration they share."""
+        return self.runs[0].config
+
+    @property
+    def staleness(self) -> float:
+        """Mean number of updates between sampling and use, over the updates of all runs."""
+        values = [value for run in self.runs for value in run.series("staleness_mean")]
+        return fmean(values) if values else 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What some paths hold."""
+
+    arms: list[Arm]
+    problems: list[Problem]
+    """Directories that cannot be shown, and those shown as far as they got."""
+
+
+def find(paths: Sequence[Path]) -> Found:
+    """Every run at or below the paths, gathered into arms. What cannot be read becomes a problem, never an exception."""
+    directories: dict[Path, Path] = {}
+    for path in paths:
+        for directory in _directories(path):
+            directories.setdefault(directory.resolve(), directory)
+    runs, problems = [], []
+    for directory in directories.values():
+        run = read_run(directory, finished=False)
+        if isinstance(run, Problem):
+            problems.append(run)
+            continue
+        if wrong := _unusable(run):
+            problems.append(Problem(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",)))
+            continue
+        runs.append(run)
+        if not run.summary:
+            done = f"{len(run.timing)} of {run.config['steps']} steps are logged and shown"
+            problems.append(Problem(directory, "unfinished", f"it is still running, or was stopped: {done}."))
+    return Found(arms_of(runs), problems)
+
+
+def _unusable(run: Run) -> str | None:
+    """What a log that parses can still get wrong."""
+    if not all(isinstance(line.get("version"), int) for line in (*run.updates, *run.evals)):
+        return "has a line without its version"
+    for key in BINNED:
+        rows = [line.get(key) for line in run.updates if key in line]
+        if rows and not (len(rows) == len(run.updates) and all(map(_is_row, rows)) and len(set(map(len, rows))) == 1):
+            return f"has updates whose {key} is missing or of another length"
+    return None
+
+
+def _is_row(value: Any) -> TypeGuard[list[float]]:
+    return isinstance(value, list) and all(isinstance(entry, int | float) for entry in value)
+
+
+def _directories(path: Path) -> list[Path]:
+    """Run directories, and what was one before its config.json got lost."""
+    found = find_runs(path)
+    if not path.is_dir() or found == [path]:
+        return found or [path]
+    lost = {file.parent for file in path.rglob("metrics.jsonl") if SET_ASIDE not in str(file)} - set(found)
+    return sorted([*found, *lost]) or [path]
+
+
+def arms_of(runs: Iterable[Run]) -> list[Arm]:
+    """Runs by configuration, in the order of staleness, then objective with bapo first."""
+    gathered: dict[str, list[Run]] = {}
+    for run in runs:
+        named = _from_directory(run)
+        gathered.setdefault(json.dumps([named, _experiment(run)], sort_keys=True), []).append(run)
+    groups = [sorted(group, key=lambda run: (run.config["seed"], str(run.path))) for group in gathered.values()]
+    keys = _differing([_experiment(group[0]) for group in groups])
+    arms: list[Arm] = []
+    taken: set[tuple[str, str]] = set()
+    for group in groups:
+        setting, objective = _from_directory(group[0]) or _from_keys(group[0], keys)
+        name, count = objective, 1
+        while (setting, name) in taken:
+            count += 1
+            name = f"{objective} ({count})"
+        taken.add((setting, name))
+        arms.append(Arm(setting, name, group))
+    staleness: dict[str, list[float]] = {}
+    for arm in arms:
+        staleness.setdefault(arm.setting, []).append(arm.staleness)
+    return sorted(
+        arms, key=lambda a: (fmean(staleness[a.setting]), a.setting, not a.objective.startswith("bapo"), a.objective)
+    )
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration under dotted keys."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
+
+
+def _experiment(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in flat(run.config).items() if key not in NOT_THE_EXPERIMENT}
+
+
+def _differing(configs: list[dict[str, Any]]) -> list[str]:
+    keys = {key: None for config in configs for key in config}
+    return [key for key in keys if len({json.dumps(config.get(key)) for config in configs}) > 1]
+
+
+def _from_directory(run: Run) -> tuple[str, str] | None:
+    path = run.path.resolve()
+    if path.name != f"seed-{run.config['seed']}" or len(path.parts) < 4:
+        return None
+    return path.parts[-3], path.parts[-2]
+
+
+def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:
+    config = flat(run.config)
+    said = {key: f"{key.rsplit('.', 1)[-1]} {config[key]}" for key in differing if config.get(key) is not None}
+    of_objective = [text for key, text in said.items() if key.startswith("objective.") and key != "objective.name"]
+    others = [text for key, text in said.items() if not key.startswith("objective.")]
+    return ", ".join(others) or sources(run.config), " ".join([config["objective.name"], *of_objective])
+
+
+def sources(config: dict[str, Any]) -> str:
+    """Where a run's stale data comes from, in a few words."""
+    off = config["offpolicy"]
+    parts = [f"reuse {off['reuse']}"]
+    if off["replay_fraction"]:
+        parts.append(f"replay {off['replay_fraction']:g}")
+    if off["partial_budget"] is not None:
+        parts.append(f"partial {off['partial_budget']}")
+    return ", ".join(parts)

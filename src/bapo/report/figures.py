@@ -1,0 +1,537 @@
+"""The table and the figures of a report, as plain values: which metric each curve is, and what its caption says.
+
+A figure is a dict: id, title, caption, note (why something is missing), panels. A panel is one plot of one of four kinds:
+
+    curves   one line per arm over updates or steps; every seed's values, so that the page can average and smooth
+    profile  the same over fixed bins
+    bars     one bar per arm and category
+    points   one point per arm against its staleness, joined by objective
+
+Values are rounded to six significant digits; what is not finite becomes null. How it looks is page.js's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any, Literal
+
+from bapo.config import Config
+from bapo.report.arms import Arm
+from bapo.runs import STOP_REASONS, Run, aggregate, measures
+from bapo.types import LOG_RATIO_EDGES
+
+Panel = dict[str, Any]
+Figure = dict[str, Any]
+Lines = Literal["updates", "rollouts", "evals"]
+
+MAX_POINTS = 400
+"""Longest curve; longer ones are cut into equal stretches, each drawn as its mean."""
+FEW_TOKENS = 20
+"""Bins of a ratio profile with fewer tokens in the whole run are left out."""
+QUADRANTS = {
+    "high_prob_high_adv": "likely token,<br>high advantage<br><b>entropy ↓</b>",
+    "high_prob_low_adv": "likely token,<br>low advantage<br><b>entropy ↑</b>",
+    "low_prob_high_adv": "unlikely token,<br>high advantage<br><b>entropy ↑</b>",
+    "low_prob_low_adv": "unlikely token,<br>low advantage<br><b>entropy ↓</b>",
+}
+
+
+def figures(arms: Sequence[Arm]) -> list[Figure]:
+    """Every figure, in the order of the page."""
+    return [make(arms) for make in FIGURES]
+
+
+# Figures
+
+
+def held_out(arms: Sequence[Arm]) -> Figure:
+    """Figure 9: BAPO against the others."""
+    k = _k(arms)
+    names = {arm.config["objective"]["name"] for arm in arms}
+    lacking = [name for name in ("bapo", "grpo") if name not in names]
+    return _figure(
+        "held-out",
+        "Success on held-out problems",
+        "Figure 9, BAPO against GRPO. Evaluations before, during and after training; those in between use a quarter of "
+        "the problems, so they are noisier.",
+        [
+            curves(arms, "eval/avg", f"avg@{k}", lines="evals"),
+            curves(arms, "eval/pass", f"pass@{k}", lines="evals"),
+            curves(arms, "eval/entropy", "Entropy while sampling, nats per token", lines="evals"),
+            curves(arms, "kl", "KL from sampler to learner, nats per token"),
+        ],
+        note=f"There is no run of {' or '.join(lacking)} here to compare with." if lacking else None,
+    )
+
+
+def dynamics(arms: Sequence[Arm]) -> Figure:
+    """Figure 2: what staleness does."""
+    return _figure(
+        "dynamics",
+        "Training under staleness",
+        "Figure 2. Reward of sampled responses before filtering, entropy of the trained tokens, share of them whose "
+        "gradient the clip blocks, and the gradient norm before it is clipped.",
+        [
+            curves(arms, "reward", "Reward", lines="rollouts"),
+            curves(arms, "entropy", "Entropy, nats per token"),
+            curves(arms, "clip_fraction", "Clipped tokens, share"),
+            curves(arms, "grad_norm", "Gradient norm"),
+        ],
+    )
+
+
+def by_staleness(arms: Sequence[Arm]) -> Figure:
+    """Figure 11: score by staleness."""
+    here = [arm for arm in arms if arm.config["offpolicy"]["partial_budget"] is None]
+    few = len({round(arm.staleness, 6) for arm in here}) < 2
+    return _figure(
+        "by-staleness",
+        "Score by staleness",
+        "Figure 11. Held-out score after training against the mean staleness of the trained tokens. Small dots are "
+        "seeds; bars are 95% intervals over seeds, from three seeds on.",
+        [] if few else _scores(here, _k(arms)),
+        reason="It needs runs with at least two different settings of staleness, without partial rollout.",
+    )
+
+
+def under_partial(arms: Sequence[Arm]) -> Figure:
+    """Figure 12: the same under partial rollout."""
+    here = [arm for arm in arms if arm.config["offpolicy"]["partial_budget"] is not None]
+    return _figure(
+        "under-partial",
+        "Score under partial rollout",
+        "Figure 12. The same for runs whose long responses were parked and continued under newer weights.",
+        _scores(here, _k(arms)),
+        reason="It needs finished runs with offpolicy.partial_budget set.",
+    )
+
+
+def balance(arms: Sequence[Arm]) -> Figure:
+    """Figure 4: positive and negative tokens."""
+    targets = {
+        Config.model_validate(arm.config).objective.clip.target_share
+        for arm in arms
+        if arm.config["objective"]["name"] == "bapo"
+    }
+    marks = [{"value": target, "text": f"target {target:g}"} for target in sorted(targets)]
+    return _figure(
+        "balance",
+        "Positive against negative tokens",
+        "Figure 4. The part of the signal, and of the tokens, that has positive advantage; the rest is negative. The "
+        "clip can move the former towards BAPO's target, not the latter.",
+        [
+            curves(arms, "share_unclipped", "Positive share of the signal, unclipped", marks=marks),
+            curves(arms, "share_fixed", "The same at the fixed clip 0.8, 1.2", marks=marks),
+            curves(arms, "share", "The same at the bounds in use", marks=marks),
+            curves(arms, "positive_tokens", "Positive share of the tokens"),
+        ],
+    )
+
+
+def bounds(arms: Sequence[Arm]) -> Figure:
+    """Figure 8: bounds over time."""
+    return _figure(
+        "bounds",
+        "Clip bounds over time",
+        "Figure 8. BAPO chooses both bounds anew for every update; other objectives keep theirs. Bounds are on the ratio.",
+        [curves(arms, "clip_high", "Upper bound"), curves(arms, "clip_low", "Lower bound")],
+        reason="No objective here reports clip bounds.",
+    )
+
+
+def ratio_profile(arms: Sequence[Arm]) -> Figure:
+    """Figures 5 and 10: who is far from ratio 1."""
+    return _figure(
+        "ratio-profile",
+        "Token probability and entropy by ratio",
+        "Figures 5 and 10. Trained tokens by the ratio of current to sampling probability: mean probability, mean "
+        "entropy of the distribution they came from, both under the current policy, and how many there are. Dotted: the "
+        f"fixed clip 0.8, 1.2. The outer bins are open; bins of fewer than {FEW_TOKENS} tokens are left out.",
+        [
+            _profile(arms, "ratio_prob", "Token probability"),
+            _profile(arms, "ratio_entropy", "Entropy, nats"),
+            _profile(arms, "ratio_histogram", "Share of tokens"),
+        ],
+        reason="These runs did not log ratio_histogram; they are from a version of bapo without it.",
+    )
+
+
+def quadrants(arms: Sequence[Arm]) -> Figure:
+    """The Entropy-Clip Rule: what the clip lets through and what it blocks."""
+    return _figure(
+        "quadrants",
+        "Entropy-Clip Rule",
+        "Where the gradient mass r|A| lies by probability and advantage, mean over updates: what the clip retained and "
+        "what it blocked; all eight sum to 1. The rule predicts the direction in which each quadrant pushes entropy. "
+        "Last, its prediction per unit step on the logits: read the sign and compare sizes, not nats.",
+        [
+            *(
+                _bars(arms, title, list(QUADRANTS.values()), [f"{name}_{fate}" for name in QUADRANTS])
+                for fate, title in (("retained", "Retained, share of mass"), ("blocked", "Blocked, share of mass"))
+            ),
+            curves(arms, "predicted_entropy_change", "Predicted change of entropy"),
+        ],
+    )
+
+
+def lengths(arms: Sequence[Arm]) -> Figure:
+    """Figure 6: length by correctness."""
+    return _figure(
+        "lengths",
+        "Length of correct and wrong responses",
+        "Figure 6. Mean length in tokens of the responses sampled in a step, by reward. Longer wrong responses mean more "
+        "negative tokens.",
+        [
+            curves(arms, "length_correct", "Correct, tokens", lines="rollouts"),
+            curves(arms, "length_wrong", "Wrong, tokens", lines="rollouts"),
+        ],
+    )
+
+
+def fixed_clips(arms: Sequence[Arm]) -> Figure:
+    """Figure 7: asymmetric fixed clips."""
+    pairs = {index: pair for index, arm in enumerate(arms) if (pair := _fixed_clip(arm))}
+    listed = "; ".join(
+        f"{objective} {low:g}, {high:g}"
+        for objective, low, high in sorted({(arms[index].objective, *pair) for index, pair in pairs.items()})
+    )
+    enough = len(set(pairs.values())) > 1
+    return _figure(
+        "fixed-clips",
+        "Fixed clips, symmetric and not",
+        f"Figure 7. Only objectives whose bounds never move{f': {listed}' if enough else ''}.",
+        [
+            curves(arms, "reward", "Reward", lines="rollouts", only=pairs),
+            curves(arms, "entropy", "Entropy, nats per token", only=pairs),
+        ]
+        if enough
+        else [],
+        reason="It needs runs with at least two different pairs of fixed bounds, such as grpo and clip_higher, or grpo "
+        "with objective.options low and high.",
+    )
+
+
+def staleness(arms: Sequence[Arm]) -> Figure:
+    """How old the trained tokens were."""
+    totals = [[_sum_lists(run, "staleness_histogram") for run in arm.runs] for arm in arms]
+    longest = max((_used(total) for group in totals for total in group), default=0)
+    most = max((len(total) for group in totals for total in group), default=0)
+    categories = [f"{age}+" if age == most - 1 else str(age) for age in range(longest)]
+    series = [
+        {"arm": index, "values": numbers(_mean_of([_shares(total)[:longest] for total in group if sum(total)]))}
+        for index, group in enumerate(totals)
+        if any(sum(total) for total in group)
+    ]
+    panel = {"kind": "bars", "title": "Share of tokens", "x": "updates between sampling and use", "series": series}
+    return _figure(
+        "staleness",
+        "Staleness of trained tokens",
+        "Tokens by the number of updates between sampling and use, over the whole run. None is above the bound "
+        f"{', '.join(str(b) for b in sorted({a.config['offpolicy']['max_staleness'] for a in arms}))} "
+        "(offpolicy.max_staleness).",
+        [panel | {"categories": categories}] if series else [],
+    )
+
+
+FIGURES: tuple[Callable[[Sequence[Arm]], Figure], ...] = (
+    *(held_out, dynamics, by_staleness, under_partial, balance, bounds),
+    *(ratio_profile, quadrants, lengths, fixed_clips, staleness),
+)
+
+
+# The table
+
+
+def table(arms: Sequence[Arm]) -> dict[str, Any]:
+    """The overview: one row per arm; a cell is its value for sorting, its text, and a second line."""
+    k = _k(arms)
+    columns = [
+        ("setting", "Setting", "Where stale data comes from"),
+        ("objective", "Objective", "The loss"),
+        ("seeds", "Seeds", "Runs of this configuration"),
+        ("avg", f"avg@{k}", "Mean success on held-out problems after training ± 95% interval over seeds; before it below"),
+        ("pass", f"pass@{k}", "Chance that one of k samples succeeds, likewise"),
+        ("entropy", "Entropy", "Nats per token on held-out problems, likewise"),
+        ("max_grad_norm", "Max grad norm", "Largest gradient norm of any update"),
+        ("staleness", "Staleness", "Oldest token trained on, in updates, and the bound"),
+        ("share", "Positive share", "Share of the signal at the bounds in use: last tenth of the updates; first tenth below"),
+        ("stop", "Search ended", "Why BAPO's search for bounds stopped, share of updates"),
+        ("tokens", "Tokens", "Response tokens trained on, per run; each use counts"),
+        ("seconds", "Time", "Wall-clock time of training, per run"),
+    ]
+    return {
+        "columns": [{"key": key, "label": label, "help": explanation} for key, label, explanation in columns],
+        "rows": [{"arm": index, "cells": _cells(arm)} for index, arm in enumerate(arms)],
+    }
+
+
+def _cells(arm: Arm) -> dict[str, dict[str, Any]]:
+    facts = [_facts(run) for run in arm.runs]
+
+    def joined(key: str) -> list[float]:
+        return [fact[key] for fact in facts if key in fact]
+
+    def cell(key: str, *, before: str | None = None, digits: int = 3) -> dict[str, Any]:
+        values = joined(key)
+        below = f"from {estimate(joined(before), digits)}" if before and joined(before) else ""
+        return {"value": number(aggregate(values)[0]), "text": estimate(values, digits), "below": below}
+
+    done = sum(bool(run.summary) for run in arm.runs)
+    seeds = ", ".join(str(run.config["seed"]) for run in arm.runs)
+    oldest = max(joined("staleness_max"), default=math.nan)
+    bound = arm.config["offpolicy"]["max_staleness"]
+    stops = {name: fmean(joined(f"stop_{name}")) for name in STOP_REASONS if joined(f"stop_{name}")}
+    reasons = sorted(((share, name) for name, share in stops.items() if share > 0), reverse=True)
+    return {
+        "setting": {"value": arm.setting, "text": arm.setting, "below": ""},
+        "objective": {"value": arm.objective, "text": arm.objective, "below": ""},
+        "seeds": {
+            "value": len(arm.runs),
+            "text": str(len(arm.runs)),
+            "below": f"seed {seeds}" if done == len(arm.runs) else f"seed {seeds}; {len(arm.runs) - done} unfinished",
+        },
+        "avg": cell("avg", before="avg_before"),
+        "pass": cell("pass", before="pass_before"),
+        "entropy": cell("entropy", before="entropy_before"),
+        "max_grad_norm": cell("max_grad_norm"),
+        "staleness": {
+            "value": number(oldest),
+            "text": f"{oldest:.0f}" if math.isfinite(oldest) else "–",
+            "below": f"bound {bound}",
+        },
+        "share": cell("share_last", before="share_first"),
+        "stop": {
+            "value": reasons[0][0] if reasons else None,
+            "text": f"{reasons[0][1].replace('_', ' ')} {reasons[0][0]:.0%}" if reasons else "–",
+            "below": ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for share, name in reasons[1:]),
+        },
+        "tokens": _plain(joined("tokens"), short),
+        "seconds": _plain(joined("seconds"), duration),
+    }
+
+
+def _facts(run: Run) -> dict[str, float]:
+    """What the table says of one run; an unfinished one has no score after training."""
+    facts = measures(run) if run.summary else {}
+    if not run.summary and run.evals and run.evals[0]["step"] == 0:
+        first = run.evals[0]
+        before = {"avg_before": "eval/avg", "pass_before": "eval/pass", "entropy_before": "eval/entropy"}
+        facts |= {name: float(first[key]) for name, key in before.items() if isinstance(first.get(key), int | float)}
+    if norms := run.series("grad_norm"):
+        facts["max_grad_norm"] = max(norms)
+    if ages := run.series("staleness_max"):
+        facts["staleness_max"] = max(ages)
+    if shares := run.series("share"):
+        tenth = max(1, len(shares) // 10)
+        facts |= {"share_first": fmean(shares[:tenth]), "share_last": fmean(shares[-tenth:])}
+    if stops := run.series("stop"):
+        facts |= {f"stop_{name}": stops.count(index) / len(stops) for index, name in enumerate(STOP_REASONS)}
+    facts["tokens"] = sum(run.series("tokens"))
+    facts["seconds"] = sum(line["seconds"] for line in run.timing if isinstance(line.get("seconds"), int | float))
+    return facts
+
+
+def estimate(values: Sequence[float], digits: int = 3) -> str:
+    """Mean ± half width of its 95% interval; without the latter for one value."""
+    mean, half = aggregate(values)
+    if not math.isfinite(mean):
+        return "–"
+    return f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else "")
+
+
+def short(value: float) -> str:
+    """A count in three significant digits."""
+    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _plain(values: Sequence[float], say: Callable[[float], str]) -> dict[str, Any]:
+    mean = fmean(values) if values else math.nan
+    return {"value": number(mean), "text": say(mean) if values else "–", "below": ""}
+
+
+# Panels
+
+
+def curves(
+    arms: Sequence[Arm],
+    key: str,
+    title: str,
+    *,
+    lines: Lines = "updates",
+    marks: Sequence[dict[str, Any]] = (),
+    only: Iterable[int] | None = None,
+) -> Panel:
+    """One metric over training: x of all runs of an arm, and each run's values there."""
+    axis = "step" if lines == "rollouts" else "version"
+    chosen = set(range(len(arms)) if only is None else only)
+    series = []
+    for index, arm in enumerate(arms):
+        points = [
+            {line[axis]: float(line[key]) for line in _lines(run, lines) if isinstance(line.get(key), int | float)}
+            for run in arm.runs
+        ]
+        if index in chosen and any(points):
+            series.append({"arm": index} | _aligned(points))
+    return {
+        "kind": "curves",
+        "title": title,
+        "key": key,
+        "x": "step" if lines == "rollouts" else "update",
+        "markers": lines == "evals",
+        "marks": list(marks),
+        "series": series,
+    }
+
+
+def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
+    if lines != "evals":
+        return run.updates if lines == "updates" else run.rollouts
+    usual = run.config["eval"]["temperature"]
+    return [line for line in run.evals if line.get("eval/temperature", usual) == usual]
+
+
+def _aligned(points: Sequence[dict[int, float]]) -> dict[str, Any]:
+    """Runs on a common x, at most MAX_POINTS of it: stretches of equal length, each its mean, at its end."""
+    last = max(max(values) for values in points if values)
+    width = -(-last // MAX_POINTS) or 1
+    runs = []
+    for values in points:
+        stretches: dict[int, list[float]] = {}
+        for x, y in values.items():
+            stretches.setdefault(-(-x // width) * width, []).append(y)
+        runs.append({x: fmean(ys) for x, ys in stretches.items()})
+    x = sorted({x for values in runs for x in values})
+    return {"x": x, "runs": [numbers(values.get(at) for at in x) for values in runs], "stretch": width}
+
+
+def _profile(arms: Sequence[Arm], key: str, title: str) -> Panel:
+    inner = [(low + high) / 2 for low, high in zip(LOG_RATIO_EDGES, LOG_RATIO_EDGES[1:], strict=False)]
+    centres = [math.exp(x) for x in (LOG_RATIO_EDGES[0] - 0.2, *inner, LOG_RATIO_EDGES[-1] + 0.2)]
+    series = []
+    for index, arm in enumerate(arms):
+        runs = [_profile_of(run, key) for run in arm.runs if any(_sum_lists(run, "ratio_histogram"))]
+        if runs:
+            series.append({"arm": index, "x": numbers(centres), "runs": [numbers(values) for values in runs]})
+    return {"kind": "profile", "title": title, "key": key, "x": "ratio", "log": key == "ratio_histogram", "series": series}
+
+
+def _profile_of(run: Run, key: str) -> list[float | None]:
+    """A binned metric over a whole run: means weighted by the tokens behind them, or the share of tokens."""
+    counts = _sum_lists(run, "ratio_histogram")
+    if key == "ratio_histogram":
+        values = _shares(counts)
+    else:
+        values = [0.0] * len(counts)
+        for line in run.updates:
+            for position, (count, mean) in enumerate(zip(line["ratio_histogram"], line[key], strict=True)):
+                values[position] += count * mean / max(counts[position], 1)
+    return [value if count >= FEW_TOKENS else None for value, count in zip(values, counts, strict=True)]
+
+
+def _bars(arms: Sequence[Arm], title: str, categories: Sequence[str], keys: Sequence[str]) -> Panel:
+    series = []
+    for index, arm in enumerate(arms):
+        runs = [[fmean(run.series(key)) for key in keys] for run in arm.runs if all(run.series(key) for key in keys)]
+        if runs:
+            series.append({"arm": index, "values": numbers(_mean_of(runs))})
+    return {"kind": "bars", "title": title, "x": "", "categories": list(categories), "series": series}
+
+
+def _scores(arms: Sequence[Arm], k: str) -> list[Panel]:
+    panels = []
+    for key, title in (("avg", f"avg@{k} after training"), ("pass", f"pass@{k} after training")):
+        series = []
+        for arm in arms:
+            values = [measures(run)[key] for run in arm.runs if run.summary]
+            if values:
+                mean, half = aggregate(values)
+                series.append(
+                    {
+                        "setting": arm.setting,
+                        "objective": arm.objective,
+                        "x": number(arm.staleness),
+                        "y": number(mean),
+                        "half": number(half) if half is not None and len(values) > 2 else None,
+                        "runs": numbers(values),
+                    }
+                )
+        panels.append({"kind": "points", "title": title, "key": key, "x": "mean staleness, updates", "series": series})
+    return panels
+
+
+def _figure(
+    name: str,
+    title: str,
+    caption: str,
+    panels: Sequence[Panel],
+    *,
+    reason: str = "These runs have logged none of it yet.",
+    note: str | None = None,
+) -> Figure:
+    drawn = [panel for panel in panels if panel["series"]]
+    return {
+        "id": name,
+        "title": title,
+        "caption": caption,
+        "note": note if drawn else reason,
+        "panels": [{"id": f"{name}-{index}"} | panel for index, panel in enumerate(drawn)],
+    }
+
+
+# Small things
+
+
+def number(value: float | None) -> float | None:
+    """Six significant digits; null where there is no finite number."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def numbers(values: Iterable[float | None]) -> list[float | None]:
+    """The same for many."""
+    return [number(value) for value in values]
+
+
+def _k(arms: Sequence[Arm]) -> str:
+    ks = {arm.config["eval"]["k"] for arm in arms}
+    return str(ks.pop()) if len(ks) == 1 else "k"
+
+
+def _fixed_clip(arm: Arm) -> tuple[float, float] | None:
+    pairs = {
+        (round(low, 4), round(high, 4))
+        for run in arm.runs
+        for low, high in zip(run.series("clip_low"), run.series("clip_high"), strict=False)
+    }
+    return pairs.pop() if len(pairs) == 1 and arm.config["objective"]["name"] != "bapo" else None
+
+
+def _sum_lists(run: Run, key: str) -> list[float]:
+    """The sum of a histogram over updates."""
+    listed = [line[key] for line in run.updates if isinstance(line.get(key), list)]
+    return [float(sum(column)) for column in zip(*listed, strict=True)] if listed else []
+
+
+def _shares(counts: Sequence[float]) -> list[float]:
+    total = sum(counts)
+    return [count / total for count in counts] if total else [0.0] * len(counts)
+
+
+def _used(counts: Sequence[float]) -> int:
+    """Bins up to the last that holds anything."""
+    return max((position + 1 for position, count in enumerate(counts) if count), default=0)
+
+
+def _mean_of(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(column) for column in zip(*rows, strict=True)]

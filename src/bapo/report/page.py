@@ -1,0 +1,119 @@
+"""The report as one file: values, style, script and plotly.js inline. It opens without a network, and asks for none.
+
+Its content security policy forbids every request but one to its own origin, which only the live page makes.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from bapo import __version__
+from bapo.report.arms import Found, find, flat
+from bapo.report.figures import figures, table
+from bapo.report.samples import samples
+
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'"
+)
+
+
+def write_report(paths: Sequence[Path], out: Path) -> Found:
+    """Read the runs at or below the paths and write their report, whole or not at all."""
+    found = find(paths)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(page(contents(found)), encoding="utf-8")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return found
+
+
+def contents(found: Found) -> dict[str, Any]:
+    """Everything the page shows, as JSON values."""
+    arms = found.arms
+    settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
+    configs = [flat(run.config) for arm in arms for run in arm.runs]
+    common = {
+        key: value for key, value in (configs[0] if configs else {}).items() if all(c.get(key) == value for c in configs)
+    }
+    return {
+        "title": _title(settings, objectives),
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "by": f"bapo {__version__}",
+        "settings": settings,
+        "objectives": objectives,
+        "arms": [
+            {
+                "setting": arm.setting,
+                "objective": arm.objective,
+                "seeds": [run.config["seed"] for run in arm.runs],
+                "runs": [str(run.path) for run in arm.runs],
+                "steps": [len(run.timing) for run in arm.runs],
+                "of": arm.config["steps"],
+                "finished": [bool(run.summary) for run in arm.runs],
+                "config": {k: v for k, v in flat(arm.config).items() if k not in common and k not in ("seed", "out")},
+            }
+            for arm in arms
+        ],
+        "problems": [{"path": str(p.path), "kind": p.kind, "message": p.message} for p in found.problems],
+        "table": table(arms),
+        "figures": figures(arms) if arms else [],
+        "samples": [{"arm": index} | samples(arm.runs[0].path) for index, arm in enumerate(arms)],
+        "common": common,
+    }
+
+
+def page(values: dict[str, Any], *, live: bool = False) -> str:
+    """The HTML document."""
+    here = files("bapo.report")
+    embedded = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            f'<html lang="en" data-live="{str(live).lower()}">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{html.escape(values['title'])} · bapo report</title>",
+            '<link rel="icon" href="data:,">',
+            f"<style>{here.joinpath('page.css').read_text(encoding='utf-8')}</style>",
+            "</head>",
+            "<body>",
+            "<noscript>This report draws its figures with a script inside this file. Allow scripts to read it.</noscript>",
+            '<main id="page"></main>',
+            f'<script type="application/json" id="values">{embedded}</script>',
+            f"<script>{plotly()}</script>",
+            f"<script>{here.joinpath('page.js').read_text(encoding='utf-8')}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def plotly() -> str:
+    """plotly.js, as the plotly package ships it."""
+    return files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
+
+
+def _title(settings: Sequence[str], objectives: Sequence[str]) -> str:
+    if not objectives:
+        return "No runs"
+    if len(objectives) == 1 and len(settings) == 1:
+        return f"{objectives[0]}, {settings[0]}"
+    return " against ".join(objectives) if 1 < len(objectives) < 4 else f"{len(objectives)} objectives"
+
+
+def _unique(values: Any) -> list[str]:
+    return list(dict.fromkeys(values))
