@@ -15,6 +15,7 @@ usage: bapo COMMAND ...
 
   train [RECIPE.toml] [--key.path value ...]   train; without a recipe, the embedded default: offline, CPU, minutes
   resume RUN                                   continue a run from its newest checkpoint
+  report RUN... [--out FILE]                   table and figures of runs as one HTML file; --live follows them
   --version                                    print the version
 
 `bapo train --help` lists every key with its default."""
@@ -40,10 +41,12 @@ def run(arguments: list[str]) -> int:
             return _guarded(lambda: _train(rest))
         case ["resume", *rest]:
             return _guarded(lambda: _resume(rest))
+        case ["report", *rest]:
+            return _report(rest)
         case [other, *_]:
             import difflib
 
-            near = difflib.get_close_matches(other, ["train", "resume"], n=1)
+            near = difflib.get_close_matches(other, ["train", "resume", "report"], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
             return 2
@@ -84,6 +87,55 @@ def _resume(arguments: list[str]) -> None:
     resume(path)
     if done:
         print(f"{path} is complete; its model is in {path / 'model'}.")
+
+
+def _report(arguments: list[str]) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="bapo report",
+        description="One HTML file, readable offline, with table, figures and responses of runs. Directories are "
+        "searched for runs; damaged and unfinished ones are named.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run, or a directory with runs below it")
+    parser.add_argument("--out", type=Path, help="the file to write; default RUN/report.html")
+    parser.add_argument("--live", action="store_true", help="serve the report on 127.0.0.1 and follow the runs instead")
+    parser.add_argument("--port", type=int, help="of --live; default the first free one from 8377 on")
+    try:
+        chosen = parser.parse_args(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        if chosen.live:
+            return _follow(chosen.runs, chosen.port)
+        return _write_report(chosen.runs, chosen.out)
+    except (OSError, OverflowError) as error:
+        return _fail(4, str(error))
+
+
+def _write_report(paths: list[Path], out: Path | None) -> int:
+    from bapo.report import write_report
+
+    if out is None:
+        out = paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
+    found = write_report(paths, out)
+    for problem in found.problems:
+        print(f"bapo: {problem}", file=sys.stderr)
+    runs = sum(len(arm.runs) for arm in found.arms)
+    print(f"{out}: {runs} {'run' if runs == 1 else 'runs'} in {len(found.arms)} configurations")
+    return 0 if runs else 2
+
+
+def _follow(paths: list[Path], port: int | None) -> int:
+    from bapo.report.live import serve
+
+    with serve(paths, port) as server:
+        print(f"following {', '.join(map(str, paths))} on {server.url} (Ctrl-C ends)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("\nno longer following; the runs go on")
+    return 0
 
 
 def _guarded(command: object) -> int:

@@ -53,13 +53,9 @@ class Found:
 
 
 def find(paths: Sequence[Path]) -> Found:
-    """Every run at or below the paths, gathered into arms. What cannot be read becomes a problem, never an exception."""
-    directories: dict[Path, Path] = {}
-    for path in paths:
-        for directory in _directories(path):
-            directories.setdefault(directory.resolve(), directory)
+    """Every run at or below the paths, gathered into arms. What cannot be read is a problem, never an exception."""
     runs, problems = [], []
-    for directory in directories.values():
+    for directory in run_directories(paths):
         run = read_run(directory, finished=False)
         if isinstance(run, Problem):
             problems.append(run)
@@ -74,12 +70,21 @@ def find(paths: Sequence[Path]) -> Found:
     return Found(arms_of(runs), problems)
 
 
+def run_directories(paths: Sequence[Path]) -> list[Path]:
+    """Every run directory at or below the paths, each once."""
+    directories: dict[Path, Path] = {}
+    for path in paths:
+        for directory in _directories(path):
+            directories.setdefault(directory.resolve(), directory)
+    return list(directories.values())
+
+
 def _unusable(run: Run) -> str | None:
     """What a log that parses can still get wrong."""
     if not all(isinstance(line.get("version"), int) for line in (*run.updates, *run.evals)):
         return "has a line without its version"
     for key in BINNED:
-        rows = [line.get(key) for line in run.updates if key in line]
+        rows: list[Any] = [line.get(key) for line in run.updates if key in line]
         if rows and not (len(rows) == len(run.updates) and all(map(_is_row, rows)) and len(set(map(len, rows))) == 1):
             return f"has updates whose {key} is missing or of another length"
     return None

@@ -1,6 +1,6 @@
 """The table and the figures of a report, as plain values: which metric each curve is, and what its caption says.
 
-A figure is a dict: id, title, caption, note (why something is missing), panels. A panel is one plot of one of four kinds:
+A figure is a dict: id, title, caption, note (why something is missing), panels. A panel is one plot, of four kinds:
 
     curves   one line per arm over updates or steps; every seed's values, so that the page can average and smooth
     profile  the same over fixed bins
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
@@ -135,7 +136,7 @@ def bounds(arms: Sequence[Arm]) -> Figure:
     return _figure(
         "bounds",
         "Clip bounds over time",
-        "Figure 8. BAPO chooses both bounds anew for every update; other objectives keep theirs. Bounds are on the ratio.",
+        "Figure 8. BAPO chooses both bounds anew for every update; other objectives keep theirs. They bound the ratio.",
         [curves(arms, "clip_high", "Upper bound"), curves(arms, "clip_low", "Lower bound")],
         reason="No objective here reports clip bounds.",
     )
@@ -147,8 +148,8 @@ def ratio_profile(arms: Sequence[Arm]) -> Figure:
         "ratio-profile",
         "Token probability and entropy by ratio",
         "Figures 5 and 10. Trained tokens by the ratio of current to sampling probability: mean probability, mean "
-        "entropy of the distribution they came from, both under the current policy, and how many there are. Dotted: the "
-        f"fixed clip 0.8, 1.2. The outer bins are open; bins of fewer than {FEW_TOKENS} tokens are left out.",
+        "entropy of the distribution they came from, both under the current policy, and how many there are. Dotted: "
+        f"the fixed clip 0.8, 1.2. The outer bins are open; bins of fewer than {FEW_TOKENS} tokens are left out.",
         [
             _profile(arms, "ratio_prob", "Token probability"),
             _profile(arms, "ratio_entropy", "Entropy, nats"),
@@ -181,8 +182,8 @@ def lengths(arms: Sequence[Arm]) -> Figure:
     return _figure(
         "lengths",
         "Length of correct and wrong responses",
-        "Figure 6. Mean length in tokens of the responses sampled in a step, by reward. Longer wrong responses mean more "
-        "negative tokens.",
+        "Figure 6. Mean length in tokens of the responses sampled in a step, by reward. Longer wrong responses mean "
+        "more negative tokens.",
         [
             curves(arms, "length_correct", "Correct, tokens", lines="rollouts"),
             curves(arms, "length_wrong", "Wrong, tokens", lines="rollouts"),
@@ -251,12 +252,20 @@ def table(arms: Sequence[Arm]) -> dict[str, Any]:
         ("setting", "Setting", "Where stale data comes from"),
         ("objective", "Objective", "The loss"),
         ("seeds", "Seeds", "Runs of this configuration"),
-        ("avg", f"avg@{k}", "Mean success on held-out problems after training ± 95% interval over seeds; before it below"),
+        (
+            "avg",
+            f"avg@{k}",
+            "Mean success on held-out problems after training ± 95% interval; before it below",
+        ),
         ("pass", f"pass@{k}", "Chance that one of k samples succeeds, likewise"),
         ("entropy", "Entropy", "Nats per token on held-out problems, likewise"),
         ("max_grad_norm", "Max grad norm", "Largest gradient norm of any update"),
         ("staleness", "Staleness", "Oldest token trained on, in updates, and the bound"),
-        ("share", "Positive share", "Share of the signal at the bounds in use: last tenth of the updates; first tenth below"),
+        (
+            "share",
+            "Positive share",
+            "Share of the signal at the bounds in use: last tenth of updates; first tenth below",
+        ),
         ("stop", "Search ended", "Why BAPO's search for bounds stopped, share of updates"),
         ("tokens", "Tokens", "Response tokens trained on, per run; each use counts"),
         ("seconds", "Time", "Wall-clock time of training, per run"),
@@ -412,19 +421,26 @@ def _aligned(points: Sequence[dict[int, float]]) -> dict[str, Any]:
         for x, y in values.items():
             stretches.setdefault(-(-x // width) * width, []).append(y)
         runs.append({x: fmean(ys) for x, ys in stretches.items()})
-    x = sorted({x for values in runs for x in values})
-    return {"x": x, "runs": [numbers(values.get(at) for at in x) for values in runs], "stretch": width}
+    at = sorted({x for values in runs for x in values})
+    return {"x": at, "runs": [numbers(values.get(x) for x in at) for values in runs], "stretch": width}
 
 
 def _profile(arms: Sequence[Arm], key: str, title: str) -> Panel:
-    inner = [(low + high) / 2 for low, high in zip(LOG_RATIO_EDGES, LOG_RATIO_EDGES[1:], strict=False)]
+    inner = [(low + high) / 2 for low, high in pairwise(LOG_RATIO_EDGES)]
     centres = [math.exp(x) for x in (LOG_RATIO_EDGES[0] - 0.2, *inner, LOG_RATIO_EDGES[-1] + 0.2)]
     series = []
     for index, arm in enumerate(arms):
         runs = [_profile_of(run, key) for run in arm.runs if any(_sum_lists(run, "ratio_histogram"))]
         if runs:
             series.append({"arm": index, "x": numbers(centres), "runs": [numbers(values) for values in runs]})
-    return {"kind": "profile", "title": title, "key": key, "x": "ratio", "log": key == "ratio_histogram", "series": series}
+    return {
+        "kind": "profile",
+        "title": title,
+        "key": key,
+        "x": "ratio",
+        "log": key == "ratio_histogram",
+        "series": series,
+    }
 
 
 def _profile_of(run: Run, key: str) -> list[float | None]:

@@ -243,10 +243,11 @@
   }
 
   function problems() {
-    if (!values.problems.length) return null;
+    const listed = values.problems.filter((problem) => !live || problem.kind !== "unfinished");
+    if (!listed.length) return null;
     return make("div", { class: "problems", role: "status" },
-      make("strong", {}, `${values.problems.length} of the directories ${values.problems.length === 1 ? "is" : "are"} not a finished run`),
-      make("ul", {}, ...values.problems.map((p) => make("li", {}, make("b", {}, p.kind), ` ${p.path}: ${p.message}`))));
+      make("strong", {}, listed.length === 1 ? "One directory is not a finished run" : `${listed.length} directories are not finished runs`),
+      make("ul", {}, ...listed.map((p) => make("li", {}, make("b", {}, p.kind), ` ${p.path}: ${p.message}`))));
   }
 
   function controls() {
@@ -388,7 +389,8 @@
 
   // Following a run
 
-  const shape = (v) => JSON.stringify([v.objectives, v.settings, v.arms.map((a) => a.runs), v.figures.map((f) => f.panels.map((p) => p.id))]);
+  const shape = (v) => JSON.stringify([v.objectives, v.settings, v.arms.map((a) => a.runs), v.figures.map((f) => f.panels.map((p) => p.id)),
+    v.problems.map((p) => [p.path, p.kind])]);
   let tag = null;
   async function poll() {
     const state = () => document.getElementById("state");

@@ -42,9 +42,8 @@ def contents(found: Found) -> dict[str, Any]:
     arms = found.arms
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
     configs = [flat(run.config) for arm in arms for run in arm.runs]
-    common = {
-        key: value for key, value in (configs[0] if configs else {}).items() if all(c.get(key) == value for c in configs)
-    }
+    first = configs[0] if configs else {}
+    common = {key: value for key, value in first.items() if all(config.get(key) == value for config in configs)}
     return {
         "title": _title(settings, objectives),
         "written": time.strftime("%Y-%m-%d %H:%M"),
@@ -90,7 +89,7 @@ def page(values: dict[str, Any], *, live: bool = False) -> str:
             f"<style>{here.joinpath('page.css').read_text(encoding='utf-8')}</style>",
             "</head>",
             "<body>",
-            "<noscript>This report draws its figures with a script inside this file. Allow scripts to read it.</noscript>",
+            "<noscript>This report is drawn by a script inside this file. Allow scripts to read it.</noscript>",
             '<main id="page"></main>',
             f'<script type="application/json" id="values">{embedded}</script>',
             f"<script>{plotly()}</script>",
@@ -112,7 +111,9 @@ def _title(settings: Sequence[str], objectives: Sequence[str]) -> str:
         return "No runs"
     if len(objectives) == 1 and len(settings) == 1:
         return f"{objectives[0]}, {settings[0]}"
-    return " against ".join(objectives) if 1 < len(objectives) < 4 else f"{len(objectives)} objectives"
+    if len(objectives) == 1:
+        return f"{objectives[0]} in {len(settings)} settings"
+    return " against ".join(objectives) if len(objectives) < 4 else f"{len(objectives)} objectives"
 
 
 def _unique(values: Any) -> list[str]:

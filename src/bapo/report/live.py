@@ -1,0 +1,117 @@
+"""The report of runs that are still going on: a page on 127.0.0.1 that asks for new values every two seconds.
+
+The server only reads. Values are gathered anew when a log has grown, once for all who ask: a request waits for the one
+that is gathering, never for the run, and the run waits for nobody. Answers go to this machine only.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from bapo.report.arms import find, run_directories
+from bapo.report.page import contents, page
+
+HOST = "127.0.0.1"
+PORT = 8377
+"""The first port tried."""
+TRIES = 20
+"""Ports tried, one after the other, when none was asked for."""
+LOGS = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "summary.json")
+
+
+class Follower:
+    """The current values of some runs, gathered again only when a file of theirs has changed."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(paths)
+        self._lock = Lock()
+        self._tag = ""
+        self._values: dict[str, Any] = {}
+
+    def values(self) -> tuple[str, dict[str, Any]]:
+        """A tag that changes with the values, and the values."""
+        with self._lock:
+            tag = self._fingerprint()
+            if tag != self._tag:
+                self._values = contents(find(self.paths))
+                self._tag = tag
+            return self._tag, self._values
+
+    def _fingerprint(self) -> str:
+        seen = []
+        for directory in run_directories(self.paths):
+            for name in LOGS:
+                try:
+                    status = (directory / name).stat()
+                except OSError:
+                    continue
+                seen.append((str(directory), name, status.st_size, status.st_mtime_ns))
+        return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one follower."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, port: int, follower: Follower) -> None:
+        super().__init__((HOST, port), _Handler)
+        self.follower = follower
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
+        if host not in (HOST, "localhost"):  # a page elsewhere that has its name point here
+            self._answer(403, "text/plain", b"Only for this machine.")
+        elif self.path == "/":
+            self._answer(200, "text/html", page(self.server.follower.values()[1], live=True).encode())
+        elif self.path == "/values.json":
+            tag, values = self.server.follower.values()
+            if self.headers.get("If-None-Match") == f'"{tag}"':
+                self._answer(304, "application/json", b"", tag)
+            else:
+                self._answer(200, "application/json", json.dumps(values, allow_nan=False).encode(), tag)
+        else:
+            self._answer(404, "text/plain", b"There is only / and /values.json.")
+
+    def _answer(self, status: int, kind: str, body: bytes, tag: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        if tag is not None:
+            self.send_header("ETag", f'"{tag}"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: a line every two seconds helps nobody."""
+
+
+def serve(paths: Sequence[Path], port: int | None = None) -> Server:
+    """A server on the port asked for, or on the first free one from PORT on. The caller runs and closes it."""
+    follower = Follower(paths)
+    ports = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
+    for candidate in ports:
+        try:
+            return Server(candidate, follower)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"port {port} is in use. Choose another --port, or none for the next free one")
