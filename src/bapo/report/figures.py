@@ -1,6 +1,7 @@
 """The table and the figures of a report, as plain values: which metric each curve is, and what its caption says.
 
-A figure is a dict: id, title, caption, note (why something is missing), panels. A panel is one plot, of four kinds:
+A figure is a dict: id, title, paper (which figure there), caption, note (why something is missing), panels. A panel is
+one plot, of four kinds:
 
     curves   one line per arm over updates or steps; every seed's values, so that the page can average and smooth
     profile  the same over fixed bins
@@ -13,8 +14,8 @@ Values are rounded to six significant digits; what is not finite becomes null. H
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
@@ -31,11 +32,13 @@ MAX_POINTS = 400
 """Longest curve; longer ones are cut into equal stretches, each drawn as its mean."""
 FEW_TOKENS = 20
 """Bins of a ratio profile with fewer tokens in the whole run are left out."""
+FIXED_CLIP = (0.8, 1.2)
+"""The bounds that `share_fixed` is measured at."""
 QUADRANTS = {
-    "high_prob_high_adv": "likely token,<br>high advantage<br><b>entropy ↓</b>",
-    "high_prob_low_adv": "likely token,<br>low advantage<br><b>entropy ↑</b>",
-    "low_prob_high_adv": "unlikely token,<br>high advantage<br><b>entropy ↑</b>",
-    "low_prob_low_adv": "unlikely token,<br>low advantage<br><b>entropy ↓</b>",
+    "high_prob_high_adv": "likely,<br>high adv.<br><b>H ↓</b>",
+    "high_prob_low_adv": "likely,<br>low adv.<br><b>H ↑</b>",
+    "low_prob_high_adv": "unlikely,<br>high adv.<br><b>H ↑</b>",
+    "low_prob_low_adv": "unlikely,<br>low adv.<br><b>H ↓</b>",
 }
 
 
@@ -54,8 +57,8 @@ def held_out(arms: Sequence[Arm]) -> Figure:
     lacking = [name for name in ("bapo", "grpo") if name not in names]
     return _figure(
         "held-out",
-        "Success on held-out problems",
-        "Figure 9, BAPO against GRPO. Evaluations before, during and after training; those in between use a quarter of "
+        ("Success on held-out problems", "figure 9"),
+        "BAPO against GRPO: evaluations before, during and after training; those in between use a quarter of "
         "the problems, so they are noisier.",
         [
             curves(arms, "eval/avg", f"avg@{k}", lines="evals"),
@@ -71,8 +74,8 @@ def dynamics(arms: Sequence[Arm]) -> Figure:
     """Figure 2: what staleness does."""
     return _figure(
         "dynamics",
-        "Training under staleness",
-        "Figure 2. Reward of sampled responses before filtering, entropy of the trained tokens, share of them whose "
+        ("Training under staleness", "figure 2"),
+        "Reward of sampled responses before filtering, entropy of the trained tokens, share of them whose "
         "gradient the clip blocks, and the gradient norm before it is clipped.",
         [
             curves(arms, "reward", "Reward", lines="rollouts"),
@@ -89,8 +92,8 @@ def by_staleness(arms: Sequence[Arm]) -> Figure:
     few = len({round(arm.staleness, 6) for arm in here}) < 2
     return _figure(
         "by-staleness",
-        "Score by staleness",
-        "Figure 11. Held-out score after training against the mean staleness of the trained tokens. Small dots are "
+        ("Score by staleness", "figure 11"),
+        "Held-out score after training against the mean staleness of the trained tokens. Small dots are "
         "seeds; bars are 95% intervals over seeds, from three seeds on.",
         [] if few else _scores(here, _k(arms)),
         reason="It needs runs with at least two different settings of staleness, without partial rollout.",
@@ -102,8 +105,8 @@ def under_partial(arms: Sequence[Arm]) -> Figure:
     here = [arm for arm in arms if arm.config["offpolicy"]["partial_budget"] is not None]
     return _figure(
         "under-partial",
-        "Score under partial rollout",
-        "Figure 12. The same for runs whose long responses were parked and continued under newer weights.",
+        ("Score under partial rollout", "figure 12"),
+        "The same for runs whose long responses were parked and continued under newer weights.",
         _scores(here, _k(arms)),
         reason="It needs finished runs with offpolicy.partial_budget set.",
     )
@@ -119,8 +122,8 @@ def balance(arms: Sequence[Arm]) -> Figure:
     marks = [{"value": target, "text": f"target {target:g}"} for target in sorted(targets)]
     return _figure(
         "balance",
-        "Positive against negative tokens",
-        "Figure 4. The part of the signal, and of the tokens, that has positive advantage; the rest is negative. The "
+        ("Positive against negative tokens", "figure 4"),
+        "The part of the signal, and of the tokens, that has positive advantage; the rest is negative. The "
         "clip can move the former towards BAPO's target, not the latter.",
         [
             curves(arms, "share_unclipped", "Positive share of the signal, unclipped", marks=marks),
@@ -135,8 +138,8 @@ def bounds(arms: Sequence[Arm]) -> Figure:
     """Figure 8: bounds over time."""
     return _figure(
         "bounds",
-        "Clip bounds over time",
-        "Figure 8. BAPO chooses both bounds anew for every update; other objectives keep theirs. They bound the ratio.",
+        ("Clip bounds over time", "figure 8"),
+        "BAPO chooses both bounds anew for every update; other objectives keep theirs. They bound the ratio.",
         [curves(arms, "clip_high", "Upper bound"), curves(arms, "clip_low", "Lower bound")],
         reason="No objective here reports clip bounds.",
     )
@@ -146,8 +149,8 @@ def ratio_profile(arms: Sequence[Arm]) -> Figure:
     """Figures 5 and 10: who is far from ratio 1."""
     return _figure(
         "ratio-profile",
-        "Token probability and entropy by ratio",
-        "Figures 5 and 10. Trained tokens by the ratio of current to sampling probability: mean probability, mean "
+        ("Token probability and entropy by ratio", "figures 5 and 10"),
+        "Trained tokens by the ratio of current to sampling probability: mean probability, mean "
         "entropy of the distribution they came from, both under the current policy, and how many there are. Dotted: "
         f"the fixed clip 0.8, 1.2. The outer bins are open; bins of fewer than {FEW_TOKENS} tokens are left out.",
         [
@@ -163,10 +166,10 @@ def quadrants(arms: Sequence[Arm]) -> Figure:
     """The Entropy-Clip Rule: what the clip lets through and what it blocks."""
     return _figure(
         "quadrants",
-        "Entropy-Clip Rule",
+        ("Entropy-Clip Rule", None),
         "Where the gradient mass r|A| lies by probability and advantage, mean over updates: what the clip retained and "
-        "what it blocked; all eight sum to 1. The rule predicts the direction in which each quadrant pushes entropy. "
-        "Last, its prediction per unit step on the logits: read the sign and compare sizes, not nats.",
+        "what it blocked; all eight sum to 1. H ↑ and H ↓: the direction in which the rule says the quadrant pushes "
+        "entropy. Last, its prediction per unit step on the logits: read the sign and compare sizes, not nats.",
         [
             *(
                 _bars(arms, title, list(QUADRANTS.values()), [f"{name}_{fate}" for name in QUADRANTS])
@@ -181,8 +184,8 @@ def lengths(arms: Sequence[Arm]) -> Figure:
     """Figure 6: length by correctness."""
     return _figure(
         "lengths",
-        "Length of correct and wrong responses",
-        "Figure 6. Mean length in tokens of the responses sampled in a step, by reward. Longer wrong responses mean "
+        ("Length of correct and wrong responses", "figure 6"),
+        "Mean length in tokens of the responses sampled in a step, by reward. Longer wrong responses mean "
         "more negative tokens.",
         [
             curves(arms, "length_correct", "Correct, tokens", lines="rollouts"),
@@ -201,8 +204,8 @@ def fixed_clips(arms: Sequence[Arm]) -> Figure:
     enough = len(set(pairs.values())) > 1
     return _figure(
         "fixed-clips",
-        "Fixed clips, symmetric and not",
-        f"Figure 7. Only objectives whose bounds never move{f': {listed}' if enough else ''}.",
+        ("Fixed clips, symmetric and not", "figure 7"),
+        f"Only objectives whose bounds never move{f': {listed}' if enough else ''}.",
         [
             curves(arms, "reward", "Reward", lines="rollouts", only=pairs),
             curves(arms, "entropy", "Entropy, nats per token", only=pairs),
@@ -228,7 +231,7 @@ def staleness(arms: Sequence[Arm]) -> Figure:
     panel = {"kind": "bars", "title": "Share of tokens", "x": "updates between sampling and use", "series": series}
     return _figure(
         "staleness",
-        "Staleness of trained tokens",
+        ("Staleness of trained tokens", None),
         "Tokens by the number of updates between sampling and use, over the whole run. None is above the bound "
         f"{', '.join(str(b) for b in sorted({a.config['offpolicy']['max_staleness'] for a in arms}))} "
         "(offpolicy.max_staleness).",
@@ -426,21 +429,31 @@ def _aligned(points: Sequence[dict[int, float]]) -> dict[str, Any]:
 
 
 def _profile(arms: Sequence[Arm], key: str, title: str) -> Panel:
-    inner = [(low + high) / 2 for low, high in pairwise(LOG_RATIO_EDGES)]
-    centres = [math.exp(x) for x in (LOG_RATIO_EDGES[0] - 0.2, *inner, LOG_RATIO_EDGES[-1] + 0.2)]
+    """Bins side by side, equally wide however much of the ratio they span; ticks are the edges between them."""
+    bins = list(range(len(LOG_RATIO_EDGES) + 1))
+    ticks = [{"at": index + 0.5, "text": f"{math.exp(edge):.2f}"} for index, edge in enumerate(LOG_RATIO_EDGES)]
     series = []
     for index, arm in enumerate(arms):
         runs = [_profile_of(run, key) for run in arm.runs if any(_sum_lists(run, "ratio_histogram"))]
         if runs:
-            series.append({"arm": index, "x": numbers(centres), "runs": [numbers(values) for values in runs]})
+            series.append({"arm": index, "x": bins, "runs": [numbers(values) for values in runs]})
     return {
         "kind": "profile",
         "title": title,
         "key": key,
         "x": "ratio",
         "log": key == "ratio_histogram",
+        "ticks": ticks,
+        "verticals": [_place(math.log(bound)) for bound in FIXED_CLIP],
         "series": series,
     }
+
+
+def _place(log_ratio: float) -> float:
+    """Where a log-ratio lies among equally wide bins."""
+    after = bisect_right(LOG_RATIO_EDGES, log_ratio)
+    low, high = LOG_RATIO_EDGES[after - 1], LOG_RATIO_EDGES[after]
+    return after - 0.5 + (log_ratio - low) / (high - low)
 
 
 def _profile_of(run: Run, key: str) -> list[float | None]:
@@ -489,7 +502,7 @@ def _scores(arms: Sequence[Arm], k: str) -> list[Panel]:
 
 def _figure(
     name: str,
-    title: str,
+    heading: tuple[str, str | None],  # ours, and the paper's number
     caption: str,
     panels: Sequence[Panel],
     *,
@@ -499,7 +512,8 @@ def _figure(
     drawn = [panel for panel in panels if panel["series"]]
     return {
         "id": name,
-        "title": title,
+        "title": heading[0],
+        "paper": heading[1],
         "caption": caption,
         "note": note if drawn else reason,
         "panels": [{"id": f"{name}-{index}"} | panel for index, panel in enumerate(drawn)],

@@ -128,11 +128,13 @@
         line: { width: 2.2, color, dash },
         marker: { size: 6, color, symbol: SYMBOLS[settingOf(arm.setting) % SYMBOLS.length] },
         hovertemplate: `%{y:.4g}<extra>${escaped(label(arm))}</extra>`,
+        ...(panel.kind === "profile" ? { customdata: binNames(panel), hovertemplate: `ratio %{customdata}: %{y:.3g}<extra>${escaped(label(arm))}</extra>` } : {}),
       });
     }
     return list;
   }
 
+  const binNames = ({ ticks }) => [`below ${ticks[0].text}`, ...ticks.slice(1).map((tick, at) => `${ticks[at].text}–${tick.text}`), `above ${ticks[ticks.length - 1].text}`];
   const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   function bars(panel, mode) {
@@ -190,7 +192,13 @@
     };
     if (exported) result.title = { text: panel.title, font: { size: 15 }, x: 0.02, xanchor: "left" };
     if (panel.kind === "curves") result.xaxis.rangemode = "tozero";
-    if (panel.kind === "points") { result.hovermode = "closest"; result.xaxis.rangemode = "tozero"; }
+    if (panel.kind === "points") {
+      const reach = panel.series.filter(visible).flatMap((s) => [...s.runs, s.y - (s.half ?? 0), s.y + (s.half ?? 0)]);
+      const room = 0.1 * (Math.max(...reach) - Math.min(...reach)) || 0.05;
+      if (reach.length) result.yaxis.range = [Math.max(-0.02, Math.min(...reach) - room), Math.min(1.02, Math.max(...reach) + room)];
+      result.hovermode = "closest";
+      result.xaxis.rangemode = "tozero";
+    }
     if (panel.kind === "bars") {
       result.xaxis.type = "category";
       result.yaxis.tickformat = "~%";
@@ -201,11 +209,15 @@
     }
     const dotted = (shape) => ({ type: "line", line: { color: ink, width: 1, dash: "dot" }, opacity: 0.7, ...shape });
     if (panel.kind === "profile") {
-      result.xaxis.type = "log";
-      result.xaxis.tickvals = [0.3, 0.5, 0.8, 1, 1.2, 2, 3];
-      result.xaxis.hoverformat = ".2f";
+      const middle = panel.ticks.length / 2;
+      const shown = [...panel.ticks.filter((tick, at) => (at < middle - 1 ? at % 2 === 0 : at > middle && at % 2 === 1)), { at: middle, text: "1" }];
+      Object.assign(result.xaxis, { tickvals: shown.map((tick) => tick.at), ticktext: shown.map((tick) => tick.text), tickangle: 0 });
+      result.xaxis.range = [-0.6, panel.ticks.length + 0.6];
+      result.xaxis.tickfont = { size: 9.5 };
+      result.xaxis.showgrid = result.xaxis.zeroline = false;
+      result.hovermode = "closest";
       if (panel.log) { result.yaxis.type = "log"; result.yaxis.tickformat = "~%"; result.yaxis.dtick = 1; delete result.yaxis.nticks; }
-      result.shapes = [0.8, 1.2].map((x) => dotted({ x0: x, x1: x, y0: 0, y1: 1, yref: "paper" }));
+      result.shapes = panel.verticals.map((x) => dotted({ x0: x, x1: x, y0: 0, y1: 1, yref: "paper" }));
     }
     for (const mark of panel.marks ?? []) {
       result.shapes.push(dotted({ x0: 0, x1: 1, xref: "paper", y0: mark.value, y1: mark.value }));
@@ -240,6 +252,11 @@
     if (all.every((run) => run.finished)) return "complete";
     const done = all.reduce((sum, run) => sum + run.step, 0), of = all.reduce((sum, run) => sum + run.of, 0);
     return `following, step ${done} of ${of}`;
+  }
+
+  function contents() {
+    const links = [["overview", "Overview"], ...values.figures.filter((f) => f.panels.length).map((f) => [f.id, f.title]), ["samples", "Responses"], ["configuration", "Configuration"]];
+    return make("nav", { "aria-label": "contents" }, ...links.map(([id, text]) => make("a", { href: `#${id}` }, text)));
   }
 
   function problems() {
@@ -306,7 +323,8 @@
 
   function figure(spec) {
     const layoutClass = spec.panels.length === 1 ? "panels single" : spec.panels.length === 3 ? "panels triple" : "panels";
-    return make("section", { id: spec.id }, make("h2", {}, spec.title), make("p", {}, spec.caption),
+    return make("section", { id: spec.id },
+      make("h2", {}, spec.title, spec.paper ? make("span", { class: "paper", title: "the corresponding figure of arXiv:2510.18927" }, `paper ${spec.paper}`) : null), make("p", {}, spec.caption),
       spec.note ? make("div", { class: "note" }, spec.panels.length ? spec.note : `Not drawn. ${spec.note}`) : null,
       spec.panels.length ? make("div", { class: layoutClass }, ...spec.panels.map((panel) => make("div", { class: "panel" },
         make("header", {}, make("h3", {}, panel.title),
@@ -337,7 +355,8 @@
       : text);
     const versions = one.versions.length && one.versions[0] !== one.versions[1] ? `versions ${one.versions[0]}–${one.versions[1]}` : one.versions.length ? `version ${one.versions[0]}` : "";
     return make("div", { class: "response" },
-      make("small", {}, make("span", { class: one.reward > 0.5 ? "reward right" : "reward" }, one.reward === null ? "no reward" : `reward ${one.reward}`), `${one.tokens} tokens`, one.status === "stopped" ? "" : one.status, versions),
+      make("small", {}, make("span", { class: one.reward > 0.5 ? "reward right" : "reward" }, one.reward === null ? "no reward" : `reward ${one.reward}`),
+        ...[`${one.tokens} tokens`, one.status === "stopped" ? "" : one.status, versions].filter(Boolean).map((text) => make("span", {}, text))),
       make("pre", {}, ...pieces, one.cut ? ` … and ${one.cut} more characters` : ""));
   }
 
@@ -354,7 +373,7 @@
     return make("footer", {}, "Bold lines are means over seeds, bands reach from the lowest to the highest seed, thin lines are the seeds as logged. " +
       "Smoothing is a centred moving mean and applies to bold lines and bands. " +
       (widest > 1 ? `Long curves are drawn as means of up to ${widest} consecutive updates. ` : "") +
-      "Figure numbers are those of the paper, arXiv:2510.18927; the figures are our own runs. Drag in a plot to zoom, double-click to reset.");
+      "The paper is arXiv:2510.18927; the figures show these runs. Drag in a plot to zoom, double-click to reset.");
   }
 
   // Drawing
@@ -380,7 +399,7 @@
     const scroll = window.scrollY;
     const open = [...main.querySelectorAll("details")].map((element) => element.open);
     for (const element of main.querySelectorAll(".plot.js-plotly-plot")) Plotly.purge(element);
-    main.replaceChildren(...[header(), problems(), values.arms.length ? controls() : null, values.arms.length ? overview() : null,
+    main.replaceChildren(...[header(), values.arms.length ? contents() : null, problems(), values.arms.length ? controls() : null, values.arms.length ? overview() : null,
       ...values.figures.map(figure), responses(), configuration(), footer()].filter(Boolean));
     main.querySelectorAll("details").forEach((element, at) => { element.open = open[at] ?? false; });
     window.scrollTo(0, scroll);

@@ -113,7 +113,7 @@ def _title(settings: Sequence[str], objectives: Sequence[str]) -> str:
         return f"{objectives[0]}, {settings[0]}"
     if len(objectives) == 1:
         return f"{objectives[0]} in {len(settings)} settings"
-    return " against ".join(objectives) if len(objectives) < 4 else f"{len(objectives)} objectives"
+    return " against ".join(objectives) if len(objectives) == 2 else ", ".join(objectives)
 
 
 def _unique(values: Any) -> list[str]:
