@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 USAGE = """\
@@ -15,6 +16,7 @@ usage: bapo COMMAND ...
 
   train [RECIPE.toml] [--key.path value ...]   train; without a recipe, the embedded default: offline, CPU, minutes
   resume RUN                                   continue a run from its newest checkpoint
+  compare GRID.toml                            objectives x settings x seeds: run what is missing, print a table
   report RUN... [--out FILE]                   table and figures of runs as one HTML file; --live follows them
   --version                                    print the version
 
@@ -41,12 +43,14 @@ def run(arguments: list[str]) -> int:
             return _guarded(lambda: _train(rest))
         case ["resume", *rest]:
             return _guarded(lambda: _resume(rest))
+        case ["compare", *rest]:
+            return _guarded(lambda: _compare(rest))
         case ["report", *rest]:
             return _report(rest)
         case [other, *_]:
             import difflib
 
-            near = difflib.get_close_matches(other, ["train", "resume", "report"], n=1)
+            near = difflib.get_close_matches(other, ["train", "resume", "compare", "report"], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
             return 2
@@ -89,6 +93,22 @@ def _resume(arguments: list[str]) -> None:
         print(f"{path} is complete; its model is in {path / 'model'}.")
 
 
+def _compare(arguments: list[str]) -> int:
+    import argparse
+
+    from bapo.compare import compare
+
+    parser = argparse.ArgumentParser(
+        prog="bapo compare", description="Run what is missing of a grid, several runs at a time, and print its table."
+    )
+    parser.add_argument("grid", metavar="GRID.toml", help="objectives, settings and seeds; recipes/quick.toml is one")
+    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (one per core; 4 on a GPU)")
+    parser.add_argument("--retry", action="store_true", help="set damaged runs aside and start them again")
+    parser.add_argument("--dry-run", action="store_true", help="check the grid and print what would be done")
+    given = parser.parse_args(arguments)
+    return compare(given.grid, parallel=given.parallel, retry=given.retry, dry_run=given.dry_run)
+
+
 def _report(arguments: list[str]) -> int:
     import argparse
 
@@ -110,7 +130,7 @@ def _report(arguments: list[str]) -> int:
             return _follow(chosen.runs, chosen.port)
         return _write_report(chosen.runs, chosen.out)
     except (OSError, OverflowError) as error:
-        return _fail(4, str(error))
+        return _fail(4, f"cannot {'serve' if chosen.live else 'write the report'}: {error}.")
 
 
 def _write_report(paths: list[Path], out: Path | None) -> int:
@@ -121,9 +141,11 @@ def _write_report(paths: list[Path], out: Path | None) -> int:
     found = write_report(paths, out)
     for problem in found.problems:
         print(f"bapo: {problem}", file=sys.stderr)
+    if not found.arms:
+        return _fail(2, "there is no run to report on, so nothing was written.")
     runs = sum(len(arm.runs) for arm in found.arms)
-    print(f"{out}: {runs} {'run' if runs == 1 else 'runs'} in {len(found.arms)} configurations")
-    return 0 if runs else 2
+    print(f"{out}: {runs} {'run' if runs == 1 else 'runs'} of {len(found.arms)} configurations")
+    return 0
 
 
 def _follow(paths: list[Path], port: int | None) -> int:
@@ -138,13 +160,12 @@ def _follow(paths: list[Path], port: int | None) -> int:
     return 0
 
 
-def _guarded(command: object) -> int:
+def _guarded(command: Callable[[], int | None]) -> int:
     """Run a command; turn the errors a user can act on into one message and an exit code."""
     from bapo.config import ConfigError
 
     try:
-        command()  # type: ignore[operator]
-        return 0
+        return command() or 0
     except ConfigError as error:
         return _fail(2, str(error))
     except OSError as error:

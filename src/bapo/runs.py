@@ -8,7 +8,7 @@
             run.summary["after"]["eval/avg"], run.series("grad_norm"), run.config["objective"]["name"]
 
 A comparison reads many directories, and some of them were killed, are still being written, or lost a file. Reading one
-never raises and never repairs: a directory is a `Run` or a `Problem`. Values are plain lists, dicts and floats under the
+never raises and never repairs: a directory is a `Run` or a `Problem`. Values are plain lists, dicts and floats, with
 keys that `bapo.metrics` explains. `measures` picks the numbers that sum up a run, `aggregate` joins those of its seeds.
 """
 
@@ -127,7 +127,7 @@ def find_runs(root: str | Path) -> list[Path]:
     root = Path(root)
     if (root / "config.json").is_file():
         return [root]
-    found = (file.parent for file in root.rglob("config.json") if file.parent.name != "model")  # that one is the model's
+    found = (file.parent for file in root.rglob("config.json") if file.parent.name != "model")
     return sorted(path for path in found if SET_ASIDE not in str(path.relative_to(root)))
 
 

@@ -37,7 +37,10 @@ CORE_MAY_USE = {
 # Each of these appears in one file only: the seam to that library.
 ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify"}
 # Parts that must stay importable without torch.
-WITHOUT_TORCH = ["bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs", "bapo.cli"]
+WITHOUT_TORCH = [
+    *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),
+    *("bapo.compare", "bapo.report", "bapo.report.live", "bapo.cli"),
+]
 
 
 def imports(path):

@@ -26,8 +26,10 @@ POLICY = (
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Found:
-    """Read the runs at or below the paths and write their report, whole or not at all."""
+    """Read the runs at or below the paths and write their report, whole or not at all; without any run, nothing."""
     found = find(paths)
+    if not found.arms:
+        return found
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         partial.write_text(page(contents(found)), encoding="utf-8")

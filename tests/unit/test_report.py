@@ -1,0 +1,361 @@
+"""The numbers of a report are those of its runs, whatever state their directories are in."""
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from statistics import fmean
+
+import pytest
+
+from bapo.cli import run as cli
+from bapo.metrics import METRICS
+from bapo.report import contents, find, write_report
+from bapo.report.arms import arms_of
+from bapo.report.figures import MAX_POINTS, curves, estimate, figures, table
+from bapo.report.live import serve
+from bapo.report.samples import samples
+from bapo.runs import Run, read_run
+
+
+def embedded(path):
+    """The values inside a report."""
+    found = re.search(r'<script type="application/json" id="values">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(found[1])
+
+
+def lines(directory, kind):
+    logged = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in logged if line["kind"] == kind]
+
+
+def arm_number(values, setting, objective):
+    return next(i for i, a in enumerate(values["arms"]) if (a["setting"], a["objective"]) == (setting, objective))
+
+
+def panel(values, key, figure=None):
+    return next(p for f in values["figures"] if figure in (None, f["id"]) for p in f["panels"] if p.get("key") == key)
+
+
+@pytest.fixture(scope="module")
+def report(compared, tmp_path_factory):
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    assert cli(["report", str(compared), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("key", ["grad_norm", "entropy", "share", "clip_high", "clip_fraction", "positive_tokens"])
+def test_curves_hold_what_every_seed_logged(report, compared, key):
+    values = embedded(report)
+    arm = arm_number(values, "reuse-2", "bapo")
+    series = next(s for s in panel(values, key)["series"] if s["arm"] == arm)
+    for seed, drawn in zip((0, 1), series["runs"], strict=True):
+        logged = lines(compared / "reuse-2" / "bapo" / f"seed-{seed}", "update")
+        assert series["x"] == [line["version"] for line in logged]
+        assert drawn == pytest.approx([line[key] for line in logged], rel=1e-5)
+
+
+def test_the_table_is_the_mean_of_the_summaries(report, compared):
+    values = embedded(report)
+    row = values["table"]["rows"][arm_number(values, "reuse-2", "grpo")]["cells"]
+    summaries = [json.loads((compared / f"reuse-2/grpo/seed-{s}/summary.json").read_text()) for s in (0, 1)]
+    assert row["avg"]["value"] == pytest.approx(fmean(s["after"]["eval/avg"] for s in summaries), rel=1e-5)
+    assert row["avg"]["text"] == estimate([s["after"]["eval/avg"] for s in summaries])
+    assert row["avg"]["below"] == f"from {estimate([s['before']['eval/avg'] for s in summaries])}"
+    assert row["staleness"]["value"] == max(s["staleness_max"] for s in summaries) == 1
+    assert row["staleness"]["below"] == "bound 16"
+    updates = [lines(compared / f"reuse-2/grpo/seed-{s}", "update") for s in (0, 1)]
+    assert row["max_grad_norm"]["value"] == pytest.approx(
+        fmean(max(line["grad_norm"] for line in run) for run in updates), rel=1e-5
+    )
+    assert row["stop"]["text"] == "–"  # grpo searches no bounds
+    assert row["tokens"]["value"] == pytest.approx(fmean(sum(line["tokens"] for line in run) for run in updates))
+
+
+def test_an_interval_needs_two_seeds():
+    assert estimate([0.5]) == "0.500"
+    assert estimate([0.4, 0.6]) == "0.500 ± 1.271"  # t(0.975, 1) = 12.706, s / sqrt(2) = 0.1
+    assert estimate([]) == "–"
+
+
+def test_profiles_weigh_by_tokens(report, compared):
+    values = embedded(report)
+    arm = arm_number(values, "reuse-4", "bapo")
+    drawn = next(s for s in panel(values, "ratio_prob")["series"] if s["arm"] == arm)["runs"][0]
+    logged = lines(compared / "reuse-4" / "bapo" / "seed-0", "update")
+    for position, value in enumerate(drawn):
+        counts = [line["ratio_histogram"][position] for line in logged]
+        if value is None:
+            assert sum(counts) < 20
+        else:
+            mass = sum(c * line["ratio_prob"][position] for c, line in zip(counts, logged, strict=True))
+            assert value == pytest.approx(mass / sum(counts), rel=1e-5)
+    assert drawn[7] is not None  # around ratio 1
+
+
+def test_staleness_bars_are_shares_of_the_tokens(report):
+    values = embedded(report)
+    bars = next(f for f in values["figures"] if f["id"] == "staleness")["panels"][0]
+    series = {s["arm"]: s["values"] for s in bars["series"]}
+    reuse = series[arm_number(values, "reuse-2", "bapo")]
+    assert sum(reuse) == pytest.approx(1, abs=1e-4)
+    assert reuse[0] == pytest.approx(0.5, abs=0.1)  # every token is used once fresh and once after one update
+    assert all(sum(shares) == pytest.approx(1, abs=1e-4) for shares in series.values())
+
+
+def test_quadrants_sum_to_one(report):
+    retained, blocked = next(f for f in embedded(report)["figures"] if f["id"] == "quadrants")["panels"][:2]
+    for kept, lost in zip(retained["series"], blocked["series"], strict=True):
+        assert sum(kept["values"]) + sum(lost["values"]) == pytest.approx(1, abs=1e-4)
+
+
+def test_every_curve_is_a_declared_metric_and_every_figure_says_something(report):
+    values = embedded(report)
+    for figure in values["figures"]:
+        assert figure["caption"].endswith(".")
+        assert figure["panels"] or figure["note"]
+        assert all(p["key"] in METRICS for p in figure["panels"] if p["kind"] in ("curves", "profile"))
+    assert {f["paper"] for f in values["figures"]} == {
+        *(f"figure {n}" for n in (2, 4, 6, 7, 8, 9, 11, 12)),
+        *("figures 5 and 10", None),
+    }
+    assert all(f["panels"] for f in values["figures"])  # these runs have all that the figures need
+
+
+def test_what_a_single_run_cannot_show_is_said(compared):
+    values = contents(find([compared / "reuse-2" / "bapo" / "seed-0"]))
+    notes = {f["id"]: f["note"] for f in values["figures"]}
+    assert "at least two different settings" in notes["by-staleness"]
+    assert "partial_budget" in notes["under-partial"]
+    assert "fixed bounds" in notes["fixed-clips"]
+    assert "no run of grpo" in notes["held-out"]
+    assert [f["id"] for f in values["figures"] if not f["panels"]] == ["by-staleness", "under-partial", "fixed-clips"]
+
+
+def test_responses_come_from_start_middle_and_end(compared):
+    directory = compared / "partial" / "bapo" / "seed-0"
+    shown = samples(directory)["shown"]
+    logged = [json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines()]
+    assert [group["moment"] for group in shown] == ["start", "middle", "end"]
+    assert [group["step"] for group in shown] == [logged[i]["step"] for i in (0, len(logged) // 2, -1)]
+    last = logged[-1]
+    for index, response in enumerate(shown[-1]["responses"]):
+        assert response["reward"] == last["trajectories"][index]["reward"]
+        assert "".join(text for _, text in response["pieces"]) == last["responses"][index]
+        versions = last["trajectories"][index]["versions"]
+        assert [version for version, _ in response["pieces"]] == sorted(set(versions))
+    several = [r for group in logged for r in group["written_by"] if len(r) > 1]
+    assert several, "partial rollout has responses by several versions"
+
+
+def test_long_texts_are_cut_and_say_so(tmp_path):
+    trajectory = {"versions": [3, 4], "reward": 0.0, "status": "truncated", "tokens": [1, 2]}
+    line = {
+        **{"step": 1, "problem": {"prompt": "p"}, "trajectories": [trajectory]},
+        **{"responses": ["a" * 3000], "written_by": [[[3, "a" * 1500], [4, "a" * 1500]]]},
+    }
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(line) + "\n" + '{"half')
+    group = samples(tmp_path)["shown"][0]
+    assert group["moment"] == "only sample"
+    assert group["responses"][0]["cut"] == 1000
+    assert [(v, len(t)) for v, t in group["responses"][0]["pieces"]] == [(3, 1500), (4, 500)]
+    (tmp_path / "rollouts.jsonl").write_text("not JSON, and longer\n")
+    assert "cannot be read" in samples(tmp_path)["note"]
+
+
+def test_runs_are_named_by_what_differs(compared):
+    read = [read_run(compared / "reuse-2" / "bapo" / "seed-0"), read_run(compared / "reuse-4" / "bapo" / "seed-0")]
+    moved = [Run(**{**vars(run), "path": run.path.parents[3] / f"run{i}"}) for i, run in enumerate(read)]
+    assert [(arm.setting, arm.objective) for arm in arms_of(moved)] == [("reuse 2", "bapo"), ("reuse 4", "bapo")]
+    other_seed = Run(**{**vars(moved[0]), "config": moved[0].config | {"seed": 7, "threads": 5}})
+    assert [len(arm.runs) for arm in arms_of([*moved, other_seed])] == [2, 1]
+    other_lr = moved[0].config | {"learn": moved[0].config["learn"] | {"lr": 0.5}}
+    named = arms_of([moved[0], Run(**{**vars(moved[0]), "config": other_lr})])
+    assert sorted(arm.setting for arm in named) == ["lr 0.0003", "lr 0.5"]
+
+
+def test_long_curves_become_means_of_stretches(compared):
+    run = read_run(compared / "reuse-2" / "bapo" / "seed-0")
+    many = [{"kind": "update", "step": 1, "version": i, "loss": float(i)} for i in range(1, 2 * MAX_POINTS + 1)]
+    series = curves(arms_of([Run(**{**vars(run), "updates": many})]), "loss", "Loss")["series"][0]
+    assert series["stretch"] == 2
+    assert series["x"] == list(range(2, 2 * MAX_POINTS + 1, 2))
+    assert series["runs"][0] == [x - 0.5 for x in series["x"]]
+
+
+def test_numbers_that_are_not_finite_become_null(compared):
+    run = read_run(compared / "reuse-2" / "bapo" / "seed-0")
+    bad = [line | {"grad_norm": float("nan"), "kl": float("inf")} for line in run.updates]
+    arms = arms_of([Run(**{**vars(run), "updates": bad})])
+    json.dumps([figures(arms), table(arms)], allow_nan=False)
+    assert set(curves(arms, "kl", "KL")["series"][0]["runs"][0]) == {None}
+
+
+DAMAGE = {
+    "config.json": (lambda text: text[: len(text) // 2], "damaged"),
+    "summary.json": (lambda text: "[]", "damaged"),
+    "metrics.jsonl": (lambda text: text[:-100], "damaged"),
+    "timing.jsonl": (lambda text: "", "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_runs_are_named_and_skipped(compared, tmp_path, capsys, name):
+    for seed in (0, 1):
+        shutil.copytree(
+            compared / f"reuse-2/bapo/seed-{seed}",
+            tmp_path / f"grid/reuse-2/bapo/seed-{seed}",
+            ignore=shutil.ignore_patterns("checkpoints", "model"),
+        )
+    file = tmp_path / "grid/reuse-2/bapo/seed-1" / name
+    change, kind = DAMAGE[name]
+    file.write_text(change(file.read_text()))
+    assert cli(["report", str(tmp_path / "grid")]) == 0
+    told = capsys.readouterr()
+    assert f"seed-1: {kind}: {name}" in told.err
+    values = embedded(tmp_path / "grid" / "report.html")
+    assert values["arms"][0]["seeds"] == [0]
+    assert [(p["kind"], p["path"]) for p in values["problems"]] == [(kind, str(file.parent))]
+
+
+def test_odd_lines_and_lost_configurations_are_problems_too(compared, tmp_path):
+    shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "odd")
+    logged = (tmp_path / "odd/metrics.jsonl").read_text().splitlines()
+    changed = [
+        json.dumps(line | {"ratio_prob": [0.5]} if line["kind"] == "update" and line["version"] == 1 else line)
+        for line in map(json.loads, logged)
+    ]
+    (tmp_path / "odd/metrics.jsonl").write_text("\n".join(changed) + "\n")
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost/metrics.jsonl").write_text("")
+    found = find([tmp_path])
+    assert not found.arms
+    assert [(p.path.name, p.kind) for p in found.problems] == [("lost", "missing"), ("odd", "damaged")]
+    assert "ratio_prob" in found.problems[1].message
+
+
+def test_an_unfinished_run_is_shown_as_far_as_it_got(compared, tmp_path):
+    shutil.copytree(compared / "reuse-4/bapo/seed-0", tmp_path / "run")
+    (tmp_path / "run/summary.json").unlink()
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"kind": "upd')
+    values = contents(find([tmp_path / "run"]))
+    assert values["problems"][0]["kind"] == "unfinished"
+    assert "3 of 3 steps" in values["problems"][0]["message"]
+    cells = values["table"]["rows"][0]["cells"]
+    assert (cells["avg"]["text"], cells["seeds"]["below"]) == ("–", "seed 0; 1 unfinished")
+    assert len(panel(values, "grad_norm")["series"][0]["x"]) == 12
+
+
+def test_nothing_is_written_without_a_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli(["report", "nowhere"]) == 2
+    told = capsys.readouterr().err
+    assert "no such directory" in told
+    assert "nothing was written" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_usage_and_bad_places(compared, tmp_path, capsys):
+    assert cli(["report"]) == 2
+    assert cli(["report", "--help"]) == 0
+    assert cli(["report", str(compared), "--out", str(tmp_path / "none" / "r.html")]) == 4
+    assert "cannot write the report" in capsys.readouterr().err
+
+
+def test_a_report_replaces_the_last_one_whole(compared, tmp_path):
+    out = tmp_path / "r.html"
+    out.write_text("before")
+    write_report([compared], out)
+    assert out.read_text().startswith("<!doctype html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_the_page_is_one_file_of_moderate_size(report):
+    text = report.read_text()
+    assert report.stat().st_size < 6e6
+    assert "src=" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert "default-src 'none'" in text
+
+
+def test_text_of_models_cannot_leave_its_place(compared, tmp_path):
+    shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    evil = "</script><script>alert(1)</script>"
+    rollouts = tmp_path / "run/rollouts.jsonl"
+    line = json.loads(rollouts.read_text().splitlines()[0])
+    line["written_by"][0] = [[0, evil]]
+    rollouts.write_text(json.dumps(line) + "\n")
+    write_report([tmp_path / "run"], tmp_path / "r.html")
+    assert evil not in (tmp_path / "r.html").read_text()
+    assert embedded(tmp_path / "r.html")["samples"][0]["shown"][0]["responses"][0]["pieces"] == [[0, evil]]
+
+
+# Live
+
+
+def get(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+        return answer.status, answer.headers, answer.read()
+
+
+@pytest.fixture
+def serving(compared, tmp_path):
+    shutil.copytree(compared / "reuse-4/bapo/seed-0", tmp_path / "run")
+    (tmp_path / "run/summary.json").unlink()
+    with serve([tmp_path / "run"], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server, tmp_path / "run"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_live_page_follows_the_log(serving):
+    server, directory = serving
+    assert server.server_address[0] == "127.0.0.1"
+    assert b'data-live="true"' in get(server.url)[2]
+    _, headers, body = get(f"{server.url}values.json")
+    assert panel(json.loads(body), "grad_norm")["series"][0]["x"][-1] == 12
+    with pytest.raises(urllib.error.HTTPError, match="304"):
+        get(f"{server.url}values.json", **{"If-None-Match": headers["ETag"]})
+    newer = lines(directory, "update")[-1] | {"version": 13, "grad_norm": 7.5}
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(newer) + "\n")
+    _, _, body = get(f"{server.url}values.json", **{"If-None-Match": headers["ETag"]})
+    series = panel(json.loads(body), "grad_norm")["series"][0]
+    assert (series["x"][-1], series["runs"][0][-1]) == (13, 7.5)
+
+
+def test_the_server_answers_this_machine_only(serving):
+    server, _ = serving
+    for path, headers, status in (("", {"Host": "evil.example"}, "403"), ("../config.json", {}, "404")):
+        with pytest.raises(urllib.error.HTTPError, match=status):
+            get(server.url + path, **headers)
+
+
+def test_a_port_in_use_is_said_or_passed_over(compared, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli(["report", "--live", str(compared), "--port", str(port)]) == 4
+    assert f"port {port} is in use" in capsys.readouterr().err
+    with serve([compared]) as one, serve([compared]) as other:
+        assert one.url != other.url
+
+
+def test_ctrl_c_ends_following(compared):
+    command = [sys.executable, "-m", "bapo.cli", "report", "--live", str(compared), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert "following" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "no longer following" in out
+    assert err == ""
