@@ -1,7 +1,17 @@
-"""A few real, tiny runs laid out as `bapo compare` does: SETTING/OBJECTIVE/seed-N."""
+"""A few real, tiny runs laid out as `bapo compare` does (SETTING/OBJECTIVE/seed-N), kept in tests/data/compared.
+
+    python -m tests.compared_runs tests/data/compared
+
+made them: everything but checkpoints and models. Reading them takes no time, so that every test of the report can.
+"""
+
+import shutil
+import sys
+from pathlib import Path
 
 from bapo.config import parse_config
 
+COMPARED = Path(__file__).parent / "data" / "compared"
 TINY = {
     "steps": 3,
     "threads": 1,
@@ -12,22 +22,26 @@ TINY = {
 }
 ARMS = {
     ("reuse-2", "bapo"): ({"name": "bapo"}, {"reuse": 2}, (0, 1)),
-    ("reuse-2", "grpo"): ({"name": "grpo", "preset": None}, {"reuse": 2}, (0, 1)),
+    ("reuse-2", "grpo"): ({"name": "grpo"}, {"reuse": 2}, (0, 1)),
     ("reuse-4", "bapo"): ({"name": "bapo"}, {"reuse": 4}, (0,)),
-    ("reuse-4", "clip_higher"): ({"name": "clip_higher", "preset": None}, {"reuse": 4}, (0,)),
-    ("partial", "bapo"): ({"name": "bapo"}, {"reuse": 2, "partial_budget": 400}, (0,)),
+    ("reuse-4", "clip_higher"): ({"name": "clip_higher"}, {"reuse": 4}, (0,)),
+    ("partial", "bapo"): ({"name": "bapo"}, {"reuse": 2, "partial_budget": 600}, (0,)),
 }
 
 
-def make(root):
-    """Train them all; a few seconds."""
+def make(root: Path) -> None:
+    """Train them all."""
     from bapo.train.run import start
 
     for (setting, objective), (loss, off, seeds) in ARMS.items():
         for seed in seeds:
             out = root / setting / objective / f"seed-{seed}"
-            values = {**TINY, "out": str(out), "seed": seed, "objective": loss, "offpolicy": off}
-            if setting == "partial":
-                values["steps"] = 6
+            steps = 8 if setting == "partial" else 3
+            values = {**TINY, "steps": steps, "out": str(out), "seed": seed, "objective": loss, "offpolicy": off}
             start(parse_config(values, source="test"), plain=True)
-    return root
+            for heavy in ("checkpoints", "model"):
+                shutil.rmtree(out / heavy)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

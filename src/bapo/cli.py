@@ -152,8 +152,8 @@ def _follow(paths: list[Path], port: int | None) -> int:
     from bapo.report.live import serve
 
     with serve(paths, port) as server:
-        print(f"following {', '.join(map(str, paths))} on {server.url} (Ctrl-C ends)", flush=True)
         try:
+            print(f"following {', '.join(map(str, paths))} on {server.url} (Ctrl-C ends)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print("\nno longer following; the runs go on")

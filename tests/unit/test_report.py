@@ -15,6 +15,7 @@ from statistics import fmean
 import pytest
 
 from bapo.cli import run as cli
+from bapo.config import parse_config
 from bapo.metrics import METRICS
 from bapo.report import contents, find, write_report
 from bapo.report.arms import arms_of
@@ -22,6 +23,7 @@ from bapo.report.figures import MAX_POINTS, curves, estimate, figures, table
 from bapo.report.live import serve
 from bapo.report.samples import samples
 from bapo.runs import Run, read_run
+from tests.compared_runs import COMPARED, TINY
 
 
 def embedded(path):
@@ -41,6 +43,11 @@ def arm_number(values, setting, objective):
 
 def panel(values, key, figure=None):
     return next(p for f in values["figures"] if figure in (None, f["id"]) for p in f["panels"] if p.get("key") == key)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return COMPARED
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +218,6 @@ def test_damaged_runs_are_named_and_skipped(compared, tmp_path, capsys, name):
         shutil.copytree(
             compared / f"reuse-2/bapo/seed-{seed}",
             tmp_path / f"grid/reuse-2/bapo/seed-{seed}",
-            ignore=shutil.ignore_patterns("checkpoints", "model"),
         )
     file = tmp_path / "grid/reuse-2/bapo/seed-1" / name
     change, kind = DAMAGE[name]
@@ -294,6 +300,19 @@ def test_text_of_models_cannot_leave_its_place(compared, tmp_path):
     write_report([tmp_path / "run"], tmp_path / "r.html")
     assert evil not in (tmp_path / "r.html").read_text()
     assert embedded(tmp_path / "r.html")["samples"][0]["shown"][0]["responses"][0]["pieces"] == [[0, evil]]
+
+
+def test_a_run_of_today_can_be_reported_on(tmp_path):
+    from bapo.train.run import start
+
+    config = {**TINY, "steps": 1, "out": str(tmp_path / "run"), "eval": {"problems": 2, "k": 1, "every": 0}}
+    start(parse_config(config, source="test"), plain=True)
+    found = write_report([tmp_path], tmp_path / "r.html")
+    assert (len(found.arms), found.problems) == (1, [])
+    values = embedded(tmp_path / "r.html")
+    assert values["arms"][0]["setting"] == "reuse 4"
+    assert panel(values, "ratio_entropy")["series"]
+    assert values["samples"][0]["shown"][0]["responses"]
 
 
 # Live

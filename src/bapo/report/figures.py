@@ -232,8 +232,8 @@ def staleness(arms: Sequence[Arm]) -> Figure:
     return _figure(
         "staleness",
         ("Staleness of trained tokens", None),
-        "Tokens by the number of updates between sampling and use, over the whole run. None is above the bound "
-        f"{', '.join(str(b) for b in sorted({a.config['offpolicy']['max_staleness'] for a in arms}))} "
+        "Tokens by the number of updates between sampling and use, over the whole run. The bound is "
+        f"{' or '.join(str(b) for b in sorted({a.config['offpolicy']['max_staleness'] for a in arms}))} "
         "(offpolicy.max_staleness).",
         [panel | {"categories": categories}] if series else [],
     )
@@ -307,7 +307,7 @@ def _cells(arm: Arm) -> dict[str, dict[str, Any]]:
         "avg": cell("avg", before="avg_before"),
         "pass": cell("pass", before="pass_before"),
         "entropy": cell("entropy", before="entropy_before"),
-        "max_grad_norm": cell("max_grad_norm"),
+        "max_grad_norm": cell("max_grad_norm", digits=2),
         "staleness": {
             "value": number(oldest),
             "text": f"{oldest:.0f}" if math.isfinite(oldest) else "–",

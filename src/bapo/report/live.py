@@ -114,6 +114,4 @@ def serve(paths: Sequence[Path], port: int | None = None) -> Server:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    raise OSError(
-        errno.EADDRINUSE, f"port {port} is in use. Choose another --port, or none at all"
-    )
+    raise OSError(errno.EADDRINUSE, f"port {port} is in use. Choose another --port, or none at all")

@@ -144,8 +144,8 @@
       return {
         type: "bar", x: panel.categories, y: series.values, name: label(arm),
         marker: {
-          color: faded(color, 0.85), line: { width: 0 },
-          pattern: { shape: ["", "/", ".", "x", "-", "\\"][settingOf(arm.setting) % 6], size: 6, solidity: 0.3 },
+          color, line: { width: 0 },
+          pattern: { shape: ["", "/", ".", "x", "-", "\\"][settingOf(arm.setting) % 6], fgcolor: color, bgcolor: faded(color, 0.3), size: 6, solidity: 0.4 },
         },
         hovertemplate: `%{y:.3%}<extra>${escaped(label(arm))}</extra>`,
       };
@@ -185,7 +185,7 @@
       font: { family: css("--body"), color: ink, size: 12 }, paper_bgcolor: exported ? "#ffffff" : "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 44, r: 10, t: exported ? 48 : 10, b: 40 }, hovermode: "x unified",
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { size: 11.5, color: css("--ink") } },
-      showlegend: exported, legend: { orientation: "h", y: -0.22, font: { size: 11 } }, barmode: "group", bargap: 0.25,
+      showlegend: exported, legend: { orientation: "h", y: -0.22, traceorder: "normal", font: { size: 11 } }, barmode: "group", bargap: 0.25,
       xaxis: { ...axis, title: { ...axis.title, text: panel.x } },
       yaxis: { ...axis, tickformat: "~g", nticks: 6 },
       shapes: [], annotations: [], dragmode: "zoom",
@@ -344,7 +344,7 @@
       make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. Where several versions of the policy wrote one response, each part is tinted and preceded by its version."),
       pick, chosenArm.note ? make("div", { class: "note" }, chosenArm.note) : null,
       make("div", { class: "samples" }, ...chosenArm.shown.map((group) => make("article", { class: "sample" },
-        make("h3", {}, group.moment), make("p", {}, `step ${group.step} · mean reward ${group.mean_reward.toFixed(2)} of ${group.count}`),
+        make("h3", {}, group.moment), make("p", {}, `step ${group.step} · mean reward ${group.mean_reward.toFixed(2)} over ${group.count} responses`),
         make("pre", { class: "prompt" }, group.prompt), ...group.responses.map(response)))));
   }
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from bapo import __version__
+import bapo
 from bapo.report.arms import Found, find, flat
 from bapo.report.figures import figures, table
 from bapo.report.samples import samples
@@ -49,7 +49,7 @@ def contents(found: Found) -> dict[str, Any]:
     return {
         "title": _title(settings, objectives),
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "by": f"bapo {__version__}",
+        "by": f"bapo {bapo.__version__}",
         "settings": settings,
         "objectives": objectives,
         "arms": [

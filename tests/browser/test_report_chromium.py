@@ -1,0 +1,232 @@
+"""The report in a real browser: it draws, the console stays silent, it fits a phone, follows a run, saves pictures."""
+
+import json
+import os
+import shutil
+import struct
+import threading
+
+import pytest
+
+from bapo.report import write_report
+from bapo.report.live import serve
+from tests.compared_runs import COMPARED
+
+CHROMIUM = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install bapo[dev]")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium in PATH (apt-get install chromium), nor its path in $CHROMIUM"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    write_report([COMPARED], out)
+    return out.as_uri()
+
+
+@pytest.fixture
+def opened(browser):
+    """A function that opens a page and waits until it is drawn; at the end nothing may have gone wrong in any."""
+    wrong, contexts = [], []
+
+    def open_page(url, **options):
+        context = browser.new_context(viewport=options.pop("viewport", {"width": 1280, "height": 900}), **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: None if request.url.startswith(ALLOWED) else wrong.append(request.url))
+        page.goto(url)
+        drawn(page)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+ALLOWED = ("file:", "data:", "blob:", "http://127.0.0.1")
+
+
+def drawn(page):
+    page.wait_for_selector("html[data-drawn]", timeout=60_000)
+
+
+def redrawn(page, action):
+    """Do something and wait for the drawing it causes."""
+    page.evaluate("delete document.documentElement.dataset.drawn")
+    action()
+    drawn(page)
+
+
+def plot(page, name, what):
+    """Something of a plot, asked of plotly itself."""
+    return page.evaluate(f"name => {{ const plot = document.getElementById(`plot-${{name}}`); return {what}; }}", name)
+
+
+def embedded(page):
+    return json.loads(page.locator("#values").text_content())
+
+
+def test_every_plot_is_drawn_with_the_values_of_the_file(opened, report):
+    page = opened(report)
+    values = embedded(page)
+    panels = [panel for figure in values["figures"] for panel in figure["panels"]]
+    assert len(panels) == page.locator(".plot .main-svg .cartesianlayer").count() > 25
+    for panel in panels:
+        assert plot(
+            page, panel["id"], "plot.querySelectorAll('path.js-line, path.point, .bars path, .points path').length"
+        )
+    norm = next(panel for panel in panels if panel.get("key") == "grad_norm")
+    series = norm["series"][0]
+    assert len(series["runs"]) == 2
+    mean = [sum(pair) / 2 for pair in zip(*series["runs"], strict=True)]
+    shown = plot(page, norm["id"], "Array.from(plot.data.find(trace => trace.showlegend).y)")
+    assert shown == pytest.approx(mean)
+
+
+def test_the_table_shows_and_sorts(opened, report):
+    page = opened(report)
+    values = embedded(page)
+    assert page.locator("#overview tbody tr").count() == len(values["arms"]) == 5
+    first = values["table"]["rows"][0]["cells"]
+    assert first["avg"]["text"] in page.locator("#overview tbody tr").first.inner_text()
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    tokens = [row["cells"]["tokens"] for row in values["table"]["rows"]]
+    ordered = [cell["text"] for cell in sorted(tokens, key=lambda cell: -cell["value"])]
+    position = 1 + [column["key"] for column in values["table"]["columns"]].index("tokens")
+    column = page.locator(f"#overview tbody td:nth-child({position})")
+    assert column.all_inner_texts() == ordered
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    assert column.all_inner_texts() == ordered[::-1]
+
+
+def test_light_and_dark(opened, report):
+    def background(page):
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    light, dark = opened(report), opened(report, color_scheme="dark")
+    assert background(light) == "rgb(251, 251, 250)"
+    assert background(dark) == "rgb(20, 22, 26)"
+    redrawn(light, lambda: light.locator("#theme").click())
+    assert background(light) == background(dark)
+    name = embedded(light)["figures"][1]["panels"][0]["id"]
+    color = "plot.data.find(trace => trace.showlegend).line.color"
+    assert plot(light, name, color) == plot(dark, name, color)
+    redrawn(light, lambda: light.locator("#theme").click())
+    assert plot(light, name, color) != plot(dark, name, color)
+
+
+def test_it_fits_a_phone(opened, report):
+    page = opened(report, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    widths = page.evaluate("Array.from(document.querySelectorAll('.plot'), plot => plot.getBoundingClientRect().right)")
+    assert max(widths) <= 390
+    page.locator(".chip", has_text="grpo").tap()
+
+
+def test_chips_hide_and_the_slider_smooths(opened, report):
+    page = opened(report)
+    norm = next(p for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "grad_norm")
+    names = "plot.data.filter(trace => trace.showlegend).map(trace => trace.name)"
+    assert len(plot(page, norm["id"], names)) == 5
+    redrawn(page, lambda: page.locator(".chip", has_text="bapo").click())
+    assert plot(page, norm["id"], names) == ["grpo · reuse-2", "clip_higher · reuse-4"]
+    redrawn(page, lambda: page.locator(".smooth input").fill("3"))
+    assert page.locator(".smooth output").inner_text() == "mean of 3 points"
+    index = next(i for i, arm in enumerate(embedded(page)["arms"]) if arm["objective"] == "clip_higher")
+    raw = next(series for series in norm["series"] if series["arm"] == index)["runs"][0]
+    smooth = [sum(raw[max(0, i - 1) : i + 2]) / len(raw[max(0, i - 1) : i + 2]) for i in range(len(raw))]
+    shown = plot(page, norm["id"], "Array.from(plot.data.filter(trace => trace.showlegend)[1].y)")
+    assert shown == pytest.approx(smooth)
+
+
+def test_a_plot_becomes_a_picture(opened, report, tmp_path):
+    page = opened(report)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="save Gradient norm as PNG").click()
+    assert download.value.suggested_filename.endswith(".png")
+    download.value.save_as(tmp_path / "plot.png")
+    data = (tmp_path / "plot.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", data[16:24]) == (2880, 1840)
+    assert len(data) > 20_000  # not a blank sheet
+
+
+def test_responses_show_who_wrote_them(opened, report):
+    page = opened(report)
+    option = page.locator(".pick option", has_text="partial").get_attribute("value")
+    page.locator(".pick").select_option(option)
+    assert page.locator(".sample").count() == 3
+    pieces = page.locator(".sample .piece")
+    assert pieces.count() >= 2
+    assert pieces.first.locator("sup").inner_text().isdigit()
+
+
+def test_markup_in_a_response_stays_text(opened, tmp_path):
+    shutil.copytree(COMPARED / "reuse-2/bapo/seed-0", tmp_path / "run")
+    rollouts = tmp_path / "run/rollouts.jsonl"
+    line = json.loads(rollouts.read_text().splitlines()[0])
+    evil = "<img src=x onerror=\"document.title='gone'\"></script><script>document.title='gone'</script>"
+    line["written_by"][0] = [[0, evil], [1, evil]]
+    line["problem"]["prompt"] = evil
+    rollouts.write_text(json.dumps(line) + "\n")
+    write_report([tmp_path / "run"], tmp_path / "r.html")
+    page = opened((tmp_path / "r.html").as_uri())
+    assert page.locator(".prompt").inner_text() == evil
+    assert "gone" not in page.title()
+
+
+def test_problems_are_on_top(opened, tmp_path):
+    shutil.copytree(COMPARED / "reuse-2", tmp_path / "grid/reuse-2")
+    (tmp_path / "grid/reuse-2/bapo/seed-1/summary.json").write_text("{")
+    write_report([tmp_path / "grid"], tmp_path / "r.html")
+    page = opened((tmp_path / "r.html").as_uri())
+    text = page.locator(".problems").inner_text()
+    assert "damaged" in text
+    assert "summary.json" in text
+    assert page.locator(".problems").bounding_box()["y"] < page.locator("#overview").bounding_box()["y"]
+
+
+def test_the_live_page_follows_without_reloading(opened, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(COMPARED / "reuse-4/bapo/seed-0", run)
+    summary = (run / "summary.json").read_text()
+    (run / "summary.json").unlink()
+    logged = {name: (run / name).read_text().splitlines(keepends=True) for name in ("metrics.jsonl", "timing.jsonl")}
+    third = next(i for i, line in enumerate(logged["metrics.jsonl"]) if '"rollout", "step": 3' in line)
+    (run / "metrics.jsonl").write_text("".join(logged["metrics.jsonl"][:third]))
+    (run / "timing.jsonl").write_text("".join(logged["timing.jsonl"][:2]))
+    with serve([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            page = opened(server.url)
+            page.evaluate("window.kept = true")
+            state = page.locator("#state")
+            assert state.inner_text() == "following, step 2 of 3"
+            name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "grad_norm")
+            assert plot(page, name, "plot.data.at(-1).x.at(-1)") == 8
+            (run / "metrics.jsonl").write_text("".join(logged["metrics.jsonl"]))
+            (run / "timing.jsonl").write_text("".join(logged["timing.jsonl"]))
+            page.get_by_text("following, step 3 of 3").wait_for(timeout=20_000)
+            assert plot(page, name, "plot.data.at(-1).x.at(-1)") == 12
+            (run / "summary.json").write_text(summary)
+            page.get_by_text("complete", exact=True).wait_for(timeout=20_000)
+            assert page.evaluate("window.kept")
+        finally:
+            server.shutdown()
+            thread.join()
