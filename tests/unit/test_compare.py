@@ -28,6 +28,7 @@ seeds = {seeds}
 [base]
 steps = {steps}
 device = "cpu"
+threads = {threads}
 rollout.prompts = 2
 rollout.responses = 4
 learn.batch_groups = 2
@@ -46,11 +47,12 @@ FAILS = """
 label = "wrong"
 objective.name = "grpo"
 objective.options.hihg = 1.3
+threads = 0
 """  # an option that only the objective itself can refuse, when the run starts
 
 
-def write_grid(path, out, *, steps=1, seeds="[3]", more=""):
-    path.write_text(BASE.format(out=json.dumps(str(out)), steps=steps, seeds=seeds) + more)
+def write_grid(path, out, *, steps=1, seeds="[3]", threads=1, more=""):
+    path.write_text(BASE.format(out=json.dumps(str(out)), steps=steps, seeds=seeds, threads=threads) + more)
     return path
 
 
@@ -189,8 +191,8 @@ def test_the_grid_in_recipes_is_two_by_two_by_two(tmp_path):
 
 
 def test_cores_are_shared_out(tmp_path):
-    grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="64"))
-    assert default_parallel(grid) == available_cores()
+    grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="64", threads=0))
+    assert default_parallel(grid) == min(64, available_cores())
     assert threads_for(grid, available_cores()) == 1
     assert threads_for(grid, 1) == available_cores()
     one = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out"))
@@ -213,7 +215,9 @@ def test_one_failed_run_does_not_stop_the_rest(first):
         *("reuse-2/grpo/seed-3", "reuse-2/wrong/seed-3"),
     ]
     config = json.loads((directory / "out/reuse-2/grpo/seed-3/config.json").read_text())
-    assert (config["seed"], config["threads"]) == (3, max(1, available_cores() // 2))
+    assert (config["seed"], config["threads"]) == (3, 1)
+    shared = json.loads((directory / "out/reuse-2/wrong/seed-3.json").read_text())  # the grid leaves its threads open
+    assert shared["threads"] == max(1, available_cores() // 2)
 
 
 def test_a_finished_run_is_not_repeated(again):
@@ -284,7 +288,7 @@ def test_only_one_comparison_at_a_time(again):
 
 def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
     out = tmp_path / "out"
-    grid = write_grid(tmp_path / "grid.toml", out, steps=12, seeds="[0, 1]", more="threads = 1\n")
+    grid = write_grid(tmp_path / "grid.toml", out, steps=16, seeds="[0, 1]")
     command = [sys.executable, "-m", "bapo.cli", "compare", str(grid), "--parallel", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run, waiting = (out / f"reuse-2/grpo/seed-{seed}" for seed in (0, 1))
@@ -301,12 +305,12 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
 
     state = {job.cell.seed: (job.action, job.step) for job in make_plan(load_grid(grid))}
     assert state[0][0] == "resume"
-    assert 1 <= state[0][1] < 12
+    assert 1 <= state[0][1] < 16
     shortened = grid.read_text().replace("seeds = [0, 1]", "seeds = [0]")
     grid.write_text(shortened)
     assert compare(grid, stream=io.StringIO()) == 0
     assert "resumed at step" in run.with_name("seed-0.log").read_text()
-    assert len((run / "timing.jsonl").read_text().splitlines()) == 12
+    assert len((run / "timing.jsonl").read_text().splitlines()) == 16
 
 
 def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
