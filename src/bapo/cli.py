@@ -1,7 +1,7 @@
 """The command line. Parsing and checking import no torch; only a command that trains does.
 
-Exit codes: 0 done, 1 unexpected error, 2 bad usage or configuration, 3 checkpoint missing or damaged, 4 disk full or
-not writable, 130 stopped by the user (everything is saved).
+Exit codes: 0 done, 1 unexpected error or a comparison with runs that did not finish, 2 bad usage or configuration,
+3 checkpoint missing or damaged, 4 disk full or not writable, 130 stopped by the user (everything is saved).
 """
 
 from __future__ import annotations

@@ -284,9 +284,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {language}: {error}. See recipes/ for examples.") from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} holds no keys but {type(values).__name__} {values!r:.40}. See recipes/ for examples."
-        )
+        raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
     return values
 
 

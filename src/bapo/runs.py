@@ -283,6 +283,8 @@ def _check_summary(run: Run) -> None:
     others = run.summary.get("also_at", [])
     if not isinstance(others, list) or not all(map(_is_pair, others)):
         raise _Damage("summary.json", "has something else than evaluations in also_at")
+    if run.summary["before"] not in run.evals or run.summary["after"] not in run.evals:
+        raise _Damage("metrics.jsonl", "lacks an evaluation that summary.json has")
     for name, listed in (("metrics.jsonl", run.rollouts), ("timing.jsonl", run.timing)):
         if len(listed) != run.config["steps"]:
             raise _Damage(name, f"has {len(listed)} of {run.config['steps']} steps, though the run is complete")

@@ -1,9 +1,9 @@
 """Several runs at a time, each a process of its own, none of which can stop the others.
 
 A run is `bapo train` or `bapo resume` in a session of its own, with its output in a file beside its directory. The loop
-here waits for nobody in particular: five times a second it looks who has ended, starts who may start, and passes on what
-the user asked for. Ctrl-C reaches only this process. The first one asks every run to stop after its step, which saves
-it; the second one asks again, which stops it at once; the third one kills. Waiting runs are not started any more.
+here waits for nobody in particular: five times a second it looks who has ended, starts who may start, and passes on
+what the user asked for. Ctrl-C reaches only this process. The first one asks every run to stop after its step, which
+saves it; the second one asks again, which stops it at once; the third one kills. Waiting runs are not started any more.
 
 The lock on the grid's directory is shared with the runs: while any of them lives, even if this process was killed, no
 second comparison can resume it under its feet.

@@ -175,7 +175,8 @@ class LiveProgress(PlainProgress):
                 Text(f"{job.step}/{steps}" if job.step else "", "dim"),
                 *(Text(f"{label} {numbers[key]:.3f}" if key in numbers else "") for key, label in SHOWN.items()),
             )
-        bar = ProgressBar(total=1.0, completed=self.share_done(), width=max(10, self.console.width - 2))
+        bar = Table.grid(expand=True)
+        bar.add_row(ProgressBar(total=1.0, completed=self.share_done()))
         elapsed = duration(self.clock() - self.began)
         status = "   ".join(part for part in (self.counts(), elapsed, self.remaining()) if part)
         return Group(Text(self.title, "bold"), table, bar, Text(status))
