@@ -104,14 +104,15 @@ def test_the_table_shows_and_sorts(opened, report):
     assert page.locator("#overview tbody tr").count() == len(values["arms"]) == 5
     first = values["table"]["rows"][0]["cells"]
     assert first["avg"]["text"] in page.locator("#overview tbody tr").first.inner_text()
-    page.get_by_role("button", name="Tokens", exact=True).click()
+    page.locator("#overview").get_by_role("button", name="Tokens").click()
     tokens = [row["cells"]["tokens"] for row in values["table"]["rows"]]
     ordered = [cell["text"] for cell in sorted(tokens, key=lambda cell: -cell["value"])]
     position = 1 + [column["key"] for column in values["table"]["columns"]].index("tokens")
     column = page.locator(f"#overview tbody td:nth-child({position})")
     assert column.all_inner_texts() == ordered
-    page.get_by_role("button", name="Tokens", exact=True).click()
+    page.locator("#overview").get_by_role("button", name="Tokens").click()
     assert column.all_inner_texts() == ordered[::-1]
+    assert page.evaluate("document.activeElement.textContent") == "Tokens"  # the keyboard stays where it was
 
 
 def test_light_and_dark(opened, report):

@@ -307,6 +307,7 @@
       const down = sorted?.key === column.key ? !sorted.down : typeof rows[0]?.cells[column.key].value === "number";
       sorted = { key: column.key, down };
       document.getElementById("overview").replaceWith(overview());
+      document.querySelector(`#overview th:nth-child(${columns.indexOf(column) + 1}) button`).focus({ preventScroll: true });
     } }, column.label)));
     const body = order.map((row) => make("tr", {}, ...columns.map((column) => {
       const cell = row.cells[column.key], arm = values.arms[row.arm];
@@ -339,6 +340,7 @@
     const pick = values.arms.length < 2 ? null : make("select", { class: "pick", "aria-label": "arm", onchange: (event) => {
       picked = Number(event.currentTarget.value);
       document.getElementById("samples").replaceWith(responses());
+      document.querySelector(".pick").focus({ preventScroll: true });
     } }, ...values.arms.map((arm, at) => make("option", { value: at, selected: at === picked ? "" : null }, `${arm.objective} · ${arm.setting} · seed ${arm.seeds[0]}`)));
     return make("section", { id: "samples" }, make("h2", {}, "Responses"),
       make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. Where several versions of the policy wrote one response, each part is tinted and preceded by its version."),
@@ -420,8 +422,10 @@
         values = await answer.json();
         tag = answer.headers.get("ETag");
         if (shape(values) !== before) { render(); } else {
+          const left = document.querySelector(".scroll")?.scrollLeft ?? 0;
           document.getElementById("overview")?.replaceWith(overview());
-          document.getElementById("samples")?.replaceWith(responses());
+          document.querySelector(".scroll")?.scrollTo(left, 0);
+          if (!document.activeElement?.matches(".pick")) document.getElementById("samples")?.replaceWith(responses());
           document.querySelector(".problems")?.replaceWith(problems() ?? "");
           await draw();
         }
