@@ -19,9 +19,10 @@ from bapo.config import parse_config
 from bapo.metrics import METRICS
 from bapo.report import contents, find, write_report
 from bapo.report.arms import arms_of
-from bapo.report.figures import MAX_POINTS, curves, estimate, figures, table
+from bapo.report.figures import MAX_POINTS, curves, figures
 from bapo.report.live import serve
 from bapo.report.samples import samples
+from bapo.report.table import estimate, table
 from bapo.runs import Run, read_run
 from tests.compared_runs import COMPARED, TINY
 

@@ -3,7 +3,9 @@
     write_report([Path("runs/quick")], Path("report.html"))
 
 arms.py      run directories -> arms: runs that differ only by seed, with labels
-figures.py   arms -> the table and the figures, as plain values; which metric each curve is, and its caption
+table.py     arms -> the overview, mean and interval over seeds
+figures.py   arms -> the figures, as plain values; which metric each curve is, and its caption
+numbers.py   six significant digits, null for what is not finite
 samples.py   responses at the start, in the middle and at the end of a run
 page.py      all of it as one file: values, style, script and plotly.js inline; no network
 live.py      the same page, following runs that are still going on

@@ -170,3 +170,9 @@ def sources(config: dict[str, Any]) -> str:
     if off["partial_budget"] is not None:
         parts.append(f"partial {off['partial_budget']}")
     return ", ".join(parts)
+
+
+def samples_per_problem(arms: Sequence[Arm]) -> str:
+    """The k of avg@k and pass@k; the letter itself where arms differ."""
+    ks = {arm.config["eval"]["k"] for arm in arms}
+    return str(ks.pop()) if len(ks) == 1 else "k"

@@ -16,8 +16,9 @@ from typing import Any
 
 import bapo
 from bapo.report.arms import Found, find, flat
-from bapo.report.figures import figures, table
+from bapo.report.figures import figures
 from bapo.report.samples import samples
+from bapo.report.table import table
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
