@@ -148,6 +148,8 @@ class LearnConfig(_Section):
     and speed, not results."""
     activation_checkpointing: bool = False
     """Layers keep only their inputs for the backward pass and are computed again there: less memory, more time."""
+    compile: bool = False
+    """Compile the layers (CUDA): a minute at the start, then faster updates. See docs/performance.md."""
 
 
 class EvalConfig(_Section):

@@ -235,6 +235,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         schedule=learn.schedule,
         total_updates=config.steps * config.updates_per_step,
         activation_checkpointing=learn.activation_checkpointing,
+        compile=learn.compile,
     )
 
 
