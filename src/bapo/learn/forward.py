@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -201,8 +201,8 @@ def attend_at_once(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, l
         query = query * (scaling * width**0.5)
     causal = {"window_size": (-1, 0)} if "window_size" in VARLEN_OPTIONS else {"is_causal": True}
     options |= causal  # a window is (tokens to the left, tokens to the right), -1 for all
-    output: Tensor = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
-    return output
+    output: Any = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
+    return cast(Tensor, output)
 
 
 def attend_one_by_one(
