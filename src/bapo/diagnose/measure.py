@@ -111,7 +111,7 @@ class Numbers:
     shares: dict[str, dict[str, Signal]]
     """measure -> fixed clip -> signal."""
     share_error: float | None
-    """Standard error of the unclipped share, responses taken as independent."""
+    """Standard error of the unclipped share of one update, responses taken as independent; the mean over updates."""
     sequence_mean: Signal | None
     """The unclipped signal where every response weighs the same (a sequence-mean loss)."""
     fates: dict[str, Fate]
@@ -207,6 +207,7 @@ def total(parts: Sequence[Numbers]) -> Numbers:
         return first
     pooled = join([p.pooled for p in parts])
     tokens = sum(p.tokens for p in parts)
+    errors = [p.share_error for p in parts if p.share_error is not None]
     with_entropy = [p for p in parts if p.quadrants is not None and p.entropy is not None]
     names = [name for name in first.fates if all(name in p.fates for p in parts)]
     staleness: Counter[int] | None = None
@@ -221,7 +222,7 @@ def total(parts: Sequence[Numbers]) -> Numbers:
             measure: {label: _sum([p.shares[measure][label] for p in parts]) for label in FIXED}
             for measure in first.shares
         },
-        share_error=share_error(pooled.parts) if all(len(p.pooled.parts) for p in parts) else None,
+        share_error=sum(errors) / len(errors) if errors else None,
         sequence_mean=_sum([p.sequence_mean for p in parts if p.sequence_mean is not None])
         if all(p.sequence_mean is not None for p in parts)
         else None,
@@ -270,7 +271,9 @@ def _outcomes(
         )
         found = out.bounds
         if settings is not None and found is not None:
-            assert found.stop is not None and found.share_at_start is not None and found.share_at_end is not None
+            assert found.stop is not None
+            assert found.share_at_start is not None
+            assert found.share_at_end is not None
             start, end = float(found.share_at_start), float(found.share_at_end)
             stop = StopReason(int(found.stop)).name
             bounds[name] = [Bounds(float(found.low), float(found.high), float(found.share), start, end, stop)]
