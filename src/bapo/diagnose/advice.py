@@ -69,8 +69,8 @@ def _about_the_clip(numbers: Numbers) -> list[str]:
     if ess < LOW_ESS:
         lines.append(
             f"Reduce staleness first: the effective sample size is {ess:.2f} of the tokens, KL "
-            f"{numbers.ratios['kl']:.2g} per token. Fewer updates per rollout batch or a smaller learning rate; no clip "
-            "makes up for it."
+            f"{numbers.ratios['kl']:.2g} per token. Fewer updates per rollout batch or a smaller learning rate; no "
+            "clip makes up for it."
         )
     weak, default = numbers.bounds["bapo weak-model"], numbers.bounds["bapo"]
     target = SETTINGS["bapo weak-model"].target_share

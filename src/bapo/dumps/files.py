@@ -86,7 +86,7 @@ def read_columns(path: Path) -> dict[str, Column]:
             case ".safetensors":
                 return _read_safetensors(path)
             case ".npz":
-                with np.load(path, allow_pickle=False) as arrays:
+                with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                     return {name: np.asarray(arrays[name]) for name in arrays.files}
             case _:
                 return _read_parquet(path)
