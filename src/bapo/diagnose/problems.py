@@ -207,8 +207,9 @@ def unmasked_padding(update: Update) -> str | None:
 def two_kinds(update: Update) -> str | None:
     """A few tokens whose ratio belongs to another policy."""
     size = np.abs(np.log(np.maximum(_ratio(update), 1e-30)))
-    far = size > 3
-    if len(size) < 100 or far.mean() < 1e-3 or np.median(size) > 0.1:
+    far, between = size > 3, (size > 1) & (size <= 3)
+    # A learner that has drifted has a tail; two kinds of tokens have a gap.
+    if len(size) < 100 or far.mean() < 1e-3 or far.sum() < 2 * between.sum() or np.median(size) > 0.1:
         return None
     usual = np.exp(np.median(size))
     words = f"{int(far.sum())} of {len(far)} tokens are off by more than 20 times, half of all by less than {usual:.2f}"
