@@ -232,6 +232,15 @@ def test_truncated_sampling_cannot_pass_for_the_whole_distribution():
     assert "other_sampling" in names(update)
 
 
+def test_the_mean_ratio_accuses_nobody_whose_learner_is_far_away():
+    def with_offset(drift):
+        update = batch(drift=drift)
+        return replace(update, behavior_logprobs=update.behavior_logprobs + np.float32(np.log(0.95)))
+
+    assert "mean_ratio" in names(with_offset(0.1))
+    assert "mean_ratio" not in names(with_offset(0.6))
+
+
 def test_shift_in_the_other_direction():
     assert (
         "one token ahead"

@@ -1,5 +1,7 @@
 """Dumps: every format and every dialect gives the same tokens; bad files say what is wrong."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,12 @@ def test_parquet_lists_and_flat_columns(tmp_path, as_float):
 
     pq.write_table(pa.table(lists | {"advantages": pa.array([1.0, None])}), tmp_path / "c.parquet")
     assert "'advantages' has 1 nulls" in refused(tmp_path / "c.parquet")
+
+
+def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # Python's own way to say that a module is not there
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert "pip install 'bapo[parquet]'" in refused(tmp_path / "a.parquet")
 
 
 def test_padded_parquet_lists_use_their_mask(tmp_path):

@@ -6,8 +6,9 @@ token by token if, and only if, the behaviour log-probs are those of the distrib
     E_b[ r ] = 1                          the mean ratio over sampled tokens is 1 however far the learner has moved
     E_b[ r (log pi + H) ] = 0             sampled tokens are on average as probable as the learner's entropy H says
 
-Their terms are martingale differences, so that sum / sqrt(sum of squares) is about standard normal. Reuse bends both a
-little, because the learner has by then seen these very tokens; hence the thresholds on the size as well.
+Their terms are martingale differences, so that sum / sqrt(sum of squares) is about standard normal. Reuse bends both,
+because the learner has by then seen these very tokens (the mean ratio was off by up to 0.06 at a KL of 0.24, after 15
+updates on one batch); hence the thresholds on the size as well, and for the mean ratio one that grows with the KL.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ def mean_ratio(update: Update) -> str | None:
     if len(ratio) < 100 or _ess(ratio) < 0.3:
         return None  # with so few large ratios carrying the mean it proves nothing
     off, errors = _off(ratio - 1)
-    if abs(off) < MEAN_RATIO_OFF or abs(errors) < CERTAIN:
+    drift = float((ratio - 1 - np.log(ratio)).mean())  # KL; a wrong offset c adds only c^2 / 2 to it
+    if abs(off) < max(MEAN_RATIO_OFF, drift) or abs(errors) < CERTAIN:
         return None
     return f"the mean ratio is {1 + off:.3f}, {abs(errors):.0f} standard errors from 1"
 
