@@ -15,9 +15,10 @@ usage: bapo COMMAND ...
 
   train [RECIPE.toml] [--key.path value ...]   train; without a recipe, the embedded default: offline, CPU, minutes
   resume RUN                                   continue a run from its newest checkpoint
+  diagnose DUMP... [--html OUT] [--json OUT]   what the clip does to logged batches of any trainer, and what to do
   --version                                    print the version
 
-`bapo train --help` lists every key with its default."""
+`bapo train --help` lists every key with its default; `bapo diagnose --help` what a dump is."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,10 +41,14 @@ def run(arguments: list[str]) -> int:
             return _guarded(lambda: _train(rest))
         case ["resume", *rest]:
             return _guarded(lambda: _resume(rest))
+        case ["diagnose", *rest]:
+            from bapo.diagnose.command import run as diagnose
+
+            return diagnose(rest)
         case [other, *_]:
             import difflib
 
-            near = difflib.get_close_matches(other, ["train", "resume"], n=1)
+            near = difflib.get_close_matches(other, ["train", "resume", "diagnose"], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
             return 2

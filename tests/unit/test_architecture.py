@@ -21,6 +21,8 @@ MAY_IMPORT = {
     "learn": {"types", "core"},
     "adapters": {"types", "core"},
     "demo": {"types", "tasks"},
+    "dumps": set(),
+    "diagnose": {"types", "core", "metrics", "dumps"},
     "metrics": {"types"},
     "view": {"types"},
     "config": {"types", "core.settings", "tasks", "demo"},
@@ -36,7 +38,17 @@ CORE_MAY_USE = {
 # Each of these appears in one file only: the seam to that library.
 ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify"}
 # Parts that must stay importable without torch.
-WITHOUT_TORCH = ["bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.cli"]
+WITHOUT_TORCH = [
+    "bapo",
+    "bapo.types",
+    "bapo.core.settings",
+    "bapo.config",
+    "bapo.metrics",
+    "bapo.view",
+    "bapo.cli",
+    "bapo.dumps.updates",
+    "bapo.diagnose.command",
+]
 
 
 def imports(path):
