@@ -122,6 +122,8 @@ class OffPolicyConfig(_Section):
     """Oldest parked group, in updates; None: max_staleness less the updates of one step."""
     partial_over_age: Literal["finish", "drop"] = "finish"
     """What happens to a parked response that would grow too old: finished beyond the budget, or dropped."""
+    partial_cache: Literal["rebuild", "keep"] = "rebuild"
+    """Keys and values of parked responses (CUDA): computed again under the new weights, or kept as they are."""
 
 
 class LearnConfig(_Section):
