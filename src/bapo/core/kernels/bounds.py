@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bapo.core.kernels import blocks_of
 from bapo.core.kernels.ratio import limited_ratio
 
 MAX_PROGRAMS = 264
@@ -44,10 +45,10 @@ def signal_partials(
     computed on the way from log-probs, and tokens past the limit are left out.
     """
     tokens, lows, highs = ratio.numel(), low.numel(), high.numel()
-    programs = max(1, min(MAX_PROGRAMS, triton.cdiv(tokens, BLOCK_TOKENS)))
-    high_blocks = triton.cdiv(highs, BLOCK_CANDIDATES)
+    programs = max(1, min(MAX_PROGRAMS, blocks_of(tokens, BLOCK_TOKENS)))
+    high_blocks = blocks_of(highs, BLOCK_CANDIDATES)
     partials = torch.empty((highs + lows + 1, programs), dtype=torch.float64, device=ratio.device)
-    _signal_kernel[(programs, high_blocks + triton.cdiv(lows, BLOCK_CANDIDATES))](
+    _signal_kernel[(programs, high_blocks + blocks_of(lows, BLOCK_CANDIDATES))](
         ratio.contiguous(),
         advantages.contiguous(),
         mask.contiguous(),

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bapo.core.kernels import blocks_of
 from bapo.core.kernels.ratio import limited_ratio
 
 BLOCK_TOKENS = 1024
@@ -59,96 +60,74 @@ def clipped_loss(
     denominator: Tensor | float | None = None,  # else the number of tokens under the mask
 ) -> ClippedLoss:
     """The loss of `bapo.core.objectives.Clipped`, reduced as in `bapo.core.reduction`, in float32."""
-    device = logprobs.device
+    device, tokens = logprobs.device, logprobs.numel()
+    solved = False
     if isinstance(low, Tensor) and isinstance(high, Tensor):
-        low, high = _on(device, low), _on(device, high)
+        low, high, solved = _on(device, low), _on(device, high), True
     else:
         low, high = float(low), float(high)  # an integer would be a constant of another kernel
-    if denominator is not None:
-        denominator = _on(device, denominator) if isinstance(denominator, Tensor) else float(denominator)
-    loss, retained, *others = _Clipped.apply(
-        logprobs, behavior_logprobs, advantages, mask, low, high, log_ratio_limit, cap, weights, denominator
+    programs = max(1, blocks_of(tokens, BLOCK_TOKENS))
+    derivative = torch.empty(logprobs.shape, dtype=torch.float32, device=device)
+    retained = torch.empty(logprobs.shape, dtype=torch.bool, device=device)
+    partials = torch.empty((SUMS, programs), dtype=torch.float64, device=device)
+    _clipped_kernel[(programs,)](
+        logprobs.contiguous(),
+        behavior_logprobs.contiguous(),
+        advantages.contiguous(),
+        mask.contiguous(),
+        mask if weights is None else weights.contiguous(),
+        low,
+        high,
+        0.0 if cap is None else float(cap),
+        derivative,
+        retained,
+        partials,
+        tokens,
+        solved,
+        cap is not None,
+        weights is not None,
+        log_ratio_limit,
+        BLOCK_TOKENS,
     )
-    count = len(STATISTICS)
-    return ClippedLoss(loss, retained, dict(zip(STATISTICS, others, strict=False)), tuple(others[count:]))
+    loss, scale = derivative.new_empty(()), derivative.new_empty(())
+    statistics = partials.new_empty(len(STATISTICS))
+    bounds = statistics if solved else derivative.new_empty(3)
+    if denominator is None:
+        kind, denominator = "counted", 0.0
+    elif isinstance(denominator, Tensor):
+        kind, denominator = "pointer", _on(device, denominator)
+    else:
+        kind, denominator = "number", float(denominator)
+    _summary_kernel[(1,)](
+        partials, loss, scale, statistics, bounds, low, high, denominator, programs, solved, kind, SUMS, 256
+    )
+    return ClippedLoss(
+        _WithDerivative.apply(logprobs, loss, derivative, scale),
+        retained,
+        dict(zip(STATISTICS, statistics.unbind(), strict=True)),
+        () if solved else bounds.unbind(),
+    )
 
 
 def _on(device: torch.device, number: Tensor) -> Tensor:
     return number if number.device == device else number.to(device)
 
 
-class _Clipped(torch.autograd.Function):
-    """Loss, retained, statistics and bounds; the gradient is the stored derivative times (incoming / denominator)."""
+class _WithDerivative(torch.autograd.Function):
+    """The loss, tied to the log-probs: their gradient is the stored derivative times (incoming * scale)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logprobs: Tensor,
-        behavior_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        low: Tensor | float,
-        high: Tensor | float,
-        log_ratio_limit: float,
-        cap: float | None,
-        weights: Tensor | None,
-        denominator: Tensor | float | None,
-    ) -> tuple[Tensor, ...]:
-        device, tokens, solved = logprobs.device, logprobs.numel(), isinstance(low, Tensor)
-        programs = max(1, triton.cdiv(tokens, BLOCK_TOKENS))
-        derivative = torch.empty(logprobs.shape, dtype=torch.float32, device=device)
-        retained = torch.empty(logprobs.shape, dtype=torch.bool, device=device)
-        partials = torch.empty((SUMS, programs), dtype=torch.float64, device=device)
-        _clipped_kernel[(programs,)](
-            logprobs.contiguous(),
-            behavior_logprobs.contiguous(),
-            advantages.contiguous(),
-            mask.contiguous(),
-            mask if weights is None else weights.contiguous(),
-            low,
-            high,
-            0.0 if cap is None else float(cap),
-            derivative,
-            retained,
-            partials,
-            tokens,
-            solved,
-            cap is not None,
-            weights is not None,
-            log_ratio_limit,
-            BLOCK_TOKENS,
-        )
-        # The loss has memory of its own, so that the caller may change it in place.
-        loss, scale = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
-        statistics = torch.empty(len(STATISTICS), dtype=torch.float64, device=device)
-        bounds = statistics if solved else torch.empty(3, dtype=torch.float32, device=device)
-        _summary_kernel[(1,)](
-            partials,
-            loss,
-            scale,
-            statistics,
-            bounds,
-            low,
-            high,
-            0.0 if denominator is None else denominator,
-            programs,
-            solved,
-            "counted" if denominator is None else "pointer" if isinstance(denominator, Tensor) else "number",
-            SUMS,
-            256,
-        )
-        others = statistics.unbind() if solved else (*statistics.unbind(), *bounds.unbind())
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, derivative: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(derivative, scale)
         ctx.dtype = logprobs.dtype
-        ctx.mark_non_differentiable(retained, *others)
-        ctx.set_materialize_grads(False)
-        return loss, retained, *others
+        ctx.mark_dirty(loss)  # returned as it is, and not as a view, which could not be changed in place
+        return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         derivative, scale = ctx.saved_tensors
-        return (derivative * (grad * scale)).to(ctx.dtype), *[None] * 9
+        return (derivative * (grad * scale)).to(ctx.dtype), None, None, None
 
 
 @triton.jit(do_not_specialize=["tokens"])
