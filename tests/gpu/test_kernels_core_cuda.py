@@ -101,7 +101,8 @@ def launches(function):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
         torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 
 def test_solve_bounds_is_two_launches():
