@@ -183,9 +183,7 @@ def packed_attention(
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
 
 
-def attend_at_once(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float
-) -> Tensor:
+def attend_at_once(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
     """All sequences in one call of FlashAttention. What the installed version cannot do itself is done here."""
     assert varlen_attn is not None
     heads, width = query.shape[1:]
