@@ -1,13 +1,14 @@
 """The command line. Parsing and checking import no torch; only a command that trains does.
 
-Exit codes: 0 done, 1 unexpected error, 2 bad usage or configuration, 3 checkpoint missing or damaged, 4 disk full or
-not writable, 130 stopped by the user (everything is saved).
+Exit codes: 0 done, 1 unexpected error or a comparison with runs that did not finish, 2 bad usage or configuration,
+3 checkpoint missing or damaged, 4 disk full or not writable, 130 stopped by the user (everything is saved).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 USAGE = """\
@@ -15,6 +16,7 @@ usage: bapo COMMAND ...
 
   train [RECIPE.toml] [--key.path value ...]   train; without a recipe, the embedded default: offline, CPU, minutes
   resume RUN                                   continue a run from its newest checkpoint
+  compare GRID.toml                            objectives x settings x seeds: run what is missing, print a table
   diagnose DUMP... [--html OUT] [--json OUT]   what the clip does to logged batches of any trainer, and what to do
   --version                                    print the version
 
@@ -41,6 +43,8 @@ def run(arguments: list[str]) -> int:
             return _guarded(lambda: _train(rest))
         case ["resume", *rest]:
             return _guarded(lambda: _resume(rest))
+        case ["compare", *rest]:
+            return _guarded(lambda: _compare(rest))
         case ["diagnose", *rest]:
             from bapo.diagnose.command import run as diagnose
 
@@ -48,7 +52,7 @@ def run(arguments: list[str]) -> int:
         case [other, *_]:
             import difflib
 
-            near = difflib.get_close_matches(other, ["train", "resume", "diagnose"], n=1)
+            near = difflib.get_close_matches(other, ["train", "resume", "compare", "diagnose"], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
             return 2
@@ -91,13 +95,28 @@ def _resume(arguments: list[str]) -> None:
         print(f"{path} is complete; its model is in {path / 'model'}.")
 
 
-def _guarded(command: object) -> int:
+def _compare(arguments: list[str]) -> int:
+    import argparse
+
+    from bapo.compare import compare
+
+    parser = argparse.ArgumentParser(
+        prog="bapo compare", description="Run what is missing of a grid, several runs at a time, and print its table."
+    )
+    parser.add_argument("grid", metavar="GRID.toml", help="objectives, settings and seeds; recipes/quick.toml is one")
+    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (one per core; 4 on a GPU)")
+    parser.add_argument("--retry", action="store_true", help="set damaged runs aside and start them again")
+    parser.add_argument("--dry-run", action="store_true", help="check the grid and print what would be done")
+    given = parser.parse_args(arguments)
+    return compare(given.grid, parallel=given.parallel, retry=given.retry, dry_run=given.dry_run)
+
+
+def _guarded(command: Callable[[], int | None]) -> int:
     """Run a command; turn the errors a user can act on into one message and an exit code."""
     from bapo.config import ConfigError
 
     try:
-        command()  # type: ignore[operator]
-        return 0
+        return command() or 0
     except ConfigError as error:
         return _fail(2, str(error))
     except OSError as error:

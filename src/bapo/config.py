@@ -7,11 +7,13 @@ the embedded run: a laptop, minutes, no network.
 
 from __future__ import annotations
 
+import json
+import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from bapo.core.settings import ClipSettings, Measure, Order, Preset, Weight, require_choice
 from bapo.demo import MAX_RESPONSE_TOKENS
@@ -64,7 +66,8 @@ class ObjectiveConfig(_Section):
     options: dict[str, float] = Field(default_factory=dict)
     """Options of that objective, such as low and high of grpo."""
     preset: Preset | None = "weak-model"
-    """BAPO's published settings to start from; none means the paper's numbers with the gradient measure."""
+    """BAPO's published settings to start from; none (in TOML "none") means the paper's numbers with the gradient
+    measure."""
     target_share: float | None = None
     """Overrides the preset: share of the signal that positive tokens should hold."""
     low: tuple[float, float] | None = None
@@ -77,6 +80,11 @@ class ObjectiveConfig(_Section):
     """Overrides the preset: none, or rollout_prob."""
     order: Order | None = None
     """Overrides the preset: which bound moves first."""
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _toml_has_no_null(cls, value: Any) -> Any:
+        return None if value == "none" else value
 
     @property
     def clip(self) -> ClipSettings:
@@ -163,6 +171,18 @@ class EvalConfig(_Section):
     temperature: float = Field(1.0, ge=0)
     every: int = Field(20, ge=0)
     """Steps between evaluations on a quarter of the problems; 0: only before and after."""
+    also_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """Further temperatures to evaluate at before and after training; 0 is greedy and takes one sample per problem."""
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        temperatures = (self.temperature, *self.also_at)
+        if len(set(temperatures)) < len(temperatures):
+            raise ValueError(
+                f"eval.also_at={list(self.also_at)} with eval.temperature={self.temperature:g} evaluates one "
+                "temperature twice. Name each once."
+            )
+        return self
 
 
 class Config(_Section):
@@ -246,18 +266,30 @@ class Config(_Section):
         return self
 
 
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def load_config(path: str | Path) -> Config:
-    """The configuration in a TOML recipe."""
+    """The configuration in a TOML recipe, or in a JSON file such as the config.json of a run."""
+    return parse_config(read_recipe(path), source=str(path))
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The keys of a recipe, TOML or JSON by its name, not yet checked."""
     path = Path(path)
+    language = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text()
+        values = json.loads(text) if language == "JSON" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Check the path.") from None
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}. See recipes/ for examples.") from None
-    return parse_config(values, source=str(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {language}: {error}. See recipes/ for examples.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
+    return values
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> Config:

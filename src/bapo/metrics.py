@@ -99,6 +99,7 @@ EVAL = {
     "eval/length_wrong": "Mean length of the failures.",
     "eval/truncated": "Share of responses that hit the length limit.",
     "eval/problems": "Problems evaluated.",
+    "eval/temperature": "Temperature sampled with; those of eval.also_at have lines of their own.",
 }
 
 BUFFER = {

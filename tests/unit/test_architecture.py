@@ -27,8 +27,9 @@ MAY_IMPORT = {
     "view": {"types"},
     "config": {"types", "core.settings", "tasks", "demo"},
     "evaluate": {"types", "tasks", "rollout", "metrics"},
-    "compare": {"types", "config", "metrics"},
-    "report": {"types", "config", "metrics"},
+    "runs": {"types", "config", "metrics"},
+    "compare": {"types", "config", "metrics", "runs"},
+    "report": {"types", "config", "metrics", "runs"},
 }
 # The core is pure: torch and these parts of the standard library.
 CORE_MAY_USE = {
@@ -39,15 +40,9 @@ CORE_MAY_USE = {
 ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify"}
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
-    "bapo",
-    "bapo.types",
-    "bapo.core.settings",
-    "bapo.config",
-    "bapo.metrics",
-    "bapo.view",
-    "bapo.cli",
-    "bapo.dumps.updates",
-    "bapo.diagnose.command",
+    *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),
+    *("bapo.compare", "bapo.cli"),
+    *("bapo.dumps.updates", "bapo.diagnose.command"),
 ]
 
 

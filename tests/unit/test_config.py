@@ -54,6 +54,8 @@ def test_presets_and_overrides_make_clip_settings():
         ({"offpolicy": {"partial_budget": 9, "partial_max_age": 0}}, ["none could ever be resumed"]),
         ({"objective": {"name": "grpo", "low": [0.5, 0.9]}}, ["objective.low belongs to objective.name='bapo'"]),
         ({"offpolicy": {"partial_budget": 100, "partial_max_age": 15}}, ["partial_max_age=15 plus the 3 further"]),
+        ({"eval": {"also_at": [0.6, -1.0]}}, ["eval.also_at.1 = -1.0"]),
+        ({"eval": {"also_at": [0.6, 1.0]}}, ["eval.also_at=[0.6, 1.0]", "eval.temperature=1", "Name each once"]),
     ],
 )
 def test_impossible_configurations_say_which_keys_and_what_to_do(values, parts):
@@ -77,6 +79,21 @@ def test_recipes_are_toml(tmp_path):
         load_config(recipe)
     with pytest.raises(ConfigError, match="cannot read the recipe"):
         load_config(tmp_path / "nowhere.toml")
+
+
+def test_recipes_may_be_the_json_that_a_run_keeps(tmp_path):
+    config = parse_config({"steps": 7, "objective": {"preset": None}, "eval": {"also_at": [0, 0.6]}}, source="test")
+    recipe = tmp_path / "config.json"
+    recipe.write_text(config.model_dump_json())
+    assert load_config(recipe) == config
+    for text, reason in (("{", "not valid JSON"), ("[1]", "holds list, not keys")):
+        recipe.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            load_config(recipe)
+
+
+def test_toml_says_none_for_no_preset():
+    assert parse_config({"objective": {"preset": "none"}}, source="test").objective.clip.measure == "gradient"
 
 
 def test_every_key_has_a_name():

@@ -27,7 +27,7 @@ import torch
 import transformers
 
 from bapo.buffer import Buffer
-from bapo.config import Config, ConfigError
+from bapo.config import Config, ConfigError, available_cores
 from bapo.core.objectives import OBJECTIVES
 from bapo.demo import model_path
 from bapo.evaluate import evaluate
@@ -191,11 +191,6 @@ def build(config: Config) -> Parts:
     )
 
 
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _check_fits(config: Config, model: Any, tokenizer: Any, task: Task) -> None:
     """What only model and task together can tell."""
     if config.eval.problems > len(task.test):
@@ -284,7 +279,7 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
         if progress.step == 0:
             _save(run, parts, progress)
             view.note(f"evaluating on {config.eval.problems} held-out problems before training")
-            _evaluate(run, parts, progress, config.eval.problems)
+            _evaluate_fully(run, parts, progress)
         else:
             view.note(f"resumed at step {progress.step}")
 
@@ -292,7 +287,7 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
             _log(run, record, parts, view)
             last = progress.step == config.steps
             if config.eval.every and progress.step % config.eval.every == 0 and not last:
-                result = _evaluate(run, parts, progress, max(1, config.eval.problems // 4))
+                result = _evaluate(run, parts, progress, max(1, config.eval.problems // 4), config.eval.temperature)
                 view.note(f"step {progress.step}: held-out avg@{config.eval.k} {result['eval/avg']:.3f}")
             if progress.step % config.checkpoint_every == 0 or last or stopping:
                 _save(run, parts, progress)
@@ -305,7 +300,7 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
                 f"stopped after step {progress.step}, which is saved. Continue with: bapo resume {run.path}"
             )
         view.note(f"evaluating on {config.eval.problems} held-out problems after training")
-        _evaluate(run, parts, progress, config.eval.problems)
+        _evaluate_fully(run, parts, progress)
         _export(run, parts)
     summary = _summarize(run, config)
     run.write("summary.json", summary)
@@ -318,22 +313,30 @@ def _save(run: RunDirectory, parts: Parts, progress: Progress) -> None:
     checkpoint.save(run.path / "checkpoints", parts, progress, logs=run.sizes(), keep=parts.config.checkpoint_keep)
 
 
-def _evaluate(run: RunDirectory, parts: Parts, progress: Progress, problems: int) -> dict[str, Any]:
+def _evaluate_fully(run: RunDirectory, parts: Parts, progress: Progress) -> None:
+    """On all problems, at every temperature asked for."""
+    config = parts.config.eval
+    for temperature in (config.temperature, *config.also_at):
+        _evaluate(run, parts, progress, config.problems, temperature)
+
+
+def _evaluate(run: RunDirectory, parts: Parts, progress: Progress, problems: int, temperature: float) -> dict[str, Any]:
     config = parts.config
+    greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
     result = evaluate(
         parts.engine,
         parts.tokenizer.encode,
         parts.tokenizer.decode,
         parts.task,
         list(parts.task.test)[:problems],
-        k=config.eval.k,
-        sampling=Sampling(config.eval.temperature, frozenset({parts.tokenizer.eos_token_id})),
+        k=1 if greedy_again else config.eval.k,
+        sampling=Sampling(temperature, frozenset({parts.tokenizer.eos_token_id})),
         max_tokens=config.rollout.max_tokens,
         seed=config.seed,
         version=parts.learner.version,
     )
     line = {"kind": "eval", "step": progress.step, "version": parts.learner.version}
-    line |= result.summary() | {"eval/problems": result.problems}
+    line |= result.summary() | {"eval/problems": result.problems, "eval/temperature": temperature}
     check_declared(line)
     run.append("metrics.jsonl", line)
     return line
@@ -369,11 +372,15 @@ def _export(run: RunDirectory, parts: Parts) -> None:
 def _summarize(run: RunDirectory, config: Config) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     full = [line for line in lines if line["kind"] == "eval" and line["step"] in (0, config.steps)]
+    asked = 1 + len(config.eval.also_at)
+    before, after = full[:asked], full[-asked:]
+    others = zip(config.eval.also_at, before[1:], after[1:], strict=True)
     seconds = [json.loads(line)["seconds"] for line in (run.path / "timing.jsonl").read_text().splitlines()]
     staleness = [line["staleness_max"] for line in lines if line["kind"] == "update"]
     return {
-        "before": full[0],
-        "after": full[-1],
+        "before": before[0],
+        "after": after[0],
+        "also_at": [{"temperature": t, "before": one, "after": other} for t, one, other in others],
         "updates": len(staleness),
         "training_seconds": sum(seconds),
         "staleness_max": max(staleness, default=0.0),
@@ -393,6 +400,10 @@ def _show(summary: dict[str, Any], config: Config, run: RunDirectory) -> None:
         ("entropy, nats per token", f"{before['eval/entropy']:.3f}", f"{after['eval/entropy']:.3f}"),
         ("response length", f"{before['eval/length']:.1f}", f"{after['eval/length']:.1f}"),
     ]
+    for other in summary["also_at"]:
+        samples = 1 if other["temperature"] == 0 else k
+        name = f"avg@{samples} at temperature {other['temperature']:g}"
+        rows.append((name, interval(other["before"], "eval/avg"), interval(other["after"], "eval/avg")))
     summary_table(f"{config.eval.problems} held-out problems, temperature {config.eval.temperature:g}", rows)
     if not summary["updates"]:
         print("No update was taken: no group finished with different rewards. Raise offpolicy.partial_budget or steps.")

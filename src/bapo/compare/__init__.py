@@ -1,0 +1,82 @@
+"""`bapo compare GRID.toml`: objectives x settings x seeds, and a table of what came out.
+
+    grid.py       the file: what is to be run, checked in full before anything starts
+    plan.py       what of it is done already, can be continued, or must not be touched
+    execute.py    several runs at a time, each a process of its own
+    progress.py   what a person sees meanwhile
+    results.py    mean and interval over seeds
+
+Comparing knows runs only from outside: it starts `bapo train` and `bapo resume`, and reads the directories they write.
+It never imports torch, so nothing here can disturb a run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from bapo.compare.execute import State, execute, held
+from bapo.compare.grid import Grid, load_grid
+from bapo.compare.plan import default_parallel, make_plan, threads_for
+from bapo.compare.progress import make_progress
+from bapo.compare.results import collect, table_lines, write_json
+from bapo.config import ConfigError
+
+__all__ = ["Grid", "compare", "load_grid"]
+
+
+def compare(
+    path: str | Path,
+    *,
+    parallel: int | None = None,
+    retry: bool = False,
+    dry_run: bool = False,
+    stream: TextIO | None = None,
+) -> int:
+    """Run what is missing of the grid in a file, then print and write its results. Returns the exit code.
+
+    0: every run of the grid is finished. 1: some failed or are damaged. 130: stopped by the user.
+    """
+    stream = stream or sys.stdout
+    grid = load_grid(path)
+    if parallel is not None and parallel < 1:
+        raise ConfigError(f"--parallel {parallel}: at least one run at a time. Leave it out for a choice that fits.")
+    parallel = parallel or default_parallel(grid)
+    jobs = make_plan(grid)
+    if dry_run:
+        for job in jobs:
+            _say(stream, f"{job.cell.name:<40} {job.describe()}")
+        return 0
+    grid.out.mkdir(parents=True, exist_ok=True)
+    with held(grid.out / "lock") as lock:
+        jobs = make_plan(grid)  # again, now that nobody else can change it
+        write_json(grid.out / "grid.json", grid.record())
+        with make_progress(grid, jobs, parallel, stream) as progress:
+            stopped = execute(
+                jobs,
+                log=grid.out / "runs.jsonl",
+                lock=lock,
+                parallel=parallel,
+                threads=threads_for(grid, parallel),
+                retry=retry,
+                progress=progress,
+            )
+    results = collect(grid)
+    write_json(grid.out / "results.json", results)
+    _say(stream, *table_lines(results))
+    bad = [job for job in jobs if job.state is not State.FINISHED]
+    for job in bad:
+        _say(stream, f"{job.cell.name}: {job.describe()}")
+    _say(stream, f"results   {grid.out / 'results.json'}")
+    if stopped:
+        _say(stream, f"stopped; the same command continues: bapo compare {path}")
+        return 130
+    return 1 if bad else 0
+
+
+def _say(stream: TextIO, *lines: str) -> None:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    for line in lines:
+        stream.write(line.encode(encoding, errors="replace").decode(encoding) + "\n")
+    stream.flush()

@@ -1,0 +1,222 @@
+"""Several runs at a time, each a process of its own, none of which can stop the others.
+
+A run is `bapo train` or `bapo resume` in a session of its own, with its output in a file beside its directory. The loop
+here waits for nobody in particular: five times a second it looks who has ended, starts who may start, and passes on
+what the user asked for. Ctrl-C reaches only this process. The first one asks every run to stop after its step, which
+saves it; the second one asks again, which stops it at once; the third one kills. Waiting runs are not started any more.
+
+The lock on the grid's directory is shared with the runs: while any of them lives, even if this process was killed, no
+second comparison can resume it under its feet.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bapo.compare.plan import Job, State, clear_unused, set_aside
+from bapo.config import ConfigError
+from bapo.runs import Problem, last_step, read_run
+
+__all__ = ["Progress", "State", "execute", "held"]
+
+POLL_SECONDS = 0.2
+TAIL_LINES = 4
+"""Lines of a failed run's output that are shown."""
+DAMAGED_CHECKPOINT = 3
+"""Exit code of `bapo resume` for a checkpoint that is missing or damaged."""
+
+
+class Progress(Protocol):
+    """Shows; decides nothing."""
+
+    def changed(self, job: Job) -> None:
+        """A job has another state."""
+
+    def look(self) -> None:
+        """Some time has passed."""
+
+    def note(self, text: str) -> None:
+        """Something the user should know."""
+
+
+@dataclass
+class _Process:
+    job: Job
+    handle: subprocess.Popen[bytes]
+    began: float
+    log_began: int  # bytes in the log before this process wrote to it
+
+
+@contextmanager
+def held(path: Path) -> Iterator[int]:
+    """A lock on a directory, by a file in it; yields the descriptor that children must inherit to share it."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `bapo compare`, or a run that one started, is still at work in {path.parent}. Wait for "
+                "it, or stop it first."
+            ) from None
+        yield file.fileno()
+
+
+def execute(
+    jobs: Sequence[Job],
+    *,
+    log: Path,  # a line per run that ended
+    lock: int,
+    parallel: int,
+    threads: int,
+    retry: bool,
+    progress: Progress,
+) -> bool:
+    """Bring every waiting job to an end, damaged ones too if `retry`; returns whether the user stopped it."""
+    for job in jobs:
+        if job.state is State.DAMAGED and retry:
+            _begin_again(job, progress)
+    with _asked_to_stop() as asked, _children() as running:
+        told = 0
+        while True:
+            waiting = [job for job in jobs if job.state is State.WAITING] if not asked else []
+            for job in waiting[: max(0, parallel - len(running))]:
+                if process := _start(job, lock, threads):
+                    running.append(process)
+                progress.changed(job)
+            if told < len(asked):
+                told += 1
+                progress.note(_tell(running, told))
+            for process in [process for process in running if process.handle.poll() is not None]:
+                running.remove(process)
+                _settle(process, retry=retry, stopping=bool(asked), progress=progress)
+                _record(log, process)
+                progress.changed(process.job)
+            for process in running:
+                process.job.step = last_step(process.job.cell.path)
+            progress.look()
+            if not running and (asked or all(job.state is not State.WAITING for job in jobs)):
+                return bool(asked)
+            time.sleep(POLL_SECONDS)
+
+
+def _start(job: Job, lock: int, threads: int) -> _Process | None:
+    """The job's process, or None if it could not be started; its state says which."""
+    path = job.cell.path
+    try:
+        clear_unused(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        config = job.cell.config.model_copy(update={"threads": job.cell.config.threads or threads})
+        target = path
+        if job.action == "train":
+            job.recipe.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
+            target = job.recipe
+        command = [sys.executable, "-m", "bapo.cli", job.action, str(target)]
+        with job.log.open("ab") as log:
+            log_began = log.tell()
+            handle = subprocess.Popen(  # noqa: S603
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": str(config.threads)},
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
+    except OSError as error:
+        job.state, job.note = State.FAILED, f"could not be started: {error}"
+        return None
+    job.state = State.RUNNING
+    return _Process(job, handle, time.monotonic(), log_began)
+
+
+def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progress) -> None:
+    """What became of a job whose process has ended: its directory decides, then the exit code."""
+    job, code = process.job, process.handle.returncode
+    found = read_run(job.cell.path)
+    job.step = last_step(job.cell.path)
+    if not isinstance(found, Problem):
+        job.state = State.FINISHED
+    elif code in (130, -signal.SIGINT, -signal.SIGTERM) or (stopping and code < 0):
+        job.state = State.STOPPED
+    elif found.kind == "damaged" or code == DAMAGED_CHECKPOINT:
+        job.state, job.note = State.DAMAGED, found.message if found.kind == "damaged" else _tail(process)
+        if retry and job.action == "resume":
+            _begin_again(job, progress)
+    else:
+        job.state, job.note = State.FAILED, f"exit code {code}, {job.log}\n{_tail(process)}"
+
+
+def _begin_again(job: Job, progress: Progress) -> None:
+    """A damaged run set aside, its job waiting to be started from the beginning."""
+    try:
+        kept = set_aside(job.cell.path)
+    except OSError as error:
+        job.note += f" It could not be set aside: {error}."
+        return
+    progress.note(f"{job.cell.name}: {job.note} Set aside as {kept.name}; it is started again.")
+    job.state, job.action, job.note, job.step, job.before = State.WAITING, "train", "", 0, 0
+
+
+def _tail(process: _Process) -> str:
+    """The last lines that a process wrote."""
+    try:
+        written = process.job.log.read_bytes()[process.log_began :]
+    except OSError as error:
+        return f"(its output cannot be read: {error})"
+    lines = [line for line in written.decode(errors="replace").splitlines() if line.strip()]
+    return "\n".join(f"    {line[:400]}" for line in lines[-TAIL_LINES:]) or "    (no output)"
+
+
+def _tell(running: Sequence[_Process], times: int) -> str:
+    """Pass on the user's wish to stop, more firmly each time; returns what to tell the user."""
+    for process in running:
+        process.handle.kill() if times > 2 else process.handle.terminate()
+    if times == 1:
+        return f"stopping {len(running)} runs after their step; once more to stop them at once"
+    return "stopping at once" if times == 2 else "killed"
+
+
+def _record(log: Path, process: _Process) -> None:
+    line: dict[str, Any] = {"run": process.job.cell.name, "state": str(process.job.state)}
+    line |= {"code": process.handle.returncode, "seconds": round(time.monotonic() - process.began, 1)}
+    with log.open("a") as file:
+        file.write(json.dumps(line | {"steps": process.job.step, "note": process.job.note}) + "\n")
+
+
+@contextmanager
+def _children() -> Iterator[list[_Process]]:
+    """The running processes; if this one fails, they are asked to stop and waited for."""
+    running: list[_Process] = []
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.handle.terminate()
+        for process in running:
+            process.handle.wait()
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """The signals that ask for an end, as they come in."""
+    asked: list[int] = []
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, and then meant to be
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda received, _frame: asked.append(received)) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,179 @@
+"""The grid file: what is to be compared, checked in full before anything starts.
+
+    name = "reuse"                 # of the table
+    out = "runs/reuse"             # directory of everything; runs lie in out/SETTING/OBJECTIVE/seed-N
+    seeds = 3                      # 0, 1, 2; or a list
+
+    [base]                         # keys of a recipe, for every run
+    recipe = "offpolicy.toml"      # optional: a recipe beside this file, which the other keys override
+    steps = 60
+
+    [[objective]]                  # a label, and the keys that make this row
+    label = "grpo"
+    objective.name = "grpo"
+
+    [[setting]]                    # a label, and the keys that make this table
+    label = "reuse-16"
+    offpolicy.reuse = 16
+
+A cell is base, then setting, then objective, then its seed, later keys over earlier ones. All cells are validated, and
+one error lists everything that is wrong with any of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo.config import Config, ConfigError, parse_config, read_recipe
+
+KEYS = ("name", "out", "seeds", "base", "objective", "setting")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    setting: str
+    objective: str
+    seed: int
+    path: Path
+    """Its run directory."""
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """Its place in the grid, which is its path below the grid's directory."""
+        return f"{self.setting}/{self.objective}/seed-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Everything to be run, in the order it will be."""
+
+    name: str
+    out: Path
+    settings: tuple[str, ...]
+    objectives: tuple[str, ...]
+    seeds: tuple[int, ...]
+    cells: tuple[Cell, ...]
+
+    def record(self) -> dict[str, Any]:
+        """What grid.json says: which directory belongs to which place in the grid."""
+        runs = [{"setting": c.setting, "objective": c.objective, "seed": c.seed, "path": c.name} for c in self.cells]
+        labels = {"settings": list(self.settings), "objectives": list(self.objectives), "seeds": list(self.seeds)}
+        return {"name": self.name, **labels, "runs": runs}
+
+
+def load_grid(path: str | Path) -> Grid:
+    """The grid in a TOML file, or one ConfigError that lists all that is wrong with it."""
+    path = Path(path)
+    values = read_recipe(path)
+    wrong = [f"{key} is not a key of a grid; those are {', '.join(KEYS)}." for key in values if key not in KEYS]
+    name, out = values.get("name", path.stem), values.get("out", f"runs/{path.stem}")
+    wrong += [f"{key} = {value!r}: give a string." for key, value in (("name", name), ("out", out)) if not _text(value)]
+    seeds = _seeds(values.get("seeds", 1), wrong)
+    settings = _entries(values.get("setting", [{"label": "default"}]), "setting", wrong)
+    objectives = _entries(values.get("objective", []), "objective", wrong)
+    base = _base(values.get("base", {}), path.parent, wrong)
+    if wrong:
+        raise ConfigError(f"{path}:\n" + "\n".join(f"  {line}" for line in wrong))
+    cells = list(_cells(Path(out), base, settings, objectives, seeds, str(path)))
+    return Grid(name, Path(out), tuple(settings), tuple(objectives), seeds, tuple(cells))
+
+
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested keys of both, those of `over` where both have one."""
+    result = dict(under)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
+    counted = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    seeds = tuple(counted) if isinstance(counted, range | list) else ()
+    if not seeds or not all(type(seed) is int for seed in seeds) or len(set(seeds)) < len(seeds):
+        wrong.append(f"seeds = {value!r}: give a count such as 3, or a list of different whole numbers.")
+    return seeds
+
+
+def _entries(value: Any, kind: str, wrong: list[str]) -> dict[str, dict[str, Any]]:
+    """Label -> keys, of the [[objective]] or [[setting]] entries."""
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        wrong.append(f"[[{kind}]]: give at least one, each with a label and the keys that make it different.")
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for number, entry in enumerate(value, start=1):
+        label = entry.get("label")
+        if not isinstance(label, str) or not _LABEL.fullmatch(label):
+            wrong.append(
+                f"[[{kind}]] {number}: label = {label!r} names a directory: give one of letters, digits and . _ + -"
+            )
+        elif label in found:
+            wrong.append(f"[[{kind}]] {number}: label = {label!r} is taken. Give every {kind} its own.")
+        else:
+            found[label] = {key: value for key, value in entry.items() if key != "label"}
+        wrong += [f"[[{kind}]] {number}: {_owned(key)}" for key in ("seed", "out") if key in entry]
+    return found
+
+
+def _base(value: Any, directory: Path, wrong: list[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        wrong.append(f"base = {value!r}: give a table of keys, as in a recipe.")
+        return {}
+    wrong += [f"[base]: {_owned(key)}" for key in ("seed", "out") if key in value]
+    own = {key: kept for key, kept in value.items() if key != "recipe"}
+    if "recipe" not in value:
+        return own
+    try:
+        recipe = read_recipe(directory / str(value["recipe"]))
+    except ConfigError as error:
+        wrong.append(f"base.recipe = {value['recipe']!r}: {error}")
+        return own
+    return merged({key: kept for key, kept in recipe.items() if key not in ("seed", "out")}, own)
+
+
+def _owned(key: str) -> str:
+    return f"{key} is the grid's: every run gets its own. Set {'seeds' if key == 'seed' else 'out'} at the top instead."
+
+
+def _cells(
+    out: Path,
+    base: Mapping[str, Any],
+    settings: Mapping[str, Mapping[str, Any]],
+    objectives: Mapping[str, Mapping[str, Any]],
+    seeds: tuple[int, ...],
+    source: str,
+) -> Iterator[Cell]:
+    """Every run, seed by seed, so that an early look finds all cells with some; or a ConfigError about all of them."""
+    errors: dict[str, list[str]] = {}  # message -> cells that have it
+    configs: dict[tuple[str, str], Config] = {}
+    for setting, over in settings.items():
+        for objective, more in objectives.items():
+            try:
+                values = merged(merged(base, over), more)
+                configs[setting, objective] = parse_config(values, source="")
+            except ConfigError as error:
+                for line in str(error).splitlines()[1:]:
+                    errors.setdefault(line.strip(), []).append(f"{setting}/{objective}")
+    if errors:
+        total = len(settings) * len(objectives)
+        lines = [
+            f"  {'every run' if len(where) == total > 1 else ', '.join(where)}: {message}"
+            for message, where in errors.items()
+        ]
+        raise ConfigError(f"{source}: nothing was started.\n" + "\n".join(lines))
+    for seed in seeds:
+        for (setting, objective), config in configs.items():
+            path = out / setting / objective / f"seed-{seed}"
+            yield Cell(setting, objective, seed, path, config.model_copy(update={"seed": seed, "out": str(path)}))

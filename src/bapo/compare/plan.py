@@ -1,0 +1,167 @@
+"""What of a grid is done already, can be continued, or must not be touched.
+
+    nothing there, or a run that never got to its first checkpoint     start
+    stopped, with the configuration of the grid                        resume
+    finished, with the configuration of the grid                       finished
+    files that contradict themselves                                   damaged: left alone, unless asked to retry
+    another configuration                                              an error: the grid was changed under its runs
+
+What depends on the machine (threads, and device and dtype where the grid leaves them to `auto`) is no difference.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from bapo.compare.grid import Cell, Grid
+from bapo.config import ConfigError, available_cores
+from bapo.runs import SET_ASIDE, Problem, last_step, read_run
+
+GPU_PARALLEL = 4
+"""Runs at a time on one GPU: a small model leaves most of it idle, and each run needs a few GiB of its memory."""
+
+
+class State(StrEnum):
+    """Where a run of the grid stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """By a signal; saved, and continued by the same command."""
+    FAILED = "failed"
+    DAMAGED = "damaged"
+
+
+@dataclass
+class Job:
+    """A cell, and what is to be done about it."""
+
+    cell: Cell
+    state: State
+    action: Literal["train", "resume"] = "train"
+    """The command to give while it waits."""
+    note: str = ""
+    """Why it failed, or what is damaged."""
+    before: int = 0
+    """Steps it had when this comparison began."""
+    step: int = 0
+    """Steps it has."""
+
+    @property
+    def log(self) -> Path:
+        """The output of its process."""
+        return self.cell.path.with_name(f"{self.cell.path.name}.log")
+
+    @property
+    def recipe(self) -> Path:
+        """The configuration given to its process."""
+        return self.cell.path.with_name(f"{self.cell.path.name}.json")
+
+    def describe(self) -> str:
+        """Its state in a few words, and why."""
+        total = self.cell.config.steps
+        match self.state:
+            case State.WAITING:
+                return "to be started" if self.action == "train" else f"to be resumed at step {self.step} of {total}"
+            case State.RUNNING:
+                return f"step {self.step} of {total}" if self.step else "starting"
+            case State.FINISHED:
+                return "finished"
+            case State.STOPPED:
+                return f"stopped at step {self.step} of {total}"
+        return f"{self.state}: {self.note}"
+
+
+def make_plan(grid: Grid) -> list[Job]:
+    """A job per cell; a ConfigError if runs exist with another configuration than the grid's."""
+    jobs, changed = [], []
+    for cell in grid.cells:
+        job, different = _examine(cell)
+        jobs.append(job)
+        changed += [f"  {cell.name}: {line}" for line in different]
+    if changed:
+        raise ConfigError(
+            f"runs in {grid.out} were made with another configuration; nothing was started.\n"
+            + "\n".join(changed)
+            + "\nPut the keys back, or give the changed grid another `out`."
+        )
+    return jobs
+
+
+def default_parallel(grid: Grid) -> int:
+    """Runs at a time: one per core, or as many as share a GPU well; never more than there are."""
+    cores = available_cores()
+    on_gpu = all(cell.config.device != "cpu" for cell in grid.cells) and (
+        any(cell.config.device == "cuda" for cell in grid.cells) or gpu_present()
+    )
+    own = max(cell.config.threads for cell in grid.cells)
+    return max(1, min(GPU_PARALLEL if on_gpu else cores // max(1, own), len(grid.cells)))
+
+
+def threads_for(grid: Grid, parallel: int) -> int:
+    """CPU threads of each run: the cores, shared out."""
+    return max(1, available_cores() // min(parallel, len(grid.cells)))
+
+
+def gpu_present() -> bool:
+    """Whether the machine has an NVIDIA GPU that this process may see; asked without torch, for a default only."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def set_aside(path: Path) -> Path:
+    """Move a damaged directory out of the way, under a name that no reader of runs takes."""
+    number = 1
+    while (place := path.with_name(f"{path.name}{SET_ASIDE}{number}")).exists():
+        number += 1
+    return path.rename(place)
+
+
+def clear_unused(path: Path) -> None:
+    """Remove what a run left that never reached its first checkpoint, if there is any of it."""
+    if path.exists() and _unused(path):
+        shutil.rmtree(path)
+
+
+def _examine(cell: Cell) -> tuple[Job, list[str]]:
+    """The job for a cell, and how the configuration in its directory differs from the grid's."""
+    path = cell.path
+    if not path.exists() or _unused(path):
+        return Job(cell, State.WAITING), []
+    run = read_run(path, finished=False)
+    if isinstance(run, Problem):
+        return Job(cell, State.DAMAGED, note=run.message), []
+    different = list(_differences(cell.config.model_dump(mode="json"), run.config))
+    if run.summary:
+        return Job(cell, State.FINISHED, before=cell.config.steps, step=cell.config.steps), different
+    if not any((path / "checkpoints").glob("step-??????")):
+        return Job(cell, State.DAMAGED, note="it has logs but no checkpoint to resume from."), different
+    step = last_step(path)
+    return Job(cell, State.WAITING, action="resume", before=step, step=step), different
+
+
+def _unused(path: Path) -> bool:
+    """Whether a directory holds nothing but what a run writes before its first checkpoint is complete."""
+    if not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    if not names <= {"config.json", "config.json.partial", "checkpoints"}:
+        return False
+    checkpoints = path / "checkpoints"
+    return not checkpoints.exists() or all(entry.name.endswith(".partial") for entry in checkpoints.iterdir())
+
+
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in wanted.items():
+        name, other = f"{prefix}{key}", found.get(key)
+        if isinstance(value, Mapping) and isinstance(other, Mapping) and name != "objective.options":
+            yield from _differences(value, other, f"{name}.")
+        elif value != other and name != "out" and not (name == "threads" and value == 0) and value != "auto":
+            yield f"{name} is {other!r} there and {value!r} in the grid"

@@ -1,0 +1,191 @@
+"""What a person sees while a grid runs: a table on a terminal, a line per event anywhere else.
+
+The time left is the updates left over the rate of this comparison so far, all runs together:
+
+    eta = updates left · seconds since the start / updates done since the start
+
+so it knows how many runs share the machine without being told. Evaluations and start-up are in the seconds and not in
+the updates, which makes it a little too long at first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from bapo.compare.grid import Grid
+from bapo.compare.plan import Job, State
+from bapo.runs import tail
+
+LINE_SECONDS = 30.0
+"""Time between two lines of plain progress; changes are always printed."""
+READ_SECONDS = 1.0
+"""Time between two looks at the metrics of running runs."""
+SHOWN = {"entropy": "entropy", "share": "share", "grad_norm": "grad norm"}
+"""Of the newest update of a running run."""
+STYLES = {
+    State.WAITING: "dim",
+    State.RUNNING: "bold cyan",
+    State.FINISHED: "green",
+    State.STOPPED: "yellow",
+    State.FAILED: "bold red",
+    State.DAMAGED: "bold red",
+}
+
+
+def make_progress(grid: Grid, jobs: Sequence[Job], parallel: int, stream: TextIO) -> PlainProgress:
+    """A table that is redrawn if the stream is a terminal, otherwise lines."""
+    spells = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+    live = stream.isatty() and spells and os.environ.get("TERM") not in ("dumb", "unknown")
+    return (LiveProgress if live else PlainProgress)(grid, jobs, parallel, stream)
+
+
+class PlainProgress:
+    """Lines for a log file or a pipe."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        jobs: Sequence[Job],
+        parallel: int,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.grid, self.jobs, self.stream, self.clock = grid, jobs, stream, clock
+        self.title = f"{grid.name}: {len(jobs)} runs, {min(parallel, len(jobs))} at a time, in {grid.out}"
+        self.began = self.said = clock()
+
+    def __enter__(self) -> Self:
+        self.note(self.title)
+        self.note(self.counts())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def changed(self, job: Job) -> None:
+        """A job has another state."""
+        self.note(f"{job.cell.name}: {job.describe()}  ({self.counts()})")
+
+    def look(self) -> None:
+        """Some time has passed."""
+        if self.clock() - self.said >= LINE_SECONDS:
+            running = [f"{job.cell.name} {job.step}/{job.cell.config.steps}" for job in self.of(State.RUNNING)]
+            self.note("  ".join([self.counts(), *running, self.remaining()]))
+
+    def note(self, text: str) -> None:
+        """Something the user should know."""
+        self.said = self.clock()
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
+        self.stream.flush()
+
+    def of(self, *states: State) -> list[Job]:
+        """The jobs in these states."""
+        return [job for job in self.jobs if job.state in states]
+
+    def counts(self) -> str:
+        """`3 of 8 finished, 2 running, 3 waiting`."""
+        count = Counter(job.state for job in self.jobs)
+        others = [f"{count[state]} {state}" for state in State if state is not State.FINISHED and count[state]]
+        return ", ".join([f"{count[State.FINISHED]} of {len(self.jobs)} finished", *others])
+
+    def share_done(self) -> float:
+        """Of the updates of all runs."""
+        total = sum(job.cell.config.steps * job.cell.config.updates_per_step for job in self.jobs)
+        return sum(job.step * job.cell.config.updates_per_step for job in self.jobs) / total
+
+    def remaining(self) -> str:
+        """`eta 4:10`, or nothing until there is something to go by."""
+        open_jobs = self.of(State.WAITING, State.RUNNING)
+        left = sum((job.cell.config.steps - job.step) * job.cell.config.updates_per_step for job in open_jobs)
+        done = sum((job.step - job.before) * job.cell.config.updates_per_step for job in self.jobs)
+        return f"eta {duration(left * (self.clock() - self.began) / done)}" if done > 0 else ""
+
+
+class LiveProgress(PlainProgress):
+    """A table that is redrawn in place: every run if they fit, otherwise those there is something to say about."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        jobs: Sequence[Job],
+        parallel: int,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(grid, jobs, parallel, stream, clock)
+        self.console = Console(file=stream, force_terminal=True, highlight=False)
+        self.live = Live(console=self.console, auto_refresh=False)
+        self.read_at = float("-inf")
+        self.numbers: dict[str, dict[str, float]] = {}
+
+    def __enter__(self) -> Self:
+        self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.update(self.frame(), refresh=True)
+        self.live.stop()
+
+    def changed(self, job: Job) -> None:
+        """A job has another state."""
+        if job.state in (State.FAILED, State.DAMAGED):
+            self.note(f"{job.cell.name}: {job.describe()}")
+
+    def look(self) -> None:
+        """Some time has passed."""
+        if self.clock() - self.read_at >= READ_SECONDS:
+            self.read_at = self.clock()
+            for job in self.of(State.RUNNING):
+                line = tail(job.cell.path / "metrics.jsonl")
+                known = self.numbers.setdefault(job.cell.name, {})
+                known |= {key: line[key] for key in SHOWN if isinstance(line.get(key), int | float)}
+            self.live.update(self.frame(), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Something the user should know."""
+        self.console.print(Text("".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)))
+
+    def frame(self) -> RenderableType:
+        """The screen as it is now."""
+        room = self.console.height - 6
+        shown: Sequence[Job] = self.jobs
+        if len(shown) > room:
+            shown = [*self.of(State.RUNNING), *self.of(State.FAILED, State.DAMAGED)][: max(1, room)]
+        table = Table.grid(padding=(0, 2))
+        for heading in ("run", "state", "", *SHOWN.values()):
+            table.add_column(Text(heading, "dim"), justify="left", no_wrap=True)
+        for job in shown:
+            steps = job.cell.config.steps
+            numbers = self.numbers.get(job.cell.name, {}) if job.state is State.RUNNING else {}
+            table.add_row(
+                Text(job.cell.name),
+                Text(str(job.state), STYLES[job.state]),
+                Text(f"{job.step}/{steps}" if job.step else "", "dim"),
+                *(Text(f"{label} {numbers[key]:.3f}" if key in numbers else "") for key, label in SHOWN.items()),
+            )
+        bar = Table.grid(expand=True)
+        bar.add_row(ProgressBar(total=1.0, completed=self.share_done()))
+        elapsed = duration(self.clock() - self.began)
+        status = "   ".join(part for part in (self.counts(), elapsed, self.remaining()) if part)
+        return Group(Text(self.title, "bold"), table, bar, Text(status))
+
+
+def duration(seconds: float) -> str:
+    """As m:ss or h:mm:ss."""
+    if not isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

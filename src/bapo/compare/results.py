@@ -1,0 +1,119 @@
+"""Mean and 95% interval over seeds, one table per setting, one row per objective.
+
+Only finished runs count, and the number of them stands in the row. The interval is Student's t over seeds: what other
+seeds of the same grid would give, which the intervals over problems in each run do not say. A single seed has none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo.compare.grid import Cell, Grid
+from bapo.runs import STOP_REASONS, Run, aggregate, measures, read_run
+
+Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
+
+
+def collect(grid: Grid) -> dict[str, Any]:
+    """What results.json says: every run's measures, and setting -> objective -> measure -> mean and half_width."""
+    runs, missing = [], []
+    for cell in grid.cells:
+        found = read_run(cell.path)
+        if isinstance(found, Run):
+            runs.append(_place(cell) | {"measures": measures(found)})
+        else:
+            missing.append(_place(cell) | {"kind": found.kind, "why": found.message})
+    settings: dict[str, Any] = {}
+    for setting in grid.settings:
+        settings[setting] = {}
+        for objective in grid.objectives:
+            mine = [run["measures"] for run in runs if (run["setting"], run["objective"]) == (setting, objective)]
+            settings[setting][objective] = {"seeds": len(mine), "measures": _over_seeds(mine)}
+    ks = {cell.config.eval.k for cell in grid.cells}
+    return {
+        "name": grid.name,
+        "k": ks.pop() if len(ks) == 1 else None,
+        "settings": settings,
+        "runs": runs,
+        "missing": missing,
+    }
+
+
+def table_lines(results: Mapping[str, Any]) -> list[str]:
+    """The tables, as lines of text."""
+    lines = []
+    for setting, rows in results["settings"].items():
+        columns = _columns(results["k"] or "k", {name for row in rows.values() for name in row["measures"]})
+        cells = [["", "seeds", *columns]]
+        for objective, row in rows.items():
+            cells.append([objective, str(row["seeds"]), *(show(row["measures"]) for show in columns.values())])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval"]
+        for first, *others in cells:
+            texts = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+            lines.append("  ".join(["", first.ljust(widths[0]), *texts]).rstrip())
+    if any("stop_start" in row["measures"] for rows in results["settings"].values() for row in rows.values()):
+        reasons = ", ".join(name.replace("_", " ") for name in STOP_REASONS)
+        lines += ["", f"stops: updates whose search for bounds ended by {reasons}, in %"]
+    return [*lines, ""]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all; what is not a finite number becomes null."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(_strict(value), indent=2, allow_nan=False) + "\n")
+    partial.rename(path)
+
+
+def _place(cell: Cell) -> dict[str, Any]:
+    return {"setting": cell.setting, "objective": cell.objective, "seed": cell.seed, "path": str(cell.path)}
+
+
+def _over_seeds(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Each measure that all of these runs have."""
+    result = {}
+    for name in runs[0] if runs else ():
+        values = [run[name] for run in runs if name in run]
+        if len(values) == len(runs):
+            mean, half_width = aggregate(values)
+            result[name] = {"mean": mean, "half_width": half_width}
+    return result
+
+
+def _columns(k: int | str, names: set[str]) -> dict[str, Callable[[Row], str]]:
+    """Heading -> what stands below it, for the measures there are."""
+    columns: dict[str, Callable[[Row], str]] = {f"avg@{k}": _shower("avg"), f"pass@{k}": _shower("pass")}
+    for name in sorted(name for name in names if name.startswith("avg_at_")):
+        columns[f"avg, temp. {name.removeprefix('avg_at_')}"] = _shower(name)
+    columns |= {"entropy before": _shower("entropy_before"), "after": _shower("entropy")}
+    columns |= {"max grad norm": _shower("max_grad_norm"), "share": _shower("share")}
+    if "stop_start" in names:
+        columns["stops"] = _stops
+    return columns
+
+
+def _shower(name: str) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        if name not in row:
+            return "–"
+        mean, half = row[name]["mean"], row[name]["half_width"]
+        return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"
+
+    return show
+
+
+def _stops(row: Row) -> str:
+    shares = [row[f"stop_{name}"]["mean"] for name in STOP_REASONS if f"stop_{name}" in row]
+    return " ".join(f"{100 * share:.0f}" for share in shares) or "–"
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,303 @@
+"""Run directories as others read them: finished runs whole, everything else as a named problem.
+
+    for path in find_runs("runs/quick"):
+        run = read_run(path)
+        if isinstance(run, Problem):
+            print(run)          # where, what is wrong, what to do
+        else:
+            run.summary["after"]["eval/avg"], run.series("grad_norm"), run.config["objective"]["name"]
+
+A comparison reads many directories, and some of them were killed, are still being written, or lost a file. Reading one
+never raises and never repairs: a directory is a `Run` or a `Problem`. Values are plain lists, dicts and floats, with
+keys that `bapo.metrics` explains. `measures` picks the numbers that sum up a run, `aggregate` joins those of its seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+from bapo.config import ConfigError, parse_config
+
+__all__ = ["STOP_REASONS", "Problem", "Run", "aggregate", "find_runs", "measures", "read_run"]
+
+SET_ASIDE = ".damaged-"
+"""In the name of a directory that was replaced by a new run; it is kept for its owner, not read."""
+STOP_REASONS = ("start", "raising_high", "raising_low", "end", "no_signal")
+"""Names of the values of the metric `stop`."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says. Lines are in the order they were logged; every line is a dict of metrics."""
+
+    path: Path
+    config: dict[str, Any]
+    """The resolved configuration, nested as in config.json; keys that it lacks have their defaults."""
+    updates: list[dict[str, Any]]
+    """One per optimizer step: grad_norm, entropy, share, clip_low, clip_high, stop (bapo only), staleness_mean, …"""
+    rollouts: list[dict[str, Any]]
+    """One per step: reward, length, truncated, rollout/…, buffer/…; reward is absent if no response finished."""
+    evals: list[dict[str, Any]]
+    """eval/avg, eval/pass, eval/entropy, …; step 0 is before training. Evaluations on the way use fewer problems
+    (eval/problems); eval/temperature tells those at eval.also_at apart."""
+    timing: list[dict[str, Any]]
+    """One per step: seconds, rollout_seconds, learn_seconds, tokens_per_second."""
+    summary: dict[str, Any]
+    """before and after (eval lines on all problems), also_at, updates, training_seconds, staleness_max. Empty if the
+    run is not finished, which only `read_run(…, finished=False)` gives."""
+
+    def series(self, key: str) -> list[float]:
+        """One metric over the updates that logged it."""
+        return [float(line[key]) for line in self.updates if isinstance(line.get(key), int | float)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a directory is not a finished run."""
+
+    path: Path
+    kind: Literal["missing", "unfinished", "damaged"]
+    """missing: no run at all. unfinished: still running, or stopped and resumable. damaged: files that contradict
+    themselves or cannot be read."""
+    message: str
+    """A sentence for a person: which file, what is wrong with it."""
+    files: tuple[str, ...] = field(default=())
+    """Names of the files concerned."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.kind}: {self.message}"
+
+
+class _Damage(Exception):  # noqa: N818
+    """Found while reading; becomes a Problem."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason}.")
+        self.name = name
+
+
+def read_run(path: str | Path, *, finished: bool = True) -> Run | Problem:
+    """The run in a directory, or what is wrong with it. Never raises for anything found on the disk.
+
+    With `finished=False` a run that is still going on, or was stopped, is a Run too, with an empty summary; a last line
+    that is only half written is then left out.
+    """
+    path = Path(path)
+    try:
+        if not (path / "config.json").is_file():
+            reason = "there is no config.json in it" if path.is_dir() else "there is no such directory"
+            return Problem(path, "missing", f"not a run directory: {reason}.", ("config.json",))
+        config = _read_config(path)
+        complete = (path / "summary.json").exists()
+        if finished and not complete:
+            done = last_step(path)
+            message = f"it has no summary.json; {done} of {config['steps']} steps are logged. `bapo resume {path}`."
+            return Problem(path, "unfinished", message, ("summary.json",))
+        summary = _read_object(path / "summary.json") if complete else {}
+        metrics = _read_lines(path / "metrics.jsonl", whole=complete)
+        timing = _read_lines(path / "timing.jsonl", whole=complete)
+        run = Run(
+            path=path,
+            config=config,
+            updates=[line for line in metrics if line.get("kind") == "update"],
+            rollouts=[line for line in metrics if line.get("kind") == "rollout"],
+            evals=[line for line in metrics if line.get("kind") == "eval"],
+            timing=timing,
+            summary=summary,
+        )
+        _check_lines(run, len(metrics))
+        if complete:
+            _check_summary(run)
+    except _Damage as damage:
+        return Problem(path, "damaged", str(damage), (damage.name,))
+    except OSError as error:
+        return Problem(path, "damaged", f"cannot be read: {error.strerror or error}.")
+    return run
+
+
+def find_runs(root: str | Path) -> list[Path]:
+    """Every run directory at or below a directory, sorted; those that a retry has set aside are left out."""
+    root = Path(root)
+    if (root / "config.json").is_file():
+        return [root]
+    found = (file.parent for file in root.rglob("config.json") if file.parent.name != "model")
+    return sorted(path for path in found if SET_ASIDE not in str(path.relative_to(root)))
+
+
+def last_step(path: Path) -> int:
+    """Steps that a run has logged so far; reads only the end of its log, so it can be asked often."""
+    step = tail(path / "timing.jsonl").get("step")
+    return step if isinstance(step, int) else 0
+
+
+def tail(path: Path, size: int = 8192) -> dict[str, Any]:
+    """The last whole line of a log that may be growing; empty if there is none yet."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is not whole
+        for line in reversed(lines):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    except (OSError, ValueError, RecursionError):
+        pass
+    return {}
+
+
+def measures(run: Run) -> dict[str, float]:
+    """One number per measure of a finished run; a measure the run does not have is absent.
+
+    avg, pass, entropy: on held-out problems after training (`_before`: before it). max_grad_norm: the largest of all
+    updates. share: mean over updates. stop_start, …: share of updates whose search for bounds ended for that reason.
+    avg_at_T, pass_at_T: the same as avg and pass at a further temperature T of eval.also_at.
+    """
+    before, after = run.summary["before"], run.summary["after"]
+    values = {
+        "avg": after["eval/avg"],
+        "avg_before": before["eval/avg"],
+        "pass": after["eval/pass"],
+        "pass_before": before["eval/pass"],
+        "entropy": after.get("eval/entropy"),
+        "entropy_before": before.get("eval/entropy"),
+        "length": after["eval/length"],
+        "updates": float(len(run.updates)),
+        "training_seconds": run.summary.get("training_seconds"),
+    }
+    for other in run.summary.get("also_at", ()):
+        values[f"avg_at_{other['temperature']:g}"] = other["after"]["eval/avg"]
+        values[f"pass_at_{other['temperature']:g}"] = other["after"]["eval/pass"]
+    if norms := run.series("grad_norm"):
+        values["max_grad_norm"] = math.nan if any(map(math.isnan, norms)) else max(norms)
+    for key, name in (("share", "share"), ("staleness_mean", "staleness"), ("clip_fraction", "clip_fraction")):
+        if series := run.series(key):
+            values[name] = fmean(series)
+    if stops := run.series("stop"):
+        values |= {f"stop_{name}": stops.count(number) / len(stops) for number, name in enumerate(STOP_REASONS)}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def aggregate(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean over runs and the half width of its 95% interval (Student's t):
+
+        mean ± t(0.975, n - 1) s / √n
+
+    One value has no interval (None). No values, or one that is not finite, have the mean NaN and no interval.
+    """
+    if not values or not all(map(math.isfinite, values)):
+        return math.nan, None
+    if len(values) == 1:
+        return float(values[0]), None
+    return fmean(values), student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+@lru_cache
+def student_quantile(freedom: int) -> float:
+    """The t that |T| of Student's distribution stays below with probability 0.95, by bisection.
+
+    The distribution function for whole degrees of freedom n is a finite sum (Abramowitz & Stegun, 26.7.3 and 26.7.4).
+    """
+    low, high = 0.0, 13.0  # 12.7 for one degree of freedom, less for more
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """P(|T| < t)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, total = math.cos(angle), 0.0
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= (k + 1) / (k + 2) * cosine**2
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    values = _read_object(path / "config.json")
+    try:
+        config: dict[str, Any] = parse_config(values, source="config.json").model_dump(mode="json")
+    except ConfigError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise _Damage("config.json", f"is not a configuration of this version: {reason}") from None
+    return config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = _parse(path.read_bytes(), path.name)
+    if not isinstance(value, dict):
+        raise _Damage(path.name, "is not a JSON object")
+    return value
+
+
+def _read_lines(path: Path, *, whole: bool) -> list[dict[str, Any]]:
+    if not path.exists():
+        if whole:
+            raise _Damage(path.name, "is missing")
+        return []
+    data = path.read_bytes()
+    *lines, rest = data.split(b"\n")
+    if rest and whole:
+        raise _Damage(path.name, f"ends in the middle of line {len(lines) + 1}")
+    values = [_parse(line, f"{path.name} line {number}") for number, line in enumerate(lines, start=1)]
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, dict):
+            raise _Damage(path.name, f"line {number} is not a JSON object")
+    return values
+
+
+def _parse(data: bytes, name: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _Damage(name, f"is not JSON ({error})") from None
+
+
+def _check_lines(run: Run, lines: int) -> None:
+    """Only known kinds, steps in order, one rollout line per timed step."""
+    if len(run.updates) + len(run.rollouts) + len(run.evals) != lines:
+        raise _Damage("metrics.jsonl", "has a line of unknown kind")
+    for line in (*run.updates, *run.rollouts, *run.evals):
+        if not isinstance(line.get("step"), int):
+            raise _Damage("metrics.jsonl", "has a line without its step")
+    for name, listed in (("metrics.jsonl", run.rollouts), ("timing.jsonl", run.timing)):
+        if [line.get("step") for line in listed] != list(range(1, len(listed) + 1)):
+            raise _Damage(name, "skips or repeats a step")
+
+
+def _check_summary(run: Run) -> None:
+    """A finished run has every step, and its summary agrees with its log."""
+    if not _is_evaluation(run.summary.get("before")) or not _is_evaluation(run.summary.get("after")):
+        raise _Damage("summary.json", "lacks the evaluation before or after training")
+    others = run.summary.get("also_at", [])
+    if not isinstance(others, list) or not all(map(_is_pair, others)):
+        raise _Damage("summary.json", "has something else than evaluations in also_at")
+    if run.summary["before"] not in run.evals or run.summary["after"] not in run.evals:
+        raise _Damage("metrics.jsonl", "lacks an evaluation that summary.json has")
+    for name, listed in (("metrics.jsonl", run.rollouts), ("timing.jsonl", run.timing)):
+        if len(listed) != run.config["steps"]:
+            raise _Damage(name, f"has {len(listed)} of {run.config['steps']} steps, though the run is complete")
+    if run.summary.get("updates") != len(run.updates):
+        raise _Damage("metrics.jsonl", f"has {len(run.updates)} updates, summary.json {run.summary.get('updates')}")
+
+
+def _is_evaluation(line: Any) -> bool:
+    wanted = ("eval/avg", "eval/pass", "eval/length")
+    return isinstance(line, dict) and all(isinstance(line.get(key), int | float) for key in wanted)
+
+
+def _is_pair(other: Any) -> bool:
+    if not isinstance(other, dict) or not isinstance(other.get("temperature"), int | float):
+        return False
+    return _is_evaluation(other.get("before")) and _is_evaluation(other.get("after"))

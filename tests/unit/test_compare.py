@@ -1,0 +1,382 @@
+"""Grids: what is run, what is left alone, and what comes out. Runs are real, and tiny."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bapo.compare import compare, load_grid
+from bapo.compare.execute import held
+from bapo.compare.grid import merged
+from bapo.compare.plan import State, default_parallel, make_plan, threads_for
+from bapo.compare.progress import LiveProgress, PlainProgress, duration
+from bapo.compare.results import collect, table_lines
+from bapo.config import ConfigError, available_cores
+
+ROOT = Path(__file__).parents[2]
+BASE = """
+name = "tiny"
+out = {out}
+seeds = {seeds}
+[base]
+steps = {steps}
+device = "cpu"
+threads = {threads}
+rollout.prompts = 2
+rollout.responses = 4
+learn.batch_groups = 2
+eval.problems = 2
+eval.k = 2
+eval.every = 0
+[[setting]]
+label = "reuse-2"
+offpolicy.reuse = 2
+[[objective]]
+label = "grpo"
+objective.name = "grpo"
+"""
+FAILS = """
+[[objective]]
+label = "wrong"
+objective.name = "grpo"
+objective.options.hihg = 1.3
+threads = 0
+"""  # an option that only the objective itself can refuse, when the run starts
+
+
+def write_grid(path, out, *, steps=1, seeds="[3]", threads=1, more=""):
+    path.write_text(BASE.format(out=json.dumps(str(out)), steps=steps, seeds=seeds, threads=threads) + more)
+    return path
+
+
+def ran(out):
+    """Names of the runs that a process was started for."""
+    log = out / "runs.jsonl"
+    return [json.loads(line)["run"] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A comparison of two runs, one of which fails: (directory, exit code, output)."""
+    directory = tmp_path_factory.mktemp("compare")
+    grid = write_grid(directory / "grid.toml", directory / "out", more=FAILS)
+    stream = io.StringIO()
+    code = compare(grid, stream=stream)
+    return directory, code, stream.getvalue()
+
+
+@pytest.fixture
+def again(first, tmp_path):
+    """A copy of that comparison's directory, and a grid file of its finished run alone."""
+    shutil.copytree(first[0] / "out", tmp_path / "out")
+    return tmp_path / "out", write_grid(tmp_path / "grid.toml", tmp_path / "out")
+
+
+def refused(tmp_path, text):
+    path = tmp_path / "grid.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_grid(path)
+    return str(error.value)
+
+
+def test_cells_are_base_then_setting_then_objective_then_seed(tmp_path):
+    (tmp_path / "recipe.toml").write_text(
+        "steps = 9\nseed = 5\nout = 'elsewhere'\n[learn]\nlr = 1e-4\nclip_norm = 2.0\n"
+    )
+    (tmp_path / "grid.toml").write_text("""
+        out = "o"
+        seeds = 2
+        [base]
+        recipe = "recipe.toml"
+        learn.lr = 2e-4
+        [[setting]]
+        label = "a"
+        [[setting]]
+        label = "b"
+        offpolicy.reuse = 8
+        learn.lr = 3e-4
+        [[objective]]
+        label = "grpo"
+        objective.name = "grpo"
+        objective.options = {high = 1.3}
+        [[objective]]
+        label = "gradient"
+        objective.preset = "none"
+        learn.lr = 4e-4
+    """)
+    grid = load_grid(tmp_path / "grid.toml")
+    assert grid.name == "grid"
+    names = [cell.name for cell in grid.cells]
+    assert names == [f"{s}/{o}/seed-{n}" for n in (0, 1) for s in "ab" for o in ("grpo", "gradient")]
+    cells = dict(zip(names, grid.cells, strict=True))
+    one, two = cells["a/grpo/seed-0"].config, cells["b/gradient/seed-1"].config
+    assert (one.steps, one.learn.lr, one.learn.clip_norm, one.offpolicy.reuse) == (9, 2e-4, 2.0, 4)
+    assert (one.objective.name, one.objective.options, one.seed, one.out) == (
+        "grpo",
+        {"high": 1.3},
+        0,
+        "o/a/grpo/seed-0",
+    )
+    assert (two.learn.lr, two.offpolicy.reuse, two.objective.preset, two.seed) == (4e-4, 8, None, 1)
+    assert cells["b/grpo/seed-0"].config.learn.lr == 3e-4
+
+
+def test_merging_keeps_what_is_not_overridden():
+    under = {"a": 1, "b": {"c": 2, "d": {"e": 3}}}
+    assert merged(under, {"b": {"d": {"f": 4}}, "a": {"g": 5}}) == {"a": {"g": 5}, "b": {"c": 2, "d": {"e": 3, "f": 4}}}
+    assert under == {"a": 1, "b": {"c": 2, "d": {"e": 3}}}
+
+
+def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
+    message = refused(
+        tmp_path,
+        """
+        [base]
+        stepps = 3
+        [[objective]]
+        label = "one"
+        [[objective]]
+        label = "two"
+        learn.lr = -1
+        [[setting]]
+        label = "mild"
+        [[setting]]
+        label = "heavy"
+        offpolicy.reuse = 40
+        """,
+    )
+    assert "nothing was started" in message
+    assert "every run: stepps is not a known key. Did you mean steps?" in message
+    assert "mild/two, heavy/two: learn.lr = -1" in message
+    assert refused(
+        tmp_path,
+        "[[objective]]\nlabel = 'one'\n[[setting]]\nlabel = 'mild'\n[[setting]]\nlabel='heavy'\noffpolicy.reuse = 40",
+    ).count("heavy/one: offpolicy.reuse=40 makes 40 updates")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["[[objective]]: give at least one"]),
+        ("seeds = 0\nsteps = 3\nout = 3", ["steps is not a key of a grid", "seeds = 0", "out = 3: give a string"]),
+        ("seeds = [1, 1]", ["seeds = [1, 1]"]),
+        ("seeds = true", ["seeds = True"]),
+        ("seeds = [1.5]", ["seeds = [1.5]"]),
+        ("base = 3", ["base = 3: give a table"]),
+        ("[base]\nseed = 3\nrecipe = 'no.toml'", ["[base]: seed is the grid's", "Set seeds at the top", "no.toml"]),
+        ("[[objective]]\nlabel = '../up'", ["label = '../up' names a directory"]),
+        ("[[objective]]\nlabel = 'a'\nout = 'b'\n[[objective]]\nlabel = 'a'", ["out is the grid's", "'a' is taken"]),
+        ("[[objective]]\nlabel = 'a'\n[[setting]]\noffpolicy.reuse = 2", ["[[setting]] 1: label = None"]),
+        ("objective = 3", ["[[objective]]: give at least one"]),
+        ("a = = 3", ["not valid TOML"]),
+    ],
+)
+def test_bad_grids_say_what_to_do(tmp_path, text, parts):
+    message = refused(tmp_path, text)
+    for part in parts:
+        assert part in message
+
+
+def test_the_grid_in_recipes_is_two_by_two_by_two(tmp_path):
+    grid = load_grid(ROOT / "recipes" / "quick.toml")
+    assert (len(grid.objectives), len(grid.settings), len(grid.seeds), len(grid.cells)) == (2, 2, 2, 8)
+
+
+def test_cores_are_shared_out(tmp_path):
+    grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="64", threads=0))
+    assert default_parallel(grid) == min(64, available_cores())
+    assert threads_for(grid, available_cores()) == 1
+    assert threads_for(grid, 1) == available_cores()
+    one = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out"))
+    assert (default_parallel(one), threads_for(one, 8)) == (1, available_cores())
+
+
+def test_one_failed_run_does_not_stop_the_rest(first):
+    directory, code, output = first
+    assert code == 1
+    assert "reuse-2/grpo/seed-3: finished" in output
+    assert "reuse-2/wrong/seed-3: failed: exit code 2" in output
+    assert "objective.options.hihg is not an option of 'grpo', which takes: high, low" in output
+    results = json.loads((directory / "out" / "results.json").read_text())
+    assert results["settings"]["reuse-2"]["grpo"]["seeds"] == 1
+    assert results["settings"]["reuse-2"]["wrong"] == {"seeds": 0, "measures": {}}
+    assert [(missing["objective"], missing["kind"]) for missing in results["missing"]] == [("wrong", "missing")]
+    row = results["settings"]["reuse-2"]["grpo"]["measures"]
+    assert row["avg"] == {"mean": results["runs"][0]["measures"]["avg"], "half_width": None}
+    assert [run["path"] for run in json.loads((directory / "out" / "grid.json").read_text())["runs"]] == [
+        *("reuse-2/grpo/seed-3", "reuse-2/wrong/seed-3"),
+    ]
+    config = json.loads((directory / "out/reuse-2/grpo/seed-3/config.json").read_text())
+    assert (config["seed"], config["threads"]) == (3, 1)
+    shared = json.loads((directory / "out/reuse-2/wrong/seed-3.json").read_text())  # the grid leaves its threads open
+    assert shared["threads"] == max(1, available_cores() // 2)
+
+
+def test_a_finished_run_is_not_repeated(again):
+    out, grid = again
+    before = ran(out)
+    stream = io.StringIO()
+    assert compare(grid, stream=stream) == 0
+    assert ran(out) == before
+    assert "1 of 1 finished" in stream.getvalue()
+    assert "avg@2" in stream.getvalue()
+
+
+def test_a_changed_grid_is_refused_and_says_what_differs(again, tmp_path):
+    out, grid = again
+    before = (out / "results.json").read_bytes()
+    grid.write_text(grid.read_text() + "objective.options.high = 1.3\nlearn.lr = 1e-4\nthreads = 0\n")
+    with pytest.raises(ConfigError) as error:
+        compare(grid)
+    assert "reuse-2/grpo/seed-3: objective.options is {} there and {'high': 1.3} in the grid" in str(error.value)
+    assert "reuse-2/grpo/seed-3: learn.lr is 3e-05 there and 0.0001 in the grid" in str(error.value)
+    assert "threads" not in str(error.value)
+    assert (out / "results.json").read_bytes() == before
+
+
+def test_a_damaged_run_is_left_alone_until_a_retry(again):
+    out, grid = again
+    run = out / "reuse-2/grpo/seed-3"
+    os.truncate(run / "metrics.jsonl", 100)
+    before = ran(out)
+    stream = io.StringIO()
+    assert compare(grid, stream=stream) == 1
+    assert "reuse-2/grpo/seed-3: damaged: metrics.jsonl ends in the middle of line 1." in stream.getvalue()
+    assert ran(out) == before
+    assert (run / "metrics.jsonl").stat().st_size == 100
+
+    assert compare(grid, retry=True, stream=io.StringIO()) == 0
+    assert ran(out) == [*before, "reuse-2/grpo/seed-3"]
+    assert (run.with_name("seed-3.damaged-1") / "metrics.jsonl").stat().st_size == 100
+
+
+def test_what_a_plan_makes_of_half_written_directories(again):
+    out, grid = again
+    run = out / "reuse-2/grpo/seed-3"
+
+    def planned():
+        (job,) = make_plan(load_grid(grid))
+        return job.state, job.action
+
+    assert planned()[0] is State.FINISHED
+    (run / "summary.json").unlink()
+    assert planned() == (State.WAITING, "resume")
+    shutil.rmtree(run / "checkpoints")
+    assert planned()[0] is State.DAMAGED  # logs, but nothing to resume from
+    for path in run.iterdir():
+        if path.name != "config.json":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (run / "checkpoints" / "step-000000.partial").mkdir(parents=True)
+    assert planned() == (State.WAITING, "train")  # killed before its first checkpoint: nothing is lost
+    (run / "notes.txt").write_text("mine")
+    assert planned()[0] is State.DAMAGED  # somebody's file: not ours to remove
+
+
+def test_only_one_comparison_at_a_time(again):
+    out, grid = again
+    with held(out / "lock"), pytest.raises(ConfigError, match="still at work"):
+        compare(grid, stream=io.StringIO())
+
+
+def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
+    out = tmp_path / "out"
+    grid = write_grid(tmp_path / "grid.toml", out, steps=16, seeds="[0, 1]")
+    command = [sys.executable, "-m", "bapo.cli", "compare", str(grid), "--parallel", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run, waiting = (out / f"reuse-2/grpo/seed-{seed}" for seed in (0, 1))
+    deadline = time.monotonic() + 120
+    while not (run / "timing.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "reuse-2/grpo/seed-0: stopped at step" in output
+    assert "reuse-2/grpo/seed-1: to be started" in output
+    assert not (run / "summary.json").exists()
+    assert not waiting.exists()
+
+    state = {job.cell.seed: (job.action, job.step) for job in make_plan(load_grid(grid))}
+    assert state[0][0] == "resume"
+    assert 1 <= state[0][1] < 16
+    shortened = grid.read_text().replace("seeds = [0, 1]", "seeds = [0]")
+    grid.write_text(shortened)
+    assert compare(grid, stream=io.StringIO()) == 0
+    assert "resumed at step" in run.with_name("seed-0.log").read_text()
+    assert len((run / "timing.jsonl").read_text().splitlines()) == 16
+
+
+def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
+    grid = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="2")
+    assert compare(grid, dry_run=True) == 0
+    assert capsys.readouterr().out.count("to be started") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_exit_codes_of_the_command_line(tmp_path, capsys):
+    from bapo.cli import run
+
+    assert run(["compare", str(tmp_path / "no.toml")]) == 2
+    grid = write_grid(tmp_path / "grid.toml", tmp_path / "out")
+    assert run(["compare", str(grid), "--dry-run"]) == 0
+    assert run(["compare", str(grid), "--parallel", "0"]) == 2
+    assert "at least one run at a time" in capsys.readouterr().err
+
+
+def test_the_eta_is_the_updates_left_at_the_rate_so_far(tmp_path):
+    grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", steps=10, seeds="4"))
+    jobs = make_plan(grid)
+    now = [100.0]
+    stream = io.StringIO()
+    progress = PlainProgress(grid, jobs, 2, stream, clock=lambda: now[0])
+    assert progress.remaining() == ""
+    jobs[0].state, jobs[0].step, jobs[0].before = State.FINISHED, 10, 10  # of an earlier session: no evidence of speed
+    jobs[1].state, jobs[1].step, jobs[1].before = State.RUNNING, 8, 3
+    jobs[2].state, jobs[2].note = State.FAILED, "no"
+    now[0] += 50.0
+    assert progress.remaining() == "eta 2:00"  # 5 steps in 50 s; 2 and 10 to go
+    assert progress.share_done() == pytest.approx(18 / 40)
+    progress.look()
+    assert "1 of 4 finished, 1 waiting, 1 running, 1 failed  reuse-2/grpo/seed-1 8/10  eta 2:00" in stream.getvalue()
+    assert [duration(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+
+
+def test_the_live_table_shows_every_run_or_those_that_matter(tmp_path):
+    grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", steps=10, seeds="40"))
+    jobs = make_plan(grid)
+    jobs[7].state, jobs[7].step = State.RUNNING, 8
+    jobs[9].state, jobs[9].note = State.FAILED, "no"
+    (jobs[7].cell.path).mkdir(parents=True)
+    (jobs[7].cell.path / "metrics.jsonl").write_text('{"kind": "update", "entropy": 0.4321}\n')
+    stream = io.StringIO()
+    with LiveProgress(grid, jobs, 2, stream) as progress:
+        progress.look()
+        progress.changed(jobs[9])
+    shown = stream.getvalue()
+    for part in ("seed-7", "8/10", "entropy 0.432", "seed-9", "38 waiting", "failed: no"):
+        assert part in shown
+    assert "seed-30" not in shown
+
+
+def test_tables_have_mean_and_interval_over_seeds(first, tmp_path):
+    grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4, 5]"))
+    for cell, avg in zip(grid.cells, (0.1, 0.2, 0.3), strict=True):
+        shutil.copytree(first[0] / "out/reuse-2/grpo/seed-3", cell.path)
+        log = [json.loads(line) for line in (cell.path / "metrics.jsonl").read_text().splitlines()]
+        log[-1]["eval/avg"] = avg
+        summary = json.loads((cell.path / "summary.json").read_text())
+        (cell.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+        (cell.path / "summary.json").write_text(json.dumps(summary | {"after": log[-1]}))
+    results = collect(grid)
+    row = results["settings"]["reuse-2"]["grpo"]
+    assert row["seeds"] == 3
+    assert row["measures"]["avg"]["mean"] == pytest.approx(0.2)
+    assert row["measures"]["avg"]["half_width"] == pytest.approx(0.24841, abs=1e-5)  # 4.3027 · 0.1 / √3
+    assert any("0.200 ± 0.248" in line and line.startswith("  grpo") for line in table_lines(results))
