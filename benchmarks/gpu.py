@@ -138,11 +138,11 @@ def updates_of(groups: list[Group], responses: int, group: int) -> list[list[Gro
     return [groups[i : i + size] for i in range(0, len(groups), size)]
 
 
-def measure_learner(groups: list[Group], sizes: Sizes, device: str, checkpointing: bool) -> dict[str, Any]:
+def measure_learner(groups: list[Group], sizes: Sizes, device: str, **how: bool) -> dict[str, Any]:
     """Packing, forward (twice where the bounds need it), backward, step: the whole of an update. The second round."""
     peak = Peak()
     model = make_model(sizes.learner_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    learner = Learner(model, LearnerSettings(lr=1e-6, activation_checkpointing=checkpointing))
+    learner = Learner(model, LearnerSettings(lr=1e-6, **how))
     parts = updates_of(groups, sizes.update, sizes.group)
 
     def round_() -> None:
@@ -162,6 +162,11 @@ def measure_learner(groups: list[Group], sizes: Sizes, device: str, checkpointin
     }
 
 
+def our_learners(device: str) -> dict[str, dict[str, bool]]:
+    compiled = {"ours, compiled": {"compile": True}} if device == "cuda" else {}
+    return {"ours": {}, **compiled, "ours, layers recomputed": {"activation_checkpointing": True}}
+
+
 def learner_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
     device = options.device
     groups = workload.ragged_groups(sizes, workload.SHAPES[sizes.learner_shape][5])
@@ -173,8 +178,10 @@ def learner_section(report: Report, sizes: Sizes, options: argparse.Namespace) -
     )
     run = bind(report, "learner", sizes.learner_shape)
     results = {
-        "ours": run("ours", lambda: measure_learner(groups, sizes, device, False)),
-        "ours, layers recomputed": run("ours, layers recomputed", lambda: measure_learner(groups, sizes, device, True)),
+        **{
+            name: run(name, lambda how=how: measure_learner(groups, sizes, device, **how))
+            for name, how in our_learners(device).items()
+        },
         "padded, full logits": run("padded, full logits", lambda: references.padded_learner(groups, sizes, device)),
         "TRL": run("TRL", lambda: references.trl_learner(groups, sizes, device, options.trl_checkpointing)),
     }
@@ -211,11 +218,11 @@ def bounds_section(report: Report, sizes: Sizes, options: argparse.Namespace) ->
 # ----------------------------------------------------------------------------------------------------------- step
 
 
-def measure_step(sizes: Sizes, device: str) -> dict[str, Any]:
+def measure_step(sizes: Sizes, device: str, **how: bool) -> dict[str, Any]:
     """Sample, score, pack, and take every update: the second cycle."""
     peak = Peak()
     model = make_model(sizes.step_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    learner = Learner(model, LearnerSettings(lr=1e-6))
+    learner = Learner(model, LearnerSettings(lr=1e-6, **how))
     engine = our_engine(model, sizes.step_responses)
     requests = workload.equal_requests(sizes.step_responses, sizes, model.config.vocab_size, group=sizes.group)
 
@@ -244,7 +251,10 @@ def measure_step(sizes: Sizes, device: str) -> dict[str, Any]:
 
 def step_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
     run = bind(report, "step", sizes.step_shape)
-    ours = run("ours", lambda: measure_step(sizes, options.device))
+    ours = {"ours": run("ours", lambda: measure_step(sizes, options.device))}
+    if options.device == "cuda":
+        name = "ours, compiled"
+        ours[name] = run(name, lambda: measure_step(sizes, options.device, compile=True))
     trl = run("TRL", lambda: references.trl_cycle(sizes, options.device, options.trl_checkpointing))
     rows = [
         [
@@ -253,7 +263,7 @@ def step_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> N
             times(x, trl),
             gib(x),
         ]
-        for name, x in (("ours", ours), ("TRL", trl))
+        for name, x in {**ours, "TRL": trl}.items()
     ]
     print(f"\n{sizes.step_responses} responses of {sizes.new} tokens, updates of {sizes.step_update}")
     header = ["cycle", "whole", "sampling", "old log-probs", "updates", "against TRL", "peak memory"]

@@ -18,9 +18,10 @@ usage: bapo COMMAND ...
   resume RUN                                   continue a run from its newest checkpoint
   compare GRID.toml                            objectives x settings x seeds: run what is missing, print a table
   report RUN... [--out FILE]                   table and figures of runs as one HTML file; --live follows them
+  diagnose DUMP... [--html OUT] [--json OUT]   what the clip does to logged batches of any trainer, and what to do
   --version                                    print the version
 
-`bapo train --help` lists every key with its default."""
+`bapo train --help` lists every key with its default; `bapo diagnose --help` what a dump is."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,10 +48,14 @@ def run(arguments: list[str]) -> int:
             return _guarded(lambda: _compare(rest))
         case ["report", *rest]:
             return _report(rest)
+        case ["diagnose", *rest]:
+            from bapo.diagnose.command import run as diagnose
+
+            return diagnose(rest)
         case [other, *_]:
             import difflib
 
-            near = difflib.get_close_matches(other, ["train", "resume", "compare", "report"], n=1)
+            near = difflib.get_close_matches(other, ["train", "resume", "compare", "report", "diagnose"], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
             return 2

@@ -130,6 +130,8 @@ class OffPolicyConfig(_Section):
     """Oldest parked group, in updates; None: max_staleness less the updates of one step."""
     partial_over_age: Literal["finish", "drop"] = "finish"
     """What happens to a parked response that would grow too old: finished beyond the budget, or dropped."""
+    partial_cache: Literal["rebuild", "keep"] = "rebuild"
+    """Keys and values of parked responses (CUDA): computed again under the new weights, or kept as they are."""
 
 
 class LearnConfig(_Section):
@@ -156,6 +158,8 @@ class LearnConfig(_Section):
     and speed, not results."""
     activation_checkpointing: bool = False
     """Layers keep only their inputs for the backward pass and are computed again there: less memory, more time."""
+    compile: bool = False
+    """Compile the layers (CUDA): a minute at the start, then faster updates. See docs/performance.md."""
 
 
 class EvalConfig(_Section):

@@ -1,4 +1,4 @@
-"""Solver and clipped loss on CUDA at the size of an update: the CPU's numbers, two launches, no host sync."""
+"""Solver and clipped loss on CUDA at the size of an update: the CPU's numbers, few launches, no host sync."""
 
 import itertools
 
@@ -95,16 +95,63 @@ def test_solve_bounds_can_be_captured_in_a_graph():
         assert values(captured) == pytest.approx(values(expected), rel=1e-6)
 
 
+def launches(function):
+    """Names of what the second call runs on the device."""
+    function()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+
+
 def test_solve_bounds_is_two_launches():
     logprobs, behavior, advantages, mask = (x.cuda() for x in update())
     ratio = (logprobs - behavior).exp()
-    solve_bounds(ratio, advantages, mask, ClipSettings())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        solve_bounds(ratio, advantages, mask, ClipSettings())
-        torch.cuda.synchronize()
-    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [name for name in launched if "kernel" in name]
-    assert len(kernels) == len(launched) == 2, launched
+    launched = launches(lambda: solve_bounds(ratio, advantages, mask, ClipSettings()))
+    assert launched == ["_signal_kernel", "_choose_kernel"]
+
+
+def test_policy_loss_is_two_launches_more_and_its_backward_pass_three():
+    tensors = [x.cuda() for x in update()]
+    tensors[0].requires_grad_()
+    clipped = ["_clipped_kernel", "_summary_kernel"]
+    assert launches(lambda: policy_loss(*tensors, objective="grpo")) == clipped
+    assert launches(lambda: policy_loss(*tensors)) == ["_signal_kernel", "_choose_kernel", *clipped]
+    # The gradient of the loss, 1; that over the denominator; its product with the derivative.
+    loss = policy_loss(*tensors).loss
+    assert len(launches(lambda: torch.autograd.grad(loss, tensors[0], retain_graph=True))) == 3
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
+@pytest.mark.parametrize("denominator", [None, 70_000.0, torch.tensor(70_000.0)], ids=["none", "float", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reductions_denominators_dtypes_and_garbage_where_the_mask_is_off(reduction, denominator, dtype):
+    shape = (257, 511)
+    logprobs, behavior, advantages, mask = (x.reshape(shape) for x in update(torch.Size(shape).numel()))
+    tensors = [x.to(dtype) for x in (logprobs, behavior, advantages)]
+    for values, bad in zip(tensors, (torch.nan, torch.inf, torch.nan), strict=True):
+        values[~mask] = bad
+    options = {"objective": "clip_higher", "reduction": reduction, "length": 600}
+
+    def run(device):
+        leaf, *rest = (x.to(device) for x in (*tensors, mask))
+        leaf.requires_grad_()
+        divisor = denominator.to(device) if isinstance(denominator, torch.Tensor) else denominator
+        out = policy_loss(leaf, *rest, denominator=divisor, **options)
+        out.loss.backward()
+        return out, leaf.grad
+
+    (cuda, cuda_gradient), (cpu, cpu_gradient) = run("cuda"), run("cpu")
+    assert_close(cuda.loss.cpu(), cpu.loss, rtol=1e-5, atol=1e-7)
+    assert (cuda.loss.dtype, cuda_gradient.dtype) == (torch.float32, dtype)
+    same = cuda.retained.cpu() == cpu.retained  # a ratio within rounding of a bound may fall on either side of it
+    assert (~same).sum() <= 2
+    tolerance = {torch.float32: (1e-5, 1e-10), torch.bfloat16: (1e-2, 1e-9), torch.float16: (2e-3, 1e-7)}[dtype]
+    assert_close(cuda_gradient.cpu()[same], cpu_gradient[same], rtol=tolerance[0], atol=tolerance[1])
+    assert not cuda_gradient.cpu()[~mask].any()
+    for name, value in cpu.metrics.items():
+        assert_close(cuda.metrics[name].cpu(), value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -166,3 +166,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype, tmp_path):
     resume(killed, plain=True)
     for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_give_the_same_update(recompute):
+    losses, weights = [], []
+    for compiled in (False, True):
+        model = made("qwen3").bfloat16().cuda()
+        settings = LearnerSettings(objective="grpo", lr=1e-2, compile=compiled, activation_checkpointing=recompute)
+        learner = Learner(model, settings)
+        losses.append([learner.step([on_cuda(flat_batch(LENGTHS[: 8 - i]))]).metrics["loss"] for i in range(3)])
+        weights.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
+    assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.05, atol=0.02)
+    assert relative(weights[1], weights[0]) < 0.02

@@ -21,6 +21,8 @@ MAY_IMPORT = {
     "learn": {"types", "core"},
     "adapters": {"types", "core"},
     "demo": {"types", "tasks"},
+    "dumps": set(),
+    "diagnose": {"types", "core", "metrics", "dumps"},
     "metrics": {"types"},
     "view": {"types"},
     "config": {"types", "core.settings", "tasks", "demo"},
@@ -40,6 +42,7 @@ ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify"}
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),
     *("bapo.compare", "bapo.report", "bapo.report.live", "bapo.cli"),
+    *("bapo.dumps.updates", "bapo.diagnose.command"),
 ]
 
 

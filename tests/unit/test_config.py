@@ -117,3 +117,11 @@ def test_device_and_dtype_are_decided_once_and_kept():
     if not cuda:
         with pytest.raises(ConfigError, match=r"device='cuda', but torch sees no CUDA device here.*device='cpu'"):
             resolve(parse_config({"device": "cuda"}, source="test"))
+
+
+def test_what_needs_the_cuda_engine_is_refused_on_cpu():
+    from bapo.train.run import build
+
+    config = parse_config({"device": "cpu", "offpolicy": {"partial_cache": "keep"}}, source="test")
+    with pytest.raises(ConfigError, match=r"partial_cache='keep' needs the CUDA engine.*'rebuild'"):
+        build(config)

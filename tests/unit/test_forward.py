@@ -11,7 +11,7 @@ from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, disagreeme
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local import LocalEngine
-from tests.small_models import MODELS, SIZES, flat_batch, made
+from tests.small_models import MODELS, SIZES, flat_batch, made, windowed
 
 
 def one_by_one(model, batch):
@@ -38,11 +38,14 @@ def test_both_ways_give_the_states_and_gradients_of_each_sequence_alone(name, pa
         assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
 
 
-def test_the_windows_of_that_model_matter():
-    batch = flat_batch([9])
-    windowed, full = made("qwen2 with windows"), made("qwen2")
-    full.load_state_dict(windowed.state_dict())
-    assert not torch.allclose(one_by_one(windowed, batch), one_by_one(full, batch), atol=0.1)
+def test_a_model_with_windows_is_padded():
+    batch, model = flat_batch([9, 4]), windowed()
+    assert "sliding window" in disagreement(model)
+    expected = one_by_one(model, batch)
+    assert_close(hidden_states(model, batch, packed=False), expected, rtol=1e-4, atol=1e-4)
+    full = made("qwen2")
+    full.load_state_dict(model.state_dict())
+    assert not torch.allclose(one_by_one(full, batch), expected, atol=0.1)  # the windows matter
 
 
 def test_the_attention_of_the_model_is_its_own_again_after_a_pass():
@@ -141,3 +144,24 @@ def test_a_model_without_such_layers_is_refused():
 
     with pytest.raises(ValueError, match=r"learn\.activation_checkpointing=True, but Plain has no layers"):
         Learner(Plain(LlamaConfig(**SIZES)), LearnerSettings(activation_checkpointing=True))
+
+
+def test_compiled_layers_are_exchanged_for_one_pass_only():
+    model, batch = made("llama"), flat_batch([5, 3])
+    plain = hidden_states(model, batch, packed=False)
+    calls = []
+
+    def counted(forward):
+        def run(*args, **kwargs):
+            calls.append(1)
+            return forward(*args, **kwargs)
+
+        return run
+
+    forwards = [counted(layer.forward) for layer in layers_of(model)]
+    states = hidden_states(model, batch, packed=False, recompute=True, compiled=forwards)
+    assert torch.equal(states, plain)
+    states.sum().backward()
+    assert len(calls) == 2 * len(forwards)  # once more in the backward pass
+    hidden_states(model, batch, packed=False)
+    assert len(calls) == 2 * len(forwards)

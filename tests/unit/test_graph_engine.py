@@ -130,6 +130,8 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
 
 def test_on_cpu_the_general_engine_is_chosen():
     assert isinstance(in_process_engine(tiny("llama"), slots=4), LocalEngine)
+    with pytest.raises(ValueError, match=r"needs the CUDA engine, .* it is on cpu"):
+        in_process_engine(tiny("llama"), slots=4, parked="keep")
 
 
 def test_batch_sizes_hold_every_number_of_rows():

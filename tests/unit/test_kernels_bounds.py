@@ -202,6 +202,20 @@ def test_a_bad_log_prob_is_no_token_past_the_limit(bad):
     assert parts.isnan().all()
 
 
+@pytest.mark.parametrize("weight", ["none", "rollout_prob"])
+@pytest.mark.parametrize("limit", [None, MAX_LOG_RATIO])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masked_tokens_may_hold_anything(weight, limit, dtype):
+    settings = ClipSettings(weight=weight, measure="surrogate")
+    ratio, advantages, mask, behavior = tokens_near_the_grid(300, settings, 6, dtype)
+    first = ratio if limit is None else behavior + ratio.log().clamp(min=-30)
+    clean = parts_of(first, advantages, mask, settings, behavior, limit)
+    for values, bad in zip((first, advantages, behavior), (math.inf, math.nan, math.inf), strict=True):
+        values[~mask] = bad
+    assert clean.isfinite().all()
+    assert torch.equal(parts_of(first, advantages, mask, settings, behavior, limit), clean)
+
+
 def test_programs_stride_over_more_tokens_than_they_cover_at_once(monkeypatch):
     settings = ClipSettings()
     ratio, advantages, mask, _ = tokens_near_the_grid(3 * BLOCK_TOKENS + 1, settings, 3)

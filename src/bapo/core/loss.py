@@ -1,8 +1,9 @@
 """policy_loss: four tensors in, loss out.
 
 The one call that puts the core together: check, solve the bounds (for `bapo`), compute the loss per token, reduce it,
-and report. What it deliberately does not do: recompute log-probs, estimate advantages, or keep state between calls. An
-update in several micro-batches solves its bounds once, from the sum of their tables, and hands them to each call:
+and report. On CUDA an objective with one pair of bounds is computed, reduced and counted by kernels in one pass. What
+it deliberately does not do: recompute log-probs, estimate advantages, or keep state between calls. An update in several
+micro-batches solves its bounds once, from the sum of their tables, and hands them to each call:
 
     table = sum(update_table(logprobs, behavior_logprobs, advantages, mask, settings) for each micro-batch)   # no grad
     bounds = bounds_from_table(table, settings)
@@ -17,7 +18,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,12 @@ from bapo.core.bounds import ClipBounds, bounds_from_parts, poison_peers, signal
 from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
 from bapo.core.kernels import usable
-from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, TokenLoss, Tokens
-from bapo.core.reduction import Reduction, denominator_of, reduce_tokens
+from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, TokenLoss, Tokens
+from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
 from bapo.core.settings import ClipSettings, require_choice
+
+DEFAULT_SETTINGS = ClipSettings()
+REDUCTIONS = get_args(Reduction)
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,10 @@ def policy_loss(
     bounds NaN, and `bapo.core.checks.check_tokens` says which token it was.
     """
     solves = objective == "bapo" and bounds is None
-    settings_or_default = settings if isinstance(settings, ClipSettings) else ClipSettings()
+    settings_or_default = settings if isinstance(settings, ClipSettings) else DEFAULT_SETTINGS
     try:
         _check_options(objective, settings, bounds, process_group, options)
-        require_choice("reduction", reduction, get_args(Reduction))
+        require_choice("reduction", reduction, REDUCTIONS)
         check_shapes(
             mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy
         )
@@ -94,8 +98,10 @@ def policy_loss(
             check_not_empty(
                 mask, "Skip it; as one part of a larger update, pass the update's bounds= and denominator=."
             )
-            denominator = denominator_of(mask, reduction, sequence_ids=sequence_ids, length=length)
-        _check_denominator(denominator)
+            if reduction != "token_mean":  # which is counted where the tokens are added up
+                denominator = denominator_of(mask, reduction, sequence_ids=sequence_ids, length=length)
+        else:
+            _check_denominator(denominator)
         tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
     except Exception:
         if solves and process_group is not None:
@@ -105,9 +111,8 @@ def policy_loss(
     if solves:
         bounds = _solve(tokens, settings_or_default, process_group)
     result = OBJECTIVES[objective](tokens, **({"bounds": bounds} if objective == "bapo" else {}), **options)
-    loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=sequence_ids)
-    loss = loss * (1 + 0 * loss.detach())  # a NaN loss gives NaN gradients, not the finite ones of the other tokens
-    return PolicyLoss(loss, result.bounds, _metrics(tokens, result, entropy), result.retained)
+    reduced = _reduce(result, tokens, reduction, denominator)
+    return PolicyLoss(reduced.loss, reduced.bounds, _metrics(tokens, reduced, entropy), reduced.retained)
 
 
 @torch.no_grad()
@@ -130,7 +135,7 @@ def update_table(
 def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGroup | None) -> ClipBounds:
     """Bounds from these tokens. One past the ratio limit has no gradient, so it has no say in the bounds either."""
     if process_group is None and usable(tokens.mask):
-        return bounds_from_parts(_table_parts(tokens, settings), settings, tokens.logprobs.dtype)
+        return bounds_from_parts(_table_parts(tokens, settings), settings, tokens.dtype)
     return solve_bounds(
         tokens.ratio.detach(),
         tokens.advantages,
@@ -142,10 +147,57 @@ def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGr
 
 
 def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
-    """The signal table straight from the log-probs."""
+    """The signal table straight from the log-probs as they were given."""
     return table_parts(
-        tokens.logprobs, tokens.advantages, tokens.mask, settings, tokens.behavior_logprobs, MAX_LOG_RATIO
+        tokens.given_logprobs,
+        tokens.given_advantages,
+        tokens.mask,
+        settings,
+        tokens.given_behavior_logprobs,
+        MAX_LOG_RATIO,
     )
+
+
+class _Reduced(NamedTuple):
+    """An objective's result as one number, and what is reported with it."""
+
+    loss: Tensor  # 0-d
+    retained: Tensor
+    bounds: ClipBounds | None
+    statistics: dict[str, Tensor]  # `clip_statistics`
+
+
+def _reduce(
+    result: TokenLoss | Clipped, tokens: Tokens, reduction: Reduction, denominator: Tensor | float | None
+) -> _Reduced:
+    """Masked, weighted, summed and divided, by kernels where they can. A NaN loss gives NaN gradients to every token.
+
+    No denominator: the number of tokens under the mask.
+    """
+    mask, ids = tokens.mask, tokens.sequence_ids
+    if isinstance(result, Clipped) and usable(mask) and tokens.dtype == torch.float32:
+        from bapo.core.kernels.clipped import clipped_loss
+
+        fused = clipped_loss(
+            tokens.given_logprobs,
+            tokens.given_behavior_logprobs,
+            tokens.given_advantages,
+            mask,
+            result.low,
+            result.high,
+            log_ratio_limit=MAX_LOG_RATIO,
+            cap=result.cap,
+            weights=token_weights(mask, reduction, tokens.dtype, sequence_ids=ids)
+            if reduction == "sequence_mean"
+            else None,
+            denominator=denominator,
+        )
+        return _Reduced(fused.loss, fused.retained, result.solved or ClipBounds(*fused.bounds), fused.statistics)
+    if denominator is None:
+        denominator = denominator_of(mask, "token_mean")
+    loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=ids)
+    loss = loss * (1 + 0 * loss.detach())  # not the finite gradients of the other tokens
+    return _Reduced(loss, result.retained, result.bounds, clip_statistics(tokens, result.retained))
 
 
 def clean_tokens(
@@ -155,28 +207,18 @@ def clean_tokens(
     mask: Tensor,
     sequence_ids: Tensor | None = None,
 ) -> Tokens:
-    """The tokens in working precision, with zeros where the mask is off, so that padding can hold anything.
-
-    Behaviour log-probs and advantages are constants of the past: no gradient flows into them.
-    """
+    """The tokens, to be had in working precision and with zeros where the mask is off: padding can hold anything."""
     if behavior_logprobs.requires_grad and not logprobs.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "behavior_logprobs requires grad and logprobs does not: the two are swapped. The first argument is the "
             "policy being trained; the second, the one that sampled, is a constant."
         )
-    dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
-    return Tokens(
-        logprobs=zero_outside(mask, logprobs.to(dtype)),
-        behavior_logprobs=zero_outside(mask, behavior_logprobs.detach().to(dtype)),
-        advantages=zero_outside(mask, advantages.detach().to(dtype)),
-        mask=mask,
-        sequence_ids=sequence_ids,
-    )
+    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
 
 
-def _metrics(tokens: Tokens, result: TokenLoss, entropy: Tensor | None) -> dict[str, Tensor]:
-    metrics = clip_statistics(tokens, result.retained) if result.statistics is None else dict(result.statistics)
-    bounds = result.bounds
+def _metrics(tokens: Tokens, reduced: _Reduced, entropy: Tensor | None) -> dict[str, Tensor]:
+    metrics = dict(reduced.statistics)
+    bounds = reduced.bounds
     if bounds is not None:
         metrics |= {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share}
         if bounds.share_at_start is not None and bounds.share_at_end is not None and bounds.stop is not None:
@@ -186,8 +228,8 @@ def _metrics(tokens: Tokens, result: TokenLoss, entropy: Tensor | None) -> dict[
                 "stop": bounds.stop,
             }
     if entropy is not None:
-        entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.logprobs.dtype))
-        metrics |= entropy_statistics(tokens, entropy, result.retained)
+        entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.dtype))
+        metrics |= entropy_statistics(tokens, entropy, reduced.retained)
     return metrics
 
 

@@ -1,7 +1,8 @@
 """Policy objectives: one short function each, a loss per token in return.
 
 Every objective takes `Tokens` (what the learner knows of each token) and its own options, and returns the loss per
-token (to be minimised, unreduced) with `retained`: which tokens still have a gradient. Masking and averaging happen in
+token (to be minimised, unreduced) with `retained`: which tokens still have a gradient. Those with one pair of bounds
+return a description, `Clipped`, which a kernel can evaluate and reduce in one pass. Masking and averaging happen in
 `reduction.py`, choosing bounds in `bounds.py`. r_t = pi_theta / pi_behavior of token t throughout, and bounds are
 bounds on the ratio, never epsilons. The log-ratio is limited to +-20 so that no ratio overflows; a token beyond it has
 gradient 0 and is not retained.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, clip, fixed_bounds
-from bapo.core.kernels import usable
+from bapo.core.checks import zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -29,13 +30,37 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one loss call: [tokens] packed or [sequences, tokens] padded, zeros where masked out."""
+    """The tokens of one loss call: [tokens] packed or [sequences, tokens] padded.
 
-    logprobs: Tensor  # under the learner now; carries grad
-    behavior_logprobs: Tensor  # under the policy that sampled each token
-    advantages: Tensor
+    They are given in any floating dtype, with anything where masked out, and handed out in working precision, with
+    zeros there. That costs nothing before the first use: kernels take them as given.
+    """
+
+    given_logprobs: Tensor  # under the learner now; carries grad
+    given_behavior_logprobs: Tensor  # under the policy that sampled each token
+    given_advantages: Tensor
     mask: Tensor  # bool
     sequence_ids: Tensor | None = None  # which response each packed token belongs to
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Working precision: float64 stays, everything coarser is worked on in float32."""
+        return torch.float64 if self.given_logprobs.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """log pi_theta, carrying grad."""
+        return zero_outside(self.mask, self.given_logprobs.to(self.dtype))
+
+    @cached_property
+    def behavior_logprobs(self) -> Tensor:
+        """log pi_behavior, a constant of the past: no gradient flows into it."""
+        return zero_outside(self.mask, self.given_behavior_logprobs.detach().to(self.dtype))
+
+    @cached_property
+    def advantages(self) -> Tensor:
+        """A_t, a constant too."""
+        return zero_outside(self.mask, self.given_advantages.detach().to(self.dtype))
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -74,7 +99,6 @@ class TokenLoss(NamedTuple):
     loss: Tensor  # to be minimised
     retained: Tensor  # bool: its gradient survives
     bounds: ClipBounds | None = None  # where one pair of ratio bounds applies to all tokens
-    statistics: dict[str, Tensor] | None = None  # `clip_statistics`, where a kernel counted them on its way
 
 
 def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
@@ -93,39 +117,50 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
     return -torch.where(retained, ratio, clip(ratio.detach(), low, high)) * advantages
 
 
-def _clipped(
-    tokens: Tokens,
-    low: Tensor | float,
-    high: Tensor | float,
-    *,
-    solved: ClipBounds | None = None,  # what is known of (low, high) where a search chose them
-    cap: float | None = None,  # on ratios of negative tokens
-) -> TokenLoss:
-    """The clipped surrogate of each token's own ratio, between one pair of bounds."""
-    if cap is not None and not cap > 1:
-        raise ValueError(
-            f"the dual clip is {cap}, but it caps ratios of negative tokens from above. Use a value > 1, e.g. 3.0."
-        )
-    if usable(tokens.logprobs) and tokens.logprobs.dtype == torch.float32:
-        from bapo.core.kernels.clipped import clipped_loss
+@dataclass(frozen=True)
+class Clipped:
+    """The clipped surrogate of each token's own ratio, between one pair of bounds: a `TokenLoss` not yet computed.
 
-        fused = clipped_loss(
-            tokens.logprobs,
-            tokens.behavior_logprobs,
-            tokens.advantages,
-            tokens.mask,
-            low,
-            high,
-            log_ratio_limit=MAX_LOG_RATIO,
-            cap=cap,
-        )
-        return TokenLoss(fused.loss, fused.retained, solved or ClipBounds(*fused.bounds), fused.statistics)
-    loss = clipped_surrogate(tokens.ratio, tokens.advantages, low, high)
-    retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
-    if cap is not None:
-        capped = (tokens.advantages < 0) & (tokens.ratio >= cap)
-        loss, retained = torch.where(capped, -cap * tokens.advantages, loss), retained & ~capped
-    return TokenLoss(loss, retained, solved or fixed_bounds(tokens.ratio, tokens.advantages, float(low), float(high)))
+    `loss`, `retained` and `bounds` compute it with torch operations when they are asked for.
+    """
+
+    tokens: Tokens
+    low: Tensor | float
+    high: Tensor | float
+    solved: ClipBounds | None = None  # what is known of (low, high) where a search chose them
+    cap: float | None = None  # on ratios of negative tokens
+
+    def __post_init__(self) -> None:
+        if self.cap is not None and not self.cap > 1:
+            raise ValueError(
+                f"the dual clip is {self.cap}, but it caps ratios of negative tokens from above. Use a value > 1, "
+                "e.g. 3.0."
+            )
+
+    @property
+    def loss(self) -> Tensor:
+        """-min(r A, clip(r, low, high) A), and -cap A for A < 0 where r >= cap."""
+        tokens = self.tokens
+        loss = clipped_surrogate(tokens.ratio, tokens.advantages, self.low, self.high)
+        return loss if self.cap is None else torch.where(self._capped, -self.cap * tokens.advantages, loss)
+
+    @cached_property
+    def retained(self) -> Tensor:
+        """Neither clipped, nor capped, nor past the ratio limit."""
+        tokens = self.tokens
+        retained = retained_by(tokens.ratio, tokens.advantages, self.low, self.high) & tokens.within
+        return retained if self.cap is None else retained & ~self._capped
+
+    @cached_property
+    def bounds(self) -> ClipBounds:
+        """Those solved, or those given with their share."""
+        low, high = self.low, self.high
+        return self.solved or fixed_bounds(self.tokens.ratio, self.tokens.advantages, float(low), float(high))
+
+    @cached_property
+    def _capped(self) -> Tensor:
+        assert self.cap is not None
+        return (self.tokens.advantages < 0) & (self.tokens.ratio >= self.cap)
 
 
 def _check_bounds(low: float, high: float) -> None:
@@ -142,32 +177,32 @@ def _check_positive(**options: float) -> None:
             raise ValueError(f"{name}={value} must be positive; the paper's value is the default.")
 
 
-def grpo(tokens: Tokens, *, low: float = 0.8, high: float = 1.2) -> TokenLoss:
+def grpo(tokens: Tokens, *, low: float = 0.8, high: float = 1.2) -> Clipped:
     """Fixed symmetric clip (GRPO, arXiv:2402.03300, without its KL term): low, high = 0.8, 1.2."""
     _check_bounds(low, high)
-    return _clipped(tokens, low, high)
+    return Clipped(tokens, low, high)
 
 
-def clip_higher(tokens: Tokens, *, low: float = 0.8, high: float = 1.28) -> TokenLoss:
+def clip_higher(tokens: Tokens, *, low: float = 0.8, high: float = 1.28) -> Clipped:
     """Fixed asymmetric clip (DAPO, arXiv:2503.14476): low, high = 0.8, 1.28."""
     return grpo(tokens, low=low, high=high)
 
 
-def dual_clip(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, cap: float = 3.0) -> TokenLoss:
+def dual_clip(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, cap: float = 3.0) -> Clipped:
     """Dual-clip PPO (arXiv:1912.09729): negative tokens are also clipped above, at ratio `cap`.
 
     L_t = -max( min(r A, clip(r, low, high) A), cap A )   for A < 0;  the plain clip for A >= 0
     """
     _check_bounds(low, high)
-    return _clipped(tokens, low, high, cap=cap)
+    return Clipped(tokens, low, high, cap=cap)
 
 
-def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) -> TokenLoss:
+def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) -> Clipped:
     """The clipped surrogate at bounds solved from this update's own tokens (BAPO, arXiv:2510.18927).
 
     `dual_clip` caps negative tokens as the authors' script does (at 3.0); the paper has no such cap.
     """
-    return _clipped(tokens, bounds.low, bounds.high, solved=bounds, cap=dual_clip)
+    return Clipped(tokens, bounds.low, bounds.high, solved=bounds, cap=dual_clip)
 
 
 def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ratio: float = 10.0) -> TokenLoss:
@@ -260,7 +295,7 @@ def m2po(tokens: Tokens, *, threshold: float = 0.04) -> TokenLoss:
     return TokenLoss(-tokens.ratio * tokens.advantages * retained, retained)
 
 
-Objective = Callable[..., TokenLoss]
+Objective = Callable[..., TokenLoss | Clipped]
 
 OBJECTIVES: dict[str, Objective] = {
     "grpo": grpo,

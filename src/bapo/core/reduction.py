@@ -50,12 +50,24 @@ def reduce_tokens(
     sequence_ids: Tensor | None = None,
 ) -> Tensor:  # 0-d
     """sum of masked, weighted values / denominator."""
-    weights = mask.to(values.dtype)
-    if reduction == "sequence_mean":
-        weights = weights / spread(sequence_lengths(mask, sequence_ids), mask, sequence_ids).clamp(min=1)
+    weights = token_weights(mask, reduction, values.dtype, sequence_ids=sequence_ids)
     if isinstance(denominator, Tensor):
         denominator = denominator.to(values.device, values.dtype)
     return (values * weights).sum() / denominator
+
+
+def token_weights(
+    mask: Tensor,  # [tokens] or [sequences, tokens], bool
+    reduction: Reduction,
+    dtype: torch.dtype,
+    *,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:  # same shape
+    """What the loss of each token is multiplied by: 0 or 1, divided by |y_i| where every response weighs the same."""
+    weights = mask.to(dtype)
+    if reduction == "sequence_mean":
+        weights = weights / spread(sequence_lengths(mask, sequence_ids), mask, sequence_ids).clamp(min=1)
+    return weights
 
 
 def sequence_sums(

@@ -12,7 +12,7 @@ sequences: a model with another kind of attention (soft-capping, sinks, state be
 The packed way needs another attention function. It is chosen for the duration of a pass and the model's own put back
 after it, because the sampler runs the same model. Activation checkpointing is a matter of a pass, too: each layer keeps
 only its input and runs again in the backward pass, with the attention function of the first time. transformers has its
-own switch for this, which works in training mode only; the learner stays in eval mode.
+own switch for this, which works in training mode only; the learner stays in eval mode. So is compilation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,17 +35,35 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bapo.types import TokenBatch
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # type: ignore[assignment]
+VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
+"""What this version of torch lets one say."""
+
 PACKED_ATTENTION = "bapo_packed"
 AGREEMENT = 0.05
 """Largest relative difference between the two ways. 16-bit rounding makes about 0.02, wrong attention over 0.1."""
 
 
-def hidden_states(model: Any, batch: TokenBatch, *, packed: bool, recompute: bool = False) -> Tensor:
+def hidden_states(
+    model: Any,
+    batch: TokenBatch,
+    *,
+    packed: bool,
+    recompute: bool = False,
+    compiled: Sequence[Callable[..., Any]] | None = None,
+) -> Tensor:
     """The last hidden state at every place of the batch, [places, width].
 
-    `recompute`: layers keep nothing for the backward pass but their inputs.
+    `recompute`: layers keep nothing for the backward pass but their inputs. `compiled`: see `compiled_layers`.
     """
-    with recomputed_layers(model) if recompute and torch.is_grad_enabled() else nullcontext():
+    layers = layers_of(model)
+    forwards = list(compiled) if compiled is not None else [layer.forward for layer in layers]
+    if recompute and torch.is_grad_enabled():
+        forwards = [recomputed(forward, model) for forward in forwards]
+    with exchanged(layers, forwards):
         return _packed(model, batch) if packed else _padded(model, batch)
 
 
@@ -89,7 +107,7 @@ def can_pack(model: Any) -> bool:
     reason = None
     if model.dtype not in (torch.float16, torch.bfloat16):
         reason = f"its weights are {model.dtype}, and FlashAttention takes 16-bit ones"
-    elif _varlen_attention() is None:
+    elif varlen_attn is None:
         reason = "this version of torch has no attention for variable lengths (2.10 and later do)"
     else:
         reason = disagreement(model)
@@ -167,26 +185,24 @@ def packed_attention(
 
 def attend_at_once(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
     """All sequences in one call of FlashAttention. What the installed version cannot do itself is done here."""
-    call = _varlen_attention()
-    assert call is not None
+    assert varlen_attn is not None
     heads, width = query.shape[1:]
     if width % 8:
         raise ValueError(f"FlashAttention needs heads whose width is a multiple of 8, not {width}")
-    accepted = inspect.signature(call).parameters
     options: dict[str, Any] = {}
     if key.shape[1] != heads:
-        if "enable_gqa" in accepted:
+        if "enable_gqa" in VARLEN_OPTIONS:
             options["enable_gqa"] = True
         else:
             key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    if "scale" in accepted:
+    if "scale" in VARLEN_OPTIONS:
         options["scale"] = scaling
     elif not math.isclose(scaling, width**-0.5):
         query = query * (scaling * width**0.5)
-    causal = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    causal = {"window_size": (-1, 0)} if "window_size" in VARLEN_OPTIONS else {"is_causal": True}
     options |= causal  # a window is (tokens to the left, tokens to the right), -1 for all
-    output: Tensor = call(query, key, value, offsets, offsets, longest, longest, **options)
-    return output
+    output: Any = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
+    return cast(Tensor, output)
 
 
 def attend_one_by_one(
@@ -205,15 +221,6 @@ def attend_one_by_one(
     return torch.cat(outputs)
 
 
-@cache
-def _varlen_attention() -> Callable[..., Any] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
@@ -222,25 +229,32 @@ def layers_of(model: Any) -> list[GradientCheckpointingLayer]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-@contextmanager
-def recomputed_layers(model: Any) -> Iterator[None]:
-    """Inside, every layer keeps its inputs only and is run again by the backward pass, wherever that takes place."""
-    layers = layers_of(model)
-    before = [vars(layer).get("forward") for layer in layers]
+def compiled_layers(model: Any) -> list[Callable[..., Any]]:
+    """The forward pass of each layer, compiled at its first call; one compilation serves all layers and lengths."""
+    return [torch.compile(layer.forward, dynamic=True) for layer in layers_of(model)]
+
+
+def recomputed(forward: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """A layer's forward pass that keeps its inputs only and is run again by the backward pass."""
     contexts = partial(_same_attention_again, model)
-    for layer in layers:
-        # Nothing here is random, so there is no generator state to keep.
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+    # Nothing here is random, so there is no generator state to keep.
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+@contextmanager
+def exchanged(layers: Sequence[Any], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Inside, each layer has this forward pass."""
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = forward
     try:
         yield
     finally:
-        for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
+        for layer, own in zip(layers, before, strict=True):
+            if own is None:
                 del layer.forward
             else:
-                layer.forward = forward
+                layer.forward = own
 
 
 def _same_attention_again(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

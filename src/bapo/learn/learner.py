@@ -29,7 +29,7 @@ from bapo.core.logprobs import token_logprobs
 from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss, update_table
 from bapo.core.reduction import Reduction, denominator_of
 from bapo.core.settings import ClipSettings
-from bapo.learn.forward import can_pack, hidden_states, layers_of
+from bapo.learn.forward import can_pack, compiled_layers, hidden_states, layers_of
 from bapo.learn.optimizer import Optimizer
 from bapo.types import TokenBatch
 
@@ -61,6 +61,8 @@ class LearnerSettings:
     """Whether layers keep only their inputs for the backward pass and are computed again there."""
     staleness_bins: int = 16
     """Ages counted one by one in the staleness histogram; older tokens share the last bin."""
+    compile: bool = False
+    """Run the layers compiled by torch."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Learner:
                 f"learn.activation_checkpointing=True, but {type(model).__name__} has no layers that transformers can "
                 "checkpoint. Set it to False and lower learn.micro_tokens to save memory."
             )
+        self.compiled = compiled_layers(model) if settings.compile else None
         self.optimizer = Optimizer(
             model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
@@ -150,7 +153,9 @@ class Learner:
 
     def logprobs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each response token under the current weights."""
-        states = hidden_states(self.model, batch, packed=self.packed, recompute=self.settings.activation_checkpointing)
+        recompute = self.settings.activation_checkpointing
+        with deterministic(self.device):  # compiled layers must see the same switch as in the backward pass
+            states = hidden_states(self.model, batch, packed=self.packed, recompute=recompute, compiled=self.compiled)
         head = self.model.get_output_embeddings()
         return token_logprobs(
             states.index_select(0, batch.predicts),

@@ -55,13 +55,18 @@ STATUSES = {
 }
 
 
-def in_process_engine(model: PreTrainedModel, *, slots: int) -> Engine:
+def in_process_engine(model: PreTrainedModel, *, slots: int, parked: Literal["rebuild", "keep"] = "rebuild") -> Engine:
     """The fastest engine that can run this model where it is."""
-    if model.device.type != "cuda":
-        return LocalEngine(model, slots=slots)
-    reason = unsupported(model)
+    on_gpu = model.device.type == "cuda"
+    reason = unsupported(model) if on_gpu else f"it is on {model.device}"
     if reason is None:
-        return GraphEngine(model, slots=slots)
+        return GraphEngine(model, slots=slots, parked=parked)
+    if parked == "keep":
+        raise ValueError(
+            f"parked='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. Set 'rebuild'."
+        )
+    if not on_gpu:
+        return LocalEngine(model, slots=slots)
     warnings.warn(
         f"{type(model).__name__} is sampled by the general engine, an order of magnitude slower than with CUDA graphs: "
         f"{reason}.",

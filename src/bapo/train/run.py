@@ -132,11 +132,16 @@ def resolve(config: Config) -> Config:
 
 def make_engine(model: Any, config: Config) -> Engine:
     """What samples from the model, on the model's own device."""
+    slots, parked = config.rollout.slots, config.offpolicy.partial_cache
     if config.device == "cpu":
-        return LocalEngine(model, slots=config.rollout.slots)
+        if parked == "keep":
+            raise ConfigError(
+                "offpolicy.partial_cache='keep' needs the CUDA engine, but device='cpu'. Set it to 'rebuild'."
+            )
+        return LocalEngine(model, slots=slots)
     from bapo.rollout.graphs import in_process_engine  # needs Triton, which a machine without a GPU may not have
 
-    return in_process_engine(model, slots=config.rollout.slots)
+    return in_process_engine(model, slots=slots, parked=parked)
 
 
 def build(config: Config) -> Parts:
@@ -232,6 +237,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         schedule=learn.schedule,
         total_updates=config.steps * config.updates_per_step,
         activation_checkpointing=learn.activation_checkpointing,
+        compile=learn.compile,
     )
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bapo.core.kernels import blocks_of
 from bapo.core.kernels.ratio import limited_ratio
 
 MAX_PROGRAMS = 264
@@ -40,13 +41,14 @@ def signal_partials(
 ) -> Tensor:  # [highs + lows + 1, programs] float64: the sum of its columns is the signal table
     """The signal table of `bapo.core.bounds.signal_table`, in as many parts as programs filled it.
 
-    With `log_ratio_limit`, ratios are computed on the way from log-probs, and tokens past the limit are left out.
+    Inputs may have any floating dtype, and hold anything where the mask is off. With `log_ratio_limit`, ratios are
+    computed on the way from log-probs, and tokens past the limit are left out.
     """
     tokens, lows, highs = ratio.numel(), low.numel(), high.numel()
-    programs = max(1, min(MAX_PROGRAMS, triton.cdiv(tokens, BLOCK_TOKENS)))
-    high_blocks = triton.cdiv(highs, BLOCK_CANDIDATES)
+    programs = max(1, min(MAX_PROGRAMS, blocks_of(tokens, BLOCK_TOKENS)))
+    high_blocks = blocks_of(highs, BLOCK_CANDIDATES)
     partials = torch.empty((highs + lows + 1, programs), dtype=torch.float64, device=ratio.device)
-    _signal_kernel[(programs, high_blocks + triton.cdiv(lows, BLOCK_CANDIDATES))](
+    _signal_kernel[(programs, high_blocks + blocks_of(lows, BLOCK_CANDIDATES))](
         ratio.contiguous(),
         advantages.contiguous(),
         mask.contiguous(),
@@ -76,11 +78,11 @@ def choose_bounds(
     target_share: float,
     high_first: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # 0-d, all in one piece of memory
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # 0-d
     """Low, high, share, share at start and at end, stop reason: what `bapo.core.bounds.bounds_from_table` returns."""
     programs = partials.numel() // (low.numel() + high.numel() + 1)
-    values = torch.empty(8, dtype=dtype, device=partials.device)
-    stop = values.view(torch.int64)[-1]  # the last eight bytes
+    values = torch.empty(5, dtype=dtype, device=partials.device)
+    stop = torch.empty((), dtype=torch.int64, device=partials.device)
     _choose_kernel[(1,)](
         partials.contiguous(),
         low,
@@ -96,7 +98,7 @@ def choose_bounds(
         16 if programs <= 16 else 64,
         num_warps=8,
     )
-    low_bound, high_bound, share, share_at_start, share_at_end, *_ = values.unbind()
+    low_bound, high_bound, share, share_at_start, share_at_end = values.unbind()
     return low_bound, high_bound, share, share_at_start, share_at_end, stop
 
 
@@ -145,14 +147,20 @@ def _signal_kernel(
         inside = token < tokens
         chosen = tl.load(mask_ptr + token, mask=inside, other=0) != 0
         ratio = tl.load(ratio_ptr + token, mask=inside, other=0.0).to(WORKING)
+        ratio = tl.where(chosen, ratio, 0.0)
         signal = tl.load(advantages_ptr + token, mask=inside, other=0.0).to(WORKING).to(tl.float64)
         if LOG_RATIO_LIMIT is not None:
-            difference = ratio - tl.load(behavior_ptr + token, mask=inside, other=0.0).to(WORKING)
+            behavior = tl.load(behavior_ptr + token, mask=inside, other=0.0).to(WORKING)
+            behavior = tl.where(chosen, behavior, 0.0)
+            difference = ratio - behavior
             ratio = limited_ratio(difference, LOG_RATIO_LIMIT)
+            if WEIGHTED:
+                signal = signal * tl.exp(behavior.to(tl.float64))
             chosen = chosen & ((tl.abs(difference) < LOG_RATIO_LIMIT) | (ratio != ratio))
-        if WEIGHTED:
-            signal = signal * tl.exp(tl.load(behavior_ptr + token, mask=inside, other=0.0).to(tl.float64))
-        ratio = tl.where(chosen, ratio, 0.0)
+            ratio = tl.where(chosen, ratio, 0.0)
+        elif WEIGHTED:
+            log_weight = tl.load(behavior_ptr + token, mask=inside, other=0.0).to(tl.float64)
+            signal = signal * tl.exp(tl.where(chosen, log_weight, 0.0))
         signal = tl.where(chosen, signal, 0.0) * side
         weighted = ratio.to(tl.float64) * signal
 

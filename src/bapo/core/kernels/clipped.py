@@ -1,11 +1,15 @@
-"""The clipped surrogate in one pass: loss, derivative, fate and the counts that come for free.
+"""The clipped surrogate in one pass: masked, weighed, added up and counted, with its derivative on the way.
 
-    L_t = -min(r_t A_t, clip(r_t, low, high) A_t),   dL_t / dlog pi_t = -r_t A_t where retained, else 0
+    L = sum_t w_t L_t / denominator,   L_t = -min(r_t A_t, clip(r_t, low, high) A_t)
+    dL_t / dlog pi_t = -r_t A_t where retained, else 0
 
-The derivative is a by-product of the forward pass, so it is stored there and the backward pass is one product. Each
-program also leaves its sums of the numbers every loss call reports; a second, single program turns them into clip
-statistics and, for bounds that were given, into their positive share. Masking, weighing and averaging of the losses
-stay where they are for every objective: in `bapo.core.reduction`.
+The derivative is a by-product of the forward pass, so w_t dL_t is stored there and the backward pass is one product
+with the incoming gradient over the denominator. The losses of single tokens are not stored at all. Each program leaves
+its sums of them and of the numbers every loss call reports; a second, single program turns these into the loss, clip
+statistics and, for bounds that were given, their positive share. All sums are in float64 and in a fixed order.
+
+Inputs are taken as they are: in any floating dtype, with anything where the mask is off. A value that is not finite
+under the mask makes the loss NaN, and the gradient of every token with it.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bapo.core.kernels import blocks_of
 from bapo.core.kernels.ratio import limited_ratio
 
 BLOCK_TOKENS = 1024
 SUMS = 8
-"""Tokens, positive and negative ones, blocked ones of each sign, P, N, and r A of all (for NaN alone)."""
+"""Tokens, positive and negative ones, blocked ones of each sign, P, N, and the loss."""
 STATISTICS = (
     "positive_tokens",
     "negative_tokens",
@@ -33,16 +38,16 @@ STATISTICS = (
 
 
 class ClippedLoss(NamedTuple):
-    """What the kernels found, shaped like the tokens or 0-d."""
+    """What the kernels found: 0-d, except for the tokens' fate."""
 
     loss: Tensor  # float32, carries grad
-    retained: Tensor  # bool
+    retained: Tensor  # bool, shaped like the tokens
     statistics: dict[str, Tensor]  # as `bapo.core.entropy_rule.clip_statistics` has them
-    bounds: tuple[Tensor, Tensor, Tensor]  # low, high and their positive share by the gradient measure
+    bounds: tuple[Tensor, ...]  # low, high and their positive share by the gradient measure; () for bounds in tensors
 
 
 def clipped_loss(
-    logprobs: Tensor,  # [tokens] or [sequences, tokens], up to float32; carries grad
+    logprobs: Tensor,  # [tokens] or [sequences, tokens]; carries grad
     behavior_logprobs: Tensor,  # same shape
     advantages: Tensor,  # same shape
     mask: Tensor,  # same shape, bool
@@ -51,72 +56,78 @@ def clipped_loss(
     *,
     log_ratio_limit: float,
     cap: float | None = None,  # on ratios of negative tokens: the dual clip
+    weights: Tensor | None = None,  # same shape: w_t, else 1
+    denominator: Tensor | float | None = None,  # else the number of tokens under the mask
 ) -> ClippedLoss:
-    """The loss of `bapo.core.objectives` with one pair of bounds; values that the mask leaves out count as 0."""
+    """The loss of `bapo.core.objectives.Clipped`, reduced as in `bapo.core.reduction`, in float32."""
+    device, tokens = logprobs.device, logprobs.numel()
+    solved = False
     if isinstance(low, Tensor) and isinstance(high, Tensor):
-        low, high = low.to(logprobs.device), high.to(logprobs.device)
+        low, high, solved = _on(device, low), _on(device, high), True
     else:
         low, high = float(low), float(high)  # an integer would be a constant of another kernel
-    loss, retained, partials = _Clipped.apply(
-        logprobs, behavior_logprobs, advantages, mask, low, high, log_ratio_limit, cap
+    programs = max(1, blocks_of(tokens, BLOCK_TOKENS))
+    derivative = torch.empty(logprobs.shape, dtype=torch.float32, device=device)
+    retained = torch.empty(logprobs.shape, dtype=torch.bool, device=device)
+    partials = torch.empty((SUMS, programs), dtype=torch.float64, device=device)
+    _clipped_kernel[(programs,)](
+        logprobs.contiguous(),
+        behavior_logprobs.contiguous(),
+        advantages.contiguous(),
+        mask.contiguous(),
+        mask if weights is None else weights.contiguous(),
+        low,
+        high,
+        0.0 if cap is None else float(cap),
+        derivative,
+        retained,
+        partials,
+        tokens,
+        solved,
+        cap is not None,
+        weights is not None,
+        log_ratio_limit,
+        BLOCK_TOKENS,
     )
-    summary = torch.empty(SUMS, dtype=torch.float64, device=partials.device)
-    single = summary.view(torch.float32)
-    _summary_kernel[(1,)](partials, summary, single, low, high, partials.shape[1], isinstance(low, Tensor), SUMS, 256)
-    statistics = dict(zip(STATISTICS, summary.unbind(), strict=False))
-    used_low, used_high, share = single[-3:].unbind()
-    return ClippedLoss(loss, retained, statistics, (used_low, used_high, share))
+    loss, scale = derivative.new_empty(()), derivative.new_empty(())
+    statistics = partials.new_empty(len(STATISTICS))
+    bounds = statistics if solved else derivative.new_empty(3)
+    if denominator is None:
+        kind, denominator = "counted", 0.0
+    elif isinstance(denominator, Tensor):
+        kind, denominator = "pointer", _on(device, denominator)
+    else:
+        kind, denominator = "number", float(denominator)
+    _summary_kernel[(1,)](
+        partials, loss, scale, statistics, bounds, low, high, denominator, programs, solved, kind, SUMS, 256
+    )
+    return ClippedLoss(
+        _WithDerivative.apply(logprobs, loss, derivative, scale),
+        retained,
+        dict(zip(STATISTICS, statistics.unbind(), strict=True)),
+        () if solved else bounds.unbind(),
+    )
 
 
-class _Clipped(torch.autograd.Function):
-    """Loss per token, retained and partial sums; the gradient is the stored derivative times the incoming one."""
+def _on(device: torch.device, number: Tensor) -> Tensor:
+    return number if number.device == device else number.to(device)
+
+
+class _WithDerivative(torch.autograd.Function):
+    """The loss, tied to the log-probs: their gradient is the stored derivative times (incoming * scale)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logprobs: Tensor,
-        behavior_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        low: Tensor | float,
-        high: Tensor | float,
-        log_ratio_limit: float,
-        cap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = logprobs.numel()
-        programs = max(1, triton.cdiv(tokens, BLOCK_TOKENS))
-        loss = torch.empty(logprobs.shape, dtype=torch.float32, device=logprobs.device)
-        derivative = torch.empty_like(loss)
-        retained = torch.empty(logprobs.shape, dtype=torch.bool, device=logprobs.device)
-        partials = torch.empty((SUMS, programs), dtype=torch.float64, device=logprobs.device)
-        _clipped_kernel[(programs,)](
-            logprobs.contiguous(),
-            behavior_logprobs.contiguous(),
-            advantages.contiguous(),
-            mask.contiguous(),
-            low,
-            high,
-            0.0 if cap is None else float(cap),
-            loss,
-            derivative,
-            retained,
-            partials,
-            tokens,
-            isinstance(low, Tensor),
-            cap is not None,
-            log_ratio_limit,
-            BLOCK_TOKENS,
-        )
-        ctx.save_for_backward(derivative)
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, derivative: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(derivative, scale)
         ctx.dtype = logprobs.dtype
-        ctx.mark_non_differentiable(retained, partials)
-        return loss, retained, partials
+        ctx.mark_dirty(loss)  # returned as it is, and not as a view, which could not be changed in place
+        return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        (derivative,) = ctx.saved_tensors
-        return (grad * derivative).to(ctx.dtype), None, None, None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        derivative, scale = ctx.saved_tensors
+        return (derivative * (grad * scale)).to(ctx.dtype), None, None, None
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -125,16 +136,17 @@ def _clipped_kernel(
     behavior_ptr,
     advantages_ptr,
     mask_ptr,
+    weights_ptr,
     low,
     high,
     cap,
-    loss_ptr,
     derivative_ptr,
     retained_ptr,
     partials_ptr,
     tokens,
     SOLVED: tl.constexpr,
     CAPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     LOG_RATIO_LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -150,7 +162,7 @@ def _clipped_kernel(
     logprobs = tl.load(logprobs_ptr + token, mask=inside, other=0.0).to(tl.float32)
     behavior = tl.load(behavior_ptr + token, mask=inside, other=0.0).to(tl.float32)
     advantage = tl.load(advantages_ptr + token, mask=inside, other=0.0).to(tl.float32)
-    difference = tl.where(chosen, logprobs - behavior, 0.0)
+    difference = tl.where(chosen, logprobs, 0.0) - tl.where(chosen, behavior, 0.0)
     advantage = tl.where(chosen, advantage, 0.0)
     ratio = limited_ratio(difference, LOG_RATIO_LIMIT)
 
@@ -168,11 +180,16 @@ def _clipped_kernel(
         keeps = keeps & ~capped
     retained = keeps & ~(tl.abs(difference) >= LOG_RATIO_LIMIT)
     moves = keeps & ~(tl.abs(difference) > LOG_RATIO_LIMIT)
-    tl.store(loss_ptr + token, loss, mask=inside)
-    tl.store(derivative_ptr + token, tl.where(moves, -ratio * advantage, 0.0), mask=inside)
+    signal = ratio * advantage
+    derivative = tl.where(moves, -signal, 0.0)
+    if WEIGHTED:
+        weight = tl.load(weights_ptr + token, mask=inside, other=0.0).to(tl.float32)
+        loss = loss * weight
+        derivative = derivative * weight
+    tl.store(derivative_ptr + token, derivative, mask=inside)
     tl.store(retained_ptr + token, retained, mask=inside)
 
-    signal = (ratio * advantage).to(tl.float64)
+    signal = signal.to(tl.float64)
     blocked = ~retained
     out = partials_ptr + program
     tl.store(out, tl.sum(chosen.to(tl.int32), axis=0).to(tl.float64))
@@ -182,22 +199,26 @@ def _clipped_kernel(
     tl.store(out + 4 * programs, tl.sum((negative & blocked).to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + 5 * programs, tl.sum(tl.where(unclipped & positive, signal, 0.0), axis=0))
     tl.store(out + 6 * programs, -tl.sum(tl.where(unclipped & negative, signal, 0.0), axis=0))
-    tl.store(out + 7 * programs, tl.sum(signal, axis=0))
+    tl.store(out + 7 * programs, tl.sum(loss.to(tl.float64), axis=0))
 
 
 @triton.jit(do_not_specialize=["programs"])
 def _summary_kernel(
     partials_ptr,
-    summary_ptr,
-    single_ptr,
+    loss_ptr,
+    scale_ptr,
+    statistics_ptr,
+    bounds_ptr,
     low,
     high,
+    denominator,
     programs,
     SOLVED: tl.constexpr,
+    DENOMINATOR: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums over programs -> five fractions in float64; low, high and share in float32 behind them."""
+    """Sums over programs -> the loss, what gradients are multiplied by, five fractions, and given bounds with share."""
     row = tl.arange(0, ROWS)
     sums = tl.zeros((ROWS, BLOCK), dtype=tl.float64)
     for start in range(0, programs, BLOCK):
@@ -212,22 +233,33 @@ def _summary_kernel(
     blocked_negative = tl.sum(tl.where(row == 4, totals, 0.0), axis=0)
     positive = tl.sum(tl.where(row == 5, totals, 0.0), axis=0)
     negative = tl.sum(tl.where(row == 6, totals, 0.0), axis=0)
-    everything = tl.sum(tl.where(row == 7, totals, 0.0), axis=0)
+    loss = tl.sum(tl.where(row == 7, totals, 0.0), axis=0)
+
+    if DENOMINATOR == "counted":
+        divisor = tokens
+    elif DENOMINATOR == "pointer":
+        divisor = tl.load(denominator).to(tl.float64)
+    else:
+        divisor = tl.cast(denominator, tl.float64)
+    # Nothing to divide by, or a loss that is not finite: NaN, for the loss and for whatever is multiplied by the scale.
+    poison = tl.where((divisor != 0) & (tl.abs(loss) < float("inf")), 0.0, float("nan"))
+    divisor = tl.where(divisor == 0, 1.0, divisor)
+    tl.store(loss_ptr, loss / divisor + poison)
+    tl.store(scale_ptr, 1.0 / divisor + poison)
 
     signed_tokens = positive_tokens + negative_tokens
-    tl.store(summary_ptr, positive_tokens / tl.where(tokens > 0, tokens, 1.0))
-    tl.store(summary_ptr + 1, negative_tokens / tl.where(tokens > 0, tokens, 1.0))
-    tl.store(summary_ptr + 2, (blocked_positive + blocked_negative) / tl.where(signed_tokens > 0, signed_tokens, 1.0))
-    tl.store(summary_ptr + 3, blocked_positive / tl.where(positive_tokens > 0, positive_tokens, 1.0))
-    tl.store(summary_ptr + 4, blocked_negative / tl.where(negative_tokens > 0, negative_tokens, 1.0))
+    blocked = blocked_positive + blocked_negative
+    tl.store(statistics_ptr, positive_tokens / tl.where(tokens > 0, tokens, 1.0))
+    tl.store(statistics_ptr + 1, negative_tokens / tl.where(tokens > 0, tokens, 1.0))
+    tl.store(statistics_ptr + 2, blocked / tl.where(signed_tokens > 0, signed_tokens, 1.0))
+    tl.store(statistics_ptr + 3, blocked_positive / tl.where(positive_tokens > 0, positive_tokens, 1.0))
+    tl.store(statistics_ptr + 4, blocked_negative / tl.where(negative_tokens > 0, negative_tokens, 1.0))
 
-    total = positive + negative
-    nothing = tl.where(signed_tokens == 0, 1.0, 0.0)
-    share = tl.where(total == 0, nothing, positive / tl.where(total == 0, 1.0, total))
-    poison = tl.where(tl.abs(everything) < float("inf"), 0.0, float("nan"))
-    if SOLVED:
-        low = tl.load(low)
-        high = tl.load(high)
-    tl.store(single_ptr + 13, low)
-    tl.store(single_ptr + 14, high)
-    tl.store(single_ptr + 15, share + poison)
+    if not SOLVED:
+        total = positive + negative
+        nothing = tl.where(signed_tokens == 0, 1.0, 0.0)
+        share = tl.where(total == 0, nothing, positive / tl.where(total == 0, 1.0, total))
+        bad = tl.where(tl.abs(loss) < float("inf"), 0.0, float("nan"))
+        tl.store(bounds_ptr, low)
+        tl.store(bounds_ptr + 1, high)
+        tl.store(bounds_ptr + 2, share + bad)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS = 64
+KEYS = 32
 """Keys per turn of the loop."""
 QUERIES = 64
 """Queries per block of prefill."""
@@ -143,7 +143,7 @@ def decode_attention(
         WIDTH_BLOCK=max(16, block),
         KEYS=KEYS,
         SPLITS=splits,
-        num_warps=4,
+        num_warps=2,
         num_stages=3 if keys.element_size() == 2 else 1,
     )
     if splits > 1:

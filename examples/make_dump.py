@@ -1,0 +1,98 @@
+"""A small dump of logged batches, for trying `bapo diagnose` without a training run.
+
+One rollout batch, several updates: responses of a toy policy (a table of logits), whose learner drifts away from it
+with every update. Wrong responses are longer than right ones, as in reasoning, so negative tokens dominate.
+
+    python examples/make_dump.py OUT [--names bapo|trl|verl] [--updates 4] [--drift 0.12] [--longer 2.0] [--seed 0]
+    bapo diagnose OUT
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+STATES, VOCABULARY, GROUPS, RESPONSES, LENGTH = 256, 64, 16, 8, 40
+NAMES = {
+    "bapo": {},
+    "trl": {
+        "logprobs": "per_token_logps",
+        "behavior_logprobs": "sampling_per_token_logps",
+        "anchor": "old_per_token_logps",
+        "mask": "completion_mask",
+        "entropy": "entropies",
+        "update": "global_step",
+    },
+    "verl": {
+        "logprobs": "log_prob",
+        "behavior_logprobs": "rollout_log_probs",
+        "anchor": "old_log_probs",
+        "mask": "response_mask",
+        "entropy": "entropys",
+        "update": "global_steps",
+    },
+}
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def make_updates(updates=4, drift=0.12, longer=2.0, seed=0, mismatch=0.004):
+    """One dict of arrays [sequences, tokens] (or [sequences], or one number) per update."""
+    random = np.random.default_rng(seed)
+    sampler = random.normal(0, 2, (STATES, VOCABULARY))
+    responses = GROUPS * RESPONSES
+
+    right = random.random((GROUPS, RESPONSES)) < 0.4
+    right[:, 0], right[:, 1] = True, False  # every group has both, as after filtering
+    spread = right.std(1, keepdims=True, ddof=1)
+    advantages = ((right - right.mean(1, keepdims=True)) / spread).reshape(-1)
+    right = right.reshape(-1)
+    lengths = random.poisson(np.where(right, LENGTH, LENGTH * longer)).clip(2)
+    mask = np.arange(lengths.max()) < lengths[:, None]
+
+    state = random.integers(0, STATES, mask.shape)
+    noise = random.gumbel(size=(*mask.shape, VOCABULARY))
+    token = (log_softmax(sampler)[state] + noise).argmax(-1)
+    recomputed = log_softmax(sampler)[state, token]
+    behavior = np.minimum(recomputed + random.normal(0, mismatch, mask.shape), 0.0)  # another engine, other rounding
+
+    learner = sampler.copy()
+    for update in range(updates):
+        logprobs = log_softmax(learner)
+        yield {
+            "logprobs": logprobs[state, token].astype(np.float32) * mask,
+            "behavior_logprobs": behavior.astype(np.float32) * mask,
+            "anchor": recomputed.astype(np.float32) * mask,
+            "entropy": -(np.exp(logprobs) * logprobs).sum(-1)[state].astype(np.float32) * mask,
+            "mask": mask,
+            "advantages": advantages.astype(np.float32),
+            "rewards": right.astype(np.float32),
+            "staleness": np.full(responses, update),
+            "update": np.array(update),
+        }
+        learner = learner + random.normal(0, drift, learner.shape)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--names", choices=NAMES, default="bapo")
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--drift", type=float, default=0.12)
+    parser.add_argument("--longer", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    names = NAMES[chosen.names]
+    for update in make_updates(chosen.updates, chosen.drift, chosen.longer, chosen.seed):
+        file = chosen.out / f"update_{int(update['update'])}.safetensors"
+        save_file({names.get(name, name): np.ascontiguousarray(values) for name, values in update.items()}, file)
+    print(f"{chosen.updates} updates in {chosen.out}; read them with: bapo diagnose {chosen.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The whole of it: a dump in, numbers, problems and advice out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bapo.diagnose.advice import advise, unknowns
+from bapo.diagnose.measure import Numbers, measure, total
+from bapo.diagnose.problems import Problem, find_problems
+from bapo.dumps.updates import Dump
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything `bapo diagnose` has to say about a dump."""
+
+    dump: Dump
+    updates: list[Numbers]
+    """Of the updates with a usable token."""
+    overall: Numbers | None
+    """Over all of them."""
+    problems: list[Problem]
+    advice: list[str]
+    unknown: list[str]
+
+
+def diagnose(dump: Dump) -> Diagnosis:
+    """Measure every update, look for problems, and put the result into words."""
+    updates = [numbers for update in dump.updates if (numbers := measure(update)) is not None]
+    overall = total(updates) if updates else None
+    problems = find_problems(dump.updates)
+    return Diagnosis(dump, updates, overall, problems, advise(overall, problems), unknowns(dump))
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The same as plain data; a number that is not finite becomes null."""
+    plain = {
+        "columns": diagnosis.dump.columns,
+        "notes": diagnosis.dump.notes,
+        "advice": diagnosis.advice,
+        "problems": [asdict(problem) for problem in diagnosis.problems],
+        "unknown": diagnosis.unknown,
+        "overall": None if diagnosis.overall is None else _numbers(diagnosis.overall),
+        "updates": [_numbers(numbers) for numbers in diagnosis.updates],
+    }
+    result: dict[str, Any] = _finite(plain)
+    return result
+
+
+def _numbers(numbers: Numbers) -> dict[str, Any]:
+    whole = numbers.fates["grpo"].tokens
+    return {
+        "name": numbers.name,
+        "updates": numbers.updates,
+        "tokens": numbers.tokens,
+        "positive_tokens": int(whole.positive),
+        "negative_tokens": int(whole.negative),
+        "responses": numbers.sequences,
+        "share": {
+            measure: {clip: signal.share for clip, signal in signals.items()}
+            for measure, signals in numbers.shares.items()
+        },
+        "share_error": numbers.share_error,
+        "share_sequence_mean": None if numbers.sequence_mean is None else numbers.sequence_mean.share,
+        "objectives": {
+            name: dict(
+                zip(("clip_fraction", "clip_fraction_positive", "clip_fraction_negative"), fate.clipped, strict=True)
+            )
+            | {
+                "blocked_positive": int(fate.blocked.positive),
+                "blocked_negative": int(fate.blocked.negative),
+                "share": fate.gradient.share,
+            }
+            for name, fate in numbers.fates.items()
+        },
+        "bounds": {name: [asdict(bounds) for bounds in found] for name, found in numbers.bounds.items()},
+        "ratio": numbers.ratios,
+        "entropy": numbers.entropy,
+        "quadrants": numbers.quadrants,
+        "lengths": numbers.lengths,
+        "staleness": numbers.staleness,
+        "mismatch": numbers.mismatch,
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

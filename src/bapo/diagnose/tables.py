@@ -1,0 +1,278 @@
+"""The tables of a diagnosis as plain cells, once for the terminal and the page.
+
+A `Part` is a title, a sentence that says how to read it, headings and rows. Which numbers are shown, and with how many
+digits, is decided here; how they look is text.py's and page.py's business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+
+from bapo.core.entropy_rule import QUADRANTS
+from bapo.diagnose.diagnosis import Diagnosis
+from bapo.diagnose.measure import SETTINGS, Numbers
+from bapo.dumps.updates import NAMES
+
+EFFECT = {
+    "high_prob_high_adv": "probable, high A: lowers entropy",
+    "high_prob_low_adv": "probable, low A: raises entropy",
+    "low_prob_high_adv": "improbable, high A: raises entropy",
+    "low_prob_low_adv": "improbable, low A: lowers entropy",
+}
+STOPS = {
+    "START": "at start",
+    "RAISING_HIGH": "raising high",
+    "RAISING_LOW": "raising low",
+    "END": "not met",
+    "NO_SIGNAL": "no signal",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table."""
+
+    title: str
+    reading: str
+    headings: list[str]
+    rows: list[list[str]]
+    bars: list[float] = field(default_factory=list)
+    """One number in [0, 1] per row to draw beside it, or none."""
+
+
+def parts(diagnosis: Diagnosis) -> list[Part]:
+    """Every table that the dump allows, in reading order."""
+    overall = diagnosis.overall
+    if overall is None:
+        return []
+    found = [shares(overall), objectives(overall), bounds(overall)]
+    if overall.quadrants is not None:
+        found.append(quadrants(overall))
+    found.append(distance(overall))
+    if overall.lengths:
+        found.append(lengths(overall))
+    if overall.staleness is not None:
+        found.append(staleness(overall))
+    if overall.mismatch is not None:
+        found.append(engine(overall))
+    if len(diagnosis.updates) > 1:
+        found.append(by_update(diagnosis.updates))
+    return found
+
+
+def read_as(diagnosis: Diagnosis) -> str:
+    """What was read, and by which names."""
+    dump = diagnosis.dump
+    named = [f"{role} = {column}" for role, column in dump.columns.items() if column != role and role in NAMES]
+    tokens = sum(len(update.logprobs) for update in dump.updates)
+    text = f"{_count(len(dump.updates), 'update')}, {tokens} tokens under the mask; names of {dump.dialect}"
+    return f"{text}: {', '.join(named)}" if named else text
+
+
+def shares(numbers: Numbers) -> Part:
+    """Positive share by both measures."""
+    gradient, surrogate = numbers.shares["gradient"], numbers.shares["surrogate"]
+    rows = [[label, _share(gradient[label].share), _share(surrogate[label].share)] for label in gradient]
+    bars = [gradient[label].share for label in gradient]
+    if numbers.sequence_mean is not None:
+        rows.append(["unclipped, averaged per response", _share(numbers.sequence_mean.share), ""])
+        bars.append(numbers.sequence_mean.share)
+    error = (
+        ""
+        if numbers.share_error is None
+        else f" The unclipped share of one update is known to ±{numbers.share_error:.3f}."
+    )
+    return Part(
+        "Positive share",
+        "Share of the signal held by tokens of positive advantage. gradient: what survives the clip; surrogate: a "
+        f"clipped token counts at its bound (Eq. 8 of the paper).{error}",
+        ["clip", "gradient", "surrogate"],
+        rows,
+        bars,
+    )
+
+
+def objectives(numbers: Numbers) -> Part:
+    """What every objective would have clipped."""
+    rows = []
+    for name, fate in numbers.fates.items():
+        blocked = int(fate.blocked.positive), int(fate.blocked.negative)
+        rows.append(
+            [name, *(f"{value:.1%}" for value in fate.clipped), *map(str, blocked), _share(fate.gradient.share)]
+        )
+    whole = numbers.fates["grpo"].tokens
+    return Part(
+        "What each objective would have clipped",
+        f"Of {int(whole.positive)} positive and {int(whole.negative)} negative tokens, those left without a gradient, "
+        "and the positive share of the gradient that is left. Default options of each.",
+        ["objective", "clipped", "positive", "negative", "tokens +", "tokens -", "share left"],
+        rows,
+        [fate.gradient.share for fate in numbers.fates.values()],
+    )
+
+
+def bounds(numbers: Numbers) -> Part:
+    """The bounds BAPO would have chosen."""
+    rows = []
+    for name, found in numbers.bounds.items():
+        low, high = (sorted(getattr(one, side) for one in found) for side in ("low", "high"))
+        start, end = (median(getattr(one, f"share_at_{side}") for one in found) for side in ("start", "end"))
+        stops = ", ".join(f"{count} {STOPS[stop]}" for stop, count in numbers.stops(name).items())
+        rows.append(
+            [
+                name,
+                f"{SETTINGS[name].target_share:.2f} {SETTINGS[name].measure}",
+                _range(low),
+                _range(high),
+                f"{start:.3f}",
+                f"{end:.3f}",
+                stops,
+            ]
+        )
+    many = "Median over updates, and range. " if numbers.updates > 1 else ""
+    return Part(
+        "The bounds BAPO would have chosen",
+        f"{many}The share, by each setting's own measure, at the first and the last candidate, and how many updates "
+        "ended their search in which way.",
+        ["setting", "target", "low", "high", "share at start", "at end", "target met"],
+        rows,
+    )
+
+
+def quadrants(numbers: Numbers) -> Part:
+    """The Entropy-Clip Rule."""
+    assert numbers.quadrants is not None
+    names = ["grpo", "clip_higher", "bapo", "bapo weak-model"]
+    rows = []
+    for quadrant in QUADRANTS:
+        masses = [numbers.quadrants[name] for name in names]
+        whole = masses[0][f"{quadrant}_retained"] + masses[0][f"{quadrant}_blocked"]
+        rows.append([EFFECT[quadrant], f"{whole:.1%}", *(f"{mass[f'{quadrant}_blocked']:.1%}" for mass in masses)])
+    return Part(
+        "Entropy-Clip quadrants",
+        "Share of the gradient mass r|A| in each quadrant, and the share of it all that each clip blocks. Mean entropy "
+        f"{numbers.entropy:.3f} nats per token.",
+        ["quadrant", "mass", *names],
+        rows,
+    )
+
+
+def distance(numbers: Numbers) -> Part:
+    """How far the learner is from the policy that sampled."""
+    values = numbers.ratios
+    rows = [
+        [
+            "ratio: 1%, 10%, 50%, 90%, 99%",
+            "  ".join(f"{values[f'ratio_p{q}']:.3f}" for q in ("01", "10", "50", "90", "99")),
+        ],
+        ["ratio: largest, mean", f"{values['ratio_max']:.3g}  {values['ratio_mean']:.4f}"],
+        ["signed tokens outside (0.8, 1.2)", f"{values['wide']:.2%}"],
+        ["KL per token", f"{values['kl']:.3g}"],
+        ["effective sample size", f"{values['ess']:.3f} of the tokens"],
+    ]
+    return Part("Distance from the sampler", "Of all tokens under the mask.", ["", ""], rows)
+
+
+def lengths(numbers: Numbers) -> Part:
+    """Response lengths."""
+    words = {"positive": "positive advantage", "negative": "negative advantage"}
+    rows = [[words.get(name, name), f"{value:.1f}"] for name, value in numbers.lengths.items()]
+    longest = max(numbers.lengths.values())
+    return Part(
+        "Response length",
+        "Mean tokens under the mask per response. Where negative responses are longer, negative tokens dominate a "
+        "token mean; correct is a reward above one half.",
+        ["responses", "tokens"],
+        rows,
+        [value / longest for value in numbers.lengths.values()],
+    )
+
+
+def staleness(numbers: Numbers, bins: int = 12) -> Part:
+    """Staleness histogram; the oldest share one row."""
+    assert numbers.staleness is not None
+    ages = dict(sorted(numbers.staleness.items()))
+    shown = dict(list(ages.items())[:bins])
+    rest = sum(ages.values()) - sum(shown.values())
+    rows = [[str(age), str(count), f"{count / numbers.tokens:.1%}"] for age, count in shown.items()]
+    if rest:
+        rows.append([f"more, up to {max(ages)}", str(rest), f"{rest / numbers.tokens:.1%}"])
+    return Part(
+        "Staleness",
+        "Tokens by number of updates between sampling and use.",
+        ["updates", "tokens", "share"],
+        rows,
+        [count / numbers.tokens for count in (*shown.values(), *([rest] if rest else []))],
+    )
+
+
+def engine(numbers: Numbers) -> Part:
+    """The mismatch between engine and trainer."""
+    assert numbers.mismatch is not None
+    apart = numbers.mismatch
+    rows = [
+        ["mean |difference|", f"{apart['mean_abs']:.4f} nats"],
+        ["largest", f"{apart['max_abs']:.3g} nats"],
+        ["KL per token", f"{apart['kl']:.2g}"],
+        ["tokens more than 0.1 apart", f"{apart['beyond_0.1']:.2%}"],
+    ]
+    return Part(
+        "Engine against trainer",
+        "The sampler's own log-probs and the ones the trainer recomputed, on the same tokens. The ratios above use the "
+        "sampler's.",
+        ["", ""],
+        rows,
+    )
+
+
+def by_update(updates: list[Numbers], most: int = 40) -> Part:
+    """One row per update; of very many, evenly spaced ones."""
+    step = math.ceil(len(updates) / most)
+    rows = []
+    for numbers in updates[::step]:
+        chosen = numbers.bounds["bapo"][0]
+        rows.append(
+            [
+                numbers.name,
+                str(numbers.tokens),
+                _share(numbers.shares["gradient"]["unclipped"].share),
+                _share(numbers.fates["grpo"].gradient.share),
+                _share(numbers.fates["bapo"].gradient.share),
+                f"({chosen.low:.2f}, {chosen.high:.2f})",
+                STOPS[chosen.stop],
+                f"{numbers.fates['grpo'].clipped[0]:.1%}",
+                f"{numbers.ratios['kl']:.2g}",
+                f"{numbers.ratios['ess']:.2f}",
+            ]
+        )
+    every = f" Every {step}th update is shown." if step > 1 else ""
+    return Part(
+        "By update",
+        "Positive share of the gradient unclipped, at (0.8, 1.2) and at BAPO's bounds (ClipSettings()); tokens that "
+        f"(0.8, 1.2) clips; KL per token; effective sample size.{every}",
+        ["update", "tokens", "share", "at (0.8, 1.2)", "at bapo", "bounds", "target met", "clipped", "KL", "ESS"],
+        rows,
+    )
+
+
+def found_in(updates: list[str], total: int) -> str:
+    """Where a problem was found, in words."""
+    if len(updates) == total:
+        return "in every update" if total > 1 else ""
+    named = ", ".join(updates[:4]) + (", …" if len(updates) > 4 else "")
+    return f"in {len(updates)} of {_count(total, 'update')}: {named}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _share(value: float) -> str:
+    return "none left" if math.isnan(value) else f"{value:.3f}"
+
+
+def _range(ordered: list[float]) -> str:
+    middle = f"{median(ordered):.2f}"
+    return middle if ordered[0] == ordered[-1] else f"{middle} ({ordered[0]:.2f}-{ordered[-1]:.2f})"

@@ -1,0 +1,82 @@
+"""A diagnosis in the terminal: rich tables there, plain columns in a file or a pipe."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from bapo.diagnose.diagnosis import Diagnosis
+from bapo.diagnose.tables import Part, found_in, parts, read_as
+
+PLAIN_WIDTH = 120
+"""Columns where there is no terminal to ask."""
+
+
+def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
+    """Advice first, then problems, numbers, and what is not known."""
+    stream = stream or sys.stdout
+    plain = not stream.isatty()
+    # Drawn into memory first, so that a letter the stream cannot spell becomes a question mark and not an error.
+    page = io.StringIO()
+    console = Console(file=page, force_terminal=not plain, width=PLAIN_WIDTH if plain else None, highlight=False)
+    console.print(Text(read_as(diagnosis), "dim"))
+    for note in diagnosis.dump.notes:
+        _item(console, note, "dim")
+
+    _heading(console, "Recommendation")
+    for line in diagnosis.advice:
+        _item(console, line)
+    _heading(console, "Problems" if diagnosis.problems else "Problems: none found")
+    for problem in diagnosis.problems:
+        where = found_in(problem.updates, len(diagnosis.dump.updates))
+        name = Text(problem.name, "bold red" if problem.serious else "bold yellow")
+        _item(console, Text.assemble(name, f"  {problem.evidence}{f' ({where})' if where else ''}. {problem.action}"))
+    for part in parts(diagnosis):
+        _heading(console, part.title)
+        console.print(Padding(Text(part.reading, "dim"), (0, 0, 0, 2)))
+        console.print(_table(part, plain))
+    _heading(console, "What this dump cannot tell")
+    for line in diagnosis.unknown:
+        _item(console, line)
+
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    lines = [line.rstrip() for line in page.getvalue().splitlines()]
+    stream.write("\n".join(lines).encode(encoding, errors="replace").decode(encoding) + "\n")
+    stream.flush()
+
+
+def _heading(console: Console, title: str) -> None:
+    console.print()
+    console.print(Text(title, "bold cyan"))
+
+
+def _item(console: Console, line: str | Text, style: str = "") -> None:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=3, justify="right")
+    grid.add_column()
+    grid.add_row("-", line if isinstance(line, Text) else Text(line, style))
+    console.print(grid)
+
+
+def _table(part: Part, plain: bool) -> Table:
+    table = Table(
+        box=None if plain else box.ROUNDED,
+        show_header=any(part.headings),
+        border_style="dim",
+        padding=(0, 1),
+        pad_edge=True,
+        header_style="" if plain else "bold",
+    )
+    for index, heading in enumerate(part.headings):
+        numeric = index > 0 and all(row[index][:1].isdigit() or row[index] in ("", "none left") for row in part.rows)
+        table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
+    for row in part.rows:
+        table.add_row(*map(Text, row))
+    return table

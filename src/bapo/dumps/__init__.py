@@ -1,0 +1,1 @@
+"""Reads logged batches of any trainer into one form. Imports no torch."""

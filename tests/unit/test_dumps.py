@@ -1,0 +1,268 @@
+"""Dumps: every format and every dialect gives the same tokens; bad files say what is wrong."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
+
+from bapo.dumps.files import DumpError
+from bapo.dumps.updates import NAMES, read_dump
+
+MASK = np.array([[1, 1, 0], [1, 1, 1]])
+LOGPROBS = np.array([[-0.5, -1.0, 0.0], [-0.25, -2.0, -0.125]], dtype=np.float32)
+BEHAVIOR = LOGPROBS - 0.25
+COLUMNS = {
+    "logprobs": LOGPROBS,
+    "behavior_logprobs": BEHAVIOR,
+    "advantages": np.array([1.0, -1.0], dtype=np.float32),
+    "mask": MASK,
+}
+
+
+def write(path, columns):
+    columns = {name: np.ascontiguousarray(values) for name, values in columns.items()}
+    if path.suffix == ".npz":
+        np.savez(path, **columns)
+    else:
+        save_file(columns, path)
+    return path
+
+
+def read(path, columns, mapping=None):
+    return read_dump([write(path, columns)], mapping)
+
+
+def refused(paths, mapping=None):
+    with pytest.raises(DumpError) as error:
+        read_dump(paths if isinstance(paths, list) else [paths], mapping)
+    return str(error.value)
+
+
+def check_tokens(update):
+    np.testing.assert_array_equal(update.logprobs, [-0.5, -1.0, -0.25, -2.0, -0.125])
+    np.testing.assert_array_equal(update.behavior_logprobs, update.logprobs - 0.25)
+    np.testing.assert_array_equal(update.advantages, [1, 1, -1, -1, -1])
+    np.testing.assert_array_equal(update.sequence_ids, [0, 0, 1, 1, 1])
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_padded_arrays_become_the_tokens_under_the_mask(tmp_path, suffix):
+    dump = read(tmp_path / f"a{suffix}", COLUMNS)
+    (update,) = dump.updates
+    check_tokens(update)
+    assert (update.name, update.sequences, dump.dialect) == ("a", 2, "bapo")
+    assert update.entropy is update.staleness is update.rewards is update.anchor is None
+
+
+def test_packed_tokens_with_and_without_ids(tmp_path):
+    chosen = MASK.astype(bool)
+    packed = {
+        "logprobs": LOGPROBS[chosen],
+        "behavior_logprobs": BEHAVIOR[chosen],
+        "advantages": np.array([1, 1, -1, -1, -1.0]),
+    }
+    (plain,) = read(tmp_path / "a.npz", packed).updates
+    assert plain.sequence_ids is None
+    assert plain.sequences is None
+    (named,) = read(tmp_path / "b.npz", packed | {"sequence_ids": np.array([7, 7, 9, 9, 9])}).updates
+    check_tokens(named)
+    per_response = packed | {"sequence_ids": np.array([7, 7, 9, 9, 9]), "advantages": np.array([1.0, -1.0])}
+    check_tokens(read(tmp_path / "c.npz", per_response).updates[0])
+
+
+@pytest.mark.parametrize("as_float", [False, True])
+def test_parquet_lists_and_flat_columns(tmp_path, as_float):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    chosen = MASK.astype(bool)
+    kind = pa.list_(pa.float32()) if as_float else pa.large_list(pa.float64())
+    lists = {
+        name: pa.array([values[row][chosen[row]].tolist() for row in range(2)], kind)
+        for name, values in (("logprobs", LOGPROBS), ("behavior_logprobs", BEHAVIOR))
+    }
+    table = pa.table(lists | {"advantages": [1.0, -1.0], "prompt": ["a", "b"], "rewards": [1, 0], "update": [3, 3]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (update,) = read_dump([tmp_path / "a.parquet"]).updates
+    check_tokens(update)
+    assert update.name == "3"
+    assert update.rewards.tolist() == [1, 0]
+
+    flat = pa.table({"logprobs": LOGPROBS[chosen], "behavior_logprobs": BEHAVIOR[chosen], "advantages": [1.0] * 5})
+    pq.write_table(flat, tmp_path / "b.parquet")
+    assert read_dump([tmp_path / "b.parquet"]).updates[0].logprobs.tolist() == LOGPROBS[chosen].tolist()
+
+    pq.write_table(pa.table(lists | {"advantages": pa.array([1.0, None])}), tmp_path / "c.parquet")
+    assert "'advantages' has 1 nulls" in refused(tmp_path / "c.parquet")
+
+
+def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # Python's own way to say that a module is not there
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert "pip install 'bapo[parquet]'" in refused(tmp_path / "a.parquet")
+
+
+def test_padded_parquet_lists_use_their_mask(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = {name: COLUMNS[name].tolist() for name in ("logprobs", "behavior_logprobs", "mask")}
+    fixed = pa.array(rows.pop("logprobs"), pa.list_(pa.float32(), 3))
+    pq.write_table(pa.table(rows | {"logprobs": fixed, "advantages": [1.0, -1.0]}), tmp_path / "a.parquet")
+    check_tokens(read_dump([tmp_path / "a.parquet"]).updates[0])
+
+
+TRL = {"logprobs": "per_token_logps", "behavior_logprobs": "old_per_token_logps", "mask": "completion_mask"}
+VERL = {"logprobs": "log_prob", "behavior_logprobs": "old_log_probs", "mask": "response_mask"}
+
+
+@pytest.mark.parametrize(("names", "dialect"), [(TRL, "TRL"), (VERL, "verl")])
+def test_dialects(tmp_path, names, dialect):
+    dump = read(tmp_path / "a.npz", {names.get(name, name): values for name, values in COLUMNS.items()})
+    check_tokens(dump.updates[0])
+    assert dump.dialect == dialect
+    assert dump.columns["behavior_logprobs"] == names["behavior_logprobs"]
+
+
+@pytest.mark.parametrize(("role", "name"), [(role, name) for role, names in NAMES.items() for name in names])
+def test_every_name_is_found(tmp_path, role, name):
+    values = {
+        "entropy": np.ones((2, 3)), "anchor": BEHAVIOR, "tool_mask": MASK, "versions": np.zeros((2, 3)), "version": 2,
+        "staleness": np.ones(2), "sequence_ids": np.zeros((2, 3)), "rewards": np.ones(2), "update": 5,
+    } | COLUMNS  # fmt: skip
+    columns = {key: column for key, column in COLUMNS.items() if key != role} | {name: np.asarray(values[role])}
+    assert read(tmp_path / "a.npz", columns).columns[role] == name
+
+
+def test_the_samplers_own_logprobs_are_behavior_and_the_recomputed_ones_are_kept(tmp_path):
+    columns = {
+        "per_token_logps": LOGPROBS,
+        "old_per_token_logps": LOGPROBS - 0.125,
+        "sampling_per_token_logps": BEHAVIOR,
+        "completion_mask": MASK,
+        "advantages": COLUMNS["advantages"],
+    }
+    (update,) = read(tmp_path / "a.safetensors", columns).updates
+    check_tokens(update)
+    np.testing.assert_array_equal(update.anchor, update.logprobs - 0.125)
+
+
+def test_a_batch_from_before_the_update_has_the_recomputed_logprobs_as_the_learners(tmp_path):
+    columns = {
+        "old_log_probs": LOGPROBS, "rollout_log_probs": BEHAVIOR, "response_mask": MASK,
+        "advantages": np.ones((2, 3)), "token_level_rewards": np.array([[0, 1.0, 9.0], [0, 0, 0.5]]),
+    }  # fmt: skip
+    dump = read(tmp_path / "a.npz", columns)
+    np.testing.assert_array_equal(dump.updates[0].logprobs, LOGPROBS[MASK.astype(bool)])
+    assert "stand in for them" in dump.notes[0]
+    assert dump.updates[0].rewards.tolist() == [1.0, 0.5]  # what lies under the mask, summed per response
+
+
+def test_tool_tokens_are_masked_out(tmp_path):
+    tool = np.array([[1, 0, 1], [1, 1, 1]])
+    assert len(read(tmp_path / "a.npz", COLUMNS | {"tool_mask": tool}).updates[0].logprobs) == 4
+
+
+def test_names_of_your_own(tmp_path):
+    columns = {"lp": LOGPROBS, "q": BEHAVIOR, "adv": COLUMNS["advantages"], "m": MASK}
+    mapping = {"logprobs": "lp", "behavior_logprobs": "q", "advantages": "adv", "mask": "m"}
+    check_tokens(read(tmp_path / "a.npz", columns, mapping).updates[0])
+    message = refused(tmp_path / "a.npz", {"logprobs": "lq"})
+    assert "no column 'lq'" in message
+    assert "lp [2, 3]" in message
+    assert "behaviour=" in refused(tmp_path / "a.npz", {"behaviour": "q"})
+
+
+def test_staleness_from_versions(tmp_path):
+    versions = np.array([[3, 4, 0], [5, 5, 5]])
+    (known,) = read(tmp_path / "a.npz", COLUMNS | {"versions": versions, "version": np.array(6)}).updates
+    assert known.staleness.tolist() == [3, 2, 1, 1, 1]
+    dump = read(tmp_path / "b.npz", COLUMNS | {"versions": versions})
+    assert dump.updates[0].staleness.tolist() == [2, 1, 0, 0, 0]
+    assert "lower bound" in dump.notes[0]
+
+
+def test_parts_of_one_update_are_put_together_and_files_counted_as_people_do(tmp_path):
+    for update, part in ((10, 0), (10, 1), (2, 0)):
+        write(
+            tmp_path / f"{update}-{part}.npz", COLUMNS | {"update": np.array(update), "rewards": np.array([0.0, 1.0])}
+        )
+    first, second = read_dump([tmp_path]).updates
+    assert (first.name, second.name) == ("2", "10")
+    check_tokens(first)
+    assert second.sequence_ids.tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
+    assert second.rewards.tolist() == [0, 1, 0, 1]
+
+    (tmp_path / "other").mkdir()
+    for name in ("step10", "step2"):
+        write(tmp_path / "other" / f"{name}.npz", COLUMNS)
+    assert [update.name for update in read_dump([tmp_path / "other"]).updates] == ["step2", "step10"]
+
+
+def test_one_file_with_an_update_per_row(tmp_path):
+    first, second = read(tmp_path / "a.npz", COLUMNS | {"step": np.array([1, 0])}).updates
+    assert (first.name, second.name) == ("0", "1")
+    assert first.advantages.tolist() == [-1, -1, -1]
+    assert first.sequence_ids.tolist() == [0, 0, 0]
+
+
+def test_half_precision_is_read(tmp_path):
+    columns = {name: torch.from_numpy(values) for name, values in COLUMNS.items()}
+    columns |= {name: columns[name].bfloat16() for name in ("logprobs", "behavior_logprobs")}
+    save_torch(columns, tmp_path / "a.safetensors")
+    check_tokens(read_dump([tmp_path / "a.safetensors"]).updates[0])
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".parquet"])
+def test_damaged_files(tmp_path, suffix):
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    whole = write(tmp_path / ("a.npz" if suffix == ".parquet" else f"a{suffix}"), COLUMNS).read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 8):
+        path = tmp_path / f"cut{suffix}"
+        path.write_bytes(whole[:size])
+        assert "cannot be read" in refused(path)
+
+
+def test_files_that_are_no_dump(tmp_path):
+    pickle = tmp_path / "a.pt"
+    pickle.write_bytes(b"x")
+    for path in (pickle, tmp_path):
+        message = refused(path)
+        assert "runs code when it is opened" in message
+        assert "save_file" in message
+    assert "does not exist" in refused(tmp_path / "b.npz")
+    (tmp_path / "a.csv").write_text("x")
+    assert "ends in .csv" in refused(tmp_path / "a.csv")
+    (tmp_path / "empty").mkdir()
+    assert "holds: nothing" in refused(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"logprobs": None}, ["no column for logprobs", "per_token_logps", "mask [2, 3]", "--map logprobs=COLUMN"]),
+        ({"behavior_logprobs": None}, ["no column for behavior_logprobs", "old_log_probs", "rollout_log_probs"]),
+        ({"advantages": None}, ["no column for advantages"]),
+        ({"mask": None}, ["padded arrays [2, 3] and no mask", "response_mask"]),
+        ({"mask": MASK * 0}, ["selects no token in any of 1 updates"]),
+        ({"mask": MASK * 0.5}, ["values other than 0 and 1"]),
+        ({"behavior_logprobs": BEHAVIOR[:, :2]}, ["behavior_logprobs has shape [2, 2]", "logprobs has shape [2, 3]"]),
+        ({"advantages": np.ones(3)}, ["advantages has shape [3]", "one per response (2)"]),
+        ({"logprobs": np.ones((1, 2, 3))}, ["shape [1, 2, 3]"]),
+    ],
+)
+def test_what_is_missing_or_does_not_fit(tmp_path, change, parts):
+    columns = {name: values for name, values in (COLUMNS | change).items() if values is not None}
+    message = refused(write(tmp_path / "a.npz", columns))
+    for part in parts:
+        assert part in message
+
+
+def test_rows_without_tokens_are_counted(tmp_path):
+    dump = read(tmp_path / "a.npz", COLUMNS | {"mask": MASK * [[0], [1]]})
+    assert dump.updates[0].sequence_ids.tolist() == [0, 0, 0]
+    assert "1 of 2 responses have no token" in dump.notes[0]
