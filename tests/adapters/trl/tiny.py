@@ -1,5 +1,9 @@
 """The smallest real thing: a one-layer Llama, the embedded model's character tokenizer, and digits as prompts."""
 
+import os
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func
+
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
