@@ -43,8 +43,7 @@ try:
     from trl import __version__ as trl_version
 except ImportError as error:
     raise ImportError(
-        f"bapo.adapters.trl needs TRL (tested with {TESTED_VERSIONS}): pip install 'bapo[trl]'. The import of trl said: "
-        f"{error}"
+        f"bapo.adapters.trl needs TRL (tested with {TESTED_VERSIONS}): pip install 'bapo[trl]'. It said: {error}"
     ) from error
 
 __all__ = ["LOSS_TYPES", "TESTED_VERSIONS", "BapoConfig", "BapoTrainer", "check_trl"]
@@ -93,12 +92,12 @@ class BapoConfig(GRPOConfig):
     bapo_target_share: float | None = _option(
         None, "Share of the signal that positive tokens should hold, in [0, 1]. 0.4 without a preset."
     )
-    bapo_low: list[float] | None = _option(
+    bapo_low: list[float] | None = _option(  # noqa: RUF009
         None,
         "Start and end of the lower bound on the ratio, such as 0.6 0.9. Two equal numbers fix it. A bound, not an "
         "epsilon: an epsilon of 0.2 is 0.8.",
     )
-    bapo_high: list[float] | None = _option(
+    bapo_high: list[float] | None = _option(  # noqa: RUF009
         None, "Start and end of the upper bound on the ratio, such as 1.2 3.0. Two equal numbers fix it."
     )
     bapo_low_step: float | None = _option(None, "Distance between candidate lower bounds. 0.02 without a preset.")
@@ -124,8 +123,8 @@ class BapoConfig(GRPOConfig):
         _ = self.clip_settings
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
-                f"loss_type={self.loss_type!r} has no two-sided clip of token ratios, so there are no bounds to choose. "
-                f"Use one of {', '.join(LOSS_TYPES)}, or GRPOTrainer."
+                f"loss_type={self.loss_type!r} has no two-sided clip of token ratios, so there are no bounds to choose."
+                f" Use one of {', '.join(LOSS_TYPES)}, or GRPOTrainer."
             )
         if self.importance_sampling_level != "token":
             raise ValueError(
@@ -177,6 +176,10 @@ class _Update:
 
 class BapoTrainer(GRPOTrainer):
     """`GRPOTrainer` with the clip bounds of BAPO (arXiv:2510.18927), solved anew for every update."""
+
+    epsilon_low: float  # what TRL's loss clips with: 1 - epsilon_low and 1 + epsilon_high
+    epsilon_high: float
+    _step: int  # TRL's count of micro-batches, which picks each one's inputs
 
     _tag_names = ["trl", "bapo"]  # noqa: RUF012
     _name = "BAPO"
@@ -259,7 +262,8 @@ class BapoTrainer(GRPOTrainer):
                 "bapo.core.checks.check_tokens names the token."
             )
         self.epsilon_low, self.epsilon_high = 1 - low, high - 1
-        tokens = clean_tokens(*(x.flatten() for x in arguments[:3]), check_mask(arguments[3]).flatten())
+        flat = [x.flatten() for x in arguments]
+        tokens = clean_tokens(flat[0], flat[1], flat[2], check_mask(flat[3]))
         retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
         self._update.parts.append(_Part(bounds, tokens, entropy.flatten().float(), retained))
 
@@ -329,21 +333,24 @@ class BapoTrainer(GRPOTrainer):
     def _log_update(self) -> None:
         """The update's bounds, share and Entropy-Clip quadrants, into TRL's metrics: one collective, one host read."""
         parts, self._update = self._update.parts, _Update()
-        columns = [[getattr(part.tokens, name) for part in parts] for name in ("logprobs", "behavior_logprobs")]
-        columns += [[part.tokens.advantages for part in parts], [part.tokens.mask for part in parts]]
-        statistics = entropy_statistics(
-            Tokens(*(torch.cat(column) for column in columns)),
-            torch.cat([part.entropy for part in parts]),
-            torch.cat([part.retained for part in parts]),
+        tokens = Tokens(
+            logprobs=torch.cat([part.tokens.logprobs for part in parts]),
+            behavior_logprobs=torch.cat([part.tokens.behavior_logprobs for part in parts]),
+            advantages=torch.cat([part.tokens.advantages for part in parts]),
+            mask=torch.cat([part.tokens.mask for part in parts]),
         )
+        entropy, retained = (torch.cat([getattr(part, name) for part in parts]) for name in ("entropy", "retained"))
+        statistics = entropy_statistics(tokens, entropy, retained)
         del statistics["entropy"]  # TRL logs it
-        for name, key in (("low", "clip_low"), ("high", "clip_high"), ("share", "share")):
-            statistics[key] = torch.stack([getattr(part.bounds, name) for part in parts]).double().mean()
-        for name in ("share_at_start", "share_at_end"):
-            statistics[name] = torch.stack([getattr(part.bounds, name) for part in parts]).double().mean()
-        stops = torch.stack([part.bounds.stop for part in parts])
+
+        def column(name: str) -> Tensor:
+            return torch.stack([getattr(part.bounds, name) for part in parts])
+
+        shares = {name: name for name in ("share", "share_at_start", "share_at_end")}
+        for key, name in {"clip_low": "low", "clip_high": "high", **shares}.items():
+            statistics[key] = column(name).double().mean()
         for reason in StopReason:
-            statistics[f"stop/{reason.name.lower()}"] = (stops == reason).double().mean()
+            statistics[f"stop/{reason.name.lower()}"] = (column("stop") == reason).double().mean()
         values = self.accelerator.reduce(torch.stack(list(statistics.values())), reduction="mean")
         for name, value in zip(statistics, values.tolist(), strict=True):
             self._metrics["train"][f"bapo/{name}"].append(value)

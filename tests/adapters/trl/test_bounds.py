@@ -164,6 +164,7 @@ def launched(processes, out):
 def test_two_processes_choose_the_bounds_of_one(tmp_path):
     one, two = launched(1, tmp_path / "one.pt"), launched(2, tmp_path / "two.pt")
     assert (one["processes"], two["processes"]) == (1, 2)
+    assert two["collectives"] == [1] * 6  # for the whole update, in two micro-batches
     assert one["clip_low"] == two["clip_low"]
     assert one["clip_high"] == two["clip_high"]
     assert len(set(one["clip_high"])) > 1

@@ -58,7 +58,9 @@ def test_a_grpo_config_is_refused(tmp_path):
 
 
 def test_options_work_on_a_command_line(tmp_path):
-    flags = f"--output_dir {tmp_path} --bf16 false --use_cpu --bapo_preset paper --bapo_low 0.7 0.9 --bapo_scope microbatch"
+    flags = (
+        f"--output_dir {tmp_path} --bf16 false --use_cpu --bapo_preset paper --bapo_low 0.7 0.9 --bapo_scope microbatch"
+    )
     (parsed,) = HfArgumentParser(BapoConfig).parse_args_into_dataclasses(flags.split())
     assert parsed.clip_settings == ClipSettings(low=(0.7, 0.9), measure="surrogate")
     assert parsed.bapo_scope == "microbatch"

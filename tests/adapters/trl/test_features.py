@@ -190,7 +190,9 @@ def test_a_reward_that_verifies_is_learned(tmp_path):
         tmp_path,
         arguments={
             "reward_funcs": correct,
-            "train_dataset": Dataset.from_dict({"prompt": [f"{i % 4}:" for i in range(64)], "answer": [0, 1, 2, 3] * 16}),
+            "train_dataset": Dataset.from_dict(
+                {"prompt": [f"{i % 4}:" for i in range(64)], "answer": [0, 1, 2, 3] * 16}
+            ),
         },
         per_device_train_batch_size=64,
         num_generations=16,

@@ -3,7 +3,9 @@
 import sys
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bapo.adapters.trl import BapoTrainer
 from tests.adapters.trl.tiny import log_of, prompts, tokenizer, trained, weights
 
 
@@ -23,12 +25,35 @@ def rollout(texts, trainer):
     }
 
 
+class Collectives(TorchDispatchMode):
+    """Counts what torch.distributed is asked to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(BapoTrainer):
+    """Counts the collectives of each solve, forward passes included."""
+
+    collectives = []  # noqa: RUF012
+
+    def _solve(self, tables):
+        with Collectives() as communication:
+            bounds = super()._solve(tables)
+        self.collectives.append(communication.count)
+        return bounds
+
+
 def main(out):
     from accelerate import PartialState
 
     processes = PartialState(cpu=True).num_processes
     run = trained(
         f"{out}.run",
+        Counting,
         arguments={"rollout_func": rollout, "train_dataset": prompts().select(range(16))},
         per_device_train_batch_size=4 // processes,
         shuffle_dataset=False,
@@ -40,7 +65,7 @@ def main(out):
     if run.accelerator.is_main_process:
         logs = {name: log_of(run, f"bapo/{name}") for name in ("clip_low", "clip_high", "share")}
         state = {name.removeprefix("module."): value for name, value in weights(run).items()}
-        torch.save({**logs, "weights": state, "processes": processes}, out)
+        torch.save({**logs, "weights": state, "processes": processes, "collectives": run.collectives}, out)
 
 
 if __name__ == "__main__":
