@@ -1,6 +1,9 @@
 """What TRL's own tests ask of GRPOTrainer holds of BapoTrainer: each feature trains, moves the weights, logs bounds."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,3 +209,13 @@ def test_a_reward_that_verifies_is_learned(tmp_path):
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-3:]) / 3 > 0.6
     assert len(set(log_of(run, "bapo/clip_high"))) > 3
+
+
+def test_the_example_learns(tmp_path):
+    script = Path(__file__).parents[3] / "examples" / "trl_bapo.py"
+    command = [sys.executable, str(script), "--output_dir", str(tmp_path), "--max_steps=60", "--disable_tqdm=true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    correct = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert correct[0] < 0.2
+    assert correct[-1] > 0.5
