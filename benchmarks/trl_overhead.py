@@ -4,9 +4,10 @@
 
 The three take turns: GRPOTrainer, BapoTrainer at scope microbatch, and at scope update. The target share is 0, so that
 BAPO's search looks at all its candidates and always stays at (0.8, 1.2), GRPO's own bounds: all three train on the same
-tokens to the same weights, which is checked, and do the same work apart from BAPO's. Times are TRL's own `step_time`.
-Each generation is used for `--iterations` steps: `train` counts those without generation, `all` every step. The table
-gives medians, and the lowest and highest ratio of the paired rounds.
+tokens to the same weights, which is checked, and do the same work apart from BAPO's. On CPU the clock is the process's
+own CPU time, so that neighbours on a shared machine count less; on CUDA it is the wall clock. Each generation is used
+for `--iterations` steps: `train` counts those without generation, `all` every step. A step's work is the same in every
+round, so its time is the least of the rounds; beside the ratio stand the lowest and highest of the paired rounds.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import argparse
 import os
 import statistics
 import tempfile
+import time
 
 import torch
 from datasets import Dataset
-from timing import table
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from timing import synchronize, table
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo.adapters.trl import BapoConfig, BapoTrainer
@@ -35,6 +37,23 @@ CANDIDATES = {
 
 def reward(completions: list[str], **kwargs: object) -> list[float]:
     return [sum(c.isdigit() for c in text) / len(text) for text in completions]
+
+
+class Clock(TrainerCallback):
+    """Seconds of each optimizer step."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.times = device, []
+
+    def now(self) -> float:
+        synchronize(self.device)
+        return time.process_time() if self.device == "cpu" else time.perf_counter()
+
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
+        self.begin = self.now()
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        self.times.append(self.now() - self.begin)
 
 
 def step_times(name: str, options: argparse.Namespace) -> tuple[list[float], float]:
@@ -80,14 +99,16 @@ def step_times(name: str, options: argparse.Namespace) -> tuple[list[float], flo
             **extra,
         )
         rows = [f"{i % 10}:" for i in range(256)]
-        trainer = trainer_class(
-            model, reward, config, train_dataset=Dataset.from_dict({"prompt": rows}), processing_class=tokenizer
-        )
-        trainer.log = lambda logs, start_time=None: None  # keeps its metrics where they are
-        trainer.train()
-        return list(trainer._metrics["train"]["step_time"]), sum(
-            float(p.detach().double().sum()) for p in model.parameters()
-        )
+        clock = Clock(options.device)
+        trainer_class(
+            model,
+            reward,
+            config,
+            train_dataset=Dataset.from_dict({"prompt": rows}),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        ).train()
+        return clock.times, sum(float(p.detach().double().sum()) for p in model.parameters())
 
 
 def main() -> None:
@@ -108,23 +129,30 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in CANDIDATES}
+    measured: dict[str, list[list[float]]] = {name: [] for name in CANDIDATES}  # by round, then step
     for turn in range(options.rounds + 1):
         weights = {}
         for name in CANDIDATES:
             times, weights[name] = step_times(name, options)
-            training = [time for step, time in enumerate(times) if step % options.iterations]
             if turn:  # the first round warms up
-                measured[name].append((statistics.mean(training), statistics.mean(times)))
+                measured[name].append(times)
         assert len(set(weights.values())) == 1, f"the runs differ: {weights}"
 
+    steps = range(options.iterations * 2)
+    kinds = ([step for step in steps if step % options.iterations], list(steps))
     rows = []
-    for name, pairs in measured.items():
+    for name, rounds in measured.items():
         row = [name]
-        for kind in (0, 1):
-            ratios = [pair[kind] / base[kind] for pair, base in zip(pairs, measured["GRPOTrainer"], strict=True)]
-            row.append(f"{statistics.median(pair[kind] for pair in pairs) * 1e3:.1f}")
-            row.append(f"{statistics.median(ratios):.3f}  [{min(ratios):.3f}, {max(ratios):.3f}]")
+        for kind in kinds:
+            least, base = (
+                statistics.mean(min(times[step] for times in measured[which]) for step in kind)
+                for which in (name, "GRPOTrainer")
+            )
+            paired = [
+                sum(ours[step] for step in kind) / sum(theirs[step] for step in kind)
+                for ours, theirs in zip(rounds, measured["GRPOTrainer"], strict=True)
+            ]
+            row += [f"{least * 1e3:.1f}", f"{least / base:.3f}  [{min(paired):.3f}, {max(paired):.3f}]"]
         rows.append(row)
     tokens = options.batch * options.accumulation * options.length
     print(

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,14 +155,11 @@ class BapoConfig(GRPOConfig):
             raise ValueError(f"BapoConfig, options bapo_*: {error}") from None
 
 
-@dataclass
-class _Part:
-    """What one loss call leaves behind for the log of its update: its bounds, and its tokens as flat tensors."""
+class _Part(NamedTuple):
+    """What one loss call leaves behind for the log of its update."""
 
     bounds: ClipBounds
-    tokens: Tokens
-    entropy: Tensor
-    retained: Tensor
+    columns: tuple[Tensor, ...]  # [tokens] each: log-probs, behaviour log-probs, advantages, mask, entropy, retained
 
 
 @dataclass
@@ -256,16 +254,16 @@ class BapoTrainer(GRPOTrainer):
             bounds = self._solve([update_table(*arguments, self._settings)])
         # The one host read of a solve, as TRL reads its metrics. 1 - (1 - low) is low again: float32 in float64.
         low, high, share = torch.stack([bounds.low, bounds.high, bounds.share]).tolist()
-        if share != share:
+        if math.isnan(share):
             raise ValueError(
                 "the log-probs, advantages or importance ratios of this update hold NaN or infinity on some process. "
                 "bapo.core.checks.check_tokens names the token."
             )
         self.epsilon_low, self.epsilon_high = 1 - low, high - 1
-        flat = [x.flatten() for x in arguments]
-        tokens = clean_tokens(flat[0], flat[1], flat[2], check_mask(flat[3]))
+        tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
         retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
-        self._update.parts.append(_Part(bounds, tokens, entropy.flatten().float(), retained))
+        columns = (tokens.logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask, entropy.float(), retained)
+        self._update.parts.append(_Part(bounds, tuple(column.flatten() for column in columns)))
 
     def _solve(self, tables: Iterable[Tensor]) -> ClipBounds:
         """Bounds from the sum of the tables, over processes too (one collective) where the scope is the update."""
@@ -333,24 +331,18 @@ class BapoTrainer(GRPOTrainer):
     def _log_update(self) -> None:
         """The update's bounds, share and Entropy-Clip quadrants, into TRL's metrics: one collective, one host read."""
         parts, self._update = self._update.parts, _Update()
-        tokens = Tokens(
-            logprobs=torch.cat([part.tokens.logprobs for part in parts]),
-            behavior_logprobs=torch.cat([part.tokens.behavior_logprobs for part in parts]),
-            advantages=torch.cat([part.tokens.advantages for part in parts]),
-            mask=torch.cat([part.tokens.mask for part in parts]),
+        *tokens, entropy, retained = (
+            torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)
         )
-        entropy, retained = (torch.cat([getattr(part, name) for part in parts]) for name in ("entropy", "retained"))
-        statistics = entropy_statistics(tokens, entropy, retained)
+        statistics = entropy_statistics(Tokens(*tokens), entropy, retained)
         del statistics["entropy"]  # TRL logs it
 
-        def column(name: str) -> Tensor:
-            return torch.stack([getattr(part.bounds, name) for part in parts])
-
-        shares = {name: name for name in ("share", "share_at_start", "share_at_end")}
-        for key, name in {"clip_low": "low", "clip_high": "high", **shares}.items():
-            statistics[key] = column(name).double().mean()
+        for name in ("low", "high", "share", "share_at_start", "share_at_end"):
+            key = f"clip_{name}" if name in ("low", "high") else name
+            statistics[key] = torch.stack([getattr(part.bounds, name) for part in parts]).double().mean()
+        stops = torch.stack([part.bounds.stop for part in parts if part.bounds.stop is not None])
         for reason in StopReason:
-            statistics[f"stop/{reason.name.lower()}"] = (column("stop") == reason).double().mean()
+            statistics[f"stop/{reason.name.lower()}"] = (stops == reason).double().mean()
         values = self.accelerator.reduce(torch.stack(list(statistics.values())), reduction="mean")
         for name, value in zip(statistics, values.tolist(), strict=True):
             self._metrics["train"][f"bapo/{name}"].append(value)
