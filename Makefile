@@ -1,17 +1,19 @@
 # Two commands do everything on a machine with Python 3.11+, pip, make and a compiler:
 #   make run     set up a virtual environment and train the embedded model
 #   make test    set up, lint, type-check and run every CPU test
+# A third one, make test-integrations, tests the adapters, each in an environment of its own.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TRL    := .venv-trl
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test lint types unit bench clean
+.PHONY: help run example test lint types unit test-integrations bench clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 run: $(STAMP)  ## set up, then train the embedded model off-policy: offline, CPU, about 4 minutes
 	$(BIN)/bapo train
@@ -31,13 +33,17 @@ types: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
+# Warnings of the libraries that an adapter drives are not ours to fix: -W default.
+test-integrations: $(TRL)/.installed  ## set up a second environment with TRL, run the adapter's tests there
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl
+
 bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/bounds.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/engine.py
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # constraints.txt pins what was tested. torch goes first and pinned, so that nothing else decides which build it is.
 $(STAMP): pyproject.toml constraints.txt
@@ -46,4 +52,11 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trl.txt \
+		-e '.[trl]' peft pytest
 	@touch $@

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bapo.buffer import Buffer
+from bapo.compare.grid import load_grid
 from bapo.config import load_config, parse_config
 from bapo.demo import model_path
 from bapo.learn.learner import Learner
@@ -209,8 +211,18 @@ def test_every_objective_trains(tmp_path):
         assert all(abs(line["loss"]) < 100 for line in updates(lines))
 
 
-@pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda p: p.name)
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+GRIDS = [path for path in RECIPES if "seeds" in tomllib.loads(path.read_text())]
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path not in GRIDS], ids=lambda p: p.name)
 def test_shipped_recipes_build(recipe):
     parts = build(load_config(recipe))
     assert parts.learner.version == 0
     assert len(parts.task.train) == 4096
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda p: p.name)
+def test_shipped_grids_are_possible(grid):
+    cells = load_grid(grid).cells
+    assert len({cell.name for cell in cells}) == len(cells) >= 8

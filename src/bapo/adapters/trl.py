@@ -1,0 +1,348 @@
+"""BAPO inside TRL: a `GRPOTrainer` script changes two names.
+
+    from bapo.adapters.trl import BapoConfig, BapoTrainer
+
+    trainer = BapoTrainer(model, reward_funcs=reward, args=BapoConfig(num_iterations=4), train_dataset=dataset)
+    trainer.train()
+
+TRL's loss reads the two epsilons it clips with from the trainer, after it has computed the log-probs. So nothing of it
+is copied: when the log-probs of a loss call are there, `BapoTrainer` solves the bounds and sets the epsilons for the
+rest of that call. All else (generation, rewards, advantages, reduction, logging, hub) is TRL's own.
+
+    scope update        one pair of bounds for the whole optimizer step, over all its micro-batches and processes, with
+                        one collective. With gradient accumulation this needs every log-prob before the first backward
+                        pass: one more forward pass, without gradients, per micro-batch.
+    scope microbatch    each loss call on its own; no collective and no further pass, but bounds from fewer tokens.
+
+Evaluation is left to TRL: there the policy that sampled is the one that is scored, every ratio is 1, and no clip acts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
+from bapo.core.checks import check_mask
+from bapo.core.entropy_rule import entropy_statistics
+from bapo.core.loss import clean_tokens, update_table
+from bapo.core.objectives import Tokens, retained_by
+from bapo.core.settings import ClipSettings, require_choice
+
+TESTED_VERSIONS = "1.16"
+"""TRL versions the tests ran with; others are let in as long as `check_trl` finds what it needs."""
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+    from trl import __version__ as trl_version
+except ImportError as error:
+    raise ImportError(
+        f"bapo.adapters.trl needs TRL (tested with {TESTED_VERSIONS}): pip install 'bapo[trl]'. It said: {error}"
+    ) from error
+
+__all__ = ["LOSS_TYPES", "TESTED_VERSIONS", "BapoConfig", "BapoTrainer", "check_trl"]
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+"""TRL's losses with PPO's two-sided clip of token ratios; the others clip otherwise, or not at all."""
+SCOPES = ("update", "microbatch")
+
+
+def check_trl(trainer: type, version: str) -> None:
+    """Raise an ImportError unless this `GRPOTrainer` still has every place where the bounds go in."""
+    uses = {
+        "_compute_loss": {"epsilon_low", "epsilon_high", "_get_per_token_logps_and_entropies", "old_per_token_logps"},
+        "_prepare_inputs": {"_step"},
+        "_get_per_token_logps_and_entropies": {"compute_entropy", "logits_to_keep"},
+        "get_high_entropy_mask": {"entropies", "mask", "threshold"},
+        "get_off_policy_mask": {"advantages", "per_token_logps", "sampling_per_token_logps", "off_policy_threshold"},
+        "get_batch_samples": {"num_batches"},
+    }
+    for method, names in uses.items():
+        code = getattr(inspect.unwrap(getattr(trainer, method, None)), "__code__", None)  # type: ignore[arg-type]
+        if code is None or not names <= {*code.co_names, *code.co_varnames, *code.co_consts}:
+            raise ImportError(
+                f"bapo.adapters.trl was tested with TRL {TESTED_VERSIONS}, but TRL {version} is installed and its "
+                f"{trainer.__name__}.{method} has changed (expected it to use {', '.join(sorted(names))}). Install a "
+                "tested version: pip install 'trl==1.16.*'."
+            )
+
+
+check_trl(GRPOTrainer, trl_version)
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class BapoConfig(GRPOConfig):
+    """`GRPOConfig` plus where BAPO may put its clip bounds. An option left at None has the preset's value."""
+
+    bapo_preset: str | None = _option(
+        None,
+        "Published settings to start from: 'paper', 'weak-model' or 'released-script'. Without one, the paper's "
+        "numbers with the measure 'gradient'.",
+    )
+    bapo_target_share: float | None = _option(
+        None, "Share of the signal that positive tokens should hold, in [0, 1]. 0.4 without a preset."
+    )
+    bapo_low: list[float] | None = _option(  # noqa: RUF009
+        None,
+        "Start and end of the lower bound on the ratio, such as 0.6 0.9. Two equal numbers fix it. A bound, not an "
+        "epsilon: an epsilon of 0.2 is 0.8.",
+    )
+    bapo_high: list[float] | None = _option(  # noqa: RUF009
+        None, "Start and end of the upper bound on the ratio, such as 1.2 3.0. Two equal numbers fix it."
+    )
+    bapo_low_step: float | None = _option(None, "Distance between candidate lower bounds. 0.02 without a preset.")
+    bapo_high_step: float | None = _option(None, "Distance between candidate upper bounds. 0.05 without a preset.")
+    bapo_measure: str | None = _option(
+        None,
+        "How a clipped token counts in the share: 'gradient' (not at all) or 'surrogate' (at its bound, the paper's "
+        "Eq. 8 literally).",
+    )
+    bapo_weight: str | None = _option(
+        None, "Weight of a token in the share: 'none', or 'rollout_prob', the probability it was sampled with."
+    )
+    bapo_order: str | None = _option(None, "Which bound moves first: 'high_first' (paper) or 'low_first'.")
+    bapo_scope: str = _option(
+        "update",
+        "What one pair of bounds is solved from: 'update', all micro-batches and processes of an optimizer step (with "
+        "gradient accumulation one more forward pass without gradients), or 'microbatch', each loss call on its own.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("bapo_scope", self.bapo_scope, SCOPES)
+        _ = self.clip_settings
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(
+                f"loss_type={self.loss_type!r} has no two-sided clip of token ratios, so there are no bounds to choose."
+                f" Use one of {', '.join(LOSS_TYPES)}, or GRPOTrainer."
+            )
+        if self.importance_sampling_level != "token":
+            raise ValueError(
+                f"importance_sampling_level={self.importance_sampling_level!r}: BAPO balances tokens by their own "
+                "ratios, which a sequence-level ratio does not have. Set importance_sampling_level='token'."
+            )
+        if self.use_liger_kernel:
+            raise ValueError(
+                "use_liger_kernel=True is not supported: Liger's losses clip inside their own kernels, where no bounds "
+                "can be given. TRL has deprecated it; set model_init_kwargs={'use_kernels': True} instead."
+            )
+        if self.epsilon != 0.2 or self.epsilon_high is not None:
+            raise ValueError(
+                f"epsilon={self.epsilon}, epsilon_high={self.epsilon_high} would be ignored: BAPO chooses both bounds. "
+                "Leave them out; bapo_low and bapo_high say where the bounds may be (equal numbers fix them)."
+            )
+
+    @property
+    def clip_settings(self) -> ClipSettings:
+        """These options as the core's ClipSettings."""
+        names = ("target_share", "low", "high", "low_step", "high_step", "measure", "weight", "order")
+        given = {name: value for name in names if (value := getattr(self, f"bapo_{name}")) is not None}
+        try:
+            preset = ClipSettings() if self.bapo_preset is None else ClipSettings.preset(self.bapo_preset)  # type: ignore[arg-type]
+            return dataclasses.replace(preset, **given)
+        except ValueError as error:
+            raise ValueError(f"BapoConfig, options bapo_*: {error}") from None
+
+
+class _Part(NamedTuple):
+    """What one loss call leaves behind for the log of its update."""
+
+    bounds: ClipBounds
+    columns: tuple[Tensor, ...]  # [tokens] each: log-probs, behaviour log-probs, advantages, mask, entropy, retained
+
+
+@dataclass
+class _Update:
+    """One optimizer step in the making."""
+
+    batches: list[Any] = field(default_factory=list)  # as the data loader gave them, one per micro-batch
+    inputs: list[dict[str, Any]] = field(default_factory=list)  # the same, generated and scored by TRL
+    bounds: ClipBounds | None = None  # once they are solved for all of it
+    parts: list[_Part] = field(default_factory=list)  # the micro-batches done so far
+
+
+class BapoTrainer(GRPOTrainer):
+    """`GRPOTrainer` with the clip bounds of BAPO (arXiv:2510.18927), solved anew for every update."""
+
+    epsilon_low: float  # what TRL's loss clips with: 1 - epsilon_low and 1 + epsilon_high
+    epsilon_high: float
+    _step: int  # TRL's count of micro-batches, which picks each one's inputs
+
+    _tag_names = ["trl", "bapo"]  # noqa: RUF012
+    _name = "BAPO"
+    _paper = {  # noqa: RUF012
+        "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with "
+        "Adaptive Clipping",
+        "id": "2510.18927",
+    }
+
+    def __init__(self, model: Any, reward_funcs: Any = None, args: BapoConfig | None = None, *rest: Any, **kwargs: Any):
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = BapoConfig(f"{name.rstrip('/').split('/')[-1] or 'model'}-BAPO")
+        if not isinstance(args, BapoConfig):
+            raise ValueError(f"args is a {type(args).__name__}; BapoTrainer needs a BapoConfig, which takes the same.")
+        self._settings = args.clip_settings
+        self._update = _Update()
+        self._loss_inputs: dict[str, Any] | None = None  # of the loss call under way
+        super().__init__(model, reward_funcs, args, *rest, **kwargs)
+
+    @property
+    def _solves_ahead(self) -> bool:
+        """Whether the bounds of this update need log-probs that its first loss call does not have."""
+        return self.args.bapo_scope == "update" and len(self._update.batches) > 1
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of one optimizer step: the moment an update begins."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._update = _Update(batches)
+        return batches, num_items
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's, but all micro-batches of the update at once where bounds need them; its step counter picks each."""
+        if not (self.model.training and self._solves_ahead):
+            return super()._prepare_inputs(generation_batch)
+        update = self._update
+        if not update.inputs:
+            first = self._step
+            for offset, batch in enumerate(update.batches):
+                self._step = first + offset
+                update.inputs.append(super()._prepare_inputs(batch))
+            self._step = first
+        return update.inputs[len(update.parts)]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss, with the epsilons of this update's bounds while it runs."""
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        update, configured = self._update, (self.epsilon_low, self.epsilon_high)
+        if self._solves_ahead and update.bounds is None:
+            update.bounds = self._solve(self._tables_ahead())
+        done, self._loss_inputs = len(update.parts), inputs
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self._loss_inputs = None
+            self.epsilon_low, self.epsilon_high = configured
+        assert len(update.parts) == done + 1, f"TRL {trl_version} computed a loss without asking for log-probs once"
+        if self.accelerator.sync_gradients:
+            self._log_update()
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; inside a loss call this is the last moment before it reads its epsilons."""
+        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._loss_inputs is not None:
+            self._set_epsilons(self._loss_inputs, outputs[0].detach(), outputs[1].detach())
+        return outputs
+
+    def _set_epsilons(self, inputs: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> None:
+        arguments = self._four_tensors(inputs, logprobs, entropy)
+        bounds = self._update.bounds
+        if bounds is None:
+            bounds = self._solve([update_table(*arguments, self._settings)])
+        # The one host read of a solve, as TRL reads its metrics. 1 - (1 - low) is low again: float32 in float64.
+        low, high, share = torch.stack([bounds.low, bounds.high, bounds.share]).tolist()
+        if math.isnan(share):
+            raise ValueError(
+                "the log-probs, advantages or importance ratios of this update hold NaN or infinity on some process. "
+                "bapo.core.checks.check_tokens names the token."
+            )
+        self.epsilon_low, self.epsilon_high = 1 - low, high - 1
+        tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
+        retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
+        columns = (tokens.logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask, entropy.float(), retained)
+        self._update.parts.append(_Part(bounds, tuple(column.flatten() for column in columns)))
+
+    def _solve(self, tables: Iterable[Tensor]) -> ClipBounds:
+        """Bounds from the sum of the tables, over processes too (one collective) where the scope is the update."""
+        table = torch.stack(list(tables)).sum(0)
+        if self.args.bapo_scope == "update":
+            table = self.accelerator.reduce(table, reduction="sum")
+        return bounds_from_table(table, self._settings)
+
+    @torch.no_grad()
+    def _tables_ahead(self) -> Iterator[Tensor]:
+        """The signal table of each micro-batch of the update, before any of them is trained on.
+
+        In eval mode: no dropout, so no random number is drawn, and no gradient checkpointing.
+        """
+        parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+        needs_entropy = self.top_entropy_quantile < 1.0
+        for inputs in self._update.inputs:
+            mask, entropy = inputs["completion_mask"], None
+            logprobs = torch.zeros(mask.shape, device=mask.device)
+            if (
+                "old_per_token_logps" in inputs  # otherwise this policy sampled and every ratio is 1, whatever it says
+                or self._settings.weight != "none"
+                or needs_entropy
+                or self.off_policy_mask_threshold is not None
+            ):
+                self.model.eval()
+                try:
+                    logprobs, entropy, _ = super()._get_per_token_logps_and_entropies(
+                        self.model,
+                        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                        torch.cat([inputs["prompt_mask"], mask], dim=1),
+                        mask.size(1),
+                        compute_entropy=needs_entropy,
+                        **{name: inputs[name] for name in parameters if name in inputs},
+                    )
+                finally:
+                    self.model.train()
+            yield update_table(*self._four_tensors(inputs, logprobs, entropy), self._settings)
+
+    def _four_tensors(
+        self, inputs: dict[str, Any], logprobs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The core's log-probs, behaviour log-probs, advantages and mask, with every mask and weight TRL's loss has."""
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        advantages = inputs["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        behavior_logprobs = inputs.get("old_per_token_logps", logprobs)
+        trained = mask
+        if self.top_entropy_quantile < 1.0:
+            trained = trained * self.get_high_entropy_mask(entropy, mask, 1 - self.top_entropy_quantile)
+        if self.off_policy_mask_threshold is not None:
+            trained = trained * self.get_off_policy_mask(
+                advantages=advantages,
+                per_token_logps=logprobs,
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", behavior_logprobs),
+                mask=mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            advantages = advantages * inputs["importance_sampling_ratio"]
+        return logprobs, behavior_logprobs, advantages.expand_as(mask), trained
+
+    def _log_update(self) -> None:
+        """The update's bounds, share and Entropy-Clip quadrants, into TRL's metrics: one collective, one host read."""
+        parts, self._update = self._update.parts, _Update()
+        *tokens, entropy, retained = (
+            torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)
+        )
+        statistics = entropy_statistics(Tokens(*tokens), entropy, retained)
+        del statistics["entropy"]  # TRL logs it
+
+        for name in ("low", "high", "share", "share_at_start", "share_at_end"):
+            key = f"clip_{name}" if name in ("low", "high") else name
+            statistics[key] = torch.stack([getattr(part.bounds, name) for part in parts]).double().mean()
+        stops = torch.stack([part.bounds.stop for part in parts if part.bounds.stop is not None])
+        for reason in StopReason:
+            statistics[f"stop/{reason.name.lower()}"] = (stops == reason).double().mean()
+        values = self.accelerator.reduce(torch.stack(list(statistics.values())), reduction="mean")
+        for name, value in zip(statistics, values.tolist(), strict=True):
+            self._metrics["train"][f"bapo/{name}"].append(value)

@@ -1,0 +1,91 @@
+"""Options are checked when they are given, and TRL when it is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("trl")
+
+from transformers import HfArgumentParser
+from trl import GRPOConfig, GRPOTrainer
+
+from bapo import ClipSettings
+from bapo.adapters.trl import BapoConfig, BapoTrainer, check_trl
+from tests.adapters.trl.tiny import config, digits, model, prompts, tokenizer
+
+
+def test_defaults_are_the_cores(tmp_path):
+    assert config(tmp_path).clip_settings == ClipSettings()
+    assert config(tmp_path).bapo_scope == "update"
+
+
+@pytest.mark.parametrize("name", ["paper", "weak-model", "released-script"])
+def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
+    assert config(tmp_path, bapo_preset=name).clip_settings == ClipSettings.preset(name)
+    changed = config(tmp_path, bapo_preset=name, bapo_target_share=0.3, bapo_high=[1.3, 1.5]).clip_settings
+    assert (changed.target_share, changed.high) == (0.3, (1.3, 1.5))
+    assert changed.low == ClipSettings.preset(name).low
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel=True is not supported"),
+        ({"importance_sampling_level": "sequence"}, "Set importance_sampling_level='token'"),
+        ({"loss_type": "cispo"}, "Use one of grpo, bnpo, dr_grpo, dapo"),
+        ({"epsilon": 0.3}, "BAPO chooses both bounds"),
+        ({"epsilon_high": 0.28}, "BAPO chooses both bounds"),
+        ({"bapo_scope": "batch"}, "bapo_scope='batch' is not known"),
+        ({"bapo_preset": "papr"}, "Did you mean 'paper'"),
+        ({"bapo_target_share": 1.4}, "target_share=1.4 exceeds 1"),
+        ({"bapo_low": [0.9, 0.6]}, "is not ordered"),
+        ({"bapo_high": [1.2]}, "must be a pair"),
+        ({"bapo_measure": "loss"}, "Choose one of: gradient, surrogate"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **options)
+
+
+def test_a_grpo_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a BapoConfig"):
+        BapoTrainer(
+            model(), digits, config(tmp_path, GRPOConfig), train_dataset=prompts(), processing_class=tokenizer()
+        )
+
+
+def test_options_work_on_a_command_line(tmp_path):
+    flags = (
+        f"--output_dir {tmp_path} --bf16 false --use_cpu --bapo_preset paper --bapo_low 0.7 0.9 --bapo_scope microbatch"
+    )
+    (parsed,) = HfArgumentParser(BapoConfig).parse_args_into_dataclasses(flags.split())
+    assert parsed.clip_settings == ClipSettings(low=(0.7, 0.9), measure="surrogate")
+    assert parsed.bapo_scope == "microbatch"
+    with pytest.raises(SystemExit):
+        HfArgumentParser(BapoConfig).parse_args_into_dataclasses(["--help"])
+
+
+def test_a_changed_trl_fails_at_import_with_the_tested_versions():
+    check_trl(GRPOTrainer, "1.16.0")
+
+    class Changed(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return self.policy_loss(model, inputs)
+
+    with pytest.raises(ImportError, match=r"tested with TRL 1\.16, but TRL 9\.0 is installed.*_compute_loss"):
+        check_trl(Changed, "9.0")
+    with pytest.raises(ImportError, match="get_high_entropy_mask"):
+        check_trl(type("Emptied", (GRPOTrainer,), {"get_high_entropy_mask": None}), "9.0")
+    script = "import trl; del trl.GRPOTrainer._compute_loss; import bapo.adapters.trl"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "ImportError: bapo.adapters.trl was tested with TRL 1.16" in done.stderr
+
+
+def test_without_trl_the_import_says_what_to_install():
+    script = "import sys; sys.modules['trl'] = None; import bapo.adapters.trl"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "pip install 'bapo[trl]'" in done.stderr
