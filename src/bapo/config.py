@@ -253,6 +253,13 @@ class Config(_Section):
                 f"offpolicy.replay_max_age={off.replay_max_age} exceeds offpolicy.max_staleness={off.max_staleness}, "
                 "which is a promise for every token. Raise max_staleness or lower replay_max_age."
             )
+        if off.partial_cache == "keep" and off.partial_budget is None:
+            raise ValueError(
+                "offpolicy.partial_cache='keep' keeps nothing without partial rollout. Set "
+                "offpolicy.partial_budget, or leave partial_cache at 'rebuild'."
+            )
+        if self.learn.compile and self.device == "cpu":
+            raise ValueError("learn.compile=true is for CUDA, but device='cpu'. Set learn.compile=false.")
         if off.partial_budget is not None and self.parked_max_age + last > off.max_staleness:
             raise ValueError(
                 f"offpolicy.partial_max_age={self.parked_max_age} plus the {last} further updates of a step exceed "

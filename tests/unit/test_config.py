@@ -122,6 +122,9 @@ def test_device_and_dtype_are_decided_once_and_kept():
 def test_what_needs_the_cuda_engine_is_refused_on_cpu():
     from bapo.train.run import build
 
-    config = parse_config({"device": "cpu", "offpolicy": {"partial_cache": "keep"}}, source="test")
+    keep = {"partial_cache": "keep", "partial_budget": 5000}
+    config = parse_config({"device": "cpu", "offpolicy": keep}, source="test")
     with pytest.raises(ConfigError, match=r"partial_cache='keep' needs the CUDA engine.*'rebuild'"):
         build(config)
+    assert "keeps nothing without partial rollout" in refused({"offpolicy": {"partial_cache": "keep"}})
+    assert "learn.compile=true is for CUDA" in refused({"device": "cpu", "learn": {"compile": True}})

@@ -60,7 +60,7 @@ def test_slots_kept_for_others_are_given_up_rather_than_waited_for():
     first, second = short_requests(2)
     engine = GraphEngine(model, slots=1, parked="keep")
     begun = engine.generate([first], SAMPLING, version=0, token_budget=1)[0]
-    assert list(engine.kept) == [first.seed]
+    assert list(engine.kept) == [(first.seed, (*first.context, *begun.tokens))]
     out = engine.generate([second, resumed(first, begun)], SAMPLING, version=0)
     assert all(segment.status is not Status.PARKED for segment in out)
     assert begun.tokens + out[1].tokens == LocalEngine(model).generate([first], SAMPLING, version=0)[0].tokens
@@ -96,12 +96,13 @@ def test_new_weights_are_seen():
     assert_matches_teacher_forcing(model, requests, engine.generate(requests, SAMPLING, version=1), 0.8)
 
 
-def test_non_finite_logits_name_the_request():
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_non_finite_logits_name_the_request(temperature):
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
     with pytest.raises(ValueError, match="non-finite logits for request 0"):
-        GraphEngine(model, slots=2).generate(short_requests(1), SAMPLING, version=0)
+        GraphEngine(model, slots=2).generate(short_requests(1), replace(SAMPLING, temperature=temperature), version=0)
 
 
 def test_no_requests_no_budget():
@@ -123,6 +124,9 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
     wrapped = tiny("llama")
     wrapped.model.layers[0].mlp.up_proj = torch.nn.Sequential(wrapped.model.layers[0].mlp.up_proj)
     assert "Sequential" in unsupported(wrapped)
+    adapted = tiny("llama")
+    adapted.lm_head = type("Adapted", (torch.nn.Linear,), {})(32, 32, bias=False)
+    assert "Adapted" in unsupported(adapted)
     windowed = tiny("qwen2")
     windowed.config.layer_types = ["full_attention", "sliding_attention"]
     assert "sliding window" in unsupported(windowed)
@@ -138,3 +142,43 @@ def test_batch_sizes_hold_every_number_of_rows():
     assert batch_sizes(3) == [3]
     assert batch_sizes(64) == [8, 12, 16, 24, 32, 48, 64]
     assert batch_sizes(100)[-3:] == [64, 96, 100]
+
+
+def test_kept_keys_and_values_belong_to_their_own_tokens():
+    model, engine = tiny("llama"), GraphEngine(tiny("llama"), slots=2, parked="keep")
+    twins = [Request([5, 6], 0, 7, 4), Request([9, 8], 0, 7, 4)]  # one seed, two prompts
+    begun = engine.generate(twins, SAMPLING, version=0, token_budget=2)
+    rest = engine.generate([resumed(r, s) for r, s in zip(twins, begun, strict=True)], SAMPLING, version=0)
+    whole = LocalEngine(model).generate(twins, SAMPLING, version=0)
+    assert [a.tokens + b.tokens for a, b in zip(begun, rest, strict=True)] == tokens_of(whole)
+
+
+def test_a_sitting_in_between_leaves_kept_slots_alone_while_there_are_free_ones():
+    model = tiny("llama")
+    first, second = short_requests(2)
+    engine = GraphEngine(model, slots=2, parked="keep")
+    begun = engine.generate([first], SAMPLING, version=0, token_budget=1)[0]
+    engine.generate([second], SAMPLING, version=0)
+    assert list(engine.kept.values()) == [engine.kept[first.seed, (*first.context, *begun.tokens)]]
+    out = engine.generate([resumed(first, begun)], SAMPLING, version=0)[0]
+    assert begun.tokens + out.tokens == LocalEngine(model).generate([first], SAMPLING, version=0)[0].tokens
+
+
+def test_after_a_sitting_that_failed_nothing_is_kept():
+    model = tiny("llama")
+    first, second = short_requests(2)
+    engine = GraphEngine(model, slots=1, parked="keep")
+    engine.generate([first], SAMPLING, version=0, token_budget=1)
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    with pytest.raises(ValueError, match="non-finite"):
+        engine.generate([second], SAMPLING, version=0)
+    assert not engine.kept
+
+
+def test_weights_of_another_shape_of_model_ask_for_a_new_engine():
+    model = tiny("qwen2")
+    engine = GraphEngine(model, slots=1)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(ValueError, match="Build a new engine"):
+        engine.generate(short_requests(1), SAMPLING, version=0)

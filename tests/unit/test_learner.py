@@ -177,3 +177,37 @@ def test_learning_rate_schedules_by_hand():
     assert [at(u, "constant") for u in (0, 1, 3, 4, 99)] == [0.25, 0.5, 1.0, 1.0, 1.0]
     assert [at(u, "linear") for u in (4, 8, 12, 99)] == [1.0, 0.5, 0.0, 0.0]
     assert [at(u, "cosine") for u in (4, 8, 12)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_a_step_that_failed_half_way_leaves_no_gradient_behind(monkeypatch):
+    policy = model()
+    groups = sampled_groups(policy)
+    batches = pack(groups, estimator="grpo", micro_tokens=40, device=CPU, padded=True)
+    assert len(batches) > 1
+    whole, broken = (Learner(copy.deepcopy(policy), LearnerSettings(objective="grpo")) for _ in range(2))
+    forward = broken.logprobs
+
+    def fails_on_the_last(batch):
+        if batch is batches[-1]:
+            raise RuntimeError("out of memory")
+        return forward(batch)
+
+    monkeypatch.setattr(broken, "logprobs", fails_on_the_last)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        broken.step(batches)
+    monkeypatch.setattr(broken, "logprobs", forward)
+    assert broken.step(batches).metrics["grad_norm"] == whole.step(batches).metrics["grad_norm"]
+
+
+def test_a_head_that_adds_something_is_refused():
+    policy = model()
+    policy.lm_head = type("Adapted", (torch.nn.Linear,), {})(32, 20, bias=False)
+    with pytest.raises(ValueError, match="Keep adapters off the head"):
+        Learner(policy, LearnerSettings())
+
+
+def test_one_optimizer_for_16_bit_weights():
+    policy = model().bfloat16()
+    Learner(policy, LearnerSettings())
+    with pytest.raises(ValueError, match="another optimizer already takes the gradients"):
+        Learner(policy, LearnerSettings())

@@ -316,3 +316,11 @@ def test_packed_sequence_mean_through_policy_loss():
     ids = torch.arange(len(mask))[:, None].expand_as(mask)[mask]
     flat = [x[mask] for x in (logprobs, behavior, advantages, mask)]
     assert_close(policy_loss(*flat, sequence_ids=ids.int(), **options).loss, padded.loss)
+
+
+def test_tokens_all_past_the_ratio_limit_give_no_signal_and_no_error():
+    logprobs = torch.tensor([-1.0, -25.0], requires_grad=True)
+    out = policy_loss(logprobs, torch.tensor([-1.0, -0.1]), torch.ones(2), torch.tensor([False, True]))
+    assert int(out.bounds.stop) == StopReason.NO_SIGNAL
+    out.loss.backward()
+    assert logprobs.grad.tolist() == [0.0, 0.0]

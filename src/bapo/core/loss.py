@@ -24,7 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, bounds_from_parts, poison_peers, signal_table, solve_bounds, table_parts
+from bapo.core.bounds import (
+    ClipBounds,
+    bounds_from_parts,
+    bounds_from_table,
+    poison_peers,
+    signal_table,
+    solve_bounds,
+    table_parts,
+)
 from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
 from bapo.core.kernels import usable
@@ -136,13 +144,13 @@ def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGr
     """Bounds from these tokens. One past the ratio limit has no gradient, so it has no say in the bounds either."""
     if process_group is None and usable(tokens.mask):
         return bounds_from_parts(_table_parts(tokens, settings), settings, tokens.dtype)
+    ratio, chosen = tokens.ratio.detach(), tokens.mask & tokens.within
+    behavior = tokens.behavior_logprobs
+    if process_group is None:  # through the table, as tokens past the limit may leave no others
+        table = signal_table(ratio, tokens.advantages, chosen, settings, behavior_logprobs=behavior)
+        return bounds_from_table(table, settings, dtype=tokens.dtype)
     return solve_bounds(
-        tokens.ratio.detach(),
-        tokens.advantages,
-        tokens.mask & tokens.within,
-        settings,
-        behavior_logprobs=tokens.behavior_logprobs,
-        process_group=process_group,
+        ratio, tokens.advantages, chosen, settings, behavior_logprobs=behavior, process_group=process_group
     )
 
 

@@ -7,8 +7,9 @@ backward pass: one forward pass without gradients comes first. With a single mic
 The model stays in eval mode: dropout would make the learner's log-probs differ from the sampler's for no reason. The
 learner never samples and does not know who did.
 
-On a GPU the host waits once per update, for the gradient norm and all metrics together. The backward pass uses
-deterministic algorithms only, so that the same update gives the same weights, bit for bit.
+On a GPU the host waits once per update, for the gradient norm and all metrics together. Passes and loss use
+deterministic algorithms only, so that the same update gives the same weights, bit for bit (m2po's excepted: see
+`_backward`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -93,6 +94,8 @@ class Learner:
     """A model, its optimizer and the number of updates taken."""
 
     def __init__(self, model: Any, settings: LearnerSettings) -> None:
+        # Without it, deterministic matrix products are refused; some versions of torch look once, at the first of all.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.model = model.eval()
         _check_head(model)
         self.settings = settings
@@ -102,6 +105,10 @@ class Learner:
             raise ValueError(
                 f"learn.activation_checkpointing=True, but {type(model).__name__} has no layers that transformers can "
                 "checkpoint. Set it to False and lower learn.micro_tokens to save memory."
+            )
+        if settings.compile and not layers_of(model):
+            raise ValueError(
+                f"learn.compile=True, but {type(model).__name__} has no layers to compile. Set it to False."
             )
         self.compiled = compiled_layers(model) if settings.compile else None
         self.optimizer = Optimizer(
@@ -122,6 +129,7 @@ class Learner:
     def step(self, batches: Sequence[TokenBatch]) -> Update:
         """One optimizer step on the tokens of all micro-batches."""
         settings = self.settings
+        self.optimizer.forget_gradients()  # of a step that failed half-way
         if settings.objective == "m2po" and len(batches) > 1:
             raise ValueError(
                 f"objective m2po finds its mask over all tokens of an update, but this one is cut into {len(batches)} "
@@ -183,19 +191,21 @@ class Learner:
     def _backward(self, batch: TokenBatch, bounds: ClipBounds | None, denominator: Tensor) -> _Output:
         settings = self.settings
         logprobs, entropy = self.logprobs(batch)
-        result = policy_loss(
-            logprobs,
-            batch.behavior_logprobs,
-            batch.advantages,
-            torch.ones_like(batch.targets, dtype=torch.bool),
-            objective=settings.objective,
-            settings=settings.clip if settings.objective == "bapo" and bounds is None else None,
-            bounds=bounds,
-            reduction=settings.reduction,
-            denominator=denominator,
-            sequence_ids=batch.sequence_ids,
-            **settings.options,
-        )
+        # A running sum, which m2po's mask needs, has no deterministic form on CUDA.
+        with deterministic(self.device) if settings.objective != "m2po" else nullcontext():
+            result = policy_loss(
+                logprobs,
+                batch.behavior_logprobs,
+                batch.advantages,
+                torch.ones_like(batch.targets, dtype=torch.bool),
+                objective=settings.objective,
+                settings=settings.clip if settings.objective == "bapo" and bounds is None else None,
+                bounds=bounds,
+                reduction=settings.reduction,
+                denominator=denominator,
+                sequence_ids=batch.sequence_ids,
+                **settings.options,
+            )
         with deterministic(self.device):
             result.loss.backward()  # type: ignore[no-untyped-call]
         return _Output(logprobs.detach(), entropy.detach(), result)
@@ -252,7 +262,6 @@ def deterministic(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses matrix products without it
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filling = memory.fill_uninitialized_memory
@@ -270,6 +279,11 @@ def _check_head(model: Any) -> None:
     """The head is applied here, in chunks: it must be all there is between hidden states and logits."""
     ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
     head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        raise ValueError(
+            f"the output head of {type(model).__name__} is a {type(head).__name__}; the learner multiplies by a plain "
+            "Linear and would leave out what it adds. Keep adapters off the head."
+        )
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     ours = torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)).float()
     theirs = model(input_ids=ids, use_cache=False).logits.float()

@@ -31,6 +31,11 @@ class Optimizer:
         self.weights = [*decayed, *others]
         self.masters = [p if p.dtype == torch.float32 else Parameter(p.detach().float()) for p in self.weights]
         self._rounded = [(p, m) for p, m in zip(self.weights, self.masters, strict=True) if m is not p]
+        if any(weight._post_accumulate_grad_hooks for weight, _ in self._rounded):
+            raise ValueError(
+                "another optimizer already takes the gradients of these 16-bit weights. Load the model again, or train "
+                "it with the learner it has."
+            )
         for weight, master in self._rounded:
             weight.register_post_accumulate_grad_hook(partial(_move_gradient, master))  # type: ignore[no-untyped-call]
         self._adamw = torch.optim.AdamW(

@@ -40,6 +40,11 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return f"its rotary embedding is {rotation}, which changes with the length"
     if _first_layer(model).self_attn.head_dim % 2:
         return "its heads have an odd width"
+    base: Any = model.base_model
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if type(head) is not torch.nn.Linear or type(base.embed_tokens) is not torch.nn.Embedding:
+        kinds = type(head).__name__, type(base.embed_tokens).__name__
+        return f"its head and embedding are {kinds[0]} and {kinds[1]}, not plain Linear and Embedding"
     linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
     strangers = {type(module).__name__ for module in linears if type(module) is not torch.nn.Linear}
     if strangers:
@@ -50,8 +55,8 @@ def unsupported(model: PreTrainedModel) -> str | None:
 class Decoder:
     """A copy of a model's weights, and the forward pass over them."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        self.model, self.dtype, self.device = model, dtype, model.device
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.dtype, self.device = model, model.dtype, model.device
         config = model.config
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
@@ -59,12 +64,20 @@ class Decoder:
         self.layers: int = config.num_hidden_layers
         self.eps: float = config.rms_norm_eps
         with torch.no_grad():
-            self._weights = {name: torch.cat(parts).to(dtype, copy=True) for name, parts in self._sources().items()}
+            self._weights = {
+                name: torch.cat(parts).to(self.dtype, copy=True) for name, parts in self._sources().items()
+            }
         self._rotation: tuple[Tensor, Tensor] | None = None
 
     def refresh(self) -> None:
         """Copy the model's weights as they are now, in place: captured graphs go on reading the same addresses."""
-        for name, parts in self._sources().items():
+        sources = self._sources()
+        if sources.keys() != self._weights.keys():
+            raise ValueError(
+                "the model's weights are no longer those the engine was built for: "
+                f"{sources.keys() ^ self._weights.keys()} came or went (a head tied or untied?). Build a new engine."
+            )
+        for name, parts in sources.items():
             begin = 0
             for part in parts:
                 self._weights[name][begin : begin + len(part)].copy_(part)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,7 +64,8 @@ def in_process_engine(model: PreTrainedModel, *, slots: int, parked: Literal["re
         return GraphEngine(model, slots=slots, parked=parked)
     if parked == "keep":
         raise ValueError(
-            f"parked='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. Set 'rebuild'."
+            f"parked='keep' (offpolicy.partial_cache) needs the CUDA engine, which cannot run {type(model).__name__}: "
+            f"{reason}. Set 'rebuild'."
         )
     if not on_gpu:
         return LocalEngine(model, slots=slots)
@@ -85,10 +87,9 @@ class GraphEngine:
         slots: int = 256,
         prefill_tokens: int = 32768,
         parked: Literal["rebuild", "keep"] = "rebuild",
-        dtype: torch.dtype | None = None,
     ) -> None:
         """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in a prefill of several contexts.
-        `parked`: what becomes of the keys and values of parked responses. `dtype`: of sampling; the model's if None.
+        `parked`: what becomes of the keys and values of parked responses.
         """
         if slots < 1:
             raise ValueError(f"slots={slots} leaves no place to sample in. Set slots >= 1.")
@@ -102,10 +103,10 @@ class GraphEngine:
         if model.device.type != "cuda" and not triton.knobs.runtime.interpret:
             raise ValueError(f"GraphEngine needs a GPU, but the model is on {model.device}. Use LocalEngine.")
         self.model, self.slots, self.prefill_tokens, self.parked = model, slots, prefill_tokens, parked
-        self.decoder = Decoder(model, dtype or model.dtype)
+        self.decoder = Decoder(model)
         self.pool: Pool | None = None
-        self.kept: dict[int, tuple[int, int]] = {}
-        """Seed of a parked response -> its slot and the length of its context, under "keep"."""
+        self.kept: dict[tuple[int, tuple[int, ...]], int] = {}
+        """Seed and tokens of a parked response -> its slot, under "keep"."""
 
     @torch.no_grad()
     def generate(
@@ -115,11 +116,25 @@ class GraphEngine:
         check_requests(requests, sampling, token_budget, positions=max_positions(self.model))
         if not requests:
             return []
+        device = self.decoder.device
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where Triton launches
+                return self._generate(requests, sampling, version, token_budget)
+        except torch.cuda.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"no memory on the device to sample with {self.slots} slots: {error}. Lower rollout.slots or "
+                "rollout.max_tokens."
+            ) from error
+
+    def _generate(
+        self, requests: Sequence[Request], sampling: Sampling, version: int, token_budget: int | None
+    ) -> list[Segment]:
         self.decoder.refresh()
         reach = max(len(request.context) + request.max_new_tokens for request in requests)
         pool = self._pool(reach, stops=len(sampling.stop_ids))
         pool.set_sampling(sampling)
         sitting = _Sitting(self, pool, requests, token_budget)
+        self.kept = {}  # a sitting that fails has overwritten who knows what
         try:
             segments = sitting.run(version)
         finally:
@@ -133,13 +148,7 @@ class GraphEngine:
         self.pool, self.kept = None, {}
         reach = triton.cdiv(reach, REACH_STEP) * REACH_STEP
         self.decoder.prepare(reach)
-        try:
-            self.pool = Pool(self.decoder, self.slots, reach, stops=triton.next_power_of_2(max(8, stops)))
-        except torch.cuda.OutOfMemoryError as error:
-            raise RuntimeError(
-                f"no memory for {self.slots} slots of {reach} tokens each: {error}. Lower rollout.slots or "
-                "rollout.max_tokens."
-            ) from error
+        self.pool = Pool(self.decoder, self.slots, reach, stops=triton.next_power_of_2(max(8, stops)))
         return self.pool
 
 
@@ -269,9 +278,9 @@ class _Sitting:
         self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
         self.next = 0
         self.seated: dict[int, _Seated] = {}
-        seeds = {request.seed: len(request.context) for request in requests}
-        self.kept = {s: place for s, place in engine.kept.items() if seeds.get(s) == place[1]}
-        reserved = {slot for slot, _ in self.kept.values()}
+        self.kept = dict(engine.kept)
+        self.asked = {_name(request) for request in requests}
+        reserved = set(self.kept.values())
         self.free = [slot for slot in reversed(range(pool.slots)) if slot not in reserved]
         self.results: dict[int, tuple[NDArray[np.int32], Status]] = {}
 
@@ -300,12 +309,15 @@ class _Sitting:
         newcomers: dict[int, int] = {}
         fresh: dict[int, int] = {}
         for index in range(self.next, self.next + room):
-            seed = self.requests[index].seed
-            if seed in self.kept:
-                slot, _ = self.kept.pop(seed)
+            name = _name(self.requests[index])
+            if name in self.kept:
+                slot = self.kept.pop(name)
             else:
+                stranger = next((other for other in self.kept if other not in self.asked), None)
+                if not self.free and stranger is not None:
+                    self.free.append(self.kept.pop(stranger))
                 if not self.free and not self.seated and not newcomers:  # every slot is kept for somebody further back
-                    self.free = [slot for slot, _ in self.kept.values()]
+                    self.free = list(self.kept.values())
                     self.kept = {}
                 if not self.free:
                     break
@@ -383,8 +395,8 @@ class _Sitting:
             seated = self.seated.pop(slot)
             self.results[seated.index] = records[:, column, : seated.produced], status
             if status is Status.PARKED and self.engine.parked == "keep":
-                request = self.requests[seated.index]
-                self.kept[request.seed] = slot, len(request.context) + seated.produced
+                request, sampled = self.requests[seated.index], records[0, column, : seated.produced].tolist()
+                self.kept[request.seed, (*request.context, *sampled)] = slot
             else:
                 self.free.append(slot)
 
@@ -394,6 +406,11 @@ class _Sitting:
         records, status = self.results[index]
         tokens, logprobs, entropies = records[0], *records[1:].view(np.float32)
         return Segment(tokens.tolist(), logprobs.tolist(), entropies.tolist(), [version] * len(tokens), status)
+
+
+def _name(request: Request) -> tuple[int, tuple[int, ...]]:
+    """What a response is known by: its random numbers and all of its tokens."""
+    return request.seed, tuple(request.context)
 
 
 def batch_sizes(slots: int) -> list[int]:

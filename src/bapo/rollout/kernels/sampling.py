@@ -112,7 +112,7 @@ def _sample(
         log_total = tl.log(total.to(tl.float32))
         logprob = tl.load(base + token).to(tl.float32) / heat - best - log_total
         entropy = log_total - (pull / total).to(tl.float32)
-        nothing = best - best  # 0, or NaN where `best` is not finite
+        nothing = (total - total).to(tl.float32)  # 0, or NaN where any logit is NaN or the best is infinite
         logprob = tl.where(greedy, nothing, logprob)
         entropy = tl.where(greedy, nothing, entropy)
 
