@@ -10,6 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from math import inf, nan
 from statistics import fmean
 
 import pytest
@@ -203,6 +204,50 @@ def test_numbers_that_are_not_finite_become_null(compared):
     arms = arms_of([Run(**{**vars(run), "updates": bad})])
     json.dumps([figures(arms), table(arms)], allow_nan=False)
     assert set(curves(arms, "kl", "KL")["series"][0]["runs"][0]) == {None}
+
+
+def edited(run, name, change):
+    """Rewrite one file of a run: `change` gets its value, or its list of lines."""
+    file = run / name
+    if name.endswith("jsonl"):
+        values = [json.loads(line) for line in file.read_text().splitlines()]
+        change(values)
+        file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    else:
+        value = json.loads(file.read_text())
+        change(value)
+        file.write_text(json.dumps(value))
+
+
+def test_infinities_of_a_configuration_are_shown_as_text(compared, tmp_path):
+    run = shutil.copytree(compared / "reuse-2/grpo/seed-0", tmp_path / "run")
+    edited(run, "config.json", lambda config: config["objective"].update(options={"high": inf, "low": nan}))
+    edited(run, "config.json", lambda config: config["learn"].update(clip_norm=inf))
+    assert cli(["report", str(run)]) == 0
+    shown = embedded(run / "report.html")["common"]
+    assert (shown["learn.clip_norm"], shown["objective.options.high"]) == ("inf", "inf")
+    assert shown["objective.options.low"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [("reward", nan, None), ("reward", inf, None), ("status", {"a": inf}, "{'a': inf}"), ("reward", 0.25, 0.25)],
+)
+def test_samples_hold_only_what_a_page_can(compared, tmp_path, key, value, shown):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    edited(run, "rollouts.jsonl", lambda groups: groups[0]["trajectories"][0].update({key: value}))
+    assert cli(["report", str(run)]) == 0
+    group = embedded(run / "report.html")["samples"][0]["shown"][0]
+    assert group["responses"][0][key] == shown
+    assert (group["mean_reward"] is None) == (key == "reward" and shown is None)
+
+
+@pytest.mark.parametrize(("key", "value"), [("versions", [nan]), ("versions", [inf]), ("reward", 10**400)])
+def test_samples_that_make_no_sense_are_left_out_with_a_sentence(compared, tmp_path, key, value):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    edited(run, "rollouts.jsonl", lambda groups: groups[0]["trajectories"][0].update({key: value}))
+    assert cli(["report", str(run)]) == 0
+    assert "cannot be read" in embedded(run / "report.html")["samples"][0]["note"]
 
 
 DAMAGE = {

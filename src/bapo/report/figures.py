@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from bapo.config import Config
 from bapo.report.arms import Arm, samples_per_problem
-from bapo.report.numbers import number, numbers
+from bapo.numbers import number, numbers
 from bapo.runs import Run, aggregate, measures
 from bapo.types import LOG_RATIO_EDGES
 

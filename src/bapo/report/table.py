@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from bapo.report.arms import Arm, samples_per_problem
-from bapo.report.numbers import number
+from bapo.numbers import number
 from bapo.runs import STOP_REASONS, Run, aggregate, measures
 
 
