@@ -21,7 +21,7 @@ def numbers(values: Iterable[float | None]) -> list[float | None]:
 
 
 def strict(value: Any, *, spell: bool = False) -> Any:
-    """A value of dicts and lists as JSON can hold it: what is not finite becomes null, or its name if asked to spell."""
+    """A value of dicts and lists as JSON can hold it: what is not finite becomes null, or its name with `spell`."""
     if isinstance(value, Mapping):
         return {str(key): strict(inner, spell=spell) for key, inner in value.items()}
     if isinstance(value, list | tuple):

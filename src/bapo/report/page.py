@@ -16,7 +16,7 @@ from typing import Any
 
 import bapo
 from bapo.numbers import strict
-from bapo.report.arms import Found, find, flat
+from bapo.report.arms import Found, find, flat, grid_name
 from bapo.report.figures import figures
 from bapo.report.samples import samples
 from bapo.report.table import table
@@ -49,7 +49,7 @@ def contents(found: Found) -> dict[str, Any]:
     first = configs[0] if configs else {}
     common = {key: value for key, value in first.items() if all(config.get(key) == value for config in configs)}
     return {
-        "title": _title(settings, objectives),
+        "title": (grid_name(arms) if len(arms) > 1 else None) or _title(settings, objectives),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "by": f"bapo {bapo.__version__}",
         "settings": settings,
