@@ -1,4 +1,4 @@
-"""A few real, tiny runs laid out as `bapo compare` does (SETTING/OBJECTIVE/seed-N), kept in tests/data/compared.
+"""A few real, tiny runs laid out as `bapo compare` does (grid.json, SETTING/OBJECTIVE/seed-N), in tests/data/compared.
 
     python -m tests.compared_runs tests/data/compared
 
@@ -8,7 +8,9 @@ made them: everything but checkpoints and models. Reading them takes no time, so
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+from bapo.compare.results import write_json
 from bapo.config import parse_config
 
 COMPARED = Path(__file__).parent / "data" / "compared"
@@ -29,10 +31,23 @@ ARMS = {
 }
 
 
+def record() -> dict[str, Any]:
+    """Their grid.json."""
+    runs = [
+        {"setting": setting, "objective": objective, "seed": seed, "path": f"{setting}/{objective}/seed-{seed}"}
+        for (setting, objective), (_, _, seeds) in ARMS.items()
+        for seed in seeds
+    ]
+    labels = {f"{kind}s": list(dict.fromkeys(run[kind] for run in runs)) for kind in ("setting", "objective", "seed")}
+    return {"name": "compared", **labels, "runs": runs}
+
+
 def make(root: Path) -> None:
     """Train them all."""
     from bapo.train.run import start
 
+    root.mkdir(parents=True, exist_ok=True)
+    write_json(root / "grid.json", record())
     for (setting, objective), (loss, off, seeds) in ARMS.items():
         for seed in seeds:
             out = root / setting / objective / f"seed-{seed}"

@@ -24,6 +24,18 @@ usage: bapo COMMAND ...
 `bapo train --help` lists every key with its default; `bapo diagnose --help` what a dump is."""
 
 
+FROM_A_CHECKPOINT = (
+    "The newest complete checkpoint is untouched; free space or fix the directory, then continue with "
+    "`bapo resume RUN`.",
+    "continue from the newest checkpoint with `bapo resume RUN`.",
+)
+BY_THE_SAME_COMMAND = (
+    "Free space or fix the directory, then give the same command again: finished runs are kept, stopped ones go on.",
+    "the same command continues; finished runs are kept.",
+)
+"""What to do when a command could not write, and when it was stopped at once."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `bapo` command."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -41,11 +53,11 @@ def run(arguments: list[str]) -> int:
             print(__version__)
             return 0
         case ["train", *rest]:
-            return _guarded(lambda: _train(rest))
+            return _guarded(lambda: _train(rest), FROM_A_CHECKPOINT)
         case ["resume", *rest]:
-            return _guarded(lambda: _resume(rest))
+            return _guarded(lambda: _resume(rest), FROM_A_CHECKPOINT)
         case ["compare", *rest]:
-            return _guarded(lambda: _compare(rest))
+            return _guarded(lambda: _compare(rest), BY_THE_SAME_COMMAND)
         case ["report", *rest]:
             return _report(rest)
         case ["diagnose", *rest]:
@@ -134,7 +146,7 @@ def _report(arguments: list[str]) -> int:
         if chosen.live:
             return _follow(chosen.runs, chosen.port)
         return _write_report(chosen.runs, chosen.out)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         return _fail(4, f"cannot {'serve' if chosen.live else 'write the report'}: {error}.")
 
 
@@ -165,7 +177,7 @@ def _follow(paths: list[Path], port: int | None) -> int:
     return 0
 
 
-def _guarded(command: Callable[[], int | None]) -> int:
+def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> int:
     """Run a command; turn the errors a user can act on into one message and an exit code."""
     from bapo.config import ConfigError
 
@@ -174,13 +186,9 @@ def _guarded(command: Callable[[], int | None]) -> int:
     except ConfigError as error:
         return _fail(2, str(error))
     except OSError as error:
-        return _fail(
-            4,
-            f"cannot write: {error}. The newest complete checkpoint is untouched; free space or fix the directory, "
-            "then continue with `bapo resume RUN`.",
-        )
+        return _fail(4, f"cannot write: {error}. {remedies[0]}")
     except KeyboardInterrupt:
-        return _fail(130, "stopped at once; continue from the newest checkpoint with `bapo resume RUN`.")
+        return _fail(130, f"stopped at once; {remedies[1]}")
     except Exception as error:
         from bapo.train.checkpoint import CheckpointError
         from bapo.train.run import Interrupted

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,10 +28,10 @@ from bapo.config import ConfigError, parse_config
 
 __all__ = ["STOP_REASONS", "Problem", "Run", "aggregate", "find_runs", "measures", "read_run"]
 
-SET_ASIDE = ".damaged-"
-"""In the name of a directory that was replaced by a new run; it is kept for its owner, not read."""
 STOP_REASONS = ("start", "raising_high", "raising_low", "end", "no_signal")
 """Names of the values of the metric `stop`."""
+DIGITS = 100
+"""Most digits of an integer in a log; sums of such integers are still numbers, and no metric is as large."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class Problem:
     """Why a directory is not a finished run."""
 
     path: Path
-    kind: Literal["missing", "unfinished", "damaged"]
+    kind: Literal["missing", "unfinished", "damaged", "duplicate"]
     """missing: no run at all. unfinished: still running, or stopped and resumable. damaged: files that contradict
-    themselves or cannot be read."""
+    themselves or cannot be read. duplicate: a copy of another run (only among several, so never from `read_run`)."""
     message: str
     """A sentence for a person: which file, what is wrong with it."""
     files: tuple[str, ...] = field(default=())
@@ -128,7 +129,12 @@ def find_runs(root: str | Path) -> list[Path]:
     if (root / "config.json").is_file():
         return [root]
     found = (file.parent for file in root.rglob("config.json") if file.parent.name != "model")
-    return sorted(path for path in found if SET_ASIDE not in str(path.relative_to(root)))
+    return sorted(path for path in found if not is_set_aside(path))
+
+
+def is_set_aside(path: Path) -> bool:
+    """Whether a directory was replaced by a new run: it is kept for its owner, under NAME.damaged-N, and not read."""
+    return re.search(r"\.damaged-\d+$", path.name) is not None
 
 
 def last_step(path: Path) -> int:
@@ -156,7 +162,7 @@ def measures(run: Run) -> dict[str, float]:
     """One number per measure of a finished run; a measure the run does not have is absent.
 
     avg, pass, entropy: on held-out problems after training (`_before`: before it). max_grad_norm: the largest of all
-    updates. share: mean over updates. stop_start, …: share of updates whose search for bounds ended for that reason.
+    updates. share: mean over updates. stop_start, …: see `stop_shares`.
     avg_at_T, pass_at_T: the same as avg and pass at a further temperature T of eval.also_at.
     """
     before, after = run.summary["before"], run.summary["after"]
@@ -175,13 +181,28 @@ def measures(run: Run) -> dict[str, float]:
         values[f"avg_at_{other['temperature']:g}"] = other["after"]["eval/avg"]
         values[f"pass_at_{other['temperature']:g}"] = other["after"]["eval/pass"]
     if norms := run.series("grad_norm"):
-        values["max_grad_norm"] = math.nan if any(map(math.isnan, norms)) else max(norms)
+        values["max_grad_norm"] = worst(norms)
     for key, name in (("share", "share"), ("staleness_mean", "staleness"), ("clip_fraction", "clip_fraction")):
         if series := run.series(key):
-            values[name] = fmean(series)
-    if stops := run.series("stop"):
-        values |= {f"stop_{name}": stops.count(number) / len(stops) for number, name in enumerate(STOP_REASONS)}
+            values[name] = mean(series)
+    values |= stop_shares(run)
     return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def stop_shares(run: Run) -> dict[str, float]:
+    """stop_start, …: share of updates whose search for bounds ended for that reason; empty without a search."""
+    stops = run.series("stop")
+    return {f"stop_{name}": stops.count(number) / len(stops) for number, name in enumerate(STOP_REASONS) if stops}
+
+
+def worst(values: Sequence[float]) -> float:
+    """The largest value; NaN, which no comparison finds, where one of them is NaN."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of no values, and where one of them is not finite."""
+    return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
 def aggregate(values: Sequence[float]) -> tuple[float, float | None]:
@@ -259,9 +280,15 @@ def _read_lines(path: Path, *, whole: bool) -> list[dict[str, Any]]:
 
 def _parse(data: bytes, name: str) -> Any:
     try:
-        return json.loads(data)
+        return json.loads(data, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise _Damage(name, f"is not JSON ({error})") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits is no number that a run can log")
+    return int(text)
 
 
 def _check_lines(run: Run, lines: int) -> None:
@@ -280,6 +307,8 @@ def _check_summary(run: Run) -> None:
     """A finished run has every step, and its summary agrees with its log."""
     if not _is_evaluation(run.summary.get("before")) or not _is_evaluation(run.summary.get("after")):
         raise _Damage("summary.json", "lacks the evaluation before or after training")
+    if not isinstance(run.summary.get("training_seconds"), int | float | None):
+        raise _Damage("summary.json", "has training_seconds that are no number")
     others = run.summary.get("also_at", [])
     if not isinstance(others, list) or not all(map(_is_pair, others)):
         raise _Damage("summary.json", "has something else than evaluations in also_at")
@@ -294,7 +323,9 @@ def _check_summary(run: Run) -> None:
 
 def _is_evaluation(line: Any) -> bool:
     wanted = ("eval/avg", "eval/pass", "eval/length")
-    return isinstance(line, dict) and all(isinstance(line.get(key), int | float) for key in wanted)
+    if not isinstance(line, dict) or not isinstance(line.get("eval/entropy"), int | float | None):
+        return False
+    return all(isinstance(line.get(key), int | float) for key in wanted)
 
 
 def _is_pair(other: Any) -> bool:

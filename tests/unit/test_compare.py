@@ -330,6 +330,20 @@ def test_exit_codes_of_the_command_line(tmp_path, capsys):
     assert "at least one run at a time" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["", "/below"])
+def test_an_out_that_is_a_file_is_said_without_talk_of_checkpoints(tmp_path, capsys, place):
+    from bapo.cli import run
+
+    (tmp_path / "file").write_text("mine")
+    grid = write_grid(tmp_path / "grid.toml", f"{tmp_path}/file{place}")
+    assert run(["compare", str(grid)]) == (4 if place else 2)
+    told = capsys.readouterr().err
+    assert ("give the same command again" if place else "is no directory, but exists") in told
+    assert "checkpoint" not in told
+    assert "resume" not in told
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_the_eta_is_the_updates_left_at_the_rate_so_far(tmp_path):
     grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", steps=10, seeds="4"))
     jobs = make_plan(grid)

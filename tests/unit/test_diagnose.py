@@ -19,6 +19,7 @@ from bapo.diagnose.diagnosis import as_json, diagnose
 from bapo.diagnose.measure import SETTINGS, Fate, Signal, measure, total
 from bapo.diagnose.page import html_page
 from bapo.diagnose.problems import CHECKS, find_problems
+from bapo.diagnose.tables import bounds
 from bapo.diagnose.text import print_diagnosis
 from bapo.dumps.updates import Dump, Update, read_dump
 
@@ -224,6 +225,13 @@ def test_problems_are_found(name):
     assert found.updates == [BROKEN[name].name]
 
 
+def test_problems_of_updates_with_one_name_are_all_counted():
+    updates = [BROKEN["one_sign"], CLEAN, BROKEN["one_sign"]]
+    assert len({update.name for update in updates}) == 1
+    (found,) = (problem for problem in find_problems(updates) if problem.name == "one_sign")
+    assert found.updates == ["1", "1"]
+
+
 def test_truncated_sampling_cannot_pass_for_the_whole_distribution():
     # Only the top 4 tokens are sampled, and the engine reports their log-probs renormalised, the trainer does not.
     update = batch(top=4, drift=0.02)
@@ -298,6 +306,40 @@ def test_advice_fits_the_case(update, said):
         "No token has",
     )
     assert sum(case in text for case in cases) == 1
+
+
+SILENT = replace(CLEAN, name="silent", advantages=CLEAN.advantages * 0)
+
+
+@pytest.mark.parametrize("update", [batch(drift=0.4, longer=2.0), batch(drift=0.01, longer=3.0), batch(drift=0.3)])
+@pytest.mark.parametrize("silent", [1, 4])
+def test_updates_without_a_signal_have_no_say(update, silent):
+    """Their share is 1 by definition: counted, they would make every clip look balanced."""
+    alone, among = (
+        diagnose(Dump(list(u), {"behavior_logprobs": "q"})) for u in ([update], [update] + [SILENT] * silent)
+    )
+    case = ("BAPO would change", "cannot repair the balance", "A fixed clip will do")
+    assert [text in " ".join(alone.advice) for text in case] == [text in " ".join(among.advice) for text in case]
+    for name, searched in alone.overall.bounds.items():
+        assert among.overall.searched(name) == searched
+        assert among.overall.stops(name) == alone.overall.stops(name) | {"NO_SIGNAL": silent}
+    rows = [bounds(diagnosis.overall).rows for diagnosis in (alone, among)]
+    assert [row[:-1] for row in rows[0]] == [row[:-1] for row in rows[1]]
+    assert all(row[-1].endswith(f", {silent} no signal") for row in rows[1])
+
+
+def test_counts_are_of_the_updates_with_a_signal():
+    text = advice(batch(drift=0.4, longer=2.0), SILENT, SILENT)
+    assert "in 1 of 1 updates with a signal" in text
+    assert bounds(measure(SILENT)).rows[0][2:] == ["no signal"] * 4 + ["1 no signal"]
+
+
+def test_a_few_ratios_that_are_not_one_are_seen():
+    """Two tokens in three hundred move neither the first percentile nor the largest ratio."""
+    few = TOKENS % 150 == 0
+    update = changed(BROKEN["same_logprobs"], "logprobs", few, BROKEN["same_logprobs"].logprobs[few] - 1)
+    assert measure(update).ratios["ratio_p01"] == measure(update).ratios["ratio_max"] == 1
+    assert "Every ratio is 1" not in advice(update)
 
 
 def test_advice_is_short_and_says_what_the_numbers_say():

@@ -24,6 +24,7 @@ COLUMNS = {
 
 def write(path, columns):
     columns = {name: np.ascontiguousarray(values) for name, values in columns.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".npz":
         np.savez(path, **columns)
     else:
@@ -207,6 +208,56 @@ def test_one_file_with_an_update_per_row(tmp_path):
     assert (first.name, second.name) == ("0", "1")
     assert first.advantages.tolist() == [-1, -1, -1]
     assert first.sequence_ids.tolist() == [0, 0, 0]
+
+
+def test_updates_have_names_that_tell_them_apart(tmp_path):
+    steps = (1000001, 1000002, 2**53 + 1, 2**53 + 2)
+    for step in steps:
+        write(tmp_path / "numbered" / f"{step}.npz", COLUMNS | {"step": np.array(step)})
+    assert [update.name for update in read_dump([tmp_path / "numbered"]).updates] == [str(step) for step in steps]
+    halves = read(tmp_path / "a.npz", COLUMNS | {"step": np.array([2.0, 2.5])}).updates
+    assert [update.name for update in halves] == ["2", "2.5"]
+
+    paths = [
+        write(tmp_path / "files" / name, COLUMNS) for name in ("r0/0.npz", "r1/0.npz", "r1/0.safetensors", "r1/1.npz")
+    ]
+    names = [update.name for update in read_dump([tmp_path / "files"]).updates]
+    assert sorted(names) == ["r0/0", "r1/0.npz", "r1/0.safetensors", "r1/1"]
+    assert [update.name for update in read_dump(paths[::3]).updates] == ["r0/0", "r1/1"]
+    assert [update.name for update in read_dump(paths[:1]).updates] == ["0"]
+
+
+def test_columns_that_hold_no_numbers_are_passed_over_unless_they_are_needed(tmp_path):
+    others = {"prompts": np.array(["a", None], dtype=object), "ids": np.array(["x", "y"])}
+    check_tokens(read(tmp_path / "a.npz", COLUMNS | others).updates[0])
+    for role, values, holds in (
+        ("step", np.array("abc"), "text"),
+        ("mask", MASK.astype(str), "text"),
+        ("logprobs", LOGPROBS.astype(complex), "complex numbers"),
+        ("entropy", np.zeros((2, 3), dtype="M8[s]"), "no numbers"),
+    ):
+        message = refused(write(tmp_path / "b.npz", COLUMNS | {role: values}))
+        assert f"b.npz: column {role!r}" in message
+        assert f"holds {holds}" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "newest", "token", "age"), [("u1", 3, 5, -2), ("i1", 100, -100, 200), ("f4", 5, 3, 2)]
+)
+def test_small_integers_do_not_wrap_around(tmp_path, kind, newest, token, age):
+    columns = COLUMNS | {"versions": np.full(2, token, kind), "version": np.array(newest, kind)}
+    assert read(tmp_path / "a.npz", columns).updates[0].staleness.tolist() == [age] * 5
+
+
+@pytest.mark.parametrize("role", ["staleness", "versions", "version", "step"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_ages_and_steps_must_be_numbers_under_the_mask(tmp_path, role, value):
+    columns = COLUMNS | {"versions": np.zeros((2, 3)), role: np.where([[1, 1, 1], [1, 0, 1]], 3.0, value)}
+    name = "update" if role == "step" else role
+    assert f"{name} is {value} in 1 of 5 tokens" in refused(write(tmp_path / "a.npz", columns))
+    padded = columns | {role: np.where(MASK, 3.0, value)}
+    (update,) = read(tmp_path / "b.npz", padded).updates
+    check_tokens(update)
 
 
 def test_half_precision_is_read(tmp_path):

@@ -10,6 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from math import inf, nan
 from statistics import fmean
 
 import pytest
@@ -205,6 +206,50 @@ def test_numbers_that_are_not_finite_become_null(compared):
     assert set(curves(arms, "kl", "KL")["series"][0]["runs"][0]) == {None}
 
 
+def edited(run, name, change):
+    """Rewrite one file of a run: `change` gets its value, or its list of lines."""
+    file = run / name
+    if name.endswith("jsonl"):
+        values = [json.loads(line) for line in file.read_text().splitlines()]
+        change(values)
+        file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    else:
+        value = json.loads(file.read_text())
+        change(value)
+        file.write_text(json.dumps(value))
+
+
+def test_infinities_of_a_configuration_are_shown_as_text(compared, tmp_path):
+    run = shutil.copytree(compared / "reuse-2/grpo/seed-0", tmp_path / "run")
+    edited(run, "config.json", lambda config: config["objective"].update(options={"high": inf, "low": nan}))
+    edited(run, "config.json", lambda config: config["learn"].update(clip_norm=inf))
+    assert cli(["report", str(run)]) == 0
+    shown = embedded(run / "report.html")["common"]
+    assert (shown["learn.clip_norm"], shown["objective.options.high"]) == ("inf", "inf")
+    assert shown["objective.options.low"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [("reward", nan, None), ("reward", inf, None), ("status", {"a": inf}, "{'a': inf}"), ("reward", 0.25, 0.25)],
+)
+def test_samples_hold_only_what_a_page_can(compared, tmp_path, key, value, shown):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    edited(run, "rollouts.jsonl", lambda groups: groups[0]["trajectories"][0].update({key: value}))
+    assert cli(["report", str(run)]) == 0
+    group = embedded(run / "report.html")["samples"][0]["shown"][0]
+    assert group["responses"][0][key] == shown
+    assert (group["mean_reward"] is None) == (key == "reward" and shown is None)
+
+
+@pytest.mark.parametrize(("key", "value"), [("versions", [nan]), ("versions", [inf]), ("reward", "x")])
+def test_samples_that_make_no_sense_are_left_out_with_a_sentence(compared, tmp_path, key, value):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    edited(run, "rollouts.jsonl", lambda groups: groups[0]["trajectories"][0].update({key: value}))
+    assert cli(["report", str(run)]) == 0
+    assert "cannot be read" in embedded(run / "report.html")["samples"][0]["note"]
+
+
 DAMAGE = {
     "config.json": (lambda text: text[: len(text) // 2], "damaged"),
     "summary.json": (lambda text: "[]", "damaged"),
@@ -245,6 +290,104 @@ def test_odd_lines_and_lost_configurations_are_problems_too(compared, tmp_path):
     assert not found.arms
     assert [(p.path.name, p.kind) for p in found.problems] == [("lost", "missing"), ("odd", "damaged")]
     assert "ratio_prob" in found.problems[1].message
+
+
+def updates_of(values):
+    return [line for line in values if line["kind"] == "update"]
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+@pytest.mark.parametrize(
+    "keys",
+    [("ratio_prob",), ("ratio_histogram",), ("ratio_entropy",), ("ratio_histogram", "ratio_prob", "ratio_entropy")],
+)
+def test_bins_that_cannot_be_drawn_are_a_problem(compared, tmp_path, keys, kept):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+
+    def cut(values):
+        for line in updates_of(values):
+            cut_off = {key: line.pop(key)[:kept] for key in keys}
+            line |= cut_off if kept or len(keys) > 1 else {}  # one alone is also tried as missing
+
+    edited(run, "metrics.jsonl", cut)
+    found = find([run])
+    assert not found.arms
+    assert [(p.kind, p.message) for p in found.problems] == [
+        ("damaged", f"metrics.jsonl has updates whose {keys[0]} is missing or of another length.")
+    ]
+
+
+def test_an_integer_beyond_all_numbers_is_damage_and_not_a_full_disk(compared, tmp_path, capsys):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    edited(run, "metrics.jsonl", lambda values: updates_of(values)[0].update(tokens=10**400))
+    assert cli(["report", str(run)]) == 2
+    assert "an integer of 401 digits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["share", "staleness_mean", "grad_norm", "tokens", "clip_high", "kl"])
+def test_infinities_of_both_signs_are_drawn_as_nothing(compared, tmp_path, key):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+
+    def spoil(values):
+        for line, value in zip(updates_of(values), (inf, -inf), strict=False):
+            line[key] = value
+
+    edited(run, "metrics.jsonl", spoil)
+    assert cli(["report", str(run)]) == 0
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_gradient_norm_that_is_not_a_number_is_not_hidden_by_its_place(compared, tmp_path, place):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    edited(run, "metrics.jsonl", lambda values: updates_of(values)[place].update(grad_norm=nan))
+    cells = contents(find([run]))["table"]["rows"][0]["cells"]
+    assert cells["max_grad_norm"] == {"value": None, "text": "nan", "below": ""}
+    (run / "summary.json").unlink()
+    assert contents(find([run]))["table"]["rows"][0]["cells"]["max_grad_norm"]["text"] == "nan"
+
+
+def test_a_copy_of_a_run_is_no_further_seed(compared, tmp_path, capsys):
+    first, last = tmp_path / "a", tmp_path / "c"
+    for path in (first, tmp_path / "b", last):
+        shutil.copytree(compared / "reuse-2/bapo/seed-0", path)
+    (first / "summary.json").unlink()  # so that it comes first, and is not the one to show
+    assert cli(["report", str(tmp_path)]) == 0
+    values = embedded(tmp_path / "report.html")
+    assert values["arms"][0]["runs"] == [str(tmp_path / "b")]
+    assert "±" not in values["table"]["rows"][0]["cells"]["avg"]["text"]
+    assert [(p["kind"], p["path"]) for p in values["problems"]] == [("duplicate", str(first)), ("duplicate", str(last))]
+    assert f"{last}: duplicate: it has the configuration and the seed of {tmp_path / 'b'}" in capsys.readouterr().err
+
+
+def test_only_runs_of_a_grid_are_named_by_their_directories(compared, tmp_path):
+    for place in ("mine/today/seed-0", "grid/mine/today/seed-0"):
+        shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / place)
+    (tmp_path / "grid/grid.json").write_text("{}")
+    assert [(arm.setting, arm.objective) for arm in find([tmp_path / "mine"]).arms] == [("reuse 2", "bapo")]
+    assert [(arm.setting, arm.objective) for arm in find([tmp_path / "grid"]).arms] == [("mine", "today")]
+
+
+def test_a_grid_gives_the_report_its_name(report, compared, tmp_path):
+    assert embedded(report)["title"] == "compared"
+    assert contents(find([compared / "reuse-2/bapo"]))["title"] == "bapo, reuse-2"
+    copy = shutil.copytree(compared, tmp_path / "copy")
+    for text in ("[]", '{"name": 3}', "{"):
+        (copy / "grid.json").write_text(text)
+        assert contents(find([copy]))["title"] == "bapo, grpo, clip_higher"
+
+
+def test_a_label_may_look_like_a_run_that_was_set_aside(compared, tmp_path):
+    out = tmp_path / "x.damaged-1"
+    shutil.copytree(compared / "reuse-2/bapo", out / "reuse.damaged-2/bapo.damaged-3")
+    shutil.copytree(compared / "reuse-2/bapo/seed-0", out / "reuse.damaged-2/bapo.damaged-3/seed-0.damaged-1")
+    (out / "grid.json").write_text('{"name": "odd"}')
+    (out / "reuse.damaged-2/lost").mkdir()
+    (out / "reuse.damaged-2/lost/metrics.jsonl").write_text("")
+    found = find([tmp_path])
+    assert [(arm.setting, arm.objective, len(arm.runs)) for arm in found.arms] == [
+        ("reuse.damaged-2", "bapo.damaged-3", 2)
+    ]
+    assert [problem.path.name for problem in found.problems] == ["lost"]
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_got(compared, tmp_path):
@@ -366,6 +509,8 @@ def test_a_port_in_use_is_said_or_passed_over(compared, capsys):
         port = taken.getsockname()[1]
         assert cli(["report", "--live", str(compared), "--port", str(port)]) == 4
     assert f"port {port} is in use" in capsys.readouterr().err
+    assert cli(["report", "--live", str(compared), "--port", "70000"]) == 4
+    assert "there is no port 70000" in capsys.readouterr().err
     with serve([compared]) as one, serve([compared]) as other:
         assert one.url != other.url
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from bapo.config import parse_config
-from bapo.runs import Problem, Run, aggregate, find_runs, last_step, measures, read_run, student_quantile, tail
+from bapo.runs import Problem, Run, aggregate, find_runs, last_step, measures, read_run, student_quantile, tail, worst
 
 TINY = {
     "steps": 2,
@@ -35,6 +35,10 @@ def run(finished, tmp_path):
 
 def without(text, unwanted):
     return "".join(f"{line}\n" for line in text.splitlines() if not unwanted(json.loads(line)))
+
+
+def with_values(text, **values):
+    return json.dumps(json.loads(text) | values)
 
 
 def test_a_finished_run_is_read_whole(finished):
@@ -89,6 +93,13 @@ def test_an_unfinished_run_is_a_problem_unless_asked_for(run):
         ("summary.json", lambda text: "{}", "lacks the evaluation"),
         ("summary.json", lambda text: "[" * 100_000, "summary.json is not JSON"),
         ("summary.json", lambda text: text.replace('"temperature": 0.6', '"temp": 0.6'), "also_at"),
+        ("summary.json", lambda text: with_values(text, training_seconds="long"), "training_seconds"),
+        ("summary.json", lambda text: with_values(text, also_at=10**400), "an integer of 401 digits"),
+        (
+            "summary.json",
+            lambda text: with_values(text, after=json.loads(text)["after"] | {"eval/entropy": "x"}),
+            "after",
+        ),
         ("config.json", lambda text: text.replace('"steps": 2', '"steps": -2'), "steps = -2"),
         ("config.json", lambda text: "7", "config.json is not a JSON object"),
         ("metrics.jsonl", lambda text: text[:-20], "metrics.jsonl ends in the middle of line"),
@@ -132,10 +143,29 @@ def test_no_file_cut_or_overwritten_anywhere_makes_reading_raise(run):
     assert isinstance(read_run(run), Run)
 
 
+def test_values_that_are_not_finite_make_measures_nan(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, second, *_ = (line for line in lines if line["kind"] == "update")
+    first.update(share=math.inf, grad_norm=1.0, staleness_mean=math.nan)
+    second.update(share=-math.inf, grad_norm=math.nan)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = measures(read_run(run))
+    assert all(math.isnan(found[name]) for name in ("share", "max_grad_norm", "staleness"))
+    assert math.isfinite(found["clip_fraction"])
+
+
+def test_the_largest_of_values_with_a_nan_is_nan_wherever_it_stands():
+    assert worst([1.0, 3.0, 2.0]) == 3.0
+    for values in ([math.nan, 1.0], [1.0, math.nan], [math.inf, math.nan]):
+        assert math.isnan(worst(values))
+
+
 def test_runs_are_found_and_models_and_what_was_set_aside_are_not(run):
     shutil.copytree(run, run.parent / "grid" / "run.damaged-1")
     assert (run / "model" / "config.json").exists()
     assert find_runs(run.parent) == find_runs(run) == [run]
+    named = shutil.copytree(run, run.parent / "grid.damaged-1" / "a.damaged-2" / "seed-0.damaged-x")
+    assert find_runs(run.parent) == [named, run]
 
 
 def test_student_quantiles_are_those_of_the_tables():

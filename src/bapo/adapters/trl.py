@@ -142,6 +142,13 @@ class BapoConfig(GRPOConfig):
                 f"epsilon={self.epsilon}, epsilon_high={self.epsilon_high} would be ignored: BAPO chooses both bounds. "
                 "Leave them out; bapo_low and bapo_high say where the bounds may be (equal numbers fix them)."
             )
+        highest = self.clip_settings.high[1]
+        if self.delta is not None and self.delta < highest:
+            raise ValueError(
+                f"delta={self.delta} caps every ratio, of positive tokens too, below {highest}, the end of bapo_high: "
+                f"bounds above delta would pass tokens that have no gradient. Set delta >= {highest}, or end bapo_high "
+                "at delta."
+            )
 
     @property
     def clip_settings(self) -> ClipSettings:
@@ -251,7 +258,7 @@ class BapoTrainer(GRPOTrainer):
         arguments = self._four_tensors(inputs, logprobs, entropy)
         bounds = self._update.bounds
         if bounds is None:
-            bounds = self._solve([update_table(*arguments, self._settings)])
+            bounds = self._solve([self._table(*arguments)])
         # The one host read of a solve, as TRL reads its metrics. 1 - (1 - low) is low again: float32 in float64.
         low, high, share = torch.stack([bounds.low, bounds.high, bounds.share]).tolist()
         if math.isnan(share):
@@ -261,7 +268,7 @@ class BapoTrainer(GRPOTrainer):
             )
         self.epsilon_low, self.epsilon_high = 1 - low, high - 1
         tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
-        retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
+        retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within & ~self._capped(tokens)
         columns = (tokens.logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask, entropy.float(), retained)
         self._update.parts.append(_Part(bounds, tuple(column.flatten() for column in columns)))
 
@@ -301,7 +308,19 @@ class BapoTrainer(GRPOTrainer):
                     )
                 finally:
                     self.model.train()
-            yield update_table(*self._four_tensors(inputs, logprobs, entropy), self._settings)
+            yield self._table(*self._four_tensors(inputs, logprobs, entropy))
+
+    def _table(self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """The signal table of one micro-batch. A token past delta has no gradient, so no say where that is measured."""
+        if self.args.delta is not None and self._settings.measure == "gradient":
+            tokens = clean_tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
+            mask = tokens.mask & ~self._capped(tokens)
+        return update_table(logprobs, behavior_logprobs, advantages, mask, self._settings)
+
+    def _capped(self, tokens: Tokens) -> Tensor:
+        """Negative tokens whose loss TRL holds constant: delta |A| where r > delta, which no high bound is above."""
+        delta = math.inf if self.args.delta is None else self.args.delta
+        return (tokens.advantages < 0) & (tokens.ratio > delta)
 
     def _four_tensors(
         self, inputs: dict[str, Any], logprobs: Tensor, entropy: Tensor | None

@@ -76,6 +76,8 @@ def load_grid(path: str | Path) -> Grid:
     wrong = [f"{key} is not a key of a grid; those are {', '.join(KEYS)}." for key in values if key not in KEYS]
     name, out = values.get("name", path.stem), values.get("out", f"runs/{path.stem}")
     wrong += [f"{key} = {value!r}: give a string." for key, value in (("name", name), ("out", out)) if not _text(value)]
+    if _text(out) and Path(out).exists() and not Path(out).is_dir():
+        wrong.append(f"out = {out!r} is no directory, but exists. Give the runs a directory of their own.")
     seeds = _seeds(values.get("seeds", 1), wrong)
     settings = _entries(values.get("setting", [{"label": "default"}]), "setting", wrong)
     objectives = _entries(values.get("objective", []), "objective", wrong)

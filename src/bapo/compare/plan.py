@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from bapo.compare.grid import Cell, Grid
 from bapo.config import ConfigError, available_cores
-from bapo.runs import SET_ASIDE, Problem, last_step, read_run
+from bapo.runs import Problem, last_step, read_run
 
 GPU_PARALLEL = 4
 """Runs at a time on one GPU: a small model leaves most of it idle, and each run needs a few GiB of its memory."""
@@ -117,9 +117,9 @@ def gpu_present() -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Move a damaged directory out of the way, under a name that no reader of runs takes."""
+    """Move a damaged directory out of the way, under a name that `bapo.runs.is_set_aside` knows."""
     number = 1
-    while (place := path.with_name(f"{path.name}{SET_ASIDE}{number}")).exists():
+    while (place := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
     return path.rename(place)
 

@@ -7,12 +7,12 @@ seeds of the same grid would give, which the intervals over problems in each run
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bapo.compare.grid import Cell, Grid
+from bapo.numbers import strict
 from bapo.runs import STOP_REASONS, Run, aggregate, measures, read_run
 
 Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
@@ -65,7 +65,7 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all; what is not a finite number becomes null."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(_strict(value), indent=2, allow_nan=False) + "\n")
+    partial.write_text(json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
     partial.rename(path)
 
 
@@ -109,11 +109,3 @@ def _shower(name: str) -> Callable[[Row], str]:
 def _stops(row: Row) -> str:
     shares = [row[f"stop_{name}"]["mean"] for name in STOP_REASONS if f"stop_{name}" in row]
     return " ".join(f"{100 * share:.0f}" for share in shares) or "–"
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _strict(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -23,16 +23,11 @@ from bapo.diagnose.problems import FEW_RESPONSES, LOW_ESS, Problem
 from bapo.dumps.updates import NAMES, Dump
 
 MOST = 2 / 3
-"""Share of the updates that have to agree before one case is advised on."""
+"""Share of the updates with a signal that have to agree before one case is advised on."""
 MOVES = 0.02
 """Least gain of share over the whole path that is worth adaptive bounds."""
-ADVISED = {
-    "bapo weak-model": 'ClipSettings.preset("weak-model")',
-    "bapo": "ClipSettings()",
-    "bapo paper": 'ClipSettings.preset("paper")',
-    "bapo released-script": 'ClipSettings.preset("released-script")',
-}
-"""BAPO's settings in the order they are advised: those that start no looser than (0.8, 1.2) first."""
+ADVISED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "ClipSettings()"}
+"""BAPO's settings that are advised. Where both meet their target equally often the first: it starts at (0.8, 1.2)."""
 
 
 def advise(numbers: Numbers | None, problems: Sequence[Problem]) -> list[str]:
@@ -59,7 +54,7 @@ def _about_the_clip(numbers: Numbers) -> list[str]:
     signal = numbers.shares["gradient"]["unclipped"]
     if math.isnan(signal.share):
         return ["No token has an advantage: filter groups of equal rewards and look at an update with a signal."]
-    if numbers.ratios["ratio_max"] == numbers.ratios["ratio_p01"] == 1:
+    if not numbers.pooled.log_ratio.any():
         return [
             "Every ratio is 1, so no clip does anything here. Dump later updates of a rollout batch, with log-probs of "
             f"the sampler itself. {_balance(numbers)}".rstrip()
@@ -72,13 +67,14 @@ def _about_the_clip(numbers: Numbers) -> list[str]:
             f"{numbers.ratios['kl']:.2g} per token. Fewer updates per rollout batch or a smaller learning rate; no "
             "clip makes up for it."
         )
-    weak, default = numbers.bounds["bapo weak-model"], numbers.bounds["bapo"]
+    weak, default = numbers.searched("bapo weak-model"), numbers.searched("bapo")
+    updates = _updates(numbers)
     target = SETTINGS["bapo weak-model"].target_share
     at_start = sum(bounds.stop == "START" for bounds in weak)
     start, end = fmean(b.share_at_start for b in default), fmean(b.share_at_end for b in default)
     if at_start >= MOST * len(weak):
         lines += [
-            f"A fixed clip will do. The positive share is {signal.share:.2f}, and in {at_start} of {len(weak)} updates "
+            f"A fixed clip will do. The positive share is {signal.share:.2f}, and in {at_start} of {updates} "
             f"BAPO's target of {target:.2f} is met where its search starts, at (0.8, 1.2): adaptive bounds would stay.",
             "Do not take the `paper` preset here: it would sit at (0.6, 1.2), which clips fewer negative tokens than "
             "(0.8, 1.2). For more entropy try a higher upper bound, such as (0.8, 1.28).",
@@ -99,12 +95,12 @@ def _about_bapo(numbers: Numbers) -> list[str]:
     """The bounds can move the share: with which setting, and how far."""
 
     def reached(name: str) -> int:
-        return sum(bounds.reached for bounds in numbers.bounds[name])
+        return sum(bounds.reached for bounds in numbers.searched(name))
 
-    best = max(list(ADVISED)[:2], key=reached)
-    found, settings = numbers.bounds[best], SETTINGS[best]
+    best = max(ADVISED, key=reached)
+    found, settings, updates = numbers.searched(best), SETTINGS[best], _updates(numbers)
     grpo, bapo = numbers.fates["grpo"], numbers.fates[best]
-    reached_words = f"reaches its target of {settings.target_share:.2f} in {reached(best)} of {len(found)} updates"
+    reached_words = f"reaches its target of {settings.target_share:.2f} in {reached(best)} of {updates}"
     lines = [
         f"BAPO would change these updates. At a fixed (0.8, 1.2) positive tokens hold {grpo.gradient.share:.2f} of the "
         f"gradient that is left; with {ADVISED[best]} they would hold {bapo.gradient.share:.2f}.",
@@ -116,7 +112,7 @@ def _about_bapo(numbers: Numbers) -> list[str]:
     at_end = sum(bounds.stop == "END" for bounds in found)
     if at_end >= MOST * len(found):
         lines.append(
-            f"In {at_end} of {len(found)} updates the search runs to its end, so a fixed ({settings.low[1]}, "
+            f"In {at_end} of {updates} the search runs to its end, so a fixed ({settings.low[1]}, "
             f"{settings.high[1]}) would do nearly the same: compare with it."
         )
     lines += [
@@ -124,6 +120,12 @@ def _about_bapo(numbers: Numbers) -> list[str]:
         "Expect what this project's small trials showed: entropy and pass@k kept up, not a higher mean score at once.",
     ]
     return lines
+
+
+def _updates(numbers: Numbers) -> str:
+    """How many updates a search is about: those with a signal."""
+    with_signal = len(numbers.searched("bapo"))
+    return f"{with_signal} updates" + (" with a signal" if with_signal < numbers.updates else "")
 
 
 def _balance(numbers: Numbers) -> str:

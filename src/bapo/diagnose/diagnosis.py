@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from bapo.diagnose.advice import advise, unknowns
 from bapo.diagnose.measure import Numbers, measure, total
 from bapo.diagnose.problems import Problem, find_problems
 from bapo.dumps.updates import Dump
+from bapo.numbers import strict
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "overall": None if diagnosis.overall is None else _numbers(diagnosis.overall),
         "updates": [_numbers(numbers) for numbers in diagnosis.updates],
     }
-    result: dict[str, Any] = _finite(plain)
+    result: dict[str, Any] = strict(plain)
     return result
 
 
@@ -83,11 +83,3 @@ def _numbers(numbers: Numbers) -> dict[str, Any]:
         "staleness": numbers.staleness,
         "mismatch": numbers.mismatch,
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

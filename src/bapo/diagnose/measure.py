@@ -130,6 +130,10 @@ class Numbers:
     """Sampler's own against recomputed log-probs: mean_abs, max_abs, kl, beyond_0.1."""
     pooled: Pooled = field(repr=False)
 
+    def searched(self, settings: str) -> list[Bounds]:
+        """Of the updates with a signal. One without has nothing to search by: bounds at their start, a share of 1."""
+        return [bounds for bounds in self.bounds[settings] if bounds.stop != "NO_SIGNAL"]
+
     def stops(self, settings: str) -> dict[str, int]:
         """How many updates ended their search in which way."""
         return dict(Counter(bounds.stop for bounds in self.bounds[settings]))

@@ -59,9 +59,9 @@ def find_problems(updates: Sequence[Update]) -> list[Problem]:
     """Every problem of the dump, serious ones first, each with the evidence of the first update that shows it."""
     found = []
     for name, (check, serious, action) in CHECKS.items():
-        evidence = {update.name: text for update in updates if (text := check(update)) is not None}
+        evidence = [(update.name, text) for update in updates if (text := check(update)) is not None]
         if evidence:
-            found.append(Problem(name, serious, next(iter(evidence.values())), action, list(evidence)))
+            found.append(Problem(name, serious, evidence[0][1], action, [where for where, _ in evidence]))
     return sorted(found, key=lambda problem: not problem.serious)
 
 

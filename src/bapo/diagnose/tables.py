@@ -116,22 +116,23 @@ def objectives(numbers: Numbers) -> Part:
 def bounds(numbers: Numbers) -> Part:
     """The bounds BAPO would have chosen."""
     rows = []
-    for name, found in numbers.bounds.items():
-        low, high = (sorted(getattr(one, side) for one in found) for side in ("low", "high"))
-        start, end = (median(getattr(one, f"share_at_{side}") for one in found) for side in ("start", "end"))
+    for name in numbers.bounds:
+        found = numbers.searched(name)
+        low, high = (_range(sorted(getattr(one, side) for one in found)) for side in ("low", "high"))
+        start, end = (_median([getattr(one, f"share_at_{side}") for one in found]) for side in ("start", "end"))
         stops = ", ".join(f"{count} {STOPS[stop]}" for stop, count in numbers.stops(name).items())
         rows.append(
             [
                 name,
                 f"{SETTINGS[name].target_share:.2f} {SETTINGS[name].measure}",
-                _range(low),
-                _range(high),
-                f"{start:.3f}",
-                f"{end:.3f}",
+                low,
+                high,
+                start,
+                end,
                 stops,
             ]
         )
-    many = "Median over updates, and range. " if numbers.updates > 1 else ""
+    many = "Median over updates with a signal, and range. " if numbers.updates > 1 else ""
     return Part(
         "The bounds BAPO would have chosen",
         f"{many}The share, by each setting's own measure, at the first and the last candidate, and how many updates "
@@ -273,6 +274,12 @@ def _share(value: float) -> str:
     return "none left" if math.isnan(value) else f"{value:.3f}"
 
 
+def _median(values: list[float]) -> str:
+    return f"{median(values):.3f}" if values else "no signal"
+
+
 def _range(ordered: list[float]) -> str:
+    if not ordered:
+        return "no signal"
     middle = f"{median(ordered):.2f}"
     return middle if ordered[0] == ordered[-1] else f"{middle} ({ordered[0]:.2f}-{ordered[-1]:.2f})"

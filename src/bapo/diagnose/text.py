@@ -75,7 +75,9 @@ def _table(part: Part, plain: bool) -> Table:
         header_style="" if plain else "bold",
     )
     for index, heading in enumerate(part.headings):
-        numeric = index > 0 and all(row[index][:1].isdigit() or row[index] in ("", "none left") for row in part.rows)
+        numeric = index > 0 and all(
+            row[index][:1].isdigit() or row[index] in ("", "none left", "no signal") for row in part.rows
+        )
         table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
     for row in part.rows:
         table.add_row(*map(Text, row))

@@ -86,8 +86,7 @@ def read_columns(path: Path) -> dict[str, Column]:
             case ".safetensors":
                 return _read_safetensors(path)
             case ".npz":
-                with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                    return {name: np.asarray(arrays[name]) for name in arrays.files}
+                return _read_npz(path)
             case _:
                 return _read_parquet(path)
     except DumpError:
@@ -96,6 +95,19 @@ def read_columns(path: Path) -> dict[str, Column]:
         raise DumpError(
             f"{path} cannot be read: {error}. It is damaged, cut short, or no {path.suffix[1:]} file; write it again."
         ) from error
+
+
+def _read_npz(path: Path) -> dict[str, Column]:
+    columns: dict[str, Column] = {}
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        for name in arrays.files:
+            try:
+                columns[name] = np.asarray(arrays[name])
+            except ValueError as error:
+                if "allow_pickle" not in str(error):
+                    raise
+                # Python objects: a pickle inside, which is passed over like every column that holds no numbers.
+    return columns
 
 
 def _read_safetensors(path: Path) -> dict[str, Column]:

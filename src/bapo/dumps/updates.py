@@ -15,9 +15,12 @@ so that the two can be compared. Nothing here judges values.
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +54,7 @@ class Update:
     """The tokens of one update that were trained on, laid end to end."""
 
     name: str
-    """The update's number where the dump has one, else the file's name."""
+    """The update's number where the dump has one, else the file's path below what all files have in common."""
     logprobs: Array
     """[tokens] under the learner."""
     behavior_logprobs: Array
@@ -102,11 +105,13 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
     unnumbered: list[Update] = []
     columns: dict[str, str] = {}
     notes: dict[str, None] = {}
-    for path in find_files(paths):
+    files = find_files(paths)
+    for path, name in zip(files, _names(files), strict=True):
         table = read_columns(path)
         chosen = _choose(path, table, mapping or {}, notes)
+        _check_numbers(path, table, chosen)
         columns |= {role: column for role, column in chosen.items() if role not in columns}
-        for number, update in _updates(path, {role: table[column] for role, column in chosen.items()}, notes):
+        for number, update in _updates(path, name, {role: table[column] for role, column in chosen.items()}, notes):
             if number is None:
                 unnumbered.append(update)
             else:
@@ -118,6 +123,16 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
             "nothing to diagnose. Check the code that writes it; 1 marks a token that was trained on."
         )
     return Dump(updates, columns, list(notes))
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """What tells the files apart: paths below the directory that they have in common, endings only where needed."""
+    whole = [Path(os.path.abspath(file)) for file in files]
+    common = os.path.commonpath([file.parent for file in whole])
+    below = [file.relative_to(common) for file in whole]
+    short = [file.with_suffix("").as_posix() for file in below]
+    taken = Counter(short)
+    return [name if taken[name] == 1 else file.as_posix() for name, file in zip(short, below, strict=True)]
 
 
 def _choose(
@@ -152,6 +167,19 @@ def _choose(
             f"{_listed(table)}. If one of them is it, say so: --map {role}=COLUMN."
         )
     return chosen
+
+
+def _check_numbers(path: Path, table: Mapping[str, Column], chosen: Mapping[str, str]) -> None:
+    """Raise if a column that is used holds anything but real numbers."""
+    for role, name in chosen.items():
+        column = table[name]
+        kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
+        if kind.kind not in "biuf":
+            holds = {"U": "text", "S": "text", "c": "complex numbers"}.get(kind.kind, "no numbers")
+            raise DumpError(
+                f"{path}: column {name!r}, read as {role}, holds {holds} (dtype {kind}), not real numbers. Convert it "
+                f"where it is written, or say which column is meant: --map {role}=COLUMN."
+            )
 
 
 def _known_names(role: str) -> list[str]:
@@ -226,13 +254,15 @@ def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
     return _Layout(path, logprobs.size, logprobs.shape, rows, len(values), None)
 
 
-def _updates(path: Path, columns: Mapping[str, Column], notes: dict[str, None]) -> list[tuple[float | None, Update]]:
+def _updates(
+    path: Path, file_name: str, columns: Mapping[str, Column], notes: dict[str, None]
+) -> list[tuple[float | None, Update]]:
     """The updates in one file, each with its number if it has one."""
     layout = _layout(path, columns)
     rewards = columns.get("rewards")
     tokens = {role: layout.spread(role, column) for role, column in columns.items() if role != "sequence_ids"}
     mask = _mask(layout, tokens)
-    staleness = _staleness(tokens, notes)
+    staleness = _staleness(path, tokens, mask, notes)
     per_row = rewards is not None and not isinstance(rewards, Ragged) and rewards.size in (1, layout.row_count)
     empty = 0 if layout.rows is None else layout.row_count - len(np.unique(layout.rows[mask]))
     if empty and mask.any():
@@ -265,9 +295,11 @@ def _updates(path: Path, columns: Mapping[str, Column], notes: dict[str, None]) 
         )
 
     if "update" not in tokens:
-        return [(None, build(path.stem, np.ones(layout.tokens, dtype=bool)))]
-    values = tokens["update"].astype(np.float64)
-    return [(float(value), build(f"{value:g}", values == value)) for value in np.unique(values)]
+        return [(None, build(file_name, np.ones(layout.tokens, dtype=bool)))]
+    values = tokens["update"]
+    _check_finite(path, "update", values, mask)
+    found = np.unique(values[np.isfinite(values)])
+    return [(_exact(value), build(str(_exact(value)), values == value)) for value in found]
 
 
 def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
@@ -288,17 +320,39 @@ def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> npt.NDArray[np.bool_]
     return np.asarray(mask != 0)
 
 
-def _staleness(tokens: Mapping[str, Array], notes: dict[str, None]) -> Array | None:
-    if "staleness" in tokens:
-        return tokens["staleness"]
-    if "versions" not in tokens:
+def _staleness(
+    path: Path, tokens: Mapping[str, Array], mask: npt.NDArray[np.bool_], notes: dict[str, None]
+) -> Array | None:
+    """[tokens] in integers wide enough for a difference, whatever the dump has; 0 where masked out."""
+    roles = [role for role in ("staleness", "versions", "version") if role in tokens]
+    wide = {}
+    for role in roles:
+        _check_finite(path, role, tokens[role], mask)
+        wide[role] = np.where(mask, tokens[role], 0).astype(np.int64)
+    if "staleness" in wide:
+        return wide["staleness"]
+    if "versions" not in wide:
         return None
-    if "version" in tokens:
-        return np.asarray(tokens["version"] - tokens["versions"])
+    if "version" in wide:
+        return np.asarray(wide["version"] - wide["versions"])
     notes[
         "versions without the learner's own version: staleness is counted from the newest token, so it is a lower bound"
     ] = None
-    return np.asarray(tokens["versions"].max(initial=0) - tokens["versions"])
+    return np.asarray(np.where(mask, wide["versions"].max(initial=0) - wide["versions"], 0))
+
+
+def _check_finite(path: Path, role: str, values: Array, mask: npt.NDArray[np.bool_]) -> None:
+    bad = ~np.isfinite(values) & mask
+    if bad.any():
+        raise DumpError(
+            f"{path}: {role} is {values[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask. It "
+            "counts updates: write a whole number for each, or leave the column out."
+        )
+
+
+def _exact(value: Any) -> float:
+    """A number of an update without a digit lost, as an integer where it is one."""
+    return int(value) if value == np.floor(value) else float(value)
 
 
 def _floats(values: Array) -> Array:

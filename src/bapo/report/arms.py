@@ -1,26 +1,30 @@
 """From run directories to arms: an arm is one configuration, its runs differ by seed.
 
 An arm has two names, its setting (where stale data comes from) and its objective. Runs of `bapo compare` lie in
-SETTING/OBJECTIVE/seed-N and are named by it. Other runs are named by the keys in which their configurations differ.
+SETTING/OBJECTIVE/seed-N below a grid.json and are named by it. Other runs are named by the keys in which their
+configurations differ. A copy of a run is no further seed: it is named as a problem, and not counted.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeGuard
 
-from bapo.runs import SET_ASIDE, Problem, Run, find_runs, read_run
+from bapo.runs import Problem, Run, find_runs, is_set_aside, mean, read_run
+from bapo.types import LOG_RATIO_EDGES
 
 NOT_THE_EXPERIMENT = {"seed", "out", "device", "threads", "checkpoint_every", "checkpoint_keep", "sample_every"}
 """Keys in which the runs of one arm may differ: the seed, and those that decide where and how, not what."""
-
-
-BINNED = ("staleness_histogram", "ratio_histogram", "ratio_prob", "ratio_entropy")
-"""Metrics that are lists, one entry per bin."""
+RATIO_BINS = len(LOG_RATIO_EDGES) + 1
+BINNED: tuple[tuple[tuple[str, ...], int | None], ...] = (
+    (("staleness_histogram",), None),
+    (("ratio_histogram", "ratio_prob", "ratio_entropy"), RATIO_BINS),
+)
+"""Metrics that are lists, one entry per bin: those that are logged together, and their number of bins where known."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Arm:
     def staleness(self) -> float:
         """Mean number of updates between sampling and use, over the updates of all runs."""
         values = [value for run in self.runs for value in run.series("staleness_mean")]
-        return fmean(values) if values else 0.0
+        return mean(values) if values else 0.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Found:
 
     arms: list[Arm]
     problems: list[Problem]
-    """Directories that cannot be shown, and those shown as far as they got."""
+    """Directories that cannot be shown, those shown as far as they got, and copies of what is shown."""
 
 
 def find(paths: Sequence[Path]) -> Found:
@@ -64,10 +68,12 @@ def find(paths: Sequence[Path]) -> Found:
             problems.append(Problem(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",)))
             continue
         runs.append(run)
+    shown, copies = _once_per_seed(runs)
+    for run in shown:
         if not run.summary:
             done = f"{len(run.timing)} of {run.config['steps']} steps are logged and shown"
-            problems.append(Problem(directory, "unfinished", f"it is still running, or was stopped: {done}."))
-    return Found(arms_of(runs), problems)
+            problems.append(Problem(run.path, "unfinished", f"it is still running, or was stopped: {done}."))
+    return Found(arms_of(shown), sorted([*problems, *copies], key=lambda problem: str(problem.path)))
 
 
 def run_directories(paths: Sequence[Path]) -> list[Path]:
@@ -83,10 +89,13 @@ def _unusable(run: Run) -> str | None:
     """What a log that parses can still get wrong."""
     if not all(isinstance(line.get("version"), int) for line in (*run.updates, *run.evals)):
         return "has a line without its version"
-    for key in BINNED:
-        rows: list[Any] = [line.get(key) for line in run.updates if key in line]
-        if rows and not (len(rows) == len(run.updates) and all(map(_is_row, rows)) and len(set(map(len, rows))) == 1):
-            return f"has updates whose {key} is missing or of another length"
+    for keys, bins in BINNED:
+        logged = any(key in line for line in run.updates for key in keys)
+        for key in keys if logged else ():
+            rows = [line.get(key) for line in run.updates]
+            lengths = {len(row) if _is_row(row) else None for row in rows}
+            if len(lengths) > 1 or None in lengths or bins not in (None, *lengths):
+                return f"has updates whose {key} is missing or of another length"
     return None
 
 
@@ -99,16 +108,28 @@ def _directories(path: Path) -> list[Path]:
     found = find_runs(path)
     if not path.is_dir() or found == [path]:
         return found or [path]
-    lost = {file.parent for file in path.rglob("metrics.jsonl") if SET_ASIDE not in str(file)} - set(found)
+    lost = {file.parent for file in path.rglob("metrics.jsonl") if not is_set_aside(file.parent)} - set(found)
     return sorted([*found, *lost]) or [path]
+
+
+def _once_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
+    """One run per arm and seed, the one that got furthest, and the others: a copy says nothing about other seeds."""
+    kept: dict[str, Run] = {}
+    copies = []
+    for run in sorted(runs, key=lambda run: (not run.summary, -len(run.timing))):
+        first = kept.setdefault(json.dumps([_arm_key(run), run.config["seed"]]), run)
+        if first is not run:
+            message = f"it has the configuration and the seed of {first.path}, which is shown in its place."
+            copies.append(Problem(run.path, "duplicate", message))
+    shown = {id(run) for run in kept.values()}
+    return [run for run in runs if id(run) in shown], copies
 
 
 def arms_of(runs: Iterable[Run]) -> list[Arm]:
     """Runs by configuration, in the order of staleness, then objective with bapo first."""
     gathered: dict[str, list[Run]] = {}
     for run in runs:
-        named = _from_directory(run)
-        gathered.setdefault(json.dumps([named, _experiment(run)], sort_keys=True), []).append(run)
+        gathered.setdefault(_arm_key(run), []).append(run)
     groups = [sorted(group, key=lambda run: (run.config["seed"], str(run.path))) for group in gathered.values()]
     keys = _differing([_experiment(group[0]) for group in groups])
     arms: list[Arm] = []
@@ -124,9 +145,8 @@ def arms_of(runs: Iterable[Run]) -> list[Arm]:
     staleness: dict[str, list[float]] = {}
     for arm in arms:
         staleness.setdefault(arm.setting, []).append(arm.staleness)
-    return sorted(
-        arms, key=lambda a: (fmean(staleness[a.setting]), a.setting, not a.objective.startswith("bapo"), a.objective)
-    )
+    ages = {setting: age if math.isfinite(age := mean(values)) else math.inf for setting, values in staleness.items()}
+    return sorted(arms, key=lambda a: (ages[a.setting], a.setting, not a.objective.startswith("bapo"), a.objective))
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -141,16 +161,38 @@ def _experiment(run: Run) -> dict[str, Any]:
     return {key: value for key, value in flat(run.config).items() if key not in NOT_THE_EXPERIMENT}
 
 
+def _arm_key(run: Run) -> str:
+    return json.dumps([_from_directory(run), _experiment(run)], sort_keys=True)
+
+
 def _differing(configs: list[dict[str, Any]]) -> list[str]:
     keys = {key: None for config in configs for key in config}
     return [key for key in keys if len({json.dumps(config.get(key)) for config in configs}) > 1]
 
 
 def _from_directory(run: Run) -> tuple[str, str] | None:
+    """Setting and objective of a run of `bapo compare`, which lies below its grid.json."""
     path = run.path.resolve()
-    if path.name != f"seed-{run.config['seed']}" or len(path.parts) < 4:
+    if path.name != f"seed-{run.config['seed']}" or _grid_file(run) is None:
         return None
     return path.parts[-3], path.parts[-2]
+
+
+def _grid_file(run: Run) -> Path | None:
+    above = run.path.resolve().parents
+    file = above[2] / "grid.json" if len(above) > 2 else None
+    return file if file is not None and file.is_file() else None
+
+
+def grid_name(arms: Sequence[Arm]) -> str | None:
+    """The name of the grid whose runs these are, all of them; None if there is no such grid."""
+    files = {_grid_file(run) for arm in arms for run in arm.runs}
+    file = files.pop() if len(files) == 1 else None
+    try:
+        name = json.loads(file.read_bytes())["name"] if file else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if isinstance(name, str) and name else None
 
 
 def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:

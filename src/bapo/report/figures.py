@@ -16,13 +16,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean
 from typing import Any, Literal
 
 from bapo.config import Config
+from bapo.numbers import number, numbers
 from bapo.report.arms import Arm, samples_per_problem
-from bapo.report.numbers import number, numbers
-from bapo.runs import Run, aggregate, measures
+from bapo.runs import Run, aggregate, mean, measures
 from bapo.types import LOG_RATIO_EDGES
 
 Panel = dict[str, Any]
@@ -296,7 +295,7 @@ def _aligned(points: Sequence[dict[int, float]]) -> dict[str, Any]:
         stretches: dict[int, list[float]] = {}
         for x, y in values.items():
             stretches.setdefault(-(-x // width) * width, []).append(y)
-        runs.append({x: fmean(ys) for x, ys in stretches.items()})
+        runs.append({x: mean(ys) for x, ys in stretches.items()})
     at = sorted({x for values in runs for x in values})
     return {"x": at, "runs": [numbers(values.get(x) for x in at) for values in runs], "stretch": width}
 
@@ -337,15 +336,15 @@ def _profile_of(run: Run, key: str) -> list[float | None]:
     else:
         values = [0.0] * len(counts)
         for line in run.updates:
-            for position, (count, mean) in enumerate(zip(line["ratio_histogram"], line[key], strict=True)):
-                values[position] += count * mean / max(counts[position], 1)
+            for position, (count, value) in enumerate(zip(line["ratio_histogram"], line[key], strict=True)):
+                values[position] += count * value / max(counts[position], 1)
     return [value if count >= FEW_TOKENS else None for value, count in zip(values, counts, strict=True)]
 
 
 def _bars(arms: Sequence[Arm], title: str, categories: Sequence[str], keys: Sequence[str]) -> Panel:
     series = []
     for index, arm in enumerate(arms):
-        runs = [[fmean(run.series(key)) for key in keys] for run in arm.runs if all(run.series(key) for key in keys)]
+        runs = [[mean(run.series(key)) for key in keys] for run in arm.runs if all(run.series(key) for key in keys)]
         if runs:
             series.append({"arm": index, "values": numbers(_mean_of(runs))})
     return {"kind": "bars", "title": title, "x": "", "categories": list(categories), "series": series}
@@ -358,13 +357,13 @@ def _scores(arms: Sequence[Arm], k: str) -> list[Panel]:
         for arm in arms:
             values = [measures(run)[key] for run in arm.runs if run.summary]
             if values:
-                mean, half = aggregate(values)
+                middle, half = aggregate(values)
                 series.append(
                     {
                         "setting": arm.setting,
                         "objective": arm.objective,
                         "x": number(arm.staleness),
-                        "y": number(mean),
+                        "y": number(middle),
                         "half": number(half) if half is not None and len(values) > 2 else None,
                         "runs": numbers(values),
                     }
@@ -422,4 +421,4 @@ def _used(counts: Sequence[float]) -> int:
 
 
 def _mean_of(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [fmean(column) for column in zip(*rows, strict=True)]
+    return [mean(column) for column in zip(*rows, strict=True)]

@@ -106,6 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def serve(paths: Sequence[Path], port: int | None = None) -> Server:
     """A server on the port asked for, or on the first free one from PORT on. The caller runs and closes it."""
+    if port is not None and not 0 <= port < 2**16:
+        raise OSError(errno.EINVAL, f"there is no port {port}. Choose one up to {2**16 - 1}, or none at all")
     follower = Follower(paths)
     ports = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
     for candidate in ports:

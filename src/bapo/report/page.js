@@ -346,7 +346,7 @@
       make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. Where several versions of the policy wrote one response, each part is tinted and preceded by its version."),
       pick, chosenArm.note ? make("div", { class: "note" }, chosenArm.note) : null,
       make("div", { class: "samples" }, ...chosenArm.shown.map((group) => make("article", { class: "sample" },
-        make("h3", {}, group.moment), make("p", {}, `step ${group.step} · mean reward ${group.mean_reward.toFixed(2)} over ${group.count} responses`),
+        make("h3", {}, group.moment), make("p", {}, `step ${group.step} · mean reward ${group.mean_reward === null ? "–" : group.mean_reward.toFixed(2)} over ${group.count} responses`),
         make("pre", { class: "prompt" }, group.prompt), ...group.responses.map(response)))));
   }
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import bapo
-from bapo.report.arms import Found, find, flat
+from bapo.numbers import strict
+from bapo.report.arms import Found, find, flat, grid_name
 from bapo.report.figures import figures
 from bapo.report.samples import samples
 from bapo.report.table import table
@@ -44,11 +45,11 @@ def contents(found: Found) -> dict[str, Any]:
     """Everything the page shows, as JSON values."""
     arms = found.arms
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
-    configs = [flat(run.config) for arm in arms for run in arm.runs]
+    configs = [_shown(run.config) for arm in arms for run in arm.runs]
     first = configs[0] if configs else {}
     common = {key: value for key, value in first.items() if all(config.get(key) == value for config in configs)}
     return {
-        "title": _title(settings, objectives),
+        "title": (grid_name(arms) if len(arms) > 1 else None) or _title(settings, objectives),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "by": f"bapo {bapo.__version__}",
         "settings": settings,
@@ -62,7 +63,7 @@ def contents(found: Found) -> dict[str, Any]:
                 "steps": [len(run.timing) for run in arm.runs],
                 "of": arm.config["steps"],
                 "finished": [bool(run.summary) for run in arm.runs],
-                "config": {k: v for k, v in flat(arm.config).items() if k not in common and k not in ("seed", "out")},
+                "config": {k: v for k, v in _shown(arm.config).items() if k not in common and k not in ("seed", "out")},
             }
             for arm in arms
         ],
@@ -107,6 +108,12 @@ def page(values: dict[str, Any], *, live: bool = False) -> str:
 def plotly() -> str:
     """plotly.js, as the plotly package ships it."""
     return files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
+
+
+def _shown(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as the page lists it: dotted keys; an infinity, such as that of no clipping, as text."""
+    values: dict[str, Any] = strict(flat(config), spell=True)
+    return values
 
 
 def _title(settings: Sequence[str], objectives: Sequence[str]) -> str:

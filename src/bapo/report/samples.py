@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from bapo.numbers import number
+
 RESPONSES = 4
 """Responses shown of each group."""
 CHARACTERS = 2000
@@ -24,7 +26,7 @@ def samples(directory: Path) -> dict[str, Any]:
         return _samples(path, path.stat().st_size)
     except FileNotFoundError:
         return {"shown": [], "note": "There is no rollouts.jsonl, so no response to show."}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return {"shown": [], "note": f"rollouts.jsonl cannot be read: {type(error).__name__}: {error}."}
 
 
@@ -55,9 +57,14 @@ def _group(line: dict[str, Any]) -> dict[str, Any]:
         "step": int(line["step"]),
         "prompt": str(line["problem"]["prompt"]),
         "count": len(listed),
-        "mean_reward": sum(float(trajectory["reward"] or 0) for trajectory, _, _ in listed) / max(len(listed), 1),
+        "mean_reward": number(sum(_reward(trajectory) or 0 for trajectory, _, _ in listed) / max(len(listed), 1)),
         "responses": [_response(trajectory, text, parts) for trajectory, text, parts in listed[:RESPONSES]],
     }
+
+
+def _reward(trajectory: dict[str, Any]) -> float | None:
+    """Absent where the response was not scored."""
+    return None if trajectory["reward"] is None else float(trajectory["reward"])
 
 
 def _response(trajectory: dict[str, Any], text: str, parts: list[Any] | None) -> dict[str, Any]:
@@ -69,10 +76,10 @@ def _response(trajectory: dict[str, Any], text: str, parts: list[Any] | None) ->
             kept.append([version, piece[:left]])
         left -= len(piece)
     return {
-        "reward": trajectory["reward"],
-        "status": trajectory["status"],
+        "reward": number(_reward(trajectory)),
+        "status": str(trajectory["status"]),
         "tokens": len(trajectory["tokens"]),
-        "versions": [versions[0], versions[-1]] if versions else [],
+        "versions": [int(versions[0]), int(versions[-1])] if versions else [],
         "pieces": kept,
         "cut": max(0, -left),
     }

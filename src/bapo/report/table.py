@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Any
 
+from bapo.numbers import number
 from bapo.report.arms import Arm, samples_per_problem
-from bapo.report.numbers import number
-from bapo.runs import STOP_REASONS, Run, aggregate, measures
+from bapo.runs import STOP_REASONS, Run, aggregate, mean, measures, stop_shares, worst
 
 
 def table(arms: Sequence[Arm]) -> dict[str, Any]:
@@ -56,9 +55,9 @@ def _cells(arm: Arm) -> dict[str, dict[str, Any]]:
 
     done = sum(bool(run.summary) for run in arm.runs)
     seeds = ", ".join(str(run.config["seed"]) for run in arm.runs)
-    oldest = max(joined("staleness_max"), default=math.nan)
+    oldest = worst(joined("staleness_max")) if joined("staleness_max") else math.nan
     bound = arm.config["offpolicy"]["max_staleness"]
-    stops = {name: fmean(joined(f"stop_{name}")) for name in STOP_REASONS if joined(f"stop_{name}")}
+    stops = {name: mean(joined(f"stop_{name}")) for name in STOP_REASONS if joined(f"stop_{name}")}
     reasons = sorted(((share, name) for name, share in stops.items() if share > 0), reverse=True)
     return {
         "setting": {"value": arm.setting, "text": arm.setting, "below": ""},
@@ -74,7 +73,7 @@ def _cells(arm: Arm) -> dict[str, dict[str, Any]]:
         "max_grad_norm": cell("max_grad_norm", digits=2),
         "staleness": {
             "value": number(oldest),
-            "text": f"{oldest:.0f}" if math.isfinite(oldest) else "–",
+            "text": f"{oldest:.0f}" if joined("staleness_max") else "–",
             "below": f"bound {bound}",
         },
         "share": cell("share_last", before="share_first"),
@@ -96,25 +95,24 @@ def _facts(run: Run) -> dict[str, float]:
         before = {"avg_before": "eval/avg", "pass_before": "eval/pass", "entropy_before": "eval/entropy"}
         facts |= {name: float(first[key]) for name, key in before.items() if isinstance(first.get(key), int | float)}
     if norms := run.series("grad_norm"):
-        facts["max_grad_norm"] = max(norms)
+        facts["max_grad_norm"] = worst(norms)
     if ages := run.series("staleness_max"):
-        facts["staleness_max"] = max(ages)
+        facts["staleness_max"] = worst(ages)
     if shares := run.series("share"):
         tenth = max(1, len(shares) // 10)
-        facts |= {"share_first": fmean(shares[:tenth]), "share_last": fmean(shares[-tenth:])}
-    if stops := run.series("stop"):
-        facts |= {f"stop_{name}": stops.count(index) / len(stops) for index, name in enumerate(STOP_REASONS)}
+        facts |= {"share_first": mean(shares[:tenth]), "share_last": mean(shares[-tenth:])}
+    facts |= stop_shares(run)
     facts["tokens"] = sum(run.series("tokens"))
     facts["seconds"] = sum(line["seconds"] for line in run.timing if isinstance(line.get("seconds"), int | float))
     return facts
 
 
 def estimate(values: Sequence[float], digits: int = 3) -> str:
-    """Mean ± half width of its 95% interval; without the latter for one value."""
-    mean, half = aggregate(values)
-    if not math.isfinite(mean):
+    """Mean ± half width of its 95% interval; without the latter for one value. "nan" where a value is not finite."""
+    if not values:
         return "–"
-    return f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else "")
+    middle, half = aggregate(values)
+    return f"{middle:.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else "")
 
 
 def short(value: float) -> str:
@@ -133,5 +131,6 @@ def duration(seconds: float) -> str:
 
 
 def _plain(values: Sequence[float], say: Callable[[float], str]) -> dict[str, Any]:
-    mean = fmean(values) if values else math.nan
-    return {"value": number(mean), "text": say(mean) if values else "–", "below": ""}
+    middle = mean(values)
+    text = say(middle) if math.isfinite(middle) else "nan" if values else "–"
+    return {"value": number(middle), "text": text, "below": ""}

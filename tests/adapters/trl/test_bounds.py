@@ -131,6 +131,55 @@ def test_the_bounds_in_use_are_those_of_the_tokens(tmp_path, scope):
     assert (run.epsilon_low, run.epsilon_high) == (0.2, 0.2)  # lent for the call, then given back
 
 
+CAPPED = {"bapo_target_share": 0.55, "bapo_low": [0.6, 0.9], "bapo_high": [1.05, 1.1], "delta": 1.1}
+
+
+@pytest.mark.parametrize("scope", ["update", "microbatch"])
+@pytest.mark.parametrize("measure", ["gradient", "surrogate"])
+def test_tokens_past_delta_have_no_gradient_and_are_counted_so(tmp_path, scope, measure):
+    """TRL's loss is delta |A| for a negative token with r > delta: constant."""
+    run = trained(tmp_path, Recording, bapo_scope=scope, bapo_measure=measure, num_iterations=4, max_steps=6, **CAPPED)
+    together = 2 if scope == "update" else 1
+    silenced = 0
+    for first in range(0, 12, together):
+        calls = run.calls[first : first + together]
+        masked = []
+        for inputs, logprobs, *bounds in calls:
+            ratio = (logprobs - inputs.get("old_per_token_logps", logprobs)).exp()
+            capped = (ratio > 1.1) & (inputs["advantages"][:, None] < 0)
+            silenced += int((capped & inputs["completion_mask"].bool()).sum())
+            kept = inputs["completion_mask"] * ~capped if measure == "gradient" else inputs["completion_mask"]
+            masked.append(({**inputs, "completion_mask": kept}, logprobs, *bounds))
+        assert [call[2:] for call in calls] == [by_hand(masked, run.args.clip_settings)] * together
+    assert silenced > 0  # otherwise delta was not put to the test
+
+
+class Grading(BapoTrainer):
+    """Keeps the log-probs of each training loss call, with their gradient, and what the metrics take for retained."""
+
+    def __init__(self, *args, **kwargs):
+        self.calls = []
+        super().__init__(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._loss_inputs is not None:
+            outputs[0].retain_grad()
+            self.calls.append((outputs[0], self._update.parts[-1].columns))
+        return outputs
+
+
+@pytest.mark.parametrize("options", [{}, CAPPED], ids=["no delta", "delta"])
+def test_what_is_retained_is_what_has_a_gradient_in_trls_loss(tmp_path, options):
+    run = trained(tmp_path, Grading, num_iterations=4, max_steps=6, **options)
+    blocked = 0
+    for logprobs, (_, _, advantages, mask, _, retained) in run.calls:
+        signed = mask & (advantages != 0)
+        assert torch.equal(logprobs.grad.flatten()[signed] != 0, retained[signed])
+        blocked += int((~retained & signed & (advantages < 0)).sum())
+    assert blocked > 0
+
+
 def test_one_microbatch_needs_no_pass_ahead(tmp_path):
     one = trained(tmp_path / "update", gradient_accumulation_steps=1, bapo_scope="update", **ADAPTIVE)
     same_run(one, trained(tmp_path / "micro", gradient_accumulation_steps=1, bapo_scope="microbatch", **ADAPTIVE))
