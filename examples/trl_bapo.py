@@ -10,7 +10,7 @@ Every option of GRPOConfig is an option here too; on several devices start it wi
 """
 
 from datasets import Dataset
-from transformers import AutoTokenizer, HfArgumentParser, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_seed
 
 from bapo.adapters.trl import BapoConfig, BapoTrainer
 from bapo.demo import model_path
@@ -42,6 +42,7 @@ def main() -> None:
     parser = HfArgumentParser(BapoConfig)
     parser.set_defaults(**DEFAULTS)
     (args,) = parser.parse_args_into_dataclasses()
+    set_seed(args.seed)  # of the weights, too
 
     tokenizer = AutoTokenizer.from_pretrained(model_path(), padding_side="left")
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -59,7 +60,8 @@ def main() -> None:
     for entry in trainer.state.log_history:
         if "reward" in entry:
             print("step {step:4d}  correct {reward:.3f}  entropy {entropy:.3f}".format_map(entry), end="  ")
-            print("bounds {bapo/clip_low:.2f} {bapo/clip_high:.2f}  share {bapo/share:.2f}".format_map(entry))
+            low, high, share = (entry.get(f"bapo/{name}", float("nan")) for name in ("clip_low", "clip_high", "share"))
+            print(f"bounds {low:.2f} {high:.2f}  share {share:.2f}")  # nan where no reward differed
 
 
 if __name__ == "__main__":

@@ -294,6 +294,8 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Check the path.") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {language}: {error}. See recipes/ for examples.") from None
+    if isinstance(values, dict) and isinstance(values.get("objective"), list):
+        raise ConfigError(f"{path} is a grid of runs, not a recipe for one. Run it with `bapo compare {path}`.")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
     return values

@@ -128,3 +128,10 @@ def test_what_needs_the_cuda_engine_is_refused_on_cpu():
         build(config)
     assert "keeps nothing without partial rollout" in refused({"offpolicy": {"partial_cache": "keep"}})
     assert "learn.compile=true is for CUDA" in refused({"device": "cpu", "learn": {"compile": True}})
+
+
+def test_a_grid_is_no_recipe(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text('seeds = 2\n[[objective]]\nlabel = "grpo"\n')
+    with pytest.raises(ConfigError, match=r"is a grid of runs, not a recipe for one\. Run it with `bapo compare"):
+        load_config(path)

@@ -59,7 +59,7 @@ def test_replace_keeps_the_target_and_takes_a_new_one():
         ({"low": (-0.1, 0.9)}, "never negative"),
         ({"high": (1.2, math.inf)}, "finite"),
         ({"low": 0.8}, "must be a pair"),
-        ({"low": (0.6, 1.5)}, "reaches above the start of high"),
+        ({"low": (0.6, 1.5)}, "do not enclose 1"),
         ({"low_step": 0}, "low_step=0 must be positive"),
         ({"high_step": -0.05}, "high_step=-0.05 must be positive"),
         ({"high_step": math.nan}, "must be positive"),
@@ -85,3 +85,9 @@ def test_impossible_settings_say_what_and_why(arguments, message):
 def test_unknown_preset_suggests_the_nearest():
     with pytest.raises(ValueError, match="Did you mean 'weak-model'"):
         ClipSettings.preset("weak_model")
+
+
+@pytest.mark.parametrize("ranges", [{"low": (0.2, 0.2), "high": (0.28, 0.28)}, {"low": (1.1, 1.2)}, {"high": (0.9, 2)}])
+def test_epsilons_are_not_bounds(ranges):
+    with pytest.raises(ValueError, match=r"do not enclose 1.*not epsilons: an epsilon of 0.2 is low=\(0.8, 0.8\)"):
+        ClipSettings(**ranges)

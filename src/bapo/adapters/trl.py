@@ -22,9 +22,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -75,6 +76,15 @@ def check_trl(trainer: type, version: str) -> None:
 
 
 check_trl(GRPOTrainer, trl_version)
+
+BOUNDS = {
+    "clip_low": "low",
+    "clip_high": "high",
+    "share": "share",
+    "share_at_start": "share_at_start",
+    "share_at_end": "share_at_end",
+}
+"""Metrics of an update's bounds, and their names in ClipBounds."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -137,9 +147,11 @@ class BapoConfig(GRPOConfig):
                 "use_liger_kernel=True is not supported: Liger's losses clip inside their own kernels, where no bounds "
                 "can be given. TRL has deprecated it; set model_init_kwargs={'use_kernels': True} instead."
             )
-        if self.epsilon != 0.2 or self.epsilon_high is not None:
+        given = {"epsilon": self.epsilon} if self.epsilon != 0.2 else {}
+        given |= {"epsilon_high": self.epsilon_high} if self.epsilon_high is not None else {}
+        if given:
             raise ValueError(
-                f"epsilon={self.epsilon}, epsilon_high={self.epsilon_high} would be ignored: BAPO chooses both bounds. "
+                f"{', '.join(f'{k}={v}' for k, v in given.items())} would be ignored: BAPO chooses both bounds. "
                 "Leave them out; bapo_low and bapo_high say where the bounds may be (equal numbers fix them)."
             )
         highest = self.clip_settings.high[1]
@@ -200,6 +212,14 @@ class BapoTrainer(GRPOTrainer):
             args = BapoConfig(f"{name.rstrip('/').split('/')[-1] or 'model'}-BAPO")
         if not isinstance(args, BapoConfig):
             raise ValueError(f"args is a {type(args).__name__}; BapoTrainer needs a BapoConfig, which takes the same.")
+        if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
+            warnings.warn(
+                f"every token is trained on once, by the policy that sampled it (num_iterations={args.num_iterations}, "
+                f"steps_per_generation={args.steps_per_generation}, gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}): all ratios are 1, no bound binds, and this run is plain GRPO. "
+                "Raise num_iterations or steps_per_generation to reuse samples.",
+                stacklevel=2,
+            )
         self._settings = args.clip_settings
         self._update = _Update()
         self._loss_inputs: dict[str, Any] | None = None  # of the loss call under way
@@ -356,12 +376,17 @@ class BapoTrainer(GRPOTrainer):
         statistics = entropy_statistics(Tokens(*tokens), entropy, retained)
         del statistics["entropy"]  # TRL logs it
 
-        for name in ("low", "high", "share", "share_at_start", "share_at_end"):
-            key = f"clip_{name}" if name in ("low", "high") else name
-            statistics[key] = torch.stack([getattr(part.bounds, name) for part in parts]).double().mean()
-        stops = torch.stack([part.bounds.stop for part in parts if part.bounds.stop is not None])
+        stops = torch.stack([cast(Tensor, part.bounds.stop) for part in parts])
         for reason in StopReason:
             statistics[f"stop/{reason.name.lower()}"] = (stops == reason).double().mean()
-        values = self.accelerator.reduce(torch.stack(list(statistics.values())), reduction="mean")
-        for name, value in zip(statistics, values.tolist(), strict=True):
-            self._metrics["train"][f"bapo/{name}"].append(value)
+        signal = (stops != StopReason.NO_SIGNAL).double()
+        for key, name in BOUNDS.items():  # where nothing has an advantage, bounds and share mean nothing
+            statistics[key] = (torch.stack([getattr(part.bounds, name) for part in parts]).double() * signal).mean()
+        values = self.accelerator.reduce(torch.stack(list(statistics.values())), reduction="mean").tolist()
+        numbers = dict(zip(statistics, values, strict=True))
+        with_signal = 1 - numbers["stop/no_signal"]
+        for key in BOUNDS:
+            numbers[key] = numbers[key] / with_signal if with_signal else math.nan
+        for name, value in numbers.items():
+            if not math.isnan(value):
+                self._metrics["train"][f"bapo/{name}"].append(value)

@@ -51,10 +51,10 @@ class ClipSettings:
         object.__setattr__(self, "target_share", _target_share(self.target_share, target_odds, target_signed))
         for name in ("low", "high"):
             object.__setattr__(self, name, _checked_range(name, getattr(self, name), getattr(self, f"{name}_step")))
-        if self.low[1] > self.high[0]:
+        if not self.low[1] <= 1 <= self.high[0]:
             raise ValueError(
-                f"low={self.low} reaches above the start of high={self.high}, so a lower bound could pass an upper "
-                "one. Keep low[1] <= high[0]; usual values are low up to 0.9 and high from 1.2."
+                f"low={self.low} and high={self.high} do not enclose 1, the ratio of a fresh token. They are ranges of "
+                "bounds on the ratio, not epsilons: an epsilon of 0.2 is low=(0.8, 0.8), high=(1.2, 1.2)."
             )
         for name, kind in (("measure", Measure), ("weight", Weight), ("order", Order)):
             require_choice(name, getattr(self, name), get_args(kind))
