@@ -8,6 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TRL    := .venv-trl
+VERL   := .venv-verl
 
 .DEFAULT_GOAL := help
 .PHONY: help run example test lint types unit test-integrations bench clean
@@ -34,8 +35,9 @@ unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
 # Warnings of the libraries that an adapter drives are not ours to fix: -W default.
-test-integrations: $(TRL)/.installed  ## set up a second environment with TRL, run the adapter's tests there
+test-integrations: $(TRL)/.installed $(VERL)/.installed  ## set up an environment each for TRL and verl, test the adapters there
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters/verl tests/adapters/trinity
 
 bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/bounds.py
@@ -43,7 +45,7 @@ bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/engine.py
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) $(TRL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VERL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # constraints.txt pins what was tested. torch goes first and pinned, so that nothing else decides which build it is.
 $(STAMP): pyproject.toml constraints.txt
@@ -59,4 +61,13 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trl.txt \
 		-e '.[trl]' peft pytest
+	@touch $@
+
+# verl wants an older transformers than we pin, so its environment has its own list of versions. Trinity-RFT builds on
+# verl; without its dependencies (vLLM among them) the part that its policy losses live in can be imported.
+$(VERL)/.installed: pyproject.toml constraints-verl.txt
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt torch
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[verl]' pytest
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints-verl.txt trinity-rft
 	@touch $@

@@ -40,9 +40,11 @@ def learned(run, *, before=None):
     """The run finished its updates, logged every bound as a number, and its weights moved."""
     steps = run.state.global_step
     assert steps == run.args.max_steps
+    silent = [value == 1 for value in log_of(run, "bapo/stop/no_signal")]
+    assert len(silent) == steps
     for key in BOUNDS:
         values = log_of(run, key)
-        assert len(values) == steps, key
+        assert len(values) == steps - sum(silent) > 0, key
         assert all(math.isfinite(value) for value in values), key
     settings = run.args.clip_settings
     assert all(settings.low[0] - 1e-6 <= low <= settings.low[1] + 1e-6 for low in log_of(run, "bapo/clip_low"))

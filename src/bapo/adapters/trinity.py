@@ -1,0 +1,94 @@
+"""BAPO inside Trinity-RFT: a `PolicyLossFn` named by its dotted path.
+
+    algorithm:
+      policy_loss_fn: bapo.adapters.trinity.BapoPolicyLossFn
+      policy_loss_fn_args: {preset: weak-model, window: 8}
+
+Trinity calls a policy loss once per micro-batch, with no sign of where an update begins, and no process group. So the
+bounds come from the last `window` calls on this rank (`bapo.core.controller`); averaging stays Trinity's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo.core.bounds import StopReason
+from bapo.core.controller import BoundController
+from bapo.core.entropy_rule import clip_statistics
+from bapo.core.loss import clean_tokens, update_table
+from bapo.core.objectives import bapo
+from bapo.core.settings import ClipSettings
+
+TESTED_VERSIONS = "0.6.0"
+
+try:
+    from trinity.algorithm.policy_loss_fn.policy_loss_fn import PolicyLossFn
+    from trinity.algorithm.utils import aggregate_loss
+except ImportError as error:
+    raise ImportError(
+        f"bapo.adapters.trinity needs Trinity-RFT (tested with {TESTED_VERSIONS}): pip install trinity-rft. "
+        f"It said: {error}"
+    ) from error
+
+__all__ = ["TESTED_VERSIONS", "BapoPolicyLossFn"]
+
+
+class BapoPolicyLossFn(PolicyLossFn):
+    """The clipped surrogate at bounds solved from the last `window` micro-batches (arXiv:2510.18927)."""
+
+    def __init__(
+        self,
+        backend: str = "verl",
+        preset: str | None = None,
+        window: int = 1,
+        dual_clip: float | None = None,
+        loss_agg_mode: str = "token-mean",
+        **settings: Any,  # fields of ClipSettings
+    ) -> None:
+        super().__init__(backend=backend)
+        start = ClipSettings() if preset is None else ClipSettings.preset(preset)  # type: ignore[arg-type]
+        unknown = settings.keys() - {field.name for field in dataclasses.fields(ClipSettings)}
+        if unknown:
+            raise ValueError(
+                f"policy_loss_fn_args has {', '.join(sorted(unknown))}, which BapoPolicyLossFn does not know. It takes "
+                f"preset, window, dual_clip, loss_agg_mode, {', '.join(f.name for f in dataclasses.fields(start))}."
+            )
+        self.controller = BoundController(dataclasses.replace(start, **settings), window)
+        self.dual_clip = dual_clip
+        self.loss_agg_mode = loss_agg_mode
+
+    def __call__(
+        self,
+        logprob: Tensor,  # [sequences, tokens] under the learner now; carries grad
+        old_logprob: Tensor,  # same shape; under the policy that sampled
+        action_mask: Tensor,  # same shape
+        advantages: Tensor,  # same shape
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """L_t = -min(r_t A_t, clip(r_t, low, high) A_t), averaged by Trinity's `aggregate_loss`."""
+        mask = action_mask.bool()
+        table = update_table(logprob, old_logprob, advantages, mask, self.controller.settings)
+        bounds = self.controller.bounds(table)
+        tokens = clean_tokens(logprob, old_logprob, advantages, mask)
+        clipped = bapo(tokens, bounds=bounds, dual_clip=self.dual_clip)
+        loss = aggregate_loss(clipped.loss, mask, loss_agg_mode=self.loss_agg_mode)
+        assert bounds.stop is not None
+        statistics = {
+            "bapo/clip_low": bounds.low,
+            "bapo/clip_high": bounds.high,
+            "bapo/share": bounds.share,
+            **{f"bapo/stop/{reason.name.lower()}": bounds.stop == reason for reason in StopReason},
+            **{f"bapo/{name}": value for name, value in clip_statistics(tokens, clipped.retained).items()},
+            "pg_loss": loss.detach(),
+        }
+        numbers = torch.stack([value.double() for value in statistics.values()]).tolist()  # one host read
+        return loss, dict(zip(statistics, numbers, strict=True))
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """What Trinity starts from before it reads `policy_loss_fn_args`."""
+        return {"loss_agg_mode": "token-mean", "window": 1}

@@ -1,0 +1,303 @@
+"""BAPO inside verl: a policy loss named `bapo`, chosen and set up in verl's own configuration.
+
+    actor_rollout_ref.actor.policy_loss._target_=bapo.adapters.verl.BapoPolicyLossConfig
+    actor_rollout_ref.actor.policy_loss.loss_mode=bapo
+    +actor_rollout_ref.actor.policy_loss.target_share=0.45
+
+Importing this module registers the loss; the first line imports it wherever verl builds its configuration, on the
+driver and on every worker. verl calls a policy loss once per micro-batch and averages with `agg_loss`; that stays
+verl's. Ours are the two bounds the loss per token is clipped at.
+
+    scope update        one pair of bounds for the whole optimizer step, over all its micro-batches and data-parallel
+                        ranks, with one all-reduce. verl's engine runs every micro-batch inside one method,
+                        `BaseEngine.train_batch`; we go through the same micro-batches once before it, without
+                        gradients, with the same loss function, which then adds up tables instead. If the step is one
+                        micro-batch, its own log-probs suffice and no further pass is made.
+    scope microbatch    each loss call on its own; no collective and no further pass, but bounds from fewer tokens.
+
+Two passes rather than tables carried over from the last step, because then the bounds are those of the tokens they
+clip: the same numbers as `bapo.policy_loss` on the whole update, however it is split.
+
+In verl's bypass mode (fully-async training's default) ratios are to the policy that sampled, which is what BAPO wants;
+verl then renames the loss to `bypass_mode`, so that name leads here too where the configuration is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
+from bapo.core.entropy_rule import clip_statistics
+from bapo.core.loss import clean_tokens, update_table
+from bapo.core.objectives import bapo
+from bapo.core.settings import ClipSettings, require_choice
+
+TESTED_VERSIONS = "0.9.1"
+"""verl versions the tests ran with; others are let in as long as the names used here are there."""
+
+try:
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+    from verl.utils.device import get_device_id
+    from verl.workers.config.actor import PolicyLossConfig
+
+    verl_bypass_mode = POLICY_LOSS_REGISTRY["bypass_mode"]
+except (ImportError, KeyError) as error:
+    raise ImportError(
+        f"bapo.adapters.verl needs verl (tested with {TESTED_VERSIONS}): pip install 'verl>=0.9,<0.11'. "
+        f"It said: {error!r}"
+    ) from error
+
+__all__ = ["TESTED_VERSIONS", "BapoPolicyLossConfig", "bapo_policy_loss"]
+
+NAME = "bapo"
+BYPASS = "bypass_mode"
+SCOPES = ("update", "microbatch")
+VERL_EPSILON = 0.2
+TARGET = "bapo.adapters.verl.BapoPolicyLossConfig"
+
+
+@dataclass
+class BapoPolicyLossConfig(PolicyLossConfig):
+    """verl's `PolicyLossConfig` plus where BAPO may put its clip bounds. An option left at None has the preset's value.
+
+    Fields are the core's ClipSettings by the same names, and three more.
+    """
+
+    loss_mode: str = NAME
+    preset: str | None = None
+    """`paper`, `weak-model` or `released-script`. Without one, the paper's numbers with the measure `gradient`."""
+    target_share: float | None = None
+    low: list[float] | None = None
+    high: list[float] | None = None
+    low_step: float | None = None
+    high_step: float | None = None
+    measure: str | None = None
+    weight: str | None = None
+    order: str | None = None
+    scope: str = "update"
+    """What one pair of bounds is solved from: `update` or `microbatch`."""
+    dual_clip: float | None = None
+    """Cap on the ratio of negative tokens (verl's `clip_ratio_c`); the paper has none, the authors' script 3.0."""
+
+    def __post_init__(self) -> None:
+        require_choice("policy_loss.scope", self.scope, SCOPES)
+        if self.loss_mode not in (NAME, BYPASS):
+            raise ValueError(
+                f"policy_loss._target_ is {TARGET}, but policy_loss.loss_mode={self.loss_mode!r}: its settings would "
+                f"be ignored. Set actor_rollout_ref.actor.policy_loss.loss_mode={NAME}."
+            )
+        correction = self.rollout_correction
+        if correction.get("bypass_mode", False) and correction.get("loss_type", "ppo_clip") != "ppo_clip":
+            raise ValueError(
+                f"rollout_correction.loss_type={correction.get('loss_type')!r} has no clip, so there are no bounds to "
+                "choose. Set algorithm.rollout_correction.loss_type=ppo_clip."
+            )
+        _ = self.clip_settings
+        if self.scope == "update":
+            hook_engine()
+
+    @property
+    def clip_settings(self) -> ClipSettings:
+        """These options as the core's ClipSettings."""
+        names = ("target_share", "low", "high", "low_step", "high_step", "measure", "weight", "order")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        try:
+            preset = ClipSettings() if self.preset is None else ClipSettings.preset(self.preset)  # type: ignore[arg-type]
+            return dataclasses.replace(preset, **given)
+        except ValueError as error:
+            raise ValueError(f"actor_rollout_ref.actor.policy_loss: {error}") from None
+
+
+@dataclass
+class _Update:
+    """One optimizer step under way, at scope `update`."""
+
+    group: dist.ProcessGroup
+    tables: list[Tensor] = field(default_factory=list)  # of the micro-batches seen so far
+    collecting: bool = False  # the pass before the bounds are known
+    bounds: ClipBounds | None = None
+
+    def solve(self, settings: ClipSettings) -> ClipBounds:
+        """Bounds from the tables of all micro-batches, on all ranks: the one collective of the step."""
+        size = len(settings.low_grid) + len(settings.high_grid) + 1  # a pipeline stage without a loss has no table
+        table = torch.zeros(size, dtype=torch.float64, device=get_device_id())
+        for part in self.tables:
+            table += part
+        dist.all_reduce(table, group=self.group)
+        return bounds_from_table(table, settings)
+
+
+_update_under_way: ContextVar[_Update | None] = ContextVar("bapo_update_under_way", default=None)
+
+
+@functools.cache
+def hook_engine() -> None:
+    """Make `BaseEngine.train_batch`, verl's one optimizer step, solve the bounds before it trains."""
+    from verl.workers.engine.base import BaseEngine
+
+    train_batch = BaseEngine.train_batch
+
+    @functools.wraps(train_batch)
+    def train_batch_within_bounds(engine: Any, data: Any, loss_function: Callable[..., Any]) -> Any:
+        options = _options_of(getattr(loss_function, "keywords", {}).get("config"))
+        if options is None or options.scope != "update":
+            return train_batch(engine, data, loss_function)
+        update = _Update(engine.get_data_parallel_group())
+        reset = _update_under_way.set(update)
+        try:
+            if not _is_one_micro_batch(data):
+                update.collecting = True
+                engine.infer_batch(data, loss_function)
+                update.collecting = False
+                update.bounds = update.solve(options.clip_settings)
+            return train_batch(engine, data, loss_function)
+        finally:
+            _update_under_way.reset(reset)
+
+    BaseEngine.train_batch = train_batch_within_bounds
+
+
+def _options_of(config: Any) -> BapoPolicyLossConfig | None:
+    """An actor's BAPO options, if it has any."""
+    options = config.get("policy_loss", None) if config is not None else None
+    return options if isinstance(options, BapoPolicyLossConfig) else None
+
+
+def _is_one_micro_batch(data: Any) -> bool:
+    """Whether verl will make one micro-batch of this step, on every rank. Unknown with dynamic batch sizes."""
+    from verl.utils.tensordict_utils import get_non_tensor_data
+
+    if get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+        return False
+    groups = get_non_tensor_data(data=data, key="force_group_size", default=1)
+    return len(data) <= groups * get_non_tensor_data(data=data, key="micro_batch_size_per_gpu", default=0)
+
+
+@register_policy_loss(NAME)
+def bapo_policy_loss(
+    old_log_prob: Tensor,  # [sequences, tokens]: under the policy that sampled, as far as verl's mode knows it
+    log_prob: Tensor,  # same shape; under the learner now, carries grad
+    advantages: Tensor,  # same shape
+    response_mask: Tensor,  # same shape
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,  # verl's ActorConfig
+    rollout_is_weights: Tensor | None = None,  # same shape, >= 0
+) -> tuple[Tensor, dict[str, float]]:
+    """verl's policy loss of one micro-batch, clipped at bounds solved by its scope.
+
+        L_t = -w_t min(r_t A_t, clip(r_t, low, high) A_t),   r_t = exp(log_prob_t - old_log_prob_t)
+
+    w, verl's weight for what the rollout engine sampled otherwise, multiplies a token's signal as it does its loss.
+    """
+    options = _checked_options(config)
+    mask = response_mask.bool()
+    correction = options.rollout_correction
+    rejections: dict[str, float] = {}
+    if correction.get("bypass_mode", False) or options.loss_mode == BYPASS:
+        rollout_is_weights = None  # the ratio itself is to the policy that sampled
+        mask, rejections = _without_rejected(log_prob, old_log_prob, mask, correction)
+    if rollout_is_weights is not None:
+        advantages = advantages * rollout_is_weights
+
+    settings, update = options.clip_settings, _update_under_way.get()
+    table = update_table(log_prob, old_log_prob, advantages, mask, settings)
+    if options.scope == "microbatch":
+        bounds = bounds_from_table(table, settings)
+    elif update is None:
+        raise ValueError(
+            "policy_loss.scope='update' solves its bounds in verl's BaseEngine.train_batch, but this loss was called "
+            "from elsewhere. Set actor_rollout_ref.actor.policy_loss.scope=microbatch."
+        )
+    elif update.collecting:
+        update.tables.append(table)
+        return torch.zeros((), device=log_prob.device), {}
+    else:
+        if update.bounds is None:  # the step's only micro-batch
+            update.tables.append(table)
+            update.bounds = update.solve(settings)
+        bounds = update.bounds
+
+    tokens = clean_tokens(log_prob, old_log_prob, advantages, mask)
+    clipped = bapo(tokens, bounds=bounds, dual_clip=options.dual_clip)
+    loss = agg_loss(loss_mat=clipped.loss, loss_mask=mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+
+    statistics = clip_statistics(tokens, clipped.retained)
+    count = mask.sum().clamp(min=1)
+    metrics = {f"bapo/{name}": value for name, value in {**_described(bounds), **statistics}.items()} | {
+        "actor/pg_clipfrac": (mask & ~clipped.retained).sum() / count,
+        "actor/ppo_kl": -tokens.log_ratio.detach().sum() / count,
+    }
+    numbers = torch.stack([value.double() for value in metrics.values()]).tolist()  # one host read
+    named = dict(zip(metrics, numbers, strict=True))
+    if named["bapo/share"] != named["bapo/share"]:
+        raise ValueError(
+            "the log-probs, advantages or rollout_is_weights of this update hold NaN or infinity on some rank. "
+            "bapo.core.checks.check_tokens names the token."
+        )
+    return loss, named | rejections
+
+
+@register_policy_loss(BYPASS)
+def _bypass_mode(**arguments: Any) -> Any:
+    """verl's loss of this name, unless the actor's options say that it stands for ours."""
+    ours = _options_of(arguments.get("config")) is not None
+    return (bapo_policy_loss if ours else verl_bypass_mode)(**arguments)
+
+
+def _checked_options(config: Any) -> BapoPolicyLossConfig:
+    options = _options_of(config)
+    if options is None:
+        raise ValueError(
+            f"loss_mode={NAME!r} needs its own options, so that verl cannot rename the loss behind its back. Set "
+            f"actor_rollout_ref.actor.policy_loss._target_={TARGET}."
+        )
+    low, high = config.get("clip_ratio_low", None), config.get("clip_ratio_high", None)
+    if any(epsilon not in (None, VERL_EPSILON) for epsilon in (low, high, config.get("clip_ratio", None))):
+        raise ValueError(
+            f"actor.clip_ratio={config.get('clip_ratio')}, clip_ratio_low={low}, clip_ratio_high={high} would be "
+            "ignored: BAPO chooses both bounds. Leave them out; policy_loss.low and policy_loss.high say where the "
+            "bounds may be (equal numbers fix them)."
+        )
+    return options
+
+
+def _without_rejected(
+    log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, correction: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """The mask without what verl's rejection sampling takes out, exactly as verl's own bypass loss does it."""
+    if correction.get("rollout_rs", None) is None:
+        return mask, {}
+    with torch.no_grad():
+        _, kept, metrics = compute_rollout_correction_and_rejection_mask(
+            old_log_prob=log_prob,
+            rollout_log_prob=rollout_log_prob,
+            response_mask=mask,
+            rollout_rs=correction.get("rollout_rs"),
+            rollout_rs_threshold=correction.get("rollout_rs_threshold", None),
+        )
+    return kept.bool(), metrics
+
+
+def _described(bounds: ClipBounds) -> dict[str, Tensor]:
+    """The bounds and their search as numbers that may be averaged."""
+    assert bounds.share_at_start is not None
+    assert bounds.share_at_end is not None
+    assert bounds.stop is not None
+    return {
+        "clip_low": bounds.low,
+        "clip_high": bounds.high,
+        "share": bounds.share,
+        "share_at_start": bounds.share_at_start,
+        "share_at_end": bounds.share_at_end,
+        **{f"stop/{reason.name.lower()}": bounds.stop == reason for reason in StopReason},
+    }
