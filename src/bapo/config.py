@@ -279,8 +279,11 @@ def available_cores() -> int:
 
 
 def load_config(path: str | Path) -> Config:
-    """The configuration in a TOML recipe, or in a JSON file such as the config.json of a run."""
-    return parse_config(read_recipe(path), source=str(path))
+    """The configuration in a recipe, TOML or JSON."""
+    values = read_recipe(path)
+    if isinstance(values.get("objective"), list):
+        raise ConfigError(f"{path} is a grid of runs, not a recipe for one. Run it with `bapo compare {path}`.")
+    return parse_config(values, source=str(path))
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -294,8 +297,6 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Check the path.") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {language}: {error}. See recipes/ for examples.") from None
-    if isinstance(values, dict) and isinstance(values.get("objective"), list):
-        raise ConfigError(f"{path} is a grid of runs, not a recipe for one. Run it with `bapo compare {path}`.")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
     return values
