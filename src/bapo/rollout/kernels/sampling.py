@@ -146,6 +146,7 @@ def sample(
     temperature: Tensor,  # [1] float32; 0 is greedy
 ) -> None:
     """One token for every running slot, and its consequences."""
+    assert len(slots) == len(logits), f"{len(slots)} slots for {len(logits)} rows"
     vocabulary = logits.shape[1]
     block = min(4096, triton.next_power_of_2(vocabulary))
     _sample[(len(logits),)](
