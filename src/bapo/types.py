@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+Message = dict[str, str]
+"""One turn of a chat: role and content."""
+
 LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 """Where tokens are binned by log-ratio: 15 bins, the middle one around ratio 1, the outer two open."""
 
@@ -44,9 +47,26 @@ class Problem:
 
     id: str
     """Unique within its task and stable between runs."""
-    prompt: str
+    prompt: str | list[Message]
+    """Text to be continued as it stands, or chat messages, which the model's own template turns into text."""
     answer: Any
     """JSON-serialisable ground truth, read by the task's own scorer."""
+    source: str = ""
+    """Where it comes from: the name of its data set."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else its data set says of it: JSON-serialisable, for a scorer that asks for it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a verifier says of one response: a reward, or why it could not tell."""
+
+    reward: float | None
+    """None: the verifier failed. Such a response is never trained on."""
+    failure: str = ""
+    """The cause, if it failed: timeout, memory, crash, or the exception with its message."""
+    answer: str | None = None
+    """The final answer it found in the response, in a form that equal answers share; None if it found none."""
 
 
 @dataclass
@@ -67,6 +87,13 @@ class Trajectory:
     status: Status = Status.PARKED
     reward: float | None = None
     """Set once, by the verifier, after the response is finished."""
+    shaping: float = 0.0
+    """Added to the reward when advantages are computed, and nowhere else: the penalty for running long."""
+
+    @property
+    def learning_reward(self) -> float | None:
+        """What advantages are computed from."""
+        return None if self.reward is None else self.reward + self.shaping
 
     @property
     def finished(self) -> bool:

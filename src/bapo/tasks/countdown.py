@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from itertools import combinations_with_replacement, permutations, product
 
-from bapo.types import Problem
+from bapo.types import Problem, Score
 
 __all__ = ["ALPHABET", "END_MARK", "MAX_NUMBER", "MAX_TARGET", "Countdown", "evaluate", "expressions"]
 
@@ -63,6 +63,10 @@ class Countdown:
         problems = [_problem(*pair, seed) for pair in sorted(pairs, key=lambda pair: _draw(seed, "order", *pair))]
         self.test = problems[:test_size]
         self.train = problems[test_size : test_size + train_size]
+
+    def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+        """The rewards of many responses. This verifier cannot fail."""
+        return [Score(self.score(problem, response)) for problem, response in responses]
 
     def score(self, problem: Problem, response: str) -> float:
         """1.0 if the closed try solves the problem, otherwise 0.0. Never raises, whatever the text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from bapo.types import Problem
+from bapo.types import Problem, Score
 
 
 class Task(Protocol):
@@ -16,6 +16,9 @@ class Task(Protocol):
     test: Sequence[Problem]
     """Held-out problems; none of them is in `train`."""
 
-    def score(self, problem: Problem, response: str) -> float:
-        """Reward of one complete response text, without the stop token. Pure: the same text always scores the same."""
+    def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+        """What each complete response text, without its stop token, is worth; in order. Never raises over a text.
+
+        Pure: the same text always scores the same, unless the verifier itself fails.
+        """
         ...
