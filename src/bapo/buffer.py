@@ -287,7 +287,7 @@ def _oldest(group: Group) -> int:
 
 def _has_signal(group: Group) -> bool:
     """Whether rewards differ, so that advantages are not all 0, and there are tokens to give them to."""
-    return len({trajectory.reward for trajectory in group.trajectories}) > 1 and any(
+    return len({trajectory.learning_reward for trajectory in group.trajectories}) > 1 and any(
         trajectory.tokens for trajectory in group.trajectories
     )
 

@@ -34,13 +34,70 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
+class LoraConfig(_Section):
+    """Train low-rank additions to the linear layers (peft) in place of all weights."""
+
+    rank: int = Field(0, ge=0)
+    """Of the additions; 0 trains all weights."""
+    alpha: float | None = Field(None, gt=0)
+    """Their scale is alpha / rank; None: twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers they are added to; empty: every linear layer but the output head."""
+
+
 class ModelConfig(_Section):
     """The policy."""
 
     path: str = "demo"
-    """A transformers model directory, or "demo" for the embedded one."""
+    """A transformers model directory or hub id, a GGUF file, or "demo" for the embedded model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the weights. auto: float32 on CPU, bfloat16 on CUDA, where the learner keeps float32 masters of them."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """How transformers computes attention where our own kernels do not; auto: its own choice."""
+    chat: Literal["auto", "yes", "no"] = "auto"
+    """Whether prompts of plain text become a user's message in the model's chat template. auto: if it has one."""
+    system: str = ""
+    """System message of chats that have none."""
+    template_options: dict[str, bool | int | str] = Field(default_factory=dict)
+    """Arguments of the chat template, such as enable_thinking = false."""
+    lora: LoraConfig = LoraConfig()
+
+
+class TaskConfig(_Section):
+    """Problems and how responses to them are scored."""
+
+    name: Literal["countdown", "data", "gym"] = "countdown"
+    """countdown: the embedded task. data: problems from files or the hub. gym: reasoning-gym generates them."""
+    train: tuple[str, ...] = ()
+    """data: files, directories, benchmark names (gsm8k:train) or hub ids (owner/name:split) to train on."""
+    test: tuple[str, ...] = ()
+    """data: the same for held-out problems; problems that are in both are taken out of train."""
+    prompt_column: str | None = None
+    """data: where the prompt is, dots lead into nested columns. None: recognised by name."""
+    answer_column: str | None = None
+    """data: where the reference answer is. None: recognised by name."""
+    template: str = "{prompt}"
+    """data: text around each prompt, for example to ask for \\boxed{}."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Problems with a longer prompt are left out. None: none is."""
+    reward: str = "math"
+    """data: math (math-verify, in processes of their own), or module:function of yours."""
+    reward_seconds: float = Field(10.0, gt=0)
+    """Longest time to score one response; beyond it the response is logged as a failure and not trained on."""
+    reward_memory_mb: int = Field(2048, ge=256)
+    """math: most memory to score one response with."""
+    reward_workers: int = Field(0, ge=0)
+    """Responses scored at a time; 0: as many as there are cores."""
+    gym: dict[str, dict[str, bool | int | float | str]] = Field(default_factory=dict)
+    """gym: names of reasoning-gym data sets, each with options of its own."""
+    gym_train: int = Field(4096, ge=1)
+    """gym: problems to train on."""
+    gym_test: int = Field(512, ge=1)
+    """gym: held-out problems."""
+    overlong_tokens: int = Field(0, ge=0)
+    """The last so many tokens before rollout.max_tokens cost reward, more and more; 0: none do."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """What a response of the full length loses."""
 
 
 class RolloutConfig(_Section):
@@ -205,6 +262,7 @@ class Config(_Section):
     sample_every: int = Field(5, ge=1)
     """Steps between sample responses shown."""
     model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     offpolicy: OffPolicyConfig = OffPolicyConfig()
@@ -230,6 +288,20 @@ class Config(_Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         require_choice("learn.advantages", self.learn.advantages, ADVANTAGE_NAMES)
+        if self.task.name == "data" and not (self.task.train and self.task.test):
+            raise ValueError(
+                "task.name='data' needs files: set task.train and task.test, for example train = [\"gsm8k:train\"], "
+                'test = ["gsm8k"].'
+            )
+        if self.task.name == "gym" and not self.task.gym:
+            raise ValueError(
+                "task.name='gym' needs a data set: add for example [task.gym.basic_arithmetic] to the recipe."
+            )
+        if self.task.overlong_tokens >= self.rollout.max_tokens:
+            raise ValueError(
+                f"task.overlong_tokens={self.task.overlong_tokens} is not below rollout.max_tokens="
+                f"{self.rollout.max_tokens}: every response would be penalised. Lower it."
+            )
         off = self.offpolicy
         last = self.updates_per_step - 1
         if last > off.max_staleness:

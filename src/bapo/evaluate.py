@@ -33,7 +33,7 @@ from statistics import NormalDist, fmean, variance
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.scheduler import new_group
 from bapo.tasks.task import Task
-from bapo.types import Problem, Status
+from bapo.types import Message, Problem, Score, Status
 
 __all__ = ["SOLVED", "Estimate", "Evaluation", "avg_at_k", "evaluate", "pass_at_k"]
 
@@ -71,6 +71,8 @@ class Evaluation:
     """The same over the others."""
     truncated: float
     """Share of responses ended by the length limit."""
+    failures: int
+    """Responses the verifier failed on. Nobody showed that they solve their problem: they count 0."""
     rewards: tuple[tuple[float, ...], ...]
     """Of every response, [problems][k], in the order of the problems."""
 
@@ -88,6 +90,7 @@ class Evaluation:
             "eval/length_correct": self.length_correct,
             "eval/length_wrong": self.length_wrong,
             "eval/truncated": self.truncated,
+            "eval/failures": float(self.failures),
         }
         return {key: value for key, value in values.items() if value is not None}
 
@@ -129,8 +132,8 @@ def pass_at_k(
 
 def evaluate(
     engine: Engine,
-    tokenizer_encode: Callable[[str], list[int]],
-    tokenizer_decode: Callable[[list[int]], str],
+    encode: Callable[[str | list[Message]], list[int]],
+    decode: Callable[[list[int]], str],
     task: Task,
     problems: Sequence[Problem],
     *,
@@ -158,17 +161,20 @@ def evaluate(
         Request(context=response.prompt, position=0, seed=response.seed, max_new_tokens=max_tokens)
         for problem in problems
         for response in new_group(
-            _number(problem), problem, tokenizer_encode(problem.prompt), responses=k, seed=seed
+            _number(problem), problem, encode(problem.prompt), responses=k, seed=seed
         ).trajectories
     ]
     segments = engine.generate(requests, sampling, version=version)
     if len(segments) != len(requests):
         raise RuntimeError(f"{type(engine).__name__} returned {len(segments)} segments for {len(requests)} requests.")
 
-    rewards = []
-    for index, problem in enumerate(problems):
-        texts = [tokenizer_decode(_without_stop(segment, sampling, problem)) for segment in segments[index * k :][:k]]
-        rewards.append(tuple(_score(task, problem, text) for text in texts))
+    asked = [problem for problem in problems for _ in range(k)]
+    texts = [
+        decode(_without_stop(segment, sampling, problem)) for segment, problem in zip(segments, asked, strict=True)
+    ]
+    scores = task.scores(list(zip(asked, texts, strict=True)))
+    flat = [_reward(score, problem) for score, problem in zip(scores, asked, strict=True)]
+    rewards = [tuple(flat[i : i + k]) for i in range(0, len(flat), k)]
     solved = [reward > SOLVED for row in rewards for reward in row]
     lengths = [len(segment.tokens) for segment in segments]
     return Evaluation(
@@ -181,6 +187,7 @@ def evaluate(
         length_correct=_mean(length for length, right in zip(lengths, solved, strict=True) if right),
         length_wrong=_mean(length for length, right in zip(lengths, solved, strict=True) if not right),
         truncated=fmean(segment.status is Status.TRUNCATED for segment in segments),
+        failures=sum(score.reward is None for score in scores),
         rewards=tuple(rewards),
     )
 
@@ -201,14 +208,12 @@ def _without_stop(segment: Segment, sampling: Sampling, problem: Problem) -> lis
     return segment.tokens
 
 
-def _score(task: Task, problem: Problem, text: str) -> float:
-    reward = float(task.score(problem, text))
-    if not isfinite(reward):
-        raise ValueError(
-            f"{type(task).__name__}.score gave {reward} for problem {problem.id!r}; a reward is a finite number. "
-            f"The response was {text[:200]!r}."
-        )
-    return reward
+def _reward(score: Score, problem: Problem) -> float:
+    if score.reward is None:
+        return 0.0
+    if not isfinite(score.reward):
+        raise ValueError(f"the verifier gave {score.reward} for problem {problem.id!r}; a reward is a finite number.")
+    return float(score.reward)
 
 
 def _check(rewards: Sequence[Sequence[float]]) -> None:

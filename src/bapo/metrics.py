@@ -75,6 +75,7 @@ ROLLOUT = {
     "length_correct": "Mean length of those with reward above one half.",
     "length_wrong": "Mean length of the others.",
     "truncated": "Share of those responses that hit the length limit.",
+    "reward_failures": "Responses the verifier failed on. They are logged in failures.jsonl and never trained on.",
     "rollout/admitted": "New groups started in this step.",
     "rollout/sampled_tokens": "Tokens sampled.",
     "rollout/returned_tokens": "Tokens in the groups finished in this step.",
@@ -101,6 +102,7 @@ EVAL = {
     "eval/length_correct": "Mean length of the successes.",
     "eval/length_wrong": "Mean length of the failures.",
     "eval/truncated": "Share of responses that hit the length limit.",
+    "eval/failures": "Responses the verifier failed on; they count as wrong.",
     "eval/problems": "Problems evaluated.",
     "eval/temperature": "Temperature sampled with; those of eval.also_at have lines of their own.",
 }

@@ -15,13 +15,15 @@ from bapo.compare.grid import load_grid
 from bapo.config import load_config, parse_config
 from bapo.demo import model_path
 from bapo.learn.learner import Learner
+from bapo.models import Policy
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.stream import ProblemStream
+from bapo.train.build import build, learner_settings
 from bapo.train.loop import Parts, Progress, train
-from bapo.train.run import build, learner_settings, resume, start
-from bapo.types import Problem
+from bapo.train.run import resume, start
+from bapo.types import Problem, Score
 
 SMALL = {
     "steps": 4,
@@ -47,8 +49,8 @@ class FirstCharacter:
         self.train = [Problem(f"p{d}", f"{d}:", d) for d in range(4)]
         self.test = self.train
 
-    def score(self, problem, response):
-        return float(response[:1] == str(problem.answer))
+    def scores(self, responses):
+        return [Score(float(response[:1] == str(problem.answer))) for problem, response in responses]
 
 
 @pytest.mark.parametrize("objective", ["bapo", "grpo"])
@@ -82,7 +84,8 @@ def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
     parts = Parts(
         config=config,
         task=task,
-        tokenizer=tokenizer,
+        policy=Policy(model, tokenizer, frozenset({tokenizer.eos_token_id})),
+        overlong=lambda length: 0.0,
         engine=LocalEngine(model),
         stream=ProblemStream(task.train, seed=0),
         scheduler=Scheduler(Sampling(1.0, frozenset({tokenizer.eos_token_id})), max_response_tokens=2),

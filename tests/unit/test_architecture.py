@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "numbers": set(),
     "view": {"types"},
     "config": {"types", "core.settings", "tasks", "demo"},
+    "models": {"types", "demo"},
     "evaluate": {"types", "tasks", "rollout", "metrics"},
     "runs": {"types", "config", "metrics"},
     "compare": {"types", "config", "metrics", "numbers", "runs"},

@@ -105,7 +105,7 @@ def test_every_key_has_a_name():
 def test_device_and_dtype_are_decided_once_and_kept():
     import torch
 
-    from bapo.train.run import resolve
+    from bapo.train.build import resolve
 
     cuda = torch.cuda.is_available()
     config = resolve(Config())
@@ -120,7 +120,7 @@ def test_device_and_dtype_are_decided_once_and_kept():
 
 
 def test_what_needs_the_cuda_engine_is_refused_on_cpu():
-    from bapo.train.run import build
+    from bapo.train.build import build
 
     keep = {"partial_cache": "keep", "partial_budget": 5000}
     config = parse_config({"device": "cpu", "offpolicy": keep}, source="test")

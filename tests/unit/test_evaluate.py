@@ -18,7 +18,7 @@ from bapo.evaluate import avg_at_k, evaluate, pass_at_k
 from bapo.rollout.engine import Sampling, Segment
 from bapo.rollout.local import LocalEngine
 from bapo.tasks.countdown import Countdown
-from bapo.types import Problem, Status
+from bapo.types import Problem, Score, Status
 
 STOP = 0
 bits = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=7)
@@ -151,8 +151,8 @@ class Spelled:
     train = ()
     test = (Problem("first", "p", "ab"), Problem("second", "qq", "c"))
 
-    def score(self, problem, response):
-        return float(response == problem.answer)
+    def scores(self, responses):
+        return [Score(float(response == problem.answer)) for problem, response in responses]
 
 
 def encode(text):
@@ -213,7 +213,7 @@ def test_a_stop_token_is_stripped_only_where_it_stopped_the_response():
 
 
 def test_summary_has_every_key_and_leaves_out_means_over_nothing():
-    keys = {"avg", "avg_low", "avg_high", "pass", "pass_low", "pass_high", "entropy", "length", "truncated"}
+    keys = {"avg", "avg_low", "avg_high", "pass", "pass_low", "pass_high", "entropy", "length", "truncated", "failures"}
     keys = {f"eval/{key}" for key in keys}
     mixed = run(Scripted([said("ab"), said("x"), said("c"), said("c")])).summary()
     assert set(mixed) == keys | {"eval/length_correct", "eval/length_wrong"}
@@ -238,13 +238,24 @@ def test_evaluate_refuses_what_it_cannot_do():
         run(Scripted([said("ab")] * 3 + [said("c", Status.PARKED)]))
 
 
-def test_a_verifier_without_an_answer_is_an_error_not_a_zero():
+def test_a_reward_that_is_no_number_is_an_error():
     class Broken(Spelled):
-        def score(self, problem, response):
-            return inf
+        def scores(self, responses):
+            return [Score(inf) for _ in responses]
 
-    with pytest.raises(ValueError, match=r"Broken.score gave inf for problem 'first'.*'ab'"):
+    with pytest.raises(ValueError, match=r"the verifier gave inf for problem 'first'"):
         run(Scripted([said("ab")] * 4), task=Broken())
+
+
+def test_a_verifier_that_fails_counts_nothing_and_is_counted():
+    class Slow(Spelled):
+        def scores(self, responses):
+            return [Score(None, "timeout"), *super().scores(responses)[1:]]
+
+    result = run(Scripted([said("ab"), said("ab"), said("c"), said("c")]), task=Slow())
+    assert result.rewards == ((0.0, 1.0), (1.0, 1.0))
+    assert result.failures == 1
+    assert result.summary()["eval/failures"] == 1.0
 
 
 # The shipped model
@@ -291,7 +302,7 @@ def test_the_shipped_model_evaluates_the_same_whatever_the_slots_and_the_company
     assert 40 < result.length < 56
     assert result.length_wrong > 1.5 * result.length_correct
     assert 0.2 < result.truncated < 0.7
-    assert len(result.summary()) == 11
+    assert len(result.summary()) == 12
 
 
 def test_importing_evaluate_loads_no_torch():

@@ -36,7 +36,7 @@ def pack(
 
     `padded`: whether the forward pass will pad, and `micro_tokens` counts padding.
     """
-    rewards = [t.reward for group in groups for t in group.trajectories]
+    rewards = [t.learning_reward for group in groups for t in group.trajectories]
     if any(reward is None for reward in rewards):
         raise ValueError("a response without a reward reached the learner. Score every group before adding it.")
     owners = [i for i, group in enumerate(groups) for _ in group.trajectories]

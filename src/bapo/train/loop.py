@@ -21,11 +21,13 @@ from bapo.buffer import Buffer
 from bapo.config import Config
 from bapo.learn.learner import Learner, Update
 from bapo.learn.packing import pack
+from bapo.models import Policy
 from bapo.rollout.engine import Engine
-from bapo.rollout.scheduler import Rollout, Scheduler, new_group
+from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
-from bapo.types import Group, Status
+from bapo.train.scoring import Failure, response_metrics, score
+from bapo.types import Group
 
 
 @dataclass
@@ -43,7 +45,9 @@ class Parts:
 
     config: Config
     task: Task
-    tokenizer: Any
+    policy: Policy
+    overlong: Callable[[int], float]
+    """What the length of a response adds to the reward it learns from; at most 0."""
     engine: Engine
     stream: ProblemStream
     scheduler: Scheduler
@@ -59,6 +63,7 @@ class StepRecord:
     rollout: dict[str, Any]
     updates: list[Update]
     samples: list[Group]
+    failures: list[Failure]
     timing: dict[str, float]
 
 
@@ -76,10 +81,11 @@ def take_step(parts: Parts, progress: Progress, step: int) -> StepRecord:
     began = time.perf_counter()
     admitted = admit(parts, progress)
     rollout = parts.scheduler.run(parts.engine, version=parts.learner.version)
-    score(rollout.groups, parts)
+    scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong)
     filtered_before = parts.buffer.metrics().filtered
-    parts.buffer.add(rollout.groups, version=parts.learner.version)
-    progress.owed = parts.buffer.metrics().filtered - filtered_before + len(rollout.dropped)
+    parts.buffer.add(scored.groups, version=parts.learner.version)
+    unusable = len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
+    progress.owed = parts.buffer.metrics().filtered - filtered_before + unusable
     sampled = time.perf_counter()
 
     updates = []
@@ -89,9 +95,15 @@ def take_step(parts: Parts, progress: Progress, step: int) -> StepRecord:
     tokens = rollout.metrics.sampled_tokens + sum(update.tokens for update in updates)
     return StepRecord(
         step=step + 1,
-        rollout=rollout_metrics(rollout, parts) | {"rollout/admitted": admitted},
+        rollout={
+            **response_metrics(rollout.groups, failures=len(scored.failures)),
+            **{f"rollout/{name}": value for name, value in asdict(rollout.metrics).items()},
+            **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
+            "rollout/admitted": admitted,
+        },
         updates=updates,
         samples=rollout.groups[:1],
+        failures=scored.failures,
         timing={
             "seconds": ended - began,
             "rollout_seconds": sampled - began,
@@ -107,20 +119,11 @@ def admit(parts: Parts, progress: Progress) -> int:
     room = 2 * config.prompts - parts.scheduler.in_progress
     count = max(0, min(config.prompts + min(progress.owed, config.prompts), room))
     for problem in parts.stream.draw(count):
-        prompt_ids = parts.tokenizer.encode(problem.prompt)
+        prompt_ids = parts.policy.encode(problem.prompt)
         group = new_group(progress.groups, problem, prompt_ids, responses=config.responses, seed=parts.config.seed)
         parts.scheduler.admit([group])
         progress.groups += 1
     return count
-
-
-def score(groups: Sequence[Group], parts: Parts) -> None:
-    """Give every finished response its reward, from its text without the stop token."""
-    for group in groups:
-        for trajectory in group.trajectories:
-            stopped = trajectory.status is Status.STOPPED
-            text = parts.tokenizer.decode(trajectory.tokens[:-1] if stopped else trajectory.tokens)
-            trajectory.reward = parts.task.score(group.problem, text)
 
 
 def update_on(groups: Sequence[Group], parts: Parts) -> Update:
@@ -129,22 +132,3 @@ def update_on(groups: Sequence[Group], parts: Parts) -> Update:
     options: dict[str, Any] = {"micro_tokens": config.micro_tokens, "device": learner.device, "padded": learner.padded}
     update = learner.step(pack(groups, estimator=config.advantages, **options))
     return replace(update, metrics=update.metrics | {"groups": float(len(groups))})
-
-
-def rollout_metrics(rollout: Rollout, parts: Parts) -> dict[str, Any]:
-    """Rewards and lengths of the finished responses, and the counts of scheduler and buffer."""
-    responses = [t for group in rollout.groups for t in group.trajectories]
-    right = [len(t.tokens) for t in responses if (t.reward or 0.0) > 0.5]
-    wrong = [len(t.tokens) for t in responses if (t.reward or 0.0) <= 0.5]
-    means: dict[str, list[float]] = {
-        "reward": [t.reward or 0.0 for t in responses],
-        "length": [*right, *wrong],
-        "length_correct": [*right],
-        "length_wrong": [*wrong],
-        "truncated": [float(t.status is Status.TRUNCATED) for t in responses],
-    }
-    return {
-        **{name: sum(values) / len(values) for name, values in means.items() if values},
-        **{f"rollout/{name}": value for name, value in asdict(rollout.metrics).items()},
-        **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
-    }

@@ -4,6 +4,7 @@ config.json      the resolved configuration
 metrics.jsonl    one line per rollout, update and evaluation; a function of the configuration alone
 timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
+failures.jsonl   responses the verifier failed on, with the cause; there is none if it never did
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format
 summary.json     evaluation before and after; written last, so its presence means the run is complete
@@ -11,7 +12,6 @@ summary.json     evaluation before and after; written last, so its presence mean
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -24,28 +24,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-from bapo.buffer import Buffer
-from bapo.config import Config, ConfigError, available_cores
-from bapo.core.objectives import OBJECTIVES
-from bapo.demo import model_path
+from bapo.config import Config, ConfigError
 from bapo.evaluate import evaluate
-from bapo.learn.learner import Learner, LearnerSettings
 from bapo.metrics import check_declared
-from bapo.rollout.engine import Engine, Sampling
-from bapo.rollout.local import LocalEngine
-from bapo.rollout.scheduler import Scheduler
-from bapo.tasks.countdown import Countdown
-from bapo.tasks.stream import ProblemStream
-from bapo.tasks.task import Task
+from bapo.models import prompt_text
+from bapo.rollout.engine import Sampling
 from bapo.train import checkpoint
+from bapo.train.build import build, resolve
 from bapo.train.loop import Parts, Progress, StepRecord, train
 from bapo.types import Trajectory
 from bapo.view import View, make_view, summary_table
 
-LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl")
+LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "failures.jsonl")
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -110,135 +100,6 @@ class RunDirectory:
             if (self.path / name).exists():
                 with (self.path / name).open("a") as file:
                     os.fsync(file.fileno())
-
-
-def resolve(config: Config) -> Config:
-    """The configuration with everything decided that depends on this machine."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device='cuda', but torch sees no CUDA device here. Run on a machine with one and a CUDA build of torch; "
-            "a new run can also have device='cpu'."
-        )
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    model = config.model.model_copy(update={"dtype": dtype})
-    threads = config.threads or available_cores()
-    return config.model_copy(update={"device": device, "model": model, "threads": threads})
-
-
-def make_engine(model: Any, config: Config) -> Engine:
-    """What samples from the model, on the model's own device."""
-    slots, parked = config.rollout.slots, config.offpolicy.partial_cache
-    if config.device == "cpu":
-        if parked == "keep":
-            raise ConfigError(
-                "offpolicy.partial_cache='keep' needs the CUDA engine, but device='cpu'. Set it to 'rebuild'."
-            )
-        return LocalEngine(model, slots=slots)
-    from bapo.rollout.graphs import in_process_engine  # needs Triton, which a machine without a GPU may not have
-
-    return in_process_engine(model, slots=slots, parked=parked)
-
-
-def build(config: Config) -> Parts:
-    """The parts of a run, at its beginning."""
-    config = resolve(config)
-    torch.set_num_threads(config.threads)
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    path = str(model_path()) if config.model.path == "demo" else config.model.path
-    try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.model.dtype))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={config.model.path!r} cannot be loaded: {str(error).splitlines()[0]} Give a directory with a "
-            'transformers causal language model and its tokenizer, or "demo".'
-        ) from error
-    model.to(config.device)
-    task = Countdown()
-    _check_fits(config, model, tokenizer, task)
-    sampling = Sampling(config.rollout.temperature, frozenset({tokenizer.eos_token_id}))
-    off = config.offpolicy
-    return Parts(
-        config=config,
-        task=task,
-        tokenizer=tokenizer,
-        engine=make_engine(model, config),
-        stream=ProblemStream(task.train, seed=config.seed),
-        scheduler=Scheduler(
-            sampling,
-            max_response_tokens=config.rollout.max_tokens,
-            token_budget=off.partial_budget,
-            max_age=None if off.partial_budget is None else config.parked_max_age,
-            over_age=off.partial_over_age,
-            versions_per_run=config.updates_per_step,
-        ),
-        buffer=Buffer(
-            batch_groups=config.learn.batch_groups,
-            max_batches=config.max_batches,
-            reuse=off.reuse,
-            max_staleness=off.max_staleness,
-            replay_fraction=off.replay_fraction,
-            replay_max_age=min(off.replay_max_age, off.max_staleness),
-            replay_max_uses=off.replay_max_uses,
-            capacity=off.replay_capacity,
-            seed=config.seed,
-        ),
-        learner=Learner(model, learner_settings(config)),
-    )
-
-
-def _check_fits(config: Config, model: Any, tokenizer: Any, task: Task) -> None:
-    """What only model and task together can tell."""
-    if config.eval.problems > len(task.test):
-        raise ConfigError(
-            f"eval.problems={config.eval.problems}, but the task holds out {len(task.test)}. Lower it to that or less."
-        )
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"model.path={config.model.path!r}: its tokenizer has no end-of-sequence token to stop at. Set one."
-        )
-    longest = max(len(tokenizer.encode(problem.prompt)) for problem in [*task.train, *task.test])
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and longest + config.rollout.max_tokens > positions:
-        raise ConfigError(
-            f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
-            f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
-        )
-    options = inspect.signature(OBJECTIVES[config.objective.name]).parameters.keys() - {"tokens", "bounds"}
-    unknown = sorted(config.objective.options.keys() - options)
-    if unknown:
-        raise ConfigError(
-            f"objective.options.{unknown[0]} is not an option of {config.objective.name!r}, which takes: "
-            f"{', '.join(sorted(options)) or 'none'}."
-        )
-
-
-def learner_settings(config: Config) -> LearnerSettings:
-    """What the learner needs of the configuration."""
-    learn = config.learn
-    return LearnerSettings(
-        objective=config.objective.name,
-        clip=config.objective.clip,
-        options=dict(config.objective.options),
-        reduction=learn.reduction,
-        length=config.rollout.max_tokens,
-        temperature=config.rollout.temperature,
-        lr=learn.lr,
-        betas=learn.betas,
-        weight_decay=learn.weight_decay,
-        clip_norm=learn.clip_norm,
-        warmup_updates=learn.warmup_updates,
-        schedule=learn.schedule,
-        total_updates=config.steps * config.updates_per_step,
-        activation_checkpointing=learn.activation_checkpointing,
-        compile=learn.compile,
-    )
 
 
 def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
@@ -327,12 +188,12 @@ def _evaluate(run: RunDirectory, parts: Parts, progress: Progress, problems: int
     greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
     result = evaluate(
         parts.engine,
-        parts.tokenizer.encode,
-        parts.tokenizer.decode,
+        parts.policy.encode,
+        parts.policy.decode,
         parts.task,
         list(parts.task.test)[:problems],
         k=1 if greedy_again else config.eval.k,
-        sampling=Sampling(temperature, frozenset({parts.tokenizer.eos_token_id})),
+        sampling=Sampling(temperature, parts.policy.stop_ids),
         max_tokens=config.rollout.max_tokens,
         seed=config.seed,
         version=parts.learner.version,
@@ -352,12 +213,14 @@ def _log(run: RunDirectory, record: StepRecord, parts: Parts, view: View) -> Non
     run.append("metrics.jsonl", *lines)
     run.append("timing.jsonl", {"step": record.step} | record.timing)
     for group in record.samples:
-        responses = [parts.tokenizer.decode(t.tokens) for t in group.trajectories]
-        written = [_written_by(t, parts.tokenizer.decode) for t in group.trajectories]
+        responses = [parts.policy.decode(t.tokens) for t in group.trajectories]
+        written = [_written_by(t, parts.policy.decode) for t in group.trajectories]
         sample = asdict(group) | {"step": record.step, "responses": responses, "written_by": written}
         run.append("rollouts.jsonl", sample)
         if record.step % parts.config.sample_every == 1 or parts.config.sample_every == 1:
-            view.sample(group.problem.prompt, responses[0], group.trajectories[0].reward or 0.0)
+            view.sample(prompt_text(group.problem.prompt), responses[0], group.trajectories[0].reward or 0.0)
+    if record.failures:
+        run.append("failures.jsonl", *({"step": record.step} | asdict(failure) for failure in record.failures))
     shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
     view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
 
@@ -374,7 +237,7 @@ def _export(run: RunDirectory, parts: Parts) -> None:
     for leftover in (partial, run.path / "model"):  # of a process that was killed before it wrote the summary
         shutil.rmtree(leftover, ignore_errors=True)
     parts.learner.model.save_pretrained(partial)
-    parts.tokenizer.save_pretrained(partial)
+    parts.policy.tokenizer.save_pretrained(partial)
     partial.rename(run.path / "model")
 
 

@@ -1,0 +1,158 @@
+"""The parts of a run, made from its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+
+from bapo.buffer import Buffer
+from bapo.config import Config, ConfigError, TaskConfig, available_cores
+from bapo.core.objectives import OBJECTIVES
+from bapo.learn.learner import Learner, LearnerSettings
+from bapo.models import Policy, load_policy
+from bapo.rollout.engine import Engine, Sampling
+from bapo.rollout.local import LocalEngine
+from bapo.rollout.scheduler import Scheduler
+from bapo.tasks.countdown import Countdown
+from bapo.tasks.stream import ProblemStream
+from bapo.tasks.task import Task
+from bapo.train.loop import Parts
+
+
+def resolve(config: Config) -> Config:
+    """The configuration with everything decided that depends on this machine."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device='cuda', but torch sees no CUDA device here. Run on a machine with one and a CUDA build of torch; "
+            "a new run can also have device='cpu'."
+        )
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    model = config.model.model_copy(update={"dtype": dtype})
+    threads = config.threads or available_cores()
+    return config.model_copy(update={"device": device, "model": model, "threads": threads})
+
+
+def make_engine(model: Any, config: Config) -> Engine:
+    """What samples from the model, on the model's own device."""
+    slots, parked = config.rollout.slots, config.offpolicy.partial_cache
+    if config.device == "cpu":
+        if parked == "keep":
+            raise ConfigError(
+                "offpolicy.partial_cache='keep' needs the CUDA engine, but device='cpu'. Set it to 'rebuild'."
+            )
+        return LocalEngine(model, slots=slots)
+    from bapo.rollout.graphs import in_process_engine  # needs Triton, which a machine without a GPU may not have
+
+    return in_process_engine(model, slots=slots, parked=parked)
+
+
+def make_policy(config: Config) -> Policy:
+    """The model of a run, quietly."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model = config.model
+    return load_policy(
+        model.path,
+        dtype=model.dtype,
+        device=config.device,
+        attention=model.attention,
+        chat={"auto": None, "yes": True, "no": False}[model.chat],
+        system=model.system,
+        template_options=dict(model.template_options),
+    )
+
+
+def make_task(config: TaskConfig) -> Task:
+    """Problems and verifier."""
+    return Countdown()
+
+
+def build(config: Config) -> Parts:
+    """The parts of a run, at its beginning."""
+    config = resolve(config)
+    torch.set_num_threads(config.threads)
+    policy, task = make_policy(config), make_task(config.task)
+    model = policy.model
+    _check_fits(config, policy, task)
+    sampling = Sampling(config.rollout.temperature, policy.stop_ids)
+    off = config.offpolicy
+    return Parts(
+        config=config,
+        task=task,
+        policy=policy,
+        overlong=lambda length: 0.0,
+        engine=make_engine(model, config),
+        stream=ProblemStream(task.train, seed=config.seed),
+        scheduler=Scheduler(
+            sampling,
+            max_response_tokens=config.rollout.max_tokens,
+            token_budget=off.partial_budget,
+            max_age=None if off.partial_budget is None else config.parked_max_age,
+            over_age=off.partial_over_age,
+            versions_per_run=config.updates_per_step,
+        ),
+        buffer=Buffer(
+            batch_groups=config.learn.batch_groups,
+            max_batches=config.max_batches,
+            reuse=off.reuse,
+            max_staleness=off.max_staleness,
+            replay_fraction=off.replay_fraction,
+            replay_max_age=min(off.replay_max_age, off.max_staleness),
+            replay_max_uses=off.replay_max_uses,
+            capacity=off.replay_capacity,
+            seed=config.seed,
+        ),
+        learner=Learner(model, learner_settings(config)),
+    )
+
+
+def _check_fits(config: Config, policy: Policy, task: Task) -> None:
+    """What only model and task together can tell."""
+    if config.eval.problems > len(task.test):
+        raise ConfigError(
+            f"eval.problems={config.eval.problems}, but the task holds out {len(task.test)}. Lower it to that or less."
+        )
+    longest = max(len(policy.encode(problem.prompt)) for problem in [*task.train, *task.test])
+    positions = getattr(policy.model.config, "max_position_embeddings", None)
+    if positions is not None and longest + config.rollout.max_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
+            f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
+        )
+    options = inspect.signature(OBJECTIVES[config.objective.name]).parameters.keys() - {"tokens", "bounds"}
+    unknown = sorted(config.objective.options.keys() - options)
+    if unknown:
+        raise ConfigError(
+            f"objective.options.{unknown[0]} is not an option of {config.objective.name!r}, which takes: "
+            f"{', '.join(sorted(options)) or 'none'}."
+        )
+
+
+def learner_settings(config: Config) -> LearnerSettings:
+    """What the learner needs of the configuration."""
+    learn = config.learn
+    return LearnerSettings(
+        objective=config.objective.name,
+        clip=config.objective.clip,
+        options=dict(config.objective.options),
+        reduction=learn.reduction,
+        length=config.rollout.max_tokens,
+        temperature=config.rollout.temperature,
+        lr=learn.lr,
+        betas=learn.betas,
+        weight_decay=learn.weight_decay,
+        clip_norm=learn.clip_norm,
+        warmup_updates=learn.warmup_updates,
+        schedule=learn.schedule,
+        total_updates=config.steps * config.updates_per_step,
+        activation_checkpointing=learn.activation_checkpointing,
+        compile=learn.compile,
+    )
