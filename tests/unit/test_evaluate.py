@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo.demo import MAX_RESPONSE_TOKENS, model_path
-from bapo.evaluate import avg_at_k, evaluate, pass_at_k
+from bapo.evaluate import avg_at_k, evaluate, maj_at_k, pass_at_k
 from bapo.rollout.engine import Sampling, Segment
 from bapo.rollout.local import LocalEngine
 from bapo.tasks.countdown import Countdown
@@ -54,6 +54,49 @@ def test_pass_at_k_counts_rewards_above_the_threshold():
     assert pass_at_k([[0.5, 0.4]], 2).value == 0
     assert pass_at_k([[0.5, 0.4]], 2, threshold=0.45).value == 1
     assert pass_at_k([[0.0] * 999 + [1.0]], 500).value == pytest.approx(0.5)  # binomials of 299 digits
+
+
+def test_maj_at_k_by_hand():
+    right = maj_at_k([[1, 1, 0, 0, 1]], [["7", "7", "8", None, "7"]])
+    assert right.value == 1
+    assert maj_at_k([[1, 0, 0]], [["7", "8", "8"]]).value == 0
+    # 7 and 8 have two votes each, 9 has one: a tie of a right and a wrong answer
+    tied = ["7", "8", "7", "8", "9"]
+    assert maj_at_k([[1, 0, 1, 0, 0]], [tied]).value == pytest.approx(1 / 2)
+    # three answers with one vote each, one of them right
+    assert maj_at_k([[0, 1, 0, 0]], [["a", "b", "c", None]]).value == pytest.approx(1 / 3)
+    # one right answer against three without an answer: those do not vote
+    assert maj_at_k([[1, 0, 0, 0]], [["7", None, None, None]]).value == 1
+    assert maj_at_k([[0, 0]], [[None, None]]).value == 0
+    # a verifier that likes one of two equal answers: s_a / n_a = 1/2
+    assert maj_at_k([[1, 0, 0]], [["7", "7", "8"]]).value == pytest.approx(1 / 2)
+    both = maj_at_k([[1, 0, 1, 0, 0], [1, 1, 0, 0, 1]], [tied, ["7", "7", "8", None, "7"]])
+    assert both.value == pytest.approx((1 / 2 + 1) / 2)
+
+
+def test_maj_at_k_has_the_interval_of_its_problem_values():
+    # values 1, 1, 0, 1: the same as one response each
+    unanimous = maj_at_k(
+        [[1, 1, 1], [1, 1, 0], [0, 0, 1], [1, 1, 1]], [["a"] * 3, ["a", "a", "b"], ["c", "c", "a"], ["a"] * 3]
+    )
+    assert unanimous == avg_at_k([[1], [1], [0], [1]])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), min_size=1, max_size=9))
+def test_maj_at_k_is_the_mean_over_tie_breaks(votes):
+    verdict = {answer: float(right) for answer, right in votes}  # a verifier that judges equal answers equally
+    answers = [answer for answer, _ in votes]
+    most = max(answers.count(answer) for answer in answers)
+    winners = [answer for answer in set(answers) if answers.count(answer) == most]
+    expected = sum(verdict[answer] for answer in winners) / len(winners)
+    assert maj_at_k([[verdict[answer] for answer in answers]], [answers]).value == pytest.approx(expected)
+
+
+def test_maj_at_k_wants_an_answer_for_every_reward():
+    with pytest.raises(ValueError, match="differ in shape"):
+        maj_at_k([[1.0, 0.0]], [["a"]])
+    with pytest.raises(ValueError, match="differ in shape"):
+        maj_at_k([[1.0]], [])
 
 
 def test_one_sample_per_problem_gives_wilsons_interval_by_hand():

@@ -1,0 +1,199 @@
+"""How good a policy is on a set of problems, and how it writes: sample k responses to each, score and count them.
+
+`sample` makes the responses, `evaluate` the figures; `estimates.py` says what the figures mean. Which problems, which
+model and what becomes of the responses is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import isfinite
+from statistics import fmean
+
+from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, pass_at_k
+from bapo.rollout.engine import Engine, Request, Sampling, Segment
+from bapo.rollout.scheduler import new_group
+from bapo.tasks.task import Task
+from bapo.types import Message, Problem, Score, Status
+
+__all__ = ["Evaluation", "Response", "Scorer", "evaluate", "mean", "sample"]
+
+Scorer = Callable[[Sequence[tuple[Problem, str]]], list[Score]]
+"""What `Task.scores` is."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response, sampled and scored."""
+
+    segment: Segment
+    """Its tokens, with the stop token."""
+    text: str
+    """Without it."""
+    score: Score
+
+    @property
+    def reward(self) -> float:
+        """Of the verifier; 0 if it failed, because nobody showed that the problem is solved."""
+        return 0.0 if self.score.reward is None else float(self.score.reward)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found. A mean over nothing is None. Lengths count the stop token."""
+
+    problems: int
+    k: int
+    avg: Estimate
+    """avg@k: mean reward."""
+    pass_k: Estimate
+    """pass@k: share of problems solved by at least one of the k responses."""
+    entropy: float | None
+    """Mean over tokens of the entropy they were drawn with, in nats."""
+    length: float
+    """Mean tokens per response."""
+    length_correct: float | None
+    """The same over the responses that solve their problem."""
+    length_wrong: float | None
+    """The same over the others."""
+    truncated: float
+    """Share of responses ended by the length limit."""
+    failures: int
+    """Responses the verifier failed on. Nobody showed that they solve their problem: they count 0."""
+    rewards: tuple[tuple[float, ...], ...]
+    """Of every response, [problems][k], in the order of the problems: what a paired comparison needs."""
+
+    def summary(self) -> dict[str, float]:
+        """For the metrics log. A mean over nothing has no key, and no value is NaN."""
+        values = {
+            "eval/avg": self.avg.value,
+            "eval/avg_low": self.avg.low,
+            "eval/avg_high": self.avg.high,
+            "eval/pass": self.pass_k.value,
+            "eval/pass_low": self.pass_k.low,
+            "eval/pass_high": self.pass_k.high,
+            "eval/entropy": self.entropy,
+            "eval/length": self.length,
+            "eval/length_correct": self.length_correct,
+            "eval/length_wrong": self.length_wrong,
+            "eval/truncated": self.truncated,
+            "eval/failures": float(self.failures),
+        }
+        return {key: value for key, value in values.items() if value is not None}
+
+
+def evaluate(
+    engine: Engine,
+    encode: Callable[[str | list[Message]], list[int]],
+    decode: Callable[[list[int]], str],
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    k: int,
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int,
+    version: int,
+) -> Evaluation:
+    """Sample k responses to every problem in one engine call, score and count them."""
+    rows = sample(
+        engine, encode, decode, task.scores, problems,
+        k=k, sampling=sampling, max_tokens=max_tokens, seed=seed, version=version,
+    )  # fmt: skip
+    responses = [response for row in rows for response in row]
+    rewards = [tuple(response.reward for response in row) for row in rows]
+    lengths = [(len(response.segment.tokens), response.reward > SOLVED) for response in responses]
+    return Evaluation(
+        problems=len(problems),
+        k=k,
+        avg=avg_at_k(rewards),
+        pass_k=pass_at_k(rewards, k),
+        entropy=mean(entropy for response in responses for entropy in response.segment.entropies),
+        length=fmean(length for length, _ in lengths),
+        length_correct=mean(length for length, right in lengths if right),
+        length_wrong=mean(length for length, right in lengths if not right),
+        truncated=fmean(response.segment.status is Status.TRUNCATED for response in responses),
+        failures=sum(response.score.reward is None for response in responses),
+        rewards=tuple(rewards),
+    )
+
+
+def sample(
+    engine: Engine,
+    encode: Callable[[str | list[Message]], list[int]],
+    decode: Callable[[list[int]], str],
+    scorer: Scorer,
+    problems: Sequence[Problem],
+    *,
+    k: int,
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int,
+    version: int,
+) -> list[list[Response]]:  # [problems][k]
+    """k responses to every problem, from one engine call, scored.
+
+    The random numbers of a response come from (seed, problem id, index): they do not depend on which other problems are
+    evaluated, nor on their order.
+    """
+    if k < 1:
+        raise ValueError(f"k={k}: an evaluation samples k responses per problem. Set k >= 1.")
+    if not problems:
+        raise ValueError("there are no problems to evaluate on. Give at least one, e.g. task.test.")
+    if len({problem.id for problem in problems}) < len(problems):
+        raise ValueError(
+            "some problems occur twice; their responses would be the same, and the intervals too narrow. Give each "
+            "problem once and set a larger k for more responses."
+        )
+    requests = [
+        Request(context=response.prompt, position=0, seed=response.seed, max_new_tokens=max_tokens)
+        for problem in problems
+        for response in new_group(
+            _number(problem), problem, encode(problem.prompt), responses=k, seed=seed
+        ).trajectories
+    ]
+    segments = engine.generate(requests, sampling, version=version)
+    if len(segments) != len(requests):
+        raise RuntimeError(f"{type(engine).__name__} returned {len(segments)} segments for {len(requests)} requests.")
+
+    asked = [problem for problem in problems for _ in range(k)]
+    texts = [
+        decode(_without_stop(segment, sampling, problem)) for segment, problem in zip(segments, asked, strict=True)
+    ]
+    scores = scorer(list(zip(asked, texts, strict=True)))
+    if len(scores) != len(asked):
+        raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
+    for problem, score in zip(asked, scores, strict=True):
+        _check_reward(problem, score)
+    responses = [Response(*parts) for parts in zip(segments, texts, scores, strict=True)]
+    return [responses[i : i + k] for i in range(0, len(responses), k)]
+
+
+def _number(problem: Problem) -> int:
+    """A group number that depends on the problem's id only."""
+    return int.from_bytes(sha256(problem.id.encode()).digest()[:8], "big")
+
+
+def _without_stop(segment: Segment, sampling: Sampling, problem: Problem) -> list[int]:
+    if segment.status not in (Status.STOPPED, Status.TRUNCATED):
+        raise RuntimeError(
+            f"a response to problem {problem.id!r} came back {segment.status} after {len(segment.tokens)} tokens, "
+            "though the engine had no token budget; an evaluation without it would be biased. See the engine's own log."
+        )
+    if segment.status is Status.STOPPED and segment.tokens and segment.tokens[-1] in sampling.stop_ids:
+        return segment.tokens[:-1]
+    return segment.tokens
+
+
+def _check_reward(problem: Problem, score: Score) -> None:
+    if score.reward is not None and not isfinite(score.reward):
+        raise ValueError(f"the verifier gave {score.reward} for problem {problem.id!r}; a reward is a finite number.")
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """The mean, or None if there are no values or no finite mean (an engine that cannot tell entropies says NaN)."""
+    listed = list(values)
+    value = fmean(listed) if listed else float("nan")
+    return value if isfinite(value) else None
