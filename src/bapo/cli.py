@@ -1,7 +1,8 @@
 """The command line. Parsing and checking import no torch; only a command that trains does.
 
 Exit codes: 0 done, 1 unexpected error or a comparison with runs that did not finish, 2 bad usage or configuration,
-3 checkpoint missing or damaged, 4 disk full or not writable, 130 stopped by the user (everything is saved).
+3 checkpoint (or what an evaluation saved) missing or damaged, 4 disk full or not writable, 130 stopped by the user
+(everything is saved).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ usage: bapo COMMAND ...
 
   train [RECIPE.toml] [--key.path value ...]   train; without a recipe, the embedded default: offline, CPU, minutes
   resume RUN                                   continue a run from its newest checkpoint
+  eval --model M --data NAME,... [--k 16]      a model on benchmarks: avg@k, pass@k, maj@k with intervals
   compare GRID.toml                            objectives x settings x seeds: run what is missing, print a table
   report RUN... [--out FILE]                   table and figures of runs as one HTML file; --live follows them
   diagnose DUMP... [--html OUT] [--json OUT]   what the clip does to logged batches of any trainer, and what to do
   --version                                    print the version
 
-`bapo train --help` lists every key with its default; `bapo diagnose --help` what a dump is."""
+`bapo train --help` lists every key with its default; `bapo eval --help` every option of an evaluation;
+`bapo diagnose --help` what a dump is."""
 
 
 FROM_A_CHECKPOINT = (
@@ -56,6 +59,10 @@ def run(arguments: list[str]) -> int:
             return _guarded(lambda: _train(rest), FROM_A_CHECKPOINT)
         case ["resume", *rest]:
             return _guarded(lambda: _resume(rest), FROM_A_CHECKPOINT)
+        case ["eval", *rest]:
+            from bapo.evaluation.command import run as evaluate
+
+            return evaluate(rest)
         case ["compare", *rest]:
             return _guarded(lambda: _compare(rest), BY_THE_SAME_COMMAND)
         case ["report", *rest]:
@@ -67,7 +74,7 @@ def run(arguments: list[str]) -> int:
         case [other, *_]:
             import difflib
 
-            near = difflib.get_close_matches(other, ["train", "resume", "compare", "report", "diagnose"], n=1)
+            near = difflib.get_close_matches(other, ["train", "resume", "eval", "compare", "report", "diagnose"], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
             return 2

@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "config": {"types", "core.settings", "tasks", "demo"},
     "models": {"types", "demo"},
     "evaluate": {"types", "tasks", "rollout", "metrics"},
+    "evaluation": {"types", "config", "demo", "tasks", "rollout", "evaluate", "models"},
     "runs": {"types", "config", "metrics"},
     "compare": {"types", "config", "metrics", "numbers", "runs"},
     "report": {"types", "config", "metrics", "numbers", "runs"},
@@ -44,7 +45,14 @@ ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify", "datasets"}
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),
     *("bapo.compare", "bapo.report", "bapo.report.live", "bapo.cli"),
-    *("bapo.dumps.updates", "bapo.diagnose.command", "bapo.tasks.dataset", "bapo.tasks.demonstrations"),
+    *(
+        "bapo.dumps.updates",
+        "bapo.diagnose.command",
+        "bapo.evaluate",
+        "bapo.evaluation.command",
+        "bapo.tasks.dataset",
+        "bapo.tasks.demonstrations",
+    ),
 ]
 
 

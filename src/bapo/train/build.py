@@ -14,7 +14,7 @@ from bapo.core.objectives import OBJECTIVES
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.models import Policy, load_policy
 from bapo.rollout.engine import Engine, Sampling
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.stream import ProblemStream
@@ -42,16 +42,12 @@ def resolve(config: Config) -> Config:
 
 def make_engine(model: Any, config: Config) -> Engine:
     """What samples from the model, on the model's own device."""
-    slots, parked = config.rollout.slots, config.offpolicy.partial_cache
-    if config.device == "cpu":
-        if parked == "keep":
-            raise ConfigError(
-                "offpolicy.partial_cache='keep' needs the CUDA engine, but device='cpu'. Set it to 'rebuild'."
-            )
-        return LocalEngine(model, slots=slots)
-    from bapo.rollout.graphs import in_process_engine  # needs Triton, which a machine without a GPU may not have
-
-    return in_process_engine(model, slots=slots, parked=parked)
+    parked = config.offpolicy.partial_cache
+    if config.device == "cpu" and parked == "keep":
+        raise ConfigError(
+            "offpolicy.partial_cache='keep' needs the CUDA engine, but device='cpu'. Set it to 'rebuild'."
+        )
+    return engine_for(model, slots=config.rollout.slots, parked=parked)
 
 
 def make_policy(config: Config) -> Policy:

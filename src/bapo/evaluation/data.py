@@ -1,0 +1,73 @@
+"""The data sets of an evaluation: problems under a name, each with what scores them.
+
+`countdown` is embedded and brings its verifier. Everything else is read by `bapo.tasks.data`: benchmarks, files,
+directories, the hub, and any of them as name=path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from bapo.evaluate import Scorer
+from bapo.evaluation.settings import Settings
+from bapo.tasks.countdown import Countdown
+from bapo.tasks.data import load_problems
+from bapo.tasks.sources import resolve
+from bapo.types import Problem
+
+__all__ = ["DataSet", "load_data_sets", "scorer"]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Problems to evaluate on."""
+
+    name: str
+    problems: list[Problem]
+    own_scorer: Scorer | None = None
+    """The verifier that comes with the problems."""
+    note: str = ""
+    """What became of its rows, where that needs saying."""
+
+
+def load_data_sets(settings: Settings) -> list[DataSet]:
+    """All of them, in order. Names must differ: results are kept by name."""
+    found = [_load(name, settings) for name in settings.data]
+    names = [data.name for data in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"--data {','.join(settings.data)} has two data sets called {twice!r}. Give one of them another name: "
+            "name=path."
+        )
+    return found
+
+
+def _load(name: str, settings: Settings) -> DataSet:
+    if name == "countdown":
+        task = Countdown()
+        return DataSet(name, list(task.test)[: settings.problems], task.scores)
+    problems, report = load_problems(
+        [name],
+        prompt_column=settings.prompt_column,
+        answer_column=settings.answer_column,
+        template=settings.template,
+    )
+    note = f"{resolve(name).label}: {report}" if report.read > report.kept else ""
+    return DataSet(resolve(name).label, problems[: settings.problems], note=note)
+
+
+@contextmanager
+def scorer(settings: Settings) -> Iterator[Scorer]:
+    """The verifier of problems that bring none of their own; processes that it needs end with the block."""
+    if settings.reward in (None, "math"):
+        from bapo.tasks.sandbox import VerifierPool
+
+        with VerifierPool(
+            "bapo.tasks.math:verify", seconds=settings.reward_seconds, memory_mb=settings.reward_memory_mb
+        ) as pool:
+            yield lambda responses: pool.scores([(problem.answer, text) for problem, text in responses])
+    else:
+        raise NotImplementedError

@@ -1,0 +1,238 @@
+"""An evaluation as one HTML file: overview, then every problem with its responses. It opens without a network.
+
+All text is in the page as it was written, escaped: models write markup, and data sets do too. The script only sorts the
+table and switches between light and dark; without it the page shows the same. A page of many long responses would be
+too large to open, so beyond `BUDGET` characters it shows two responses per problem, one that solves it and one that
+does not, and cuts the middle out of long ones; responses.jsonl keeps everything.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from bapo.evaluate import SOLVED
+
+__all__ = ["BUDGET", "page"]
+
+BUDGET = 8_000_000
+"""Characters of responses in one page."""
+SHORTEST_CUT = 400
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+COLUMNS = ("Problem", "Responses", "avg", "maj", "Length", "Truncated", "Failed")
+"""Of the table of problems."""
+
+Row = dict[str, Any]
+
+
+def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) -> str:
+    """The HTML document."""
+    shown, limit, note = _within_budget(rows, budget)
+    title = f"{results['model']} on {', '.join(results['data_sets'])}"
+    style = _file("bapo.report", "page.css") + _file("bapo.evaluation", "page.css")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{_text(title)} · bapo eval</title>",
+            '<link rel="icon" href="data:,">',
+            f"<style>{style}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            _top(results, title),
+            _overview(results),
+            _failures(results),
+            *(
+                _problems(name, [r for r in shown if r["data"] == name], results, limit)
+                for name in results["data_sets"]
+            ),
+            f'<p class="note">{_text(note)}</p>' if note else "",
+            _configuration(results),
+            "</main>",
+            f"<script>{_file('bapo.evaluation', 'page.js')}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def _top(results: dict[str, Any], title: str) -> str:
+    k = results["k"]
+    how = "greedy" if results["temperature"] == 0 else f"temperature {results['temperature']:g}"
+    said = f"{k} {'response' if k == 1 else 'responses'} per problem, {how}, at most {results['max_tokens']} tokens, "
+    return (
+        f'<header class="top"><div><h1>{_text(title)}</h1><p>{_text(said)}seed {results["seed"]}</p></div>'
+        '<button class="button" id="theme" type="button" hidden>Dark</button></header>'
+    )
+
+
+def _overview(results: dict[str, Any]) -> str:
+    k = results["k"]
+    lines = dict(results["data_sets"]) | ({"overall": results["overall"]} if len(results["data_sets"]) > 1 else {})
+    powers = [j for j in results["overall"]["pass"] if j != str(k)]
+    headings = ["Data set", "Problems", f"avg@{k}", *(f"pass@{j}" for j in powers), f"pass@{k}", f"maj@{k}"]
+    headings += ["Truncated", "Length", "right", "wrong", "Failures"]
+    body = []
+    for name, found in lines.items():
+        estimates = [found["avg"], *(found["pass"][j] for j in powers), found["pass_k"], found["maj"]]
+        cells = [
+            f"<td><b>{_text(name)}</b></td><td>{found['problems']}</td>",
+            *(_estimate(value) for value in [*estimates, found["truncated"]]),
+            *(f"<td>{_number(found[key])}</td>" for key in ("length", "length_correct", "length_wrong")),
+            f"<td>{found['failures']}</td>",
+        ]
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    mean = results["mean_over_data_sets"]["avg"]
+    many = len(results["data_sets"]) > 1
+    return (
+        '<section id="overview"><h2>Overview</h2><p>Means over problems with 95% intervals. Lengths are in tokens. A '
+        "response that the verifier failed on counts 0."
+        + (f" Overall counts every problem alike; the mean of the data sets' avg@{k} is {mean:.3f}." if many else "")
+        + (
+            " maj is missing where the verifier names no answers to vote with."
+            if results["overall"]["maj"] is None
+            else ""
+        )
+        + '</p><div class="scroll"><table><thead><tr>'
+        + "".join(f"<th>{_text(heading)}</th>" for heading in headings)
+        + f"</tr></thead><tbody>{''.join(body)}</tbody></table></div></section>"
+    )
+
+
+def _failures(results: dict[str, Any]) -> str:
+    causes = results["overall"]["failure_causes"]
+    if not causes:
+        return ""
+    listed = "".join(f"<li>{count} × {_text(cause)}</li>" for cause, count in list(causes.items())[:12])
+    return f'<div class="problems"><strong>Responses the verifier failed on</strong><ul>{listed}</ul></div>'
+
+
+def _problems(name: str, rows: Sequence[Row], results: dict[str, Any], limit: int | None) -> str:
+    table = {(line["data"], line["id"]): line for line in results["problem_table"]}
+    lines = sorted(((table[row["data"], row["id"]], row) for row in rows), key=lambda pair: pair[0]["avg"])
+    headings = "".join(
+        f'<th{" aria-sort=ascending" if label == "avg" else ""}><button type="button">{label}</button></th>'
+        for label in COLUMNS
+    )
+    bodies = "".join(_problem(line, row, limit) for line, row in lines)
+    return (
+        f'<section class="data"><h2>{_text(name)}</h2><p>The hardest first. ■ solves the problem, □ does not, × the '
+        "verifier failed. Open a problem to read its responses.</p>"
+        f'<div class="scroll"><table class="each"><thead><tr>{headings}</tr></thead>{bodies}</table></div></section>'
+    )
+
+
+def _problem(line: dict[str, Any], row: Row, limit: int | None) -> str:
+    cells = [
+        (line["id"], f"<code>{_text(_short(line['id'], 28))}</code>"),
+        (line["solved"], f'<span class="strip">{line["verdicts"]}</span>'),
+        (line["avg"], f"{line['avg']:.3f}"),
+        (line["maj"], _number(line["maj"], 2)),
+        (line["length"], f"{line['length']:.0f}"),
+        (line["truncated"], str(line["truncated"])),
+        (line["failures"], str(line["failures"])),
+    ]
+    tds = "".join(f'<td data-value="{_text("" if value is None else value)}">{shown}</td>' for value, shown in cells)
+    responses = "".join(_response(response, limit) for response in row["responses"])
+    reference = row["reference"] if isinstance(row["reference"], str) else json.dumps(row["reference"])
+    return (
+        f'<tbody><tr>{tds}</tr><tr class="more"><td colspan="{len(COLUMNS)}"><details><summary>'
+        f'<span class="ask">{_text(_short(row["prompt"], 160))}</span></summary>'
+        f'<pre class="prompt" dir="auto">{_text(row["prompt"])}</pre>'
+        f'<p class="reference">Reference: <code>{_text(_short(reference, 400))}</code></p>{responses}'
+        "</details></td></tr></tbody>"
+    )
+
+
+def _response(response: dict[str, Any], limit: int | None) -> str:
+    reward = response["reward"]
+    mark = "failed" if reward is None else f"{reward:g}"
+    right = " right" if reward is not None and reward > SOLVED else ""
+    facts = [f"{response['tokens']} tokens", response["status"]]
+    if response["answer"] is not None:
+        facts.append(f"answer {_short(response['answer'], 80)}")
+    if response["failure"]:
+        facts.append(_short(response["failure"], 200))
+    return (
+        f'<div class="response"><small><span class="reward{right}">{mark}</span>{_text(" · ".join(facts))}</small>'
+        f'<pre dir="auto">{_text(_cut(response["text"], limit))}</pre></div>'
+    )
+
+
+def _configuration(results: dict[str, Any]) -> str:
+    left_out = ("data_sets", "overall", "mean_over_data_sets", "problem_table")
+    pairs = [(key, value) for key, value in results.items() if key not in left_out]
+    listed = "".join(f"<dt>{_text(key)}</dt><dd>{_text(json.dumps(value))}</dd>" for key, value in pairs)
+    return (
+        '<section id="configuration"><h2>Configuration</h2><details><summary>Everything that determines the result'
+        f"</summary><dl>{listed}</dl></details></section>"
+    )
+
+
+def _within_budget(rows: Sequence[Row], budget: int) -> tuple[Sequence[Row], int | None, str]:
+    """The rows as they are shown, the length that a text is cut to, and what to say about it."""
+
+    def characters(chosen: Sequence[Row]) -> int:
+        return sum(len(response["text"]) for row in chosen for response in row["responses"])
+
+    if characters(rows) <= budget:
+        return rows, None, ""
+    chosen = [{**row, "responses": _one_of_each(row["responses"])} for row in rows]
+    note = "This page shows at most two responses to a problem, one that solves it and one that does not"
+    if characters(chosen) <= budget:
+        return chosen, None, f"{note}; responses.jsonl has all of them."
+    limit = max(SHORTEST_CUT, budget // sum(len(row["responses"]) for row in chosen))
+    return (
+        chosen,
+        limit,
+        f"{note}, without the middle of those over {limit:,} characters; responses.jsonl has them all.",
+    )
+
+
+def _one_of_each(responses: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first response that solves the problem and the first that does not."""
+    found: dict[bool, dict[str, Any]] = {}
+    for response in responses:
+        found.setdefault((response["reward"] or 0.0) > SOLVED, response)
+    return list(found.values())
+
+
+def _estimate(value: dict[str, float] | None) -> str:
+    if value is None:
+        return "<td>–</td>"
+    return f"<td>{value['value']:.3f}<small>{value['low']:.3f} to {value['high']:.3f}</small></td>"
+
+
+def _number(value: float | None, decimals: int = 1) -> str:
+    return "–" if value is None else f"{value:.{decimals}f}"
+
+
+def _cut(text: str, limit: int | None) -> str:
+    if limit is None or len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
+
+
+def _short(text: str, length: int) -> str:
+    joined = " ".join(str(text).split())
+    return joined if len(joined) <= length else joined[: length - 1] + "…"
+
+
+def _text(value: Any) -> str:
+    """Escaped for the page. What has no place in a text file (lone surrogates, NUL) becomes a question mark."""
+    return html.escape(str(value).replace("\0", "?").encode("utf-8", "replace").decode("utf-8"))
+
+
+def _file(package: str, name: str) -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")
