@@ -6,18 +6,27 @@ directories, the hub, and any of them as name=path.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
 
 from bapo.evaluate import Scorer
 from bapo.evaluation.settings import Settings
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data import load_problems
+from bapo.tasks.function import FunctionReward, find_function
+from bapo.tasks.sandbox import VerifierPool
 from bapo.tasks.sources import resolve
 from bapo.types import Problem
 
-__all__ = ["DataSet", "load_data_sets", "scorer"]
+__all__ = ["DataSet", "load_data_sets", "scorer", "verifier_identity"]
+
+
+MATH = "math"
 
 
 @dataclass(frozen=True)
@@ -61,13 +70,22 @@ def _load(name: str, settings: Settings) -> DataSet:
 
 @contextmanager
 def scorer(settings: Settings) -> Iterator[Scorer]:
-    """The verifier of problems that bring none of their own; processes that it needs end with the block."""
-    if settings.reward in (None, "math"):
-        from bapo.tasks.sandbox import VerifierPool
+    """The verifier of problems that bring none of their own; what it needs ends with the block."""
+    if settings.reward is not None and settings.reward != MATH:
+        with closing(FunctionReward(settings.reward, seconds=settings.reward_seconds)) as function:
+            yield function.scores
+        return
+    with VerifierPool(
+        "bapo.tasks.math:verify", seconds=settings.reward_seconds, memory_mb=settings.reward_memory_mb
+    ) as pool:
+        yield lambda responses: pool.scores([(problem.answer, text) for problem, text in responses])
 
-        with VerifierPool(
-            "bapo.tasks.math:verify", seconds=settings.reward_seconds, memory_mb=settings.reward_memory_mb
-        ) as pool:
-            yield lambda responses: pool.scores([(problem.answer, text) for problem, text in responses])
-    else:
-        raise NotImplementedError
+
+def verifier_identity(data_sets: Sequence[DataSet], settings: Settings) -> dict[str, str]:
+    """What the verdicts depend on besides the settings: the version of math-verify, the file of a function."""
+    if settings.reward is not None and settings.reward != MATH:
+        file = inspect.getsourcefile(find_function(settings.reward))
+        return {"reward_file": sha256(Path(file).read_bytes()).hexdigest()[:16]} if file else {}
+    if settings.reward is None and all(data.own_scorer for data in data_sets):
+        return {}
+    return {"math_verify": version("math-verify"), "sympy": version("sympy")}

@@ -89,6 +89,11 @@ class Directory:
             return []
         rows, ends = self._read()
         expected = [(name, id) for name, ids in chunks for id in ids]
+        if len(rows) > len(expected):
+            raise DamagedError(
+                f"{self.responses} has {len(rows)} lines for {len(expected)} problems. Somebody changed the file: "
+                "restore it, or start again in another directory."
+            )
         for number, (row, place) in enumerate(zip(rows, expected, strict=False), start=1):
             if (row.get("data"), row.get("id")) != place:
                 raise DamagedError(

@@ -20,7 +20,7 @@ import transformers
 import bapo
 from bapo.config import ConfigError, available_cores
 from bapo.demo import MAX_RESPONSE_TOKENS
-from bapo.evaluation.data import DataSet
+from bapo.evaluation.data import DataSet, verifier_identity
 from bapo.evaluation.settings import DEFAULT_MAX_TOKENS, Settings
 from bapo.models import Policy, load_policy
 from bapo.rollout.local import max_positions
@@ -95,7 +95,7 @@ def make_plan(settings: Settings, policy: Policy, data_sets: list[DataSet]) -> P
         "stop_ids": sorted(policy.stop_ids),
         "weights": fingerprint_of_weights(policy.model),
         "fingerprints": fingerprints,
-        "versions": _versions(settings),
+        "versions": _versions(settings) | verifier_identity(data_sets, settings),
     }
     return Plan(settings, max_tokens, json.loads(json.dumps(identity)))
 

@@ -1,0 +1,322 @@
+"""`bapo eval` on the shipped model: figures, interruption, refusals, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from bapo.cli import run
+from bapo.config import ConfigError
+from bapo.evaluate import evaluate
+from bapo.evaluation.parts import fingerprint_of_weights
+from bapo.evaluation.settings import Settings, data_names
+from bapo.models import load_policy
+from bapo.rollout.engine import Sampling
+from bapo.rollout.local import LocalEngine
+from bapo.tasks.countdown import Countdown
+
+FILES = ("config.json", "responses.jsonl", "results.json", "report.html")
+ARGUMENTS = [
+    *("eval", "--model", "demo", "--data", "countdown", "--k", "4", "--problems", "10", "--chunk", "4"),
+    *("--threads", "1", "--device", "cpu"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A complete evaluation: its directory."""
+    out = tmp_path_factory.mktemp("eval") / "whole"
+    assert run([*ARGUMENTS, "--out", str(out)]) == 0
+    return out
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
+
+
+def contents(out):
+    return {name: (out / name).read_bytes() for name in FILES}
+
+
+def test_the_figures_are_those_of_evaluate(whole):
+    results = json.loads((whole / "results.json").read_text())
+    policy = load_policy("demo", dtype="float32", device="cpu")
+    task = Countdown()
+    expected = evaluate(
+        LocalEngine(policy.model),
+        policy.encode,
+        policy.decode,
+        task,
+        task.test[:10],
+        k=4,
+        sampling=Sampling(0.6, policy.stop_ids),
+        max_tokens=64,
+        seed=0,
+        version=0,
+    )
+    found = results["data_sets"]["countdown"]
+    assert (found["problems"], found["responses"], results["k"], results["temperature"]) == (10, 40, 4, 0.6)
+    assert found["avg"] == vars(expected.avg)
+    assert found["pass_k"] == found["pass"]["4"] == vars(expected.pass_k)
+    assert list(found["pass"]) == ["1", "2", "4"]
+    assert found["pass"]["1"]["value"] == pytest.approx(found["avg"]["value"])
+    assert found["truncated"]["value"] == pytest.approx(expected.truncated)
+    assert found["length"] == pytest.approx(expected.length)
+    assert found["length_wrong"] == pytest.approx(expected.length_wrong)
+    assert found["entropy"] == pytest.approx(expected.entropy, rel=1e-5)
+    assert found["maj"] is None  # countdown names no answers
+    assert results["overall"] == found
+    assert [line["avg"] for line in results["problem_table"]] == [sum(row) / 4 for row in expected.rewards]
+    assert results["max_tokens"] == 64
+    assert set(results["versions"]) >= {"bapo", "torch", "transformers"}
+
+
+def test_every_response_is_kept(whole):
+    rows = rows_of(whole)
+    assert [row["id"] for row in rows] == [problem.id for problem in Countdown().test[:10]]
+    assert all(len(row["responses"]) == 4 for row in rows)
+    first = rows[0]
+    assert first["data"] == "countdown"
+    assert first["prompt"] == Countdown().test[0].prompt
+    assert first["reference"] == Countdown().test[0].answer
+    assert set(first["responses"][0]) == {"text", "tokens", "status", "reward", "failure", "answer", "entropy"}
+
+
+@pytest.mark.parametrize("kept", [0, 1, 700, 0.35, 0.5, 0.93])
+def test_what_was_cut_off_anywhere_is_made_again_with_the_same_bytes(whole, tmp_path, kept):
+    out = tmp_path / "cut"
+    out.mkdir()
+    (out / "config.json").write_bytes((whole / "config.json").read_bytes())
+    responses = (whole / "responses.jsonl").read_bytes()
+    (out / "responses.jsonl").write_bytes(responses[: int(kept * len(responses)) if isinstance(kept, float) else kept])
+    assert run([*ARGUMENTS, "--out", str(out)]) == 0
+    assert contents(out) == contents(whole)
+
+
+def test_ctrl_c_says_how_to_continue_and_nothing_is_lost(whole, tmp_path):
+    out = tmp_path / "stopped"
+    command = [sys.executable, "-m", "bapo.cli", *ARGUMENTS, "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    responses = out / "responses.jsonl"
+    while not (responses.exists() and responses.stat().st_size) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, output + errors
+    assert "bapo eval --model demo --data countdown --k 4" in errors
+    assert f"--out {out}" in errors
+    assert "Traceback" not in errors
+    assert not (out / "results.json").exists()
+    saved = len(rows_of(out))
+    assert saved in (4, 8)
+
+    again = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert f"{saved} of 10 problems were done before" in again.stdout
+    assert contents(out) == contents(whole)
+
+
+def test_a_complete_evaluation_is_shown_again_without_sampling(whole, capsys):
+    before = contents(whole)
+    assert run([*ARGUMENTS, "--out", str(whole)]) == 0
+    output = capsys.readouterr().out
+    assert "10 of 10 problems were done before" in output
+    assert "eta" not in output
+    assert "pass@4" in output
+    assert contents(whole) == before
+
+
+def test_chunks_and_slots_do_not_change_what_is_said(whole, tmp_path):
+    out = tmp_path / "other"
+    assert run([*ARGUMENTS, "--chunk", "3", "--slots", "5", "--out", str(out)]) == 0
+
+    def texts(path):
+        return [[response["text"] for response in row["responses"]] for row in rows_of(path)]
+
+    assert texts(out) == texts(whole)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--k", "2"], "k=4, but this one has 2"),
+        (["--seed", "1"], "seed=0, but this one has 1"),
+        (["--temperature", "1"], "temperature=0.6, but this one has 1.0"),
+        (["--problems", "9"], "problems=10, but this one has 9"),
+        (["--slots", "7"], "slots=128, but this one has 7: another number of slots may round differently"),
+    ],
+)
+def test_another_configuration_is_refused_by_its_key(whole, capsys, changed, message):
+    before = contents(whole)
+    assert run([*ARGUMENTS, *changed, "--out", str(whole)]) == 2
+    assert message in capsys.readouterr().err
+    assert contents(whole) == before
+
+
+def test_other_weights_under_the_same_name_are_refused(tmp_path, capsys):
+    model = tmp_path / "model"
+    policy = load_policy("demo", dtype="float32", device="cpu")
+    policy.model.save_pretrained(model)
+    policy.tokenizer.save_pretrained(model)
+    assert fingerprint_of_weights(policy.model) == fingerprint_of_weights(
+        load_policy(str(model), dtype="float32", device="cpu").model
+    )
+    arguments = [
+        "eval",
+        "--model",
+        str(model),
+        "--data",
+        "countdown",
+        "--k",
+        "1",
+        "--problems",
+        "2",
+        "--max-tokens",
+        "8",
+    ]
+    arguments += ["--threads", "1", "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert run(arguments) == 0
+    with torch.no_grad():
+        policy.model.lm_head.weight += 1e-4
+    policy.model.save_pretrained(model)
+    assert run(arguments) == 2
+    assert "the model has other weights now" in capsys.readouterr().err
+
+
+def test_the_same_command_finds_its_directory_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["eval", "--model", "demo", "--data", "countdown", "--k", "2", "--problems", "2", "--threads", "1"]
+    assert run(arguments) == 0
+    assert run(arguments) == 0
+    assert "2 of 2 problems were done before" in capsys.readouterr().out
+    assert run([*arguments, "--seed", "5"]) == 0
+    assert len(list((tmp_path / "evals").glob("demo-*"))) == 2
+
+
+def test_greedy_takes_one_response(tmp_path, capsys):
+    out = tmp_path / "greedy"
+    arguments = ["eval", "--model", "demo", "--data", "countdown", "--problems", "3", "--threads", "1"]
+    assert run([*arguments, "--temperature", "0", "--out", str(out)]) == 0
+    assert [len(row["responses"]) for row in rows_of(out)] == [1, 1, 1]
+    assert json.loads((out / "results.json").read_text())["k"] == 1
+    capsys.readouterr()
+    assert run([*arguments, "--temperature", "0", "--k", "4", "--out", str(out)]) == 2
+    assert "--k 4 at --temperature 0: greedy responses to one problem are all the same" in capsys.readouterr().err
+
+
+def test_a_damaged_directory_is_not_continued(whole, tmp_path, capsys):
+    out = tmp_path / "damaged"
+    out.mkdir()
+    (out / "config.json").write_bytes((whole / "config.json").read_bytes())
+    lines = (whole / "responses.jsonl").read_bytes().splitlines(keepends=True)
+    for spoiled, message in (
+        ([lines[0], b"{\n", *lines[1:]], "line 2 is damaged"),
+        ([lines[1], lines[0]], "line 1: expected problem"),
+    ):
+        (out / "responses.jsonl").write_bytes(b"".join(spoiled))
+        assert run([*ARGUMENTS, "--out", str(out)]) == 3
+        assert message in capsys.readouterr().err
+        assert (out / "responses.jsonl").read_bytes() == b"".join(spoiled)
+    (out / "config.json").write_text("{")
+    assert run([*ARGUMENTS, "--out", str(out)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--help"], 0, "--temperature"),
+        ([], 2, "--model"),
+        (["--model", "demo", "--data", ","], 2, "names no data set"),
+        (["--model", "demo", "--data", "countdown", "--k", "0"], 2, "--k 0: it must be 1 or more"),
+        (["--model", "demo", "--data", "countdown", "--temperature", "-1"], 2, "--temperature -1.0"),
+        (["--model", "demo", "--data", "countdown", "--reward", "maths"], 2, "neither math nor module:function"),
+        (["--model", "demo", "--data", "countdown,countdown"], 2, "two data sets called 'countdown'"),
+        (["--model", "demo", "--data", "nowhere.jsonl"], 2, "'nowhere.jsonl' does not exist"),
+        (["--model", "/nowhere", "--data", "countdown"], 2, "model.path='/nowhere' cannot be loaded"),
+        (["--model", "demo", "--data", "countdown", "--max-tokens", "400"], 2, "Set --max-tokens 1"),
+        (["--model", "demo", "--data", "countdown", "--chat-option", "x"], 2, "KEY=VALUE"),
+        (["--model", "demo", "--data", "countdown", "--out", "/proc/nowhere"], 2, "Choose another place"),
+        (["--model", "demo", "--data", "countdown", "--out", "."], 2, "so it is no evaluation"),
+    ],
+)
+def test_usage_and_exit_codes(arguments, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "something").write_text("of mine")
+    assert run(["eval", *arguments]) == code
+    output = capsys.readouterr()
+    assert message in output.out + output.err
+
+
+def test_a_training_run_is_not_taken_for_an_evaluation(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"seed": 0, "model": {"path": "demo"}}')
+    assert run([*ARGUMENTS, "--out", str(tmp_path)]) == 2
+    assert "no evaluation of this version" in capsys.readouterr().err
+
+
+def test_names_of_data_sets(tmp_path, monkeypatch):
+    assert data_names(["a, b", "c"]) == ("a", "b", "c")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x,y.jsonl").touch()
+    assert data_names(["x,y.jsonl", "z=x,y.jsonl", "a,b"]) == ("x,y.jsonl", "z=x,y.jsonl", "a", "b")
+
+
+def test_a_chunk_fills_the_slots():
+    assert Settings("m", ("d",), k=16, slots=128).chunk_problems == 32
+    assert Settings("m", ("d",), k=1000, slots=1).chunk_problems == 1
+    assert Settings("m", ("d",), chunk=5).chunk_problems == 5
+    with pytest.raises(ConfigError, match="--slots 0"):
+        Settings("m", ("d",), slots=0)
+
+
+def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
+    """A file of countdown problems with an own reward function, beside the embedded ones."""
+    problems = [{"question": p.prompt, "answer": str(p.answer["target"])} for p in Countdown().train[:3]]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    (tmp_path / "my_rewards.py").write_text(
+        "def score(response, answer):\n    return float(response.endswith(f'={answer}.'))\n"
+    )
+    out = tmp_path / "out"
+    command = [
+        *(sys.executable, "-m", "bapo.cli", "eval", "--model", "demo", "--data", f"own={file},countdown"),
+        *("--problems", "2", "--k", "2", "--threads", "1", "--reward", "my_rewards:score", "--out", str(out)),
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(out)
+    assert [row["data"] for row in rows] == ["own", "own", "countdown", "countdown"]
+    for row in rows[:2]:
+        for response in row["responses"]:
+            assert response["reward"] == float(response["text"].endswith(f"={row['reference']}."))
+    results = json.loads((out / "results.json").read_text())
+    assert results["overall"]["problems"] == 4
+    values = [results["data_sets"][name]["avg"]["value"] for name in ("own", "countdown")]
+    assert results["mean_over_data_sets"]["avg"] == pytest.approx(sum(values) / 2)
+    assert "overall" in done.stdout
+
+    file.write_text(file.read_text().replace('"answer": "', '"answer": "1'))
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    assert again.returncode == 2
+    assert "fingerprints.own" in again.stderr
+    assert "its problems, or how they are put to the model, are others now" in again.stderr
+
+
+def test_help_imports_no_torch():
+    code = "import sys; from bapo.cli import run; run(['eval', '--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
