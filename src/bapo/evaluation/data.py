@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bapo.evaluate import Scorer
@@ -88,4 +88,10 @@ def verifier_identity(data_sets: Sequence[DataSet], settings: Settings) -> dict[
         return {"reward_file": sha256(Path(file).read_bytes()).hexdigest()[:16]} if file else {}
     if settings.reward is None and all(data.own_scorer for data in data_sets):
         return {}
-    return {"math_verify": version("math-verify"), "sympy": version("sympy")}
+    try:
+        return {"math_verify": version("math-verify"), "sympy": version("sympy")}
+    except PackageNotFoundError:
+        raise ValueError(
+            "--reward math needs math-verify, which is not installed: pip install 'bapo[math]'. Or give "
+            "--reward module:function."
+        ) from None

@@ -81,7 +81,7 @@ def _overview(results: dict[str, Any]) -> str:
     lines = dict(results["data_sets"]) | ({"overall": results["overall"]} if len(results["data_sets"]) > 1 else {})
     powers = [j for j in results["overall"]["pass"] if j != str(k)]
     headings = ["Data set", "Problems", f"avg@{k}", *(f"pass@{j}" for j in powers), f"pass@{k}", f"maj@{k}"]
-    headings += ["Truncated", "Length", "right", "wrong", "Failures"]
+    headings += ["Truncated", "Length", "of right", "of wrong", "Failures"]
     body = []
     for name, found in lines.items():
         estimates = [found["avg"], *(found["pass"][j] for j in powers), found["pass_k"], found["maj"]]
