@@ -142,6 +142,7 @@ def learner_settings(config: Config) -> LearnerSettings:
     return LearnerSettings(
         objective=config.objective.name,
         clip=config.objective.clip,
+        scope=config.objective.scope,
         options=dict(config.objective.options),
         reduction=learn.reduction,
         length=config.rollout.max_tokens,
