@@ -76,8 +76,8 @@ class TaskConfig(_Section):
     """data: where the prompt is, dots lead into nested columns. None: recognised by name."""
     answer_column: str | None = None
     """data: where the reference answer is. None: recognised by name."""
-    template: str = "{prompt}"
-    """data: text around each prompt, for example to ask for \\boxed{}."""
+    template: str | None = None
+    """data: text around each {prompt}, for example to ask for a box. None: benchmarks have one, others stay as is."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Problems with a longer prompt are left out. None: none is."""
     reward: str = "math"
