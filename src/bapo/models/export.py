@@ -28,7 +28,7 @@ def save_policy(
     partial = _fresh(directory)
     model, tokenizer = policy.model, policy.tokenizer
     own_settings = model.generation_config
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=sorted(policy.stop_ids),
         pad_token_id=tokenizer.pad_token_id,

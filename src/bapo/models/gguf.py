@@ -7,7 +7,9 @@ same configuration without that mark. What quantisation lost stays lost: the res
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,19 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
     if absent:
         raise ValueError(f"reading GGUF needs the package {absent[0]}: pip install 'bapo[gguf]'.")
     place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    read: Any = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=dtype)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)  # type: ignore[no-untyped-call]
+    unpacked: Any = transformers.GgufConfig(dequantize=True)  # else some stay packed where there are kernels for that
+    with redirect_stderr(StringIO()):  # a progress bar that cannot be switched off
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            **place, dtype=dtype, quantization_config=unpacked
+        )
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
     settings = read.config.to_dict()
     for mark in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(mark, None)
     config = type(read.config).from_dict(settings)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, **options
+    )
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     if tokenizer.model_max_length > config.max_position_embeddings:  # the file does not say, so it is "no limit"

@@ -55,6 +55,12 @@ def load_policy(
     )
 
 
+def hush() -> None:
+    """Silence transformers' own progress bars and remarks, for programs that say themselves what is going on."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     """Model and tokenizer, on the CPU."""
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
@@ -67,7 +73,7 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     try:
         if source.endswith(".gguf"):
             return load_gguf(Path(source), dtype=dtype, **options)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -77,6 +83,7 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
             f"model.path={path!r} cannot be loaded: {reason} Give a directory with a transformers causal language "
             'model and its tokenizer, a GGUF file, or "demo".'
         ) from error
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(

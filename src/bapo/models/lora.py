@@ -40,8 +40,8 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> Any:
         import peft
     except ImportError as error:
         raise ValueError(
-            f"model.lora.rank={settings.rank} needs the package peft, which is not installed: pip install 'bapo[lora]'. "
-            "Or set model.lora.rank=0 to train all weights."
+            f"model.lora.rank={settings.rank} needs the package peft, which is not installed. Do so with pip install "
+            "'bapo[lora]', or set model.lora.rank=0 to train all weights."
         ) from error
     _check_targets(model, settings.targets)
     config = peft.LoraConfig(

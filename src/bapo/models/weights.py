@@ -19,10 +19,10 @@ _LARGE_PRIME = 1_000_003
 def trained_weights(model: Any) -> dict[str, Tensor]:
     """Every trained parameter and every buffer of the state once, and the fingerprint of what is frozen, if any is."""
     frozen = _frozen(model)
-    seen: set[int] = set()
+    seen = {tensor.data_ptr() for tensor in frozen.values()}
     weights = {}
     for name, tensor in model.state_dict().items():
-        if name not in frozen and tensor.data_ptr() not in seen:
+        if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             weights[name] = tensor.contiguous()
     return weights | ({FINGERPRINT: _fingerprint(frozen)} if frozen else {})
@@ -44,7 +44,7 @@ def _frozen(model: Any) -> dict[str, Tensor]:
 
 
 def _fingerprint(weights: dict[str, Tensor]) -> Tensor:
-    """One integer of all bits of the weights in order: sums wrap around, so no device and no order of adding matters."""
+    """One integer of all their bits. Sums of integers wrap around, so neither device nor order of adding matters."""
     total = 0
     for tensor in weights.values():
         bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -87,8 +87,8 @@ def _off_policy(config: Config, summary: dict[str, Any]) -> str:
 def _learning(config: Config) -> str:
     learn = config.learn
     return (
-        f"AdamW, learning rate {learn.lr:g} ({learn.schedule}), {learn.batch_groups} groups per update, {learn.reduction} "
-        f"loss, {learn.advantages} advantages"
+        f"AdamW, learning rate {learn.lr:g} ({learn.schedule}), {learn.batch_groups} groups per update, "
+        f"{learn.reduction} loss, {learn.advantages} advantages"
     )
 
 

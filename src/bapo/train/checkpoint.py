@@ -1,10 +1,10 @@
 """Checkpoints: all or nothing.
 
-A checkpoint is a directory `checkpoints/step-000040` with the weights trained, the optimizer's moments and float32 masters (all
-safetensors), and `state.json`: progress, learner version, scheduler with its parked responses, buffer, data cursor, and
-how long the logs were. It is written under another name, every file flushed to disk with its checksum in
-`manifest.json`, and renamed last: whatever kills the process, a directory with the final name is complete. Loading
-verifies every checksum.
+A checkpoint is a directory `checkpoints/step-000040` with the weights that are trained, the optimizer's moments and
+float32 masters (all safetensors), and `state.json`: progress, learner version, scheduler with its parked responses,
+buffer, data cursor, and how long the logs were. It is written under another name, every file flushed to disk with its
+checksum in `manifest.json`, and renamed last: whatever kills the process, a directory with the final name is complete.
+Loading verifies every checksum.
 
 The random state needs no file: every draw is a function of a seed and a counter that is saved here.
 """
