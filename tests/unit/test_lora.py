@@ -152,7 +152,7 @@ def test_a_checkpoint_keeps_the_additions_and_knows_their_model(published):
         other.model.model.layers[1].mlp.up_proj.base_layer.weight[3, 5] += 1e-3
     with pytest.raises(KeyError, match="holds another model now"):
         restore_weights(other.model, kept)
-    with pytest.raises(KeyError, match="are unknown and .* are missing"):
+    with pytest.raises(KeyError, match=r"are unknown and .* are missing"):
         restore_weights(make_model("smollm2")[0], kept)
 
 

@@ -119,7 +119,9 @@ def test_options_reach_the_template_and_those_it_does_not_read_are_refused(publi
 
 def test_a_system_message_is_added_where_there_is_none(published):
     policy = loaded(published["smollm2"], system="Be brief.")
-    assert policy.decode(policy.encode("Hi")).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi")
+    assert policy.decode(policy.encode("Hi")).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi"
+    )
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Hi"}]
     assert "Be brief." not in policy.decode(policy.encode(own))
 
@@ -244,7 +246,7 @@ def test_places_without_a_model_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"model\.path='.*' cannot be loaded: .* or \"demo\"\."):
         loaded(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds an adapter, not a model.*merged model"):
+    with pytest.raises(ValueError, match=r"holds an adapter, not a model.*merged model"):
         loaded(str(tmp_path))
 
 

@@ -38,7 +38,14 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
     model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=dtype, **options
     )
-    model.load_state_dict(read.state_dict())
+    try:
+        model.load_state_dict(read.state_dict())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip().rstrip(".")
+        raise ValueError(
+            f"the weights in {path.name} do not fit the configuration that transformers {transformers.__version__} "
+            f"reads from it ({reason})."
+        ) from error
     model.generation_config = read.generation_config
     if tokenizer.model_max_length > config.max_position_embeddings:  # the file does not say, so it is "no limit"
         tokenizer.model_max_length = config.max_position_embeddings
