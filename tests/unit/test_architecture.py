@@ -39,7 +39,7 @@ CORE_MAY_USE = {
     *("importlib", "inspect", "math", "typing", "triton"),
 }
 # Each of these appears in one file only: the seam to that library.
-ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify", "datasets", "reasoning_gym"}
+ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify", "datasets", "reasoning_gym", "peft"}
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),

@@ -280,12 +280,20 @@ def deterministic(device: torch.device) -> Iterator[None]:
 @torch.no_grad()
 def _check_head(model: Any) -> None:
     """The head is applied here, in chunks: it must be all there is between hidden states and logits."""
-    ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
+    config = model.config.get_text_config()
+    ids = torch.arange(4, device=model.device)[None] % config.vocab_size
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise ValueError(
             f"the output head of {type(model).__name__} is a {type(head).__name__}; the learner multiplies by a plain "
             "Linear and would leave out what it adds. Keep adapters off the head."
+        )
+    cap = getattr(config, "final_logit_softcapping", None)  # a few small logits would not show it
+    if cap is not None:
+        raise ValueError(
+            f"{type(model).__name__} soft-caps its logits after the output head (final_logit_softcapping={cap:g}); the "
+            "learner's log-probs would not be the sampler's. Use a model without soft-capping: Gemma 2 has it, Gemma 3 "
+            "has not."
         )
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     ours = torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)).float()

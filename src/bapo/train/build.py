@@ -6,13 +6,13 @@ import inspect
 from typing import Any
 
 import torch
-import transformers
 
 from bapo.buffer import Buffer
 from bapo.config import Config, ConfigError, TaskConfig, available_cores
 from bapo.core.objectives import OBJECTIVES
 from bapo.learn.learner import Learner, LearnerSettings
-from bapo.models import Policy, load_policy
+from bapo.models import Policy, hush, load_policy
+from bapo.models.lora import LoraSettings
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
@@ -56,9 +56,8 @@ def make_engine(model: Any, config: Config) -> Engine:
 
 def make_policy(config: Config) -> Policy:
     """The model of a run, quietly."""
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = config.model
+    hush()
+    model, lora = config.model, config.model.lora
     return load_policy(
         model.path,
         dtype=model.dtype,
@@ -67,6 +66,8 @@ def make_policy(config: Config) -> Policy:
         chat={"auto": None, "yes": True, "no": False}[model.chat],
         system=model.system,
         template_options=dict(model.template_options),
+        lora=LoraSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
+        seed=config.seed,
     )
 
 

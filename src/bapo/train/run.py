@@ -6,7 +6,8 @@ timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
 failures.jsonl   responses the verifier failed on, with the cause; there is none if it never did
 checkpoints/     see checkpoint.py
-model/           the trained model, in transformers format
+model/           the trained model, in transformers format, with a card
+adapter/         low-rank additions by themselves, in peft's format, if those were trained
 summary.json     evaluation before and after; written last, so its presence means the run is complete
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +24,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from bapo import __version__
 from bapo.config import Config, ConfigError
 from bapo.evaluate import evaluate
 from bapo.metrics import check_declared
 from bapo.models import prompt_text
+from bapo.models.export import save_additions, save_policy
 from bapo.rollout.engine import Sampling
 from bapo.train import checkpoint
 from bapo.train.build import build, resolve
+from bapo.train.card import model_card
 from bapo.train.loop import Parts, Progress, StepRecord, train
 from bapo.types import Trajectory
 from bapo.view import View, make_view, summary_table
@@ -164,8 +167,8 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
             )
         view.note(f"evaluating on {config.eval.problems} held-out problems after training")
         _evaluate_fully(run, parts, progress)
-        _export(run, parts)
-    summary = _summarize(run, config)
+        summary = _summarize(run, config)
+        _export(run, parts, summary)
     run.write("summary.json", summary)
     _show(summary, config, run)
     return summary
@@ -231,14 +234,13 @@ def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> l
     return [(version, decode([token for _, token in pairs])) for version, pairs in tagged]
 
 
-def _export(run: RunDirectory, parts: Parts) -> None:
-    """The trained model, loadable by transformers, whole or not at all."""
-    partial = run.path / "model.partial"
-    for leftover in (partial, run.path / "model"):  # of a process that was killed before it wrote the summary
-        shutil.rmtree(leftover, ignore_errors=True)
-    parts.learner.model.save_pretrained(partial)
-    parts.policy.tokenizer.save_pretrained(partial)
-    partial.rename(run.path / "model")
+def _export(run: RunDirectory, parts: Parts, summary: dict[str, Any]) -> None:
+    """The trained model, loadable by transformers and vLLM; low-rank additions, if any, also by themselves."""
+    config, policy = parts.config, parts.policy
+    card = model_card(config, summary, version=__version__)
+    save_policy(policy, run.path / "model", card=card, temperature=config.rollout.temperature)
+    if policy.adapters is not None:
+        save_additions(policy, run.path / "adapter", card=card, base=config.model.path)
 
 
 def _summarize(run: RunDirectory, config: Config) -> dict[str, Any]:
