@@ -191,7 +191,7 @@ def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> in
         return _fail(130, f"stopped at once; {remedies[1]}")
     except Exception as error:
         from bapo.train.checkpoint import CheckpointError
-        from bapo.train.run import Interrupted
+        from bapo.train.directory import Interrupted
 
         if isinstance(error, Interrupted):
             return _fail(130, str(error))

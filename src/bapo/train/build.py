@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -16,13 +16,16 @@ from bapo.models import Policy, load_policy
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
+from bapo.sft_config import SftConfig
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.loop import Parts
 
+Kind = TypeVar("Kind", Config, SftConfig)
 
-def resolve(config: Config) -> Config:
+
+def resolve(config: Kind) -> Kind:
     """The configuration with everything decided that depends on this machine."""
     device = config.device
     if device == "auto":
@@ -54,7 +57,7 @@ def make_engine(model: Any, config: Config) -> Engine:
     return in_process_engine(model, slots=slots, parked=parked)
 
 
-def make_policy(config: Config) -> Policy:
+def make_policy(config: Config | SftConfig) -> Policy:
     """The model of a run, quietly."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
