@@ -7,6 +7,7 @@ state there is.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 
 from bapo.types import Problem
@@ -21,7 +22,7 @@ class ProblemStream:
         self.problems = problems
         self.seed = seed
         self.cursor = cursor
-        self._epoch, self._order = -1, list[int]()
+        self._epoch, self._order = -1, array("q")
 
     def draw(self, count: int) -> list[Problem]:
         """The next `count` problems."""
@@ -32,6 +33,6 @@ class ProblemStream:
     def _at(self, index: int) -> Problem:
         epoch, position = divmod(index, len(self.problems))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.problems)))
+            self._epoch, self._order = epoch, array("q", range(len(self.problems)))
             random.Random(f"{self.seed}/{epoch}").shuffle(self._order)  # noqa: S311
         return self.problems[self._order[position]]

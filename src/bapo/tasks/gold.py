@@ -1,0 +1,87 @@
+"""The final answer inside a worked solution.
+
+GSM8K ends its solutions with `#### 72` and marks sums for a calculator, `<<48/2=24>>`; MATH puts the answer in a box.
+This reads gold answers, which people wrote; what a model wrote is the verifier's business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+__all__ = ["as_answer", "last_boxed", "without_marks"]
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+_THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,]+)")
+
+
+def as_answer(value: object, *, worked: bool = False) -> Any:
+    """The answer a column holds; None if it is empty.
+
+    Text is cut to what follows `####`, or to the content of its last box, if it has one. Numbers become text. A list of
+    texts, or the same written as JSON, stays a list: any of them is right. `worked`: the text is a whole solution, and
+    without a mark no answer can be read off it.
+    """
+    if isinstance(value, bool | dict):
+        return value
+    if isinstance(value, int | float):
+        return None if value != value else f"{value:.0f}" if float(value).is_integer() else str(value)
+    if isinstance(value, list):
+        return _alternatives([as_answer(item, worked=worked) for item in value])
+    if not isinstance(value, str) or not value.strip():
+        return None
+    if (listed := _json_texts(value)) is not None:
+        return _alternatives([as_answer(item, worked=worked) for item in listed])
+    if hashes := _hashes(value):
+        return hashes[1]
+    boxed = last_boxed(value)
+    return boxed if boxed or worked else value.strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{…} of a text holds, braces balanced, or \boxed 5 without them; None without a box."""
+    for start in reversed([match.end() for match in _BOX.finditer(text)]):
+        depth = 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
+            if depth == 0:
+                return text[start:end].strip()
+    bare = _BARE_BOX.findall(text)
+    return bare[-1] if bare else None
+
+
+def without_marks(solution: str) -> str:
+    r"""A GSM8K solution as a model should write it: no calculator marks, and `\boxed{72}` for `#### 72`."""
+    hashes = _hashes(solution)
+    if hashes is None:
+        return solution
+    reasoning, answer = hashes
+    return f"{_CALCULATOR.sub('', reasoning)}\n\\boxed{{{answer}}}".lstrip()
+
+
+def _hashes(text: str) -> tuple[str, str] | None:
+    """What stands before and after `####`, if that begins the last line."""
+    before, mark, after = text.rstrip().rpartition("####")
+    answer = after.strip()
+    if not mark or not answer or "\n" in answer or before.rstrip(" \t")[-1:] not in ("", "\n"):
+        return None
+    return before.rstrip(), answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
+
+
+def _json_texts(text: str) -> list[str] | None:
+    """The list of texts that a text holds as JSON. An interval such as [0, 1] is not one: its items are numbers."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return items if items and all(isinstance(item, str) for item in items) else None
+
+
+def _alternatives(answers: list[Any]) -> Any:
+    given = [answer for answer in answers if answer is not None]
+    return given[0] if len(given) == 1 else given or None

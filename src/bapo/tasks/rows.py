@@ -1,0 +1,175 @@
+"""Files of data -> rows, each with the place it stands at.
+
+    .jsonl      one object per line; blank lines are passed over
+    .json       a list of objects, or one object per line
+    .csv        the first line names the columns
+    .parquet    with pyarrow
+
+The first three may be compressed (.gz). Text is UTF-8, with or without a byte-order mark. Rows come one after the
+other: only a .json file is held in memory. What the columns mean is not decided here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+__all__ = ["FORMATS", "Row", "data_format", "read_rows"]
+
+PARQUET_BATCH = 1024
+LONGEST_CSV_FIELD = 2**27
+
+
+class Row(NamedTuple):
+    """One row of a data set, and where it stands."""
+
+    values: dict[str, Any]
+    file: str
+    """The file, or the name of the data set."""
+    unit: str
+    """What is counted: line, item, row."""
+    number: int
+    """From 1."""
+
+    @property
+    def place(self) -> str:
+        """As an error message names it."""
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of one file, in order."""
+    kind = data_format(path)
+    if kind not in FORMATS:
+        raise ValueError(
+            f"{path} ends in {path.suffix or 'nothing'}, which is no data format known here. A data file ends in "
+            f"{', '.join(FORMATS)}; all but parquet may be compressed (.gz)."
+        )
+    row = None
+    try:
+        for row in FORMATS[kind](path):
+            yield row
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}. If it is there, it is damaged or cut short; write or download it again."
+        ) from error
+    if row is None:
+        raise ValueError(f"{path} holds no rows. Write it again, or leave it out.")
+
+
+def data_format(path: Path) -> str:
+    """What the name of a file says of its content; a .gz around it is not looked at."""
+    name = path.name.lower()
+    return Path(name.removesuffix(".gz")).suffix if not name.endswith(".parquet.gz") else ".gz"
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    for number, line in _lines(path):
+        if line.strip():
+            yield Row(_json_object(line, path, "line", number), str(path), "line", number)
+
+
+def _json(path: Path) -> Iterator[Row]:
+    text = "".join(line for _, line in _lines(path))
+    if not text.lstrip().startswith("["):
+        yield from _jsonl(path)
+        return
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not valid JSON: {error}. Write it again as a list of objects, or as .jsonl with one per line."
+        ) from None
+    for number, item in enumerate(items, 1):
+        yield Row(_checked_object(item, path, "item", number), str(path), "item", number)
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    header: list[str] | None = None
+    csv.field_size_limit(LONGEST_CSV_FIELD)
+    reader = csv.reader(line for _, line in _lines(path))
+    try:
+        for record in reader:
+            if not record:
+                continue
+            if header is None:
+                header = record
+            elif len(record) != len(header):
+                raise ValueError(
+                    f"{path}, line {reader.line_num} has {len(record)} fields, but its first line names {len(header)} "
+                    "columns. Quote fields that hold commas or line breaks, or write .jsonl instead."
+                )
+            else:
+                yield Row(dict(zip(header, record, strict=True)), str(path), "line", reader.line_num)
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {reader.line_num} is not valid CSV: {error}. Repair it, or write .jsonl instead."
+        ) from None
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise ValueError(
+            f"{path} is parquet, which needs pyarrow. Install it with `pip install 'bapo[data]'` or "
+            "`pip install pyarrow`, or give the data as .jsonl."
+        ) from None
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(values, str(path), "row", number)
+    except pa.ArrowException as error:
+        raise ValueError(
+            f"{path} cannot be read as parquet: {error}. It is damaged or cut short; write or download it again."
+        ) from error
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet,
+}  # fmt: skip
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines of text. Only a line feed ends one: JSON strings may hold every other separator."""
+    file: IO[bytes]
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:  # type: ignore[assignment]
+        for number, line in enumerate(file, 1):
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            try:
+                yield number, content.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number} is not UTF-8: byte 0x{error.object[error.start]:02x} at its position "
+                    f"{error.start + 1}. Convert the file: iconv -f ITS-ENCODING -t UTF-8 {path.name}."
+                ) from None
+
+
+def _json_object(line: str, path: Path, unit: str, number: int) -> dict[str, Any]:
+    try:
+        item = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}, {unit} {number} is not valid JSON: {error}. It begins with {line.strip()[:60]!r}. "
+            "Every line must be one whole object; repair this one or remove it."
+        ) from None
+    return _checked_object(item, path, unit, number)
+
+
+def _checked_object(item: object, path: Path, unit: str, number: int) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise ValueError(
+            f"{path}, {unit} {number} holds a JSON {type(item).__name__}, not an object. "
+            'Write rows as objects with named columns: {"prompt": …, "answer": …}.'
+        )
+    return item
