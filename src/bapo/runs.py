@@ -137,6 +137,15 @@ def is_set_aside(path: Path) -> bool:
     return re.search(r"\.damaged-\d+$", path.name) is not None
 
 
+def is_supervised(path: Path) -> bool:
+    """Whether a directory holds a run of `bapo sft`; False for anything that cannot be read."""
+    try:
+        values = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("kind") == "sft"
+
+
 def last_step(path: Path) -> int:
     """Steps that a run has logged so far; reads only the end of its log, so it can be asked often."""
     step = tail(path / "timing.jsonl").get("step")

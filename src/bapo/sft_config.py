@@ -27,7 +27,8 @@ class SftDataConfig(_Section):
     held_out: tuple[str, ...] = ()
     """The same for demonstrations that are only measured; prompts that are in both are taken out of training."""
     held_out_share: float = Field(0.02, ge=0, lt=1)
-    """Without data.held_out: share of the prompts that is held out of data.sources; 0 holds out none."""
+    """Without data.held_out: share of the prompts that is held out of data.sources, the same for every
+    seed; 0 holds out none."""
     prompt_column: str | None = None
     """Where the prompt is, dots lead into nested columns. None: recognised by name."""
     response_column: str | None = None
@@ -72,7 +73,7 @@ class SftConfig(_Section):
     epochs: int = Field(2, ge=1)
     """Passes over the demonstrations, each in an order of its own."""
     seed: int = 0
-    """Of the order, and of what is held out. One seed, one machine, one thread count: one result, bit for bit."""
+    """Of the order. One seed, one machine, one thread count: one result, bit for bit."""
     out: str = "runs/sft-{time}"
     """Run directory; {time} becomes the start time. Must not exist yet."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
