@@ -65,12 +65,12 @@ def extra_of(row: Row, used: Sequence[str | None]) -> dict[str, Any]:
     said = {
         name: value
         for name, value in row.values.items()
-        if name.lower() not in taken and name not in taken and not name.startswith("__") and value is not None
+        if name.lower() not in taken and name not in taken and not name.startswith("__")
     }
     inner = row.values.get("extra_info")
     if isinstance(inner, dict):
         said.update(inner)
-    return {name: value for name, value in said.items() if _is_json(value)}
+    return {name: value for name, value in said.items() if value is not None and _is_json(value)}
 
 
 def look_up(values: dict[str, Any], column: str) -> Any:

@@ -10,7 +10,6 @@ How a chat becomes tokens, and whether a system message goes before it, is the m
 from __future__ import annotations
 
 import json
-import re
 from hashlib import sha256
 
 from bapo.tasks.benchmarks import BOXED
@@ -21,7 +20,6 @@ __all__ = ["Prompt", "as_prompt", "check_template", "fill", "question_id"]
 Prompt = str | list[Message]
 
 SLOT = "{prompt}"
-_SPACES = re.compile(r"\s+")
 
 
 def check_template(template: str) -> None:
@@ -78,7 +76,7 @@ def question_id(prompt: Prompt) -> str:
 
 
 def _bare(text: str) -> str:
-    return _SPACES.sub(" ", text).strip().removesuffix(BOXED).rstrip()
+    return " ".join(text.split()).removesuffix(BOXED).rstrip()
 
 
 def _message(message: object, place: str, column: str) -> Message:

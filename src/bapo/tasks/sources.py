@@ -81,7 +81,7 @@ def _unnamed(name: str) -> Source:
     path = Path(name).expanduser()
     if benchmark in BENCHMARKS:
         return _benchmark(benchmark, wanted or None)
-    if path.exists():
+    if name and path.exists():
         return _local(path, None)
     if before and Path(before).expanduser().is_dir():
         return _local(Path(before).expanduser(), split)
