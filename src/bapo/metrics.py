@@ -116,7 +116,7 @@ IMITATION = {
 
 HELD_OUT = {
     "held_out/loss": "Mean negative log-prob of the response tokens of held-out demonstrations, in nats.",
-    "held_out/perplexity": "exp of that loss: between how many equally likely tokens the model is undecided.",
+    "held_out/perplexity": "Exponential of that loss: so many equally likely tokens would be as hard to predict.",
     "held_out/accuracy": "Share of those tokens that were the most likely one.",
     "held_out/tokens": "Response tokens measured.",
 }

@@ -216,12 +216,12 @@ def _show(summary: dict[str, Any], parts: SftParts, run: RunDirectory) -> None:
     """One screen: what training changed, and where everything is."""
     before, after = summary["before"], summary["after"]
     if before is not None:
-        shown = [("loss, nats per token", "loss", ".4f"), ("perplexity", "perplexity", ".3f")]
-        shown += [("next token right", "accuracy", ".1%")]
-        rows = [
-            (name, f"{before[f'held_out/{key}']:{how}}", f"{after[f'held_out/{key}']:{how}}")
-            for name, key, how in shown
-        ]
+        shown = (
+            ("loss, nats per token", "held_out/loss", ".4f"),
+            ("perplexity", "held_out/perplexity", ".3f"),
+            ("next token right", "held_out/accuracy", ".1%"),
+        )
+        rows = [(name, f"{before[key]:{how}}", f"{after[key]:{how}}") for name, key, how in shown]
         summary_table(f"{len(parts.examples.held_out):,} held-out demonstrations", rows)
     print(
         f"{summary['updates']:,} updates on {summary['tokens']:,.0f} response tokens in "
