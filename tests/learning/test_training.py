@@ -85,6 +85,7 @@ def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
         config=config,
         task=task,
         policy=Policy(model, tokenizer, frozenset({tokenizer.eos_token_id})),
+        notes=[],
         overlong=lambda length: 0.0,
         engine=LocalEngine(model),
         stream=ProblemStream(task.train, seed=0),

@@ -27,9 +27,10 @@ MAY_IMPORT = {
     "numbers": set(),
     "view": {"types"},
     "config": {"types", "core.settings", "tasks", "demo"},
+    "sft_config": {"config"},
     "models": {"types", "demo"},
     "evaluate": {"types", "tasks", "rollout", "metrics"},
-    "runs": {"types", "config", "metrics"},
+    "runs": {"types", "config", "sft_config", "metrics"},
     "compare": {"types", "config", "metrics", "numbers", "runs"},
     "report": {"types", "config", "metrics", "numbers", "runs"},
 }
@@ -43,7 +44,7 @@ ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify", "datasets", "reasoning_
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),
-    *("bapo.compare", "bapo.report", "bapo.report.live", "bapo.cli"),
+    *("bapo.compare", "bapo.report", "bapo.report.live", "bapo.cli", "bapo.sft_config"),
     *("bapo.dumps.updates", "bapo.diagnose.command", "bapo.tasks.dataset", "bapo.tasks.demonstrations"),
     *("bapo.tasks.sandbox", "bapo.tasks.worker", "bapo.tasks.math"),
 ]

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -149,27 +150,39 @@ class Learner:
         solves_once = settings.objective == "bapo" and settings.scope == "update" and len(batches) > 1
         bounds = self._solve_over(batches) if solves_once else None
         outputs = [self._backward(batch, bounds, cast(Tensor, denominator)) for batch in batches]
+        return self.descend(batches, partial(self._metrics, batches, outputs))
 
+    def descend(
+        self,
+        batches: Sequence[TokenBatch],
+        metrics: Callable[[Tensor], dict[str, float | list[float]]],  # gradient norm -> what to log of the update
+    ) -> Update:
+        """The end of every update, whatever its loss: clip the gradients, and step if they are finite."""
+        settings = self.settings
         lr = learning_rate(self.version, settings)
-        metrics = self._metrics(batches, outputs, self.optimizer.clip(settings.clip_norm)) | {"lr": lr}
-        if not math.isfinite(cast(float, metrics["grad_norm"])):
+        logged = metrics(self.optimizer.clip(settings.clip_norm)) | {"lr": lr}
+        if not math.isfinite(cast(float, logged["grad_norm"])):
             self.optimizer.forget_gradients()
             raise FloatingPointError(
-                f"the gradient norm is {metrics['grad_norm']} at version {self.version}; the weights were not changed. "
-                f"Lower learn.lr (now {settings.lr}), or look at the last rollouts for odd responses."
+                f"the gradient norm is {logged['grad_norm']} at version {self.version}; the weights were not changed. "
+                f"Lower learn.lr (now {settings.lr}), or look at the last responses for odd ones."
             )
         self.optimizer.step(lr)
         self.version += 1
-        return Update(self.version, sum(len(batch.targets) for batch in batches), metrics)
+        return Update(self.version, sum(len(batch.targets) for batch in batches), logged)
 
-    def logprobs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each response token under the current weights."""
+    def states(self, batch: TokenBatch) -> Tensor:
+        """The hidden state that predicts each response token, [tokens, width]."""
         recompute = self.settings.activation_checkpointing
         with deterministic(self.device):  # compiled layers must see the same switch as in the backward pass
             states = hidden_states(self.model, batch, packed=self.packed, recompute=recompute, compiled=self.compiled)
+        return states.index_select(0, batch.predicts)
+
+    def logprobs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of each response token under the current weights."""
         head = self.model.get_output_embeddings()
         return token_logprobs(
-            states.index_select(0, batch.predicts),
+            self.states(batch),
             head.weight,
             batch.targets,
             bias=getattr(head, "bias", None),

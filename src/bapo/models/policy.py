@@ -1,6 +1,7 @@
 """A policy: the weights, and how text becomes tokens and tokens text.
 
-A prompt is text to be continued as it stands, or a chat, which the model's own template turns into text. The template
+A prompt is text to be continued as it stands, or a chat, which the model's own template turns into text; a base model
+without one gets the messages as plain text, one after the other. The template
 writes every special token a chat needs, so none is added to what it wrote; text gets those that the tokenizer puts
 before a text (none, or one that says "here it begins"), once.
 
@@ -41,6 +42,8 @@ class Policy:
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         """Token ids of a prompt, up to where the response begins."""
+        if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+            prompt = "\n\n".join(message["content"] for message in prompt)
         if isinstance(prompt, str) and not self.chat:
             ids = self._ids(prompt)
             begun = ids[: len(self._opening)] == self._opening
@@ -51,11 +54,6 @@ class Policy:
         """A chat as the model's template writes it, up to where the response begins."""
         if not messages:
             raise ValueError("a prompt is a chat without messages; there is nothing to answer. Give it at least one.")
-        if self.tokenizer.chat_template is None:
-            raise ValueError(
-                "a prompt is a chat, but the tokenizer has no chat template to turn it into text. Use a model that has "
-                "one, or prompts of plain text."
-            )
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
@@ -70,6 +68,11 @@ class Policy:
                 f"the model's chat template refuses a chat with the roles {roles}: {error}. Change the prompts, or "
                 "leave model.system empty if the template knows no system message."
             ) from error
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether its prompts end with <think>, so that a response begins inside the thinking."""
+        return self.decode(self.encode("0")).rstrip().endswith("<think>")
 
     def decode(self, tokens: list[int]) -> str:
         """Text of a response, letter by letter as it was sampled."""

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from bapo.config import Config, TaskConfig
+from bapo.sft_config import SftConfig
 
 
 def model_card(config: Config, summary: dict[str, Any], *, version: str) -> str:
@@ -50,7 +51,33 @@ def model_card(config: Config, summary: dict[str, Any], *, version: str) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _trained(config: Config) -> str:
+def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: str) -> str:
+    """The card of a supervised run. `data`: what became of its demonstrations, in words."""
+    learn, before, after = config.learn, summary["before"], summary["after"]
+    facts = {
+        "base model": f"`{config.model.path}`, {_trained(config)}",
+        "demonstrations": f"{', '.join(config.data.sources)}: {data}",
+        "updates": f"{summary['updates']} ({config.epochs} epochs of batches of {learn.batch_sequences}), AdamW, "
+        f"learning rate {learn.lr:g} ({learn.schedule})",
+        "seed": str(config.seed),
+        "made with": f"bapo {version}, {config.device}, {config.model.dtype}",
+    }
+    if before is not None:
+        facts["held-out loss"] = f"{before['held_out/loss']:.4f} → {after['held_out/loss']:.4f} nats per token"
+    front = ["---", f"base_model: {json.dumps(config.model.path)}", "library_name: transformers"]
+    front += ["pipeline_tag: text-generation", "tags: [sft, bapo]", "---"]
+    table = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items())]
+    sections = [
+        "\n".join(front),
+        f"# {config.model.path}, supervised",
+        "The base model after imitating demonstrations: a warm start for reinforcement learning. Licence and terms are "
+        "those of the base model and of the data.",
+        "\n".join(table),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _trained(config: Config | SftConfig) -> str:
     lora = config.model.lora
     if not lora.rank:
         return "all weights trained"
@@ -105,7 +132,7 @@ def _prompts(config: Config) -> str:
     model = config.model
     how = {"auto": "in the chat template, if there is one", "yes": "in the chat template", "no": "as plain text"}
     parts = [how[model.chat]]
-    if config.task.name == "data" and config.task.template != "{prompt}":
+    if config.task.name == "data" and config.task.template is not None:
         parts.append(f"around each problem: {json.dumps(config.task.template, ensure_ascii=False)}")
     if model.system:
         parts.append(f"system message: {json.dumps(model.system, ensure_ascii=False)}")
