@@ -12,10 +12,36 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-GOLDS = ["72", r"\frac{1}{2}", r"\left( 3, \frac{\pi}{2} \right)", r"\text{Evelyn}", "x^2+1", r"(-\infty, 2) \cup (3, \infty)"]
+GOLDS = [
+    "72",
+    r"\frac{1}{2}",
+    r"\left( 3, \frac{\pi}{2} \right)",
+    r"\text{Evelyn}",
+    "x^2+1",
+    r"(-\infty, 2) \cup (3, \infty)",
+]
 GOLDS += [r"\begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}", "1,-2", "x=5", r"50\%", "52_8", r"\{1\pm\sqrt{5},-2\}"]
 ALPHABET = r"\{}[]()^_$%&#~'\"!?,.;:+-*/=<>|0123456789abcxyzπ√∞≤∈−٣७𝟗" + "\x00\u202e\u200b\ud800\ufffe\n\t "
-COMMANDS = r"\frac \sqrt \sum \prod \int \lim \left( \right) \binom \infty \pm \cup \text{ \begin{pmatrix} \end{pmatrix} \\ & \boxed{ } { \log \sin \mathbb{R} \in \to ^ _ ! \% \ldots".split()
+COMMANDS = [
+    r"\frac",
+    r"\sqrt",
+    r"\sum",
+    r"\prod",
+    r"\int",
+    r"\lim",
+    r"\left(",
+    r"\right)",
+    r"\binom",
+    r"\infty",
+    r"\pm",
+]
+COMMANDS += [r"\cup", r"\text{", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", "&", r"\boxed{", "}", "{", r"\log"]
+COMMANDS += [r"\sin", r"\mathbb{R}", r"\in", r"\to", "^", "_", "!", r"\%", r"\ldots"]
+BRACKETS = [("{", "}"), ("(", ")"), (r"\frac{1}{1+", "}"), (r"\sqrt{2+", "}"), (r"\left[", r"\right]")]
+TERMS = ["n^n", r"\frac{1}{n^n}", r"\sin(n^2)", "n!", r"\frac{\sin x^x}{x^{\sqrt{2}}}", r"\prod_{k=1}^{n} k^k"]
+PIECES = [r"\boxed{1} ", "$1$ and ", "the answer is ", "9", r"\frac{", "$", "(", "1+", "\x00", "answer: = ", " , "]
+FRAMES = [r"\boxed{%s}", r"\boxed{%s", r"The answer is $%s$.", r"The answer is %s.", "#### %s", "%s", r"\[%s\]"]
+FRAMES += [r"<think>%s</think> \boxed{72}", r"so \boxed{%s} or \boxed{x}", "%s </think> %s", r"\boxed{72} %s"]
 
 
 def tower(rng):
@@ -31,7 +57,7 @@ def factorials(rng):
 
 def nested(rng):
     depth = rng.choice([5, 20, 100, 160, 1000])
-    opening, closing = rng.choice([("{", "}"), ("(", ")"), (r"\frac{1}{1+", "}"), (r"\sqrt{2+", "}"), (r"\left[", r"\right]")])
+    opening, closing = rng.choice(BRACKETS)
     return opening * depth + "1" + closing * rng.choice([depth, depth - 1, 0])
 
 
@@ -48,7 +74,7 @@ def matrix(rng):
 
 def calculus(rng):
     bound = rng.choice(["10", "10^6", "10^{12}", r"\infty", "9^{9^9}"])
-    term = rng.choice(["n^n", r"\frac{1}{n^n}", r"\sin(n^2)", "n!", r"\frac{\sin x^x}{x^{\sqrt{2}}}", r"\prod_{k=1}^{n} k^k"])
+    term = rng.choice(TERMS)
     return rng.choice([
         rf"\sum_{{n=1}}^{{{bound}}} {term}", rf"\prod_{{n=1}}^{{{bound}}} {term}", rf"\int_0^{{{bound}}} {term} dx",
         rf"\lim_{{x \to {bound}}} {term}", rf"\int \int \int {term} dx dy dz", rf"\log_{{{bound}}} {term}",
@@ -67,9 +93,9 @@ def algebra(rng):
 
 def code(rng):
     return rng.choice([
-        "__import__('os').system('kill -9 $PPID')", "().__class__.__bases__[0].__subclasses__()", "exec('while 1: pass')",
+        "__import__('os').system('kill -9 $PPID')", "().__class__.__bases__[0]", "exec('while 1: pass')", "$(sleep 60)",
         "lambda: 1", "os._exit(1)", "{{7*7}}", "%s%n", "9**9**9**9", "(9**9)**(9**9)", "1<<10**10", "'a'*10**10",
-        "eval(input())", "\\input{/etc/passwd}", "\\def\\x{\\x\\x}\\x", "\\loop\\iftrue\\repeat", "$(sleep 60)", "`sleep 60`",
+        "eval(input())", "\\input{/etc/passwd}", "\\def\\x{\\x\\x}\\x", "\\loop\\iftrue\\repeat", "`sleep 60`",
     ])  # fmt: skip
 
 
@@ -82,7 +108,7 @@ def commands(rng):
 
 
 def megabytes(rng):
-    piece = rng.choice([r"\boxed{1} ", "$1$ and ", "the answer is ", "9", r"\frac{", "$", "(", "1+", "\x00", "answer: = ", " , "])
+    piece = rng.choice(PIECES)
     return (piece * (10**6 // len(piece) + 1))[: rng.choice([10**4, 10**5, 10**6, 3 * 10**6])]
 
 
@@ -94,10 +120,7 @@ def draws(count, seed=0):
     rng = random.Random(seed)
     for _ in range(count):
         monster = rng.choice(MONSTERS)(rng)
-        write = rng.choice(
-            [r"\boxed{%s}", r"\boxed{%s", r"The answer is $%s$.", r"The answer is %s.", "#### %s", "%s", r"\[%s\]"]
-            + [r"<think>%s</think> \boxed{72}", r"so \boxed{%s} or \boxed{x}", "%s </think> %s", r"\boxed{72} %s"]
-        )
+        write = rng.choice(FRAMES)
         yield rng.choice(GOLDS), write.replace("%s", monster)
 
 

@@ -16,6 +16,7 @@ USAGE = """\
 usage: bapo COMMAND ...
 
   train [RECIPE.toml] [--key.path value ...]   train; without a recipe, the embedded default: offline, CPU, minutes
+  sft [RECIPE.toml] [--key.path value ...]     imitate prompts and responses: the warm start before training
   resume RUN                                   continue a run from its newest checkpoint
   eval --model M --data NAME,... [--k 16]      a model on benchmarks: avg@k, pass@k, maj@k with intervals
   compare GRID.toml                            objectives x settings x seeds: run what is missing, print a table
@@ -23,8 +24,8 @@ usage: bapo COMMAND ...
   diagnose DUMP... [--html OUT] [--json OUT]   what the clip does to logged batches of any trainer, and what to do
   --version                                    print the version
 
-`bapo train --help` lists every key with its default; `bapo eval --help` every option of an evaluation;
-`bapo diagnose --help` what a dump is."""
+`bapo train --help` and `bapo sft --help` list every key with its default; `bapo eval --help` every option of an
+evaluation; `bapo diagnose --help` what a dump is."""
 
 
 FROM_A_CHECKPOINT = (
@@ -57,6 +58,8 @@ def run(arguments: list[str]) -> int:
             return 0
         case ["train", *rest]:
             return _guarded(lambda: _train(rest), FROM_A_CHECKPOINT)
+        case ["sft", *rest]:
+            return _guarded(lambda: _sft(rest), FROM_A_CHECKPOINT)
         case ["resume", *rest]:
             return _guarded(lambda: _resume(rest), FROM_A_CHECKPOINT)
         case ["eval", *rest]:
@@ -74,7 +77,8 @@ def run(arguments: list[str]) -> int:
         case [other, *_]:
             import difflib
 
-            near = difflib.get_close_matches(other, ["train", "resume", "eval", "compare", "report", "diagnose"], n=1)
+            commands = ["train", "sft", "resume", "eval", "compare", "report", "diagnose"]
+            near = difflib.get_close_matches(other, commands, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
             return 2
@@ -103,13 +107,40 @@ def _train(arguments: list[str]) -> None:
     start(config)
 
 
+def _sft(arguments: list[str]) -> None:
+    os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
+    import tyro
+
+    from bapo.config import ConfigError
+    from bapo.sft_config import SftConfig, load_sft_config, parse_sft_config
+
+    default = SftConfig()
+    if arguments and not arguments[0].startswith("-"):
+        default = load_sft_config(arguments[0])
+        arguments = arguments[1:]
+    try:
+        chosen = tyro.cli(SftConfig, args=arguments, default=default, prog="bapo sft [RECIPE.toml]")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    config = parse_sft_config(chosen.model_dump(), source="configuration")
+
+    from bapo.train.sft import start
+
+    start(config)
+
+
 def _resume(arguments: list[str]) -> None:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: bapo resume RUN\n\nContinue a run from its newest checkpoint.")
         raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
     path = Path(arguments[0])
 
-    from bapo.train.run import resume
+    from bapo.runs import is_supervised
+
+    if is_supervised(path):
+        from bapo.train.sft import resume
+    else:
+        from bapo.train.run import resume
 
     done = (path / "summary.json").exists()
     resume(path)
@@ -198,7 +229,7 @@ def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> in
         return _fail(130, f"stopped at once; {remedies[1]}")
     except Exception as error:
         from bapo.train.checkpoint import CheckpointError
-        from bapo.train.run import Interrupted
+        from bapo.train.directory import Interrupted
 
         if isinstance(error, Interrupted):
             return _fail(130, str(error))

@@ -11,19 +11,22 @@ import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from bapo.core.settings import ClipSettings, Measure, Order, Preset, Weight, require_choice
+from bapo.core.settings import ClipSettings, Measure, Order, Preset, Remainder, Weight, require_choice
 from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.types import batches_per_pass
 
 OBJECTIVE_NAMES = (
     "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po",
 )  # fmt: skip
-CLIP_KEYS = ("target_share", "low", "high", "measure", "weight", "order")
+CLIP_KEYS = ("target_share", "low", "high", "measure", "weight", "order", "remainder")
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class ConfigError(ValueError):
@@ -76,8 +79,8 @@ class TaskConfig(_Section):
     """data: where the prompt is, dots lead into nested columns. None: recognised by name."""
     answer_column: str | None = None
     """data: where the reference answer is. None: recognised by name."""
-    template: str = "{prompt}"
-    """data: text around each prompt, for example to ask for \\boxed{}."""
+    template: str | None = None
+    """data: text around each {prompt}, for example to ask for a box. None: benchmarks have one, others stay as is."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Problems with a longer prompt are left out. None: none is."""
     reward: str = "math"
@@ -137,6 +140,10 @@ class ObjectiveConfig(_Section):
     """Overrides the preset: none, or rollout_prob."""
     order: Order | None = None
     """Overrides the preset: which bound moves first."""
+    remainder: Remainder | None = None
+    """Overrides the preset: leave a share that no bounds reach, or weigh negative tokens down to it."""
+    scope: Literal["update", "microbatch"] = "update"
+    """Tokens that share one pair of bounds: those of the update (the paper), or of each micro-batch (its code)."""
 
     @field_validator("preset", mode="before")
     @classmethod
@@ -355,6 +362,8 @@ def load_config(path: str | Path) -> Config:
     values = read_recipe(path)
     if isinstance(values.get("objective"), list):
         raise ConfigError(f"{path} is a grid of runs, not a recipe for one. Run it with `bapo compare {path}`.")
+    if values.get("kind") == "sft":
+        raise ConfigError(f"{path} is a recipe for supervised training. Run it with `bapo sft {path}`.")
     return parse_config(values, source=str(path))
 
 
@@ -376,23 +385,28 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 def parse_config(values: dict[str, Any], *, source: str) -> Config:
     """A checked configuration, or one ConfigError that lists everything wrong with it."""
+    return parse_as(Config, values, source=source, command="bapo train")
+
+
+def parse_as(schema: type[Schema], values: dict[str, Any], *, source: str, command: str) -> Schema:
+    """The same for any kind of configuration; `command --help` lists its keys."""
     try:
-        return Config.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{source}:\n" + "\n".join(f"  {_explain(item)}" for item in error.errors())) from None
+        explained = "\n".join(f"  {_explain(item, all_keys(schema), command)}" for item in error.errors())
+        raise ConfigError(f"{source}:\n{explained}") from None
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any, known: list[str], command: str) -> str:
     """One pydantic error in our words."""
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         import difflib
 
-        known = all_keys()
         near = difflib.get_close_matches(key, known, n=1) or [
             k for k in known if k.split(".")[-1] == key.split(".")[-1]
         ]
-        hint = f" Did you mean {near[0]}?" if near else " `bapo train --help` lists all keys."
+        hint = f" Did you mean {near[0]}?" if near else f" `{command} --help` lists all keys."
         return f"{key} is not a known key.{hint}"
     message = item["msg"].removeprefix("Value error, ")
     return f"{key} = {item['input']!r}: {message}" if key and item["type"] != "value_error" else message

@@ -1,6 +1,7 @@
 """Every metric, declared once with a sentence. A key that is not declared here cannot be logged.
 
-A line of `metrics.jsonl` has a `kind`: `rollout` (once per step), `update` (once per optimizer step) or `eval`.
+A line of `metrics.jsonl` has a `kind`: `rollout` (once per step), `update` (once per optimizer step) or `eval`; in a
+supervised run `imitation` (once per optimizer step) or `held_out`.
 Wall-clock figures go to `timing.jsonl`, so that the metrics of a run are a function of its configuration alone.
 `python -m bapo.metrics` prints docs/metrics.md.
 """
@@ -21,8 +22,8 @@ _EFFECT = {
 }
 
 EVERY_LINE = {
-    "kind": "What the line is about: rollout, update or eval.",
-    "step": "Rollout step, counted from 1.",
+    "kind": "What the line is about: rollout, update or eval; in a supervised run imitation or held_out.",
+    "step": "Rollout step, counted from 1; in a supervised run the update.",
     "version": "Updates the learner has taken.",
 }
 
@@ -37,6 +38,7 @@ UPDATE = {
     "share_fixed": "The same share at the fixed clip (0.8, 1.2).",
     "share_at_start": "The share at the first candidate bounds of BAPO's search.",
     "share_at_end": "The share at the last candidate bounds of BAPO's search.",
+    "negative_weight": "Factor on negative tokens, where remainder = weigh makes up what the bounds could not.",
     "stop": "Why the search ended: 0 start, 1 raising high, 2 raising low, 3 end of path, 4 no signal.",
     "clip_low": "Lower bound on the ratio.",
     "clip_high": "Upper bound on the ratio.",
@@ -107,6 +109,19 @@ EVAL = {
     "eval/temperature": "Temperature sampled with; those of eval.also_at have lines of their own.",
 }
 
+IMITATION = {
+    "imitation/loss": "Mean negative log-prob of the update's response tokens, in nats.",
+    "imitation/sequences": "Demonstrations in the update.",
+    "imitation/epoch": "Passes over the demonstrations completed.",
+}
+
+HELD_OUT = {
+    "held_out/loss": "Mean negative log-prob of the response tokens of held-out demonstrations, in nats.",
+    "held_out/perplexity": "Exponential of that loss: so many equally likely tokens would be as hard to predict.",
+    "held_out/accuracy": "Share of those tokens that were the most likely one.",
+    "held_out/tokens": "Response tokens measured.",
+}
+
 BUFFER = {
     "buffer/adds": "Rollouts added.",
     "buffer/draws": "Draws that returned groups; each is one update.",
@@ -131,7 +146,10 @@ TIMING = {
     "learn_seconds": "Time spent on updates.",
 }
 
-METRICS: dict[str, str] = EVERY_LINE | ROLLOUT | BUFFER | UPDATE | EVAL
+_SHARED = {key: UPDATE[key] for key in ("tokens", "entropy", "grad_norm", "lr")}
+"""Metrics that supervised updates have in common with others."""
+
+METRICS: dict[str, str] = EVERY_LINE | ROLLOUT | BUFFER | UPDATE | EVAL | IMITATION | HELD_OUT
 
 
 def check_declared(metrics: Mapping[str, Any]) -> None:
@@ -148,6 +166,8 @@ def markdown() -> str:
         "`rollout` lines: once per step": ROLLOUT | BUFFER,
         "`update` lines: once per optimizer step": UPDATE,
         "`eval` lines": EVAL,
+        "`imitation` lines of a supervised run: once per optimizer step": IMITATION | _SHARED,
+        "`held_out` lines of a supervised run": HELD_OUT,
         "`timing.jsonl`: wall clock, once per step": TIMING,
     }
     text = ["# Metrics", "", "Written by `python -m bapo.metrics`; every key of `metrics.jsonl` and what it means.", ""]

@@ -9,7 +9,9 @@
 
 A comparison reads many directories, and some of them were killed, are still being written, or lost a file. Reading one
 never raises and never repairs: a directory is a `Run` or a `Problem`. Values are plain lists, dicts and floats, with
-keys that `bapo.metrics` explains. `measures` picks the numbers that sum up a run, `aggregate` joins those of its seeds.
+keys that `bapo.metrics` explains. A run of `bapo sft` is a Run, too: its updates are those of imitation, its
+evaluations those of the held-out loss, and it has no rollouts. `measures` picks the numbers that sum up a run,
+`aggregate` joins those of its seeds.
 """
 
 from __future__ import annotations
@@ -25,11 +27,17 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from bapo.config import ConfigError, parse_config
+from bapo.sft_config import parse_sft_config
 
 __all__ = ["STOP_REASONS", "Problem", "Run", "aggregate", "find_runs", "measures", "read_run"]
 
 STOP_REASONS = ("start", "raising_high", "raising_low", "end", "no_signal")
 """Names of the values of the metric `stop`."""
+KINDS: dict[str | None, tuple[str, str | None, str]] = {
+    None: ("update", "rollout", "eval"),
+    "sft": ("imitation", None, "held_out"),
+}
+"""Kinds of metrics lines by the kind of run: of updates, rollouts and evaluations."""
 DIGITS = 100
 """Most digits of an integer in a log; sums of such integers are still numbers, and no metric is as large."""
 
@@ -53,6 +61,13 @@ class Run:
     summary: dict[str, Any]
     """before and after (eval lines on all problems), also_at, updates, training_seconds, staleness_max. Empty if the
     run is not finished, which only `read_run(…, finished=False)` gives."""
+    planned: int
+    """Steps the run will have when it is finished; 0 if it has not found out yet."""
+
+    @property
+    def supervised(self) -> bool:
+        """Whether it is a run of `bapo sft`."""
+        return self.config.get("kind") == "sft"
 
     def series(self, key: str) -> list[float]:
         """One metric over the updates that logged it."""
@@ -97,21 +112,24 @@ def read_run(path: str | Path, *, finished: bool = True) -> Run | Problem:
             return Problem(path, "missing", f"not a run directory: {reason}.", ("config.json",))
         config = _read_config(path)
         complete = (path / "summary.json").exists()
+        planned = _planned(path, config, complete=complete)
         if finished and not complete:
             done = last_step(path)
-            message = f"it has no summary.json; {done} of {config['steps']} steps are logged. `bapo resume {path}`."
+            message = f"it has no summary.json; {done} of {planned} steps are logged. `bapo resume {path}`."
             return Problem(path, "unfinished", message, ("summary.json",))
         summary = _read_object(path / "summary.json") if complete else {}
         metrics = _read_lines(path / "metrics.jsonl", whole=complete)
         timing = _read_lines(path / "timing.jsonl", whole=complete)
+        update, rollout, evaluation = KINDS[config.get("kind")]
         run = Run(
             path=path,
             config=config,
-            updates=[line for line in metrics if line.get("kind") == "update"],
-            rollouts=[line for line in metrics if line.get("kind") == "rollout"],
-            evals=[line for line in metrics if line.get("kind") == "eval"],
+            updates=[line for line in metrics if line.get("kind") == update],
+            rollouts=[line for line in metrics if line.get("kind") == rollout],
+            evals=[line for line in metrics if line.get("kind") == evaluation],
             timing=timing,
             summary=summary,
+            planned=planned,
         )
         _check_lines(run, len(metrics))
         if complete:
@@ -135,6 +153,15 @@ def find_runs(root: str | Path) -> list[Path]:
 def is_set_aside(path: Path) -> bool:
     """Whether a directory was replaced by a new run: it is kept for its owner, under NAME.damaged-N, and not read."""
     return re.search(r"\.damaged-\d+$", path.name) is not None
+
+
+def is_supervised(path: Path) -> bool:
+    """Whether a directory holds a run of `bapo sft`; False for anything that cannot be read."""
+    try:
+        values = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("kind") == "sft"
 
 
 def last_step(path: Path) -> int:
@@ -164,7 +191,12 @@ def measures(run: Run) -> dict[str, float]:
     avg, pass, entropy: on held-out problems after training (`_before`: before it). max_grad_norm: the largest of all
     updates. share: mean over updates. stop_start, …: see `stop_shares`.
     avg_at_T, pass_at_T: the same as avg and pass at a further temperature T of eval.also_at.
+
+    Of a supervised run: held_out, perplexity and accuracy (`_before`: before it), max_grad_norm, updates and
+    training_seconds.
     """
+    if run.supervised:
+        return _supervised_measures(run)
     before, after = run.summary["before"], run.summary["after"]
     values = {
         "avg": after["eval/avg"],
@@ -187,6 +219,18 @@ def measures(run: Run) -> dict[str, float]:
             values[name] = mean(series)
     values |= stop_shares(run)
     return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _supervised_measures(run: Run) -> dict[str, float]:
+    values = {"updates": float(len(run.updates)), "training_seconds": float(run.summary["training_seconds"])}
+    for when, suffix in (("before", "_before"), ("after", "")):
+        if (line := run.summary[when]) is not None:
+            values[f"held_out{suffix}"] = float(line["held_out/loss"])
+            values[f"perplexity{suffix}"] = float(line["held_out/perplexity"])
+            values[f"accuracy{suffix}"] = float(line["held_out/accuracy"])
+    if norms := run.series("grad_norm"):
+        values["max_grad_norm"] = worst(norms)
+    return values
 
 
 def stop_shares(run: Run) -> dict[str, float]:
@@ -247,12 +291,25 @@ def _within(t: float, freedom: int) -> float:
 
 def _read_config(path: Path) -> dict[str, Any]:
     values = _read_object(path / "config.json")
+    parse = parse_sft_config if values.get("kind") == "sft" else parse_config
     try:
-        config: dict[str, Any] = parse_config(values, source="config.json").model_dump(mode="json")
+        config: dict[str, Any] = parse(values, source="config.json").model_dump(mode="json")
     except ConfigError as error:
         reason = str(error).splitlines()[-1].strip()
         raise _Damage("config.json", f"is not a configuration of this version: {reason}") from None
     return config
+
+
+def _planned(path: Path, config: dict[str, Any], *, complete: bool) -> int:
+    """Steps of the whole run; those of a supervised one depend on its data, and are written down once it is read."""
+    if config.get("kind") != "sft":
+        return int(config["steps"])
+    if not complete and not (path / "data.json").exists():
+        return 0
+    planned = _read_object(path / "data.json").get("updates")
+    if not isinstance(planned, int):
+        raise _Damage("data.json", "does not say how many updates there are")
+    return planned
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -298,13 +355,43 @@ def _check_lines(run: Run, lines: int) -> None:
     for line in (*run.updates, *run.rollouts, *run.evals):
         if not isinstance(line.get("step"), int):
             raise _Damage("metrics.jsonl", "has a line without its step")
-    for name, listed in (("metrics.jsonl", run.rollouts), ("timing.jsonl", run.timing)):
+    for name, listed in _by_step(run):
         if [line.get("step") for line in listed] != list(range(1, len(listed) + 1)):
             raise _Damage(name, "skips or repeats a step")
 
 
+def _by_step(run: Run) -> tuple[tuple[str, list[dict[str, Any]]], ...]:
+    """Lines of which there is one per step, and the files they are in."""
+    return ("metrics.jsonl", run.updates if run.supervised else run.rollouts), ("timing.jsonl", run.timing)
+
+
 def _check_summary(run: Run) -> None:
     """A finished run has every step, and its summary agrees with its log."""
+    (_check_supervised_summary if run.supervised else _check_evaluations)(run)
+    for name, listed in _by_step(run):
+        if len(listed) != run.planned:
+            raise _Damage(name, f"has {len(listed)} of {run.planned} steps, though the run is complete")
+    if run.summary.get("updates") != len(run.updates):
+        raise _Damage("metrics.jsonl", f"has {len(run.updates)} updates, summary.json {run.summary.get('updates')}")
+
+
+def _check_supervised_summary(run: Run) -> None:
+    """Held-out losses before and after, or None twice, and the time it took."""
+    keys = ("held_out/loss", "held_out/perplexity", "held_out/accuracy")
+    for when in ("before", "after"):
+        line = run.summary.get(when)
+        if line is None and not run.evals and when in run.summary:
+            continue
+        if not isinstance(line, dict) or not all(isinstance(line.get(key), int | float) for key in keys):
+            raise _Damage("summary.json", f"lacks the held-out loss {when} training")
+        if line not in run.evals:
+            raise _Damage("metrics.jsonl", "lacks a measurement that summary.json has")
+    if not isinstance(run.summary.get("training_seconds"), int | float):
+        raise _Damage("summary.json", "has training_seconds that are no number")
+
+
+def _check_evaluations(run: Run) -> None:
+    """Evaluations before and after, at every temperature."""
     if not _is_evaluation(run.summary.get("before")) or not _is_evaluation(run.summary.get("after")):
         raise _Damage("summary.json", "lacks the evaluation before or after training")
     if not isinstance(run.summary.get("training_seconds"), int | float | None):
@@ -314,11 +401,6 @@ def _check_summary(run: Run) -> None:
         raise _Damage("summary.json", "has something else than evaluations in also_at")
     if run.summary["before"] not in run.evals or run.summary["after"] not in run.evals:
         raise _Damage("metrics.jsonl", "lacks an evaluation that summary.json has")
-    for name, listed in (("metrics.jsonl", run.rollouts), ("timing.jsonl", run.timing)):
-        if len(listed) != run.config["steps"]:
-            raise _Damage(name, f"has {len(listed)} of {run.config['steps']} steps, though the run is complete")
-    if run.summary.get("updates") != len(run.updates):
-        raise _Damage("metrics.jsonl", f"has {len(run.updates)} updates, summary.json {run.summary.get('updates')}")
 
 
 def _is_evaluation(line: Any) -> bool:

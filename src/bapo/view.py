@@ -35,6 +35,7 @@ from rich.text import Text
 __all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
 
 SHOWN = {
+    "imitation/loss": ("loss", 3),
     "reward": ("reward", 3),
     "eval/avg": ("eval", 3),
     "entropy": ("entropy", 3),
@@ -64,15 +65,19 @@ def make_view(
     total_steps: int,
     *,
     title: str,
+    samples: bool = True,
     stream: TextIO | None = None,
     plain: bool | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> View:
-    """A live view if the stream (standard output) is a terminal that can show one, otherwise plain lines."""
+    """A live view if the stream (standard output) is a terminal that can show one, otherwise plain lines.
+
+    `samples`: whether it keeps room for responses.
+    """
     stream = stream or sys.stdout
     if _is_plain(stream, plain):
         return PlainView(total_steps, title=title, stream=stream, clock=clock)
-    return LiveView(total_steps, title=title, console=_console(stream), clock=clock)
+    return LiveView(total_steps, title=title, console=_console(stream), clock=clock, samples=samples)
 
 
 def summary_table(
@@ -186,9 +191,12 @@ class PlainView(View):
 class LiveView(View):
     """One screen that is redrawn in place. Built for 24 lines of 80; smaller ones get less of it."""
 
-    def __init__(self, total_steps: int, *, title: str, console: Console, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, total_steps: int, *, title: str, console: Console, clock: Callable[[], float], samples: bool = True
+    ) -> None:
         super().__init__(total_steps, title=title, clock=clock)
         self.console = console
+        self.samples = samples
         self.last: tuple[str, str, float] | None = None
         self.lock = Lock()
         self.progress = Progress(
@@ -233,7 +241,7 @@ class LiveView(View):
             last = self.last
         top = Panel(Group(self.progress, table), title=Text(self.title), title_align="left", border_style="cyan")
         lines = min(8, height - table.row_count - 6)  # the borders of two panels, the bar, the line below
-        return Group(top, _sample_panel(last, self.console, lines)) if lines > 0 else top
+        return Group(top, _sample_panel(last, self.console, lines)) if lines > 0 and self.samples else top
 
 
 def _metrics_table(history: Mapping[str, Sequence[float]], *, columns: int, sparks: bool) -> Table:

@@ -120,6 +120,9 @@ def test_a_directory_is_read_whole_unless_it_has_splits(tmp_path):
     assert prompts(f"{tmp_path}/split:test") == ["e"]
     with pytest.raises(ValueError, match=r"several splits: 'test', 'train', math_test.jsonl \(in no split\)"):
         resolve("split")
+    write(tmp_path / "skywork" / "data" / "math-00000-of-00001.jsonl", "sum")
+    write(tmp_path / "skywork" / "data" / "code-00000-of-00001.jsonl", "program")
+    assert prompts("skywork:math") == ["sum"]
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="it holds: nothing"):
         resolve("none")

@@ -42,10 +42,10 @@ def plain_view(total=60, clock=None):
     return make_view(total, title="bapo · countdown", stream=stream, clock=clock or Clock()), stream
 
 
-def screen(tell, *, width=80, height=24, total=60):
+def screen(tell, *, width=80, height=24, total=60, samples=True):
     """The live view's screen, line by line, after it was told things."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
-    view = LiveView(total, title="bapo [bold]countdown[/]", console=console, clock=Clock())
+    view = LiveView(total, title="bapo [bold]countdown[/]", console=console, clock=Clock(), samples=samples)
     tell(view)
     with console.capture() as capture:
         console.print(view.frame())
@@ -172,6 +172,16 @@ def test_sparkline_by_hand():
 # Live
 
 
+def test_a_supervised_run_shows_its_loss_and_no_empty_place_for_responses():
+    def tell(view):
+        view.step(3, {"imitation/loss": 1.234, "grad_norm": 0.7}, TIMING)
+
+    lines = screen(tell, samples=False)
+    assert re.search(r"loss +1\.234 ", "\n".join(lines))
+    assert not any("sample" in line for line in lines)
+    assert any("sample" in line for line in screen(tell))
+
+
 def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
     def tell(view):
         for step in range(1, 13):
@@ -181,8 +191,8 @@ def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
     lines = screen(tell)
     text = "\n".join(lines)
     assert len(lines) <= 23
-    for key, (label, _) in SHOWN.items():
-        assert re.search(rf"{re.escape(label)} +[\d.]+ [{'▁▂▃▄▅▆▇█'}]", text), key
+    for label in (label for key, (label, _) in SHOWN.items() if not key.startswith("imitation/")):
+        assert re.search(rf"{re.escape(label)} +[\d.]+ [{'▁▂▃▄▅▆▇█'}]", text), label
     for value in [
         *VALUES,
         "step 12/60",

@@ -1,4 +1,4 @@
-"""Groups of responses to micro-batches of tensors.
+"""Groups of responses, or demonstrations, to micro-batches of tensors.
 
 Advantages are compared within each group here, once per update, over all of its responses. Sequences are sorted by
 length, laid end to end and cut into micro-batches of at most `micro_tokens` places: rows x longest for a forward pass
@@ -43,6 +43,22 @@ def pack(
     advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), torch.tensor(owners)).advantages
     rows = list(zip((t for group in groups for t in group.trajectories), advantages.tolist(), strict=True))
     rows.sort(key=lambda row: -_length(row[0]))  # stable: equal lengths keep the order of the groups
+    return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]
+
+
+def pack_demonstrations(
+    demonstrations: Iterable[tuple[Sequence[int], Sequence[int]]],  # token ids of prompt and response
+    *,
+    micro_tokens: int,
+    device: torch.device,
+    padded: bool = True,
+) -> list[TokenBatch]:
+    """The same for responses that nobody sampled: their log-probs, advantages and versions are zeros, for nobody."""
+    rows = []
+    for prompt, response in demonstrations:
+        nothing, version = [0.0] * len(response), [0] * len(response)
+        rows.append((Trajectory(list(prompt), 0, list(response), nothing, nothing, version), 0.0))
+    rows.sort(key=lambda row: -_length(row[0]))
     return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]
 
 

@@ -33,7 +33,13 @@ class Arm:
 
     setting: str
     objective: str
+    """Of a supervised run: sft."""
     runs: list[Run]
+
+    @property
+    def supervised(self) -> bool:
+        """Whether they are runs of `bapo sft`."""
+        return self.runs[0].supervised
 
     @property
     def config(self) -> dict[str, Any]:
@@ -52,6 +58,7 @@ class Found:
     """What some paths hold."""
 
     arms: list[Arm]
+    """Those of reinforcement learning first, then the supervised ones."""
     problems: list[Problem]
     """Directories that cannot be shown, those shown as far as they got, and copies of what is shown."""
 
@@ -71,9 +78,10 @@ def find(paths: Sequence[Path]) -> Found:
     shown, copies = _once_per_seed(runs)
     for run in shown:
         if not run.summary:
-            done = f"{len(run.timing)} of {run.config['steps']} steps are logged and shown"
+            done = f"{len(run.timing)} of {run.planned} steps are logged and shown"
             problems.append(Problem(run.path, "unfinished", f"it is still running, or was stopped: {done}."))
-    return Found(arms_of(shown), sorted([*problems, *copies], key=lambda problem: str(problem.path)))
+    arms = [arm for kind in (False, True) for arm in arms_of(run for run in shown if run.supervised is kind)]
+    return Found(arms, sorted([*problems, *copies], key=lambda problem: str(problem.path)))
 
 
 def run_directories(paths: Sequence[Path]) -> list[Path]:
@@ -198,6 +206,8 @@ def grid_name(arms: Sequence[Arm]) -> str | None:
 def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:
     config = flat(run.config)
     said = {key: f"{key.rsplit('.', 1)[-1]} {config[key]}" for key in differing if config.get(key) is not None}
+    if run.supervised:
+        return ", ".join(said.values()) or Path(config["model.path"]).name, "sft"
     of_objective = [text for key, text in said.items() if key.startswith("objective.") and key != "objective.name"]
     others = [text for key, text in said.items() if not key.startswith("objective.")]
     return ", ".join(others) or sources(run.config), " ".join([config["objective.name"], *of_objective])

@@ -55,7 +55,7 @@ def held_out(arms: Sequence[Arm]) -> Figure:
     k = samples_per_problem(arms)
     names = {arm.config["objective"]["name"] for arm in arms}
     lacking = [name for name in ("bapo", "grpo") if name not in names]
-    return _figure(
+    return figure(
         "held-out",
         ("Success on held-out problems", "figure 9"),
         "BAPO against GRPO: evaluations before, during and after training; those in between use a quarter of "
@@ -72,7 +72,7 @@ def held_out(arms: Sequence[Arm]) -> Figure:
 
 def dynamics(arms: Sequence[Arm]) -> Figure:
     """Figure 2: what staleness does."""
-    return _figure(
+    return figure(
         "dynamics",
         ("Training under staleness", "figure 2"),
         "Reward of sampled responses before filtering, entropy of the trained tokens, share of them whose "
@@ -90,7 +90,7 @@ def by_staleness(arms: Sequence[Arm]) -> Figure:
     """Figure 11: score by staleness."""
     here = [arm for arm in arms if arm.config["offpolicy"]["partial_budget"] is None]
     few = len({round(arm.staleness, 6) for arm in here}) < 2
-    return _figure(
+    return figure(
         "by-staleness",
         ("Score by staleness", "figure 11"),
         "Held-out score after training against the mean staleness of the trained tokens. Small dots are "
@@ -103,7 +103,7 @@ def by_staleness(arms: Sequence[Arm]) -> Figure:
 def under_partial(arms: Sequence[Arm]) -> Figure:
     """Figure 12: the same under partial rollout."""
     here = [arm for arm in arms if arm.config["offpolicy"]["partial_budget"] is not None]
-    return _figure(
+    return figure(
         "under-partial",
         ("Score under partial rollout", "figure 12"),
         "The same for runs whose long responses were parked and continued under newer weights.",
@@ -120,7 +120,7 @@ def balance(arms: Sequence[Arm]) -> Figure:
         if arm.config["objective"]["name"] == "bapo"
     }
     marks = [{"value": target, "text": f"target {target:g}"} for target in sorted(targets)]
-    return _figure(
+    return figure(
         "balance",
         ("Positive against negative tokens", "figure 4"),
         "The part of the signal, and of the tokens, that has positive advantage; the rest is negative. The "
@@ -136,7 +136,7 @@ def balance(arms: Sequence[Arm]) -> Figure:
 
 def bounds(arms: Sequence[Arm]) -> Figure:
     """Figure 8: bounds over time."""
-    return _figure(
+    return figure(
         "bounds",
         ("Clip bounds over time", "figure 8"),
         "BAPO chooses both bounds anew for every update; other objectives keep theirs. They bound the ratio.",
@@ -147,7 +147,7 @@ def bounds(arms: Sequence[Arm]) -> Figure:
 
 def ratio_profile(arms: Sequence[Arm]) -> Figure:
     """Figures 5 and 10: who is far from ratio 1."""
-    return _figure(
+    return figure(
         "ratio-profile",
         ("Token probability and entropy by ratio", "figures 5 and 10"),
         "Trained tokens by the ratio of current to sampling probability: mean probability, mean "
@@ -164,7 +164,7 @@ def ratio_profile(arms: Sequence[Arm]) -> Figure:
 
 def quadrants(arms: Sequence[Arm]) -> Figure:
     """The Entropy-Clip Rule: what the clip lets through and what it blocks."""
-    return _figure(
+    return figure(
         "quadrants",
         ("Entropy-Clip Rule", None),
         "Where the gradient mass r|A| lies by probability and advantage, mean over updates: what the clip retained and "
@@ -182,7 +182,7 @@ def quadrants(arms: Sequence[Arm]) -> Figure:
 
 def lengths(arms: Sequence[Arm]) -> Figure:
     """Figure 6: length by correctness."""
-    return _figure(
+    return figure(
         "lengths",
         ("Length of correct and wrong responses", "figure 6"),
         "Mean length in tokens of the responses sampled in a step, by reward. Longer wrong responses mean "
@@ -202,7 +202,7 @@ def fixed_clips(arms: Sequence[Arm]) -> Figure:
         for objective, low, high in sorted({(arms[index].objective, *pair) for index, pair in pairs.items()})
     )
     enough = len(set(pairs.values())) > 1
-    return _figure(
+    return figure(
         "fixed-clips",
         ("Fixed clips, symmetric and not", "figure 7"),
         f"Only objectives whose bounds never move{f': {listed}' if enough else ''}.",
@@ -229,7 +229,7 @@ def staleness(arms: Sequence[Arm]) -> Figure:
         if any(sum(total) for total in group)
     ]
     panel = {"kind": "bars", "title": "Share of tokens", "x": "updates between sampling and use", "series": series}
-    return _figure(
+    return figure(
         "staleness",
         ("Staleness of trained tokens", None),
         "Tokens by the number of updates between sampling and use, over the whole run. The bound is "
@@ -262,11 +262,13 @@ def curves(
     chosen = set(range(len(arms)) if only is None else only)
     series = []
     for index, arm in enumerate(arms):
+        if index not in chosen:
+            continue
         points = [
             {line[axis]: float(line[key]) for line in _lines(run, lines) if isinstance(line.get(key), int | float)}
             for run in arm.runs
         ]
-        if index in chosen and any(points):
+        if any(points):
             series.append({"arm": index} | _aligned(points))
     return {
         "kind": "curves",
@@ -282,6 +284,8 @@ def curves(
 def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
     if lines != "evals":
         return run.updates if lines == "updates" else run.rollouts
+    if run.supervised:
+        return run.evals
     usual = run.config["eval"]["temperature"]
     return [line for line in run.evals if line.get("eval/temperature", usual) == usual]
 
@@ -372,7 +376,7 @@ def _scores(arms: Sequence[Arm], k: str) -> list[Panel]:
     return panels
 
 
-def _figure(
+def figure(
     name: str,
     heading: tuple[str, str | None],  # ours, and the paper's number
     caption: str,
@@ -381,6 +385,7 @@ def _figure(
     reason: str = "These runs have logged none of it yet.",
     note: str | None = None,
 ) -> Figure:
+    """A figure of the panels that have anything in them, or why there is none."""
     drawn = [panel for panel in panels if panel["series"]]
     return {
         "id": name,

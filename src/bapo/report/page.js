@@ -255,7 +255,7 @@
   }
 
   function contents() {
-    const links = [["overview", "Overview"], ...values.figures.filter((f) => f.panels.length).map((f) => [f.id, f.title]), ["samples", "Responses"], ["configuration", "Configuration"]];
+    const links = [...tables().map((id) => [id, TABLES[id][1]]), ...values.figures.filter((f) => f.panels.length).map((f) => [f.id, f.title]), ["samples", "Responses"], ["configuration", "Configuration"]];
     return make("nav", { "aria-label": "contents" }, ...links.map(([id, text]) => make("a", { href: `#${id}` }, text)));
   }
 
@@ -290,10 +290,14 @@
       }), output));
   }
 
-  function overview() {
-    const { columns, rows } = values.table;
+  // Each table by its id: where its values are, and its heading.
+  const TABLES = { overview: [() => values.table, "Overview"], "supervised-overview": [() => values.supervised, "Supervised runs"] };
+  const tables = () => Object.keys(TABLES).filter((id) => TABLES[id][0]().rows.length);
+
+  function table(id) {
+    const [{ columns, rows }, heading] = [TABLES[id][0](), TABLES[id][1]];
     const order = [...rows];
-    if (sorted) {
+    if (sorted?.table === id) {
       const value = (row) => row.cells[sorted.key].value;
       order.sort((a, b) => {
         const [x, y] = [value(a), value(b)];
@@ -302,12 +306,12 @@
       });
     }
     const head = columns.map((column) => make("th", {
-      scope: "col", "aria-sort": sorted?.key === column.key ? (sorted.down ? "descending" : "ascending") : null,
+      scope: "col", "aria-sort": sorted?.table === id && sorted.key === column.key ? (sorted.down ? "descending" : "ascending") : null,
     }, make("button", { type: "button", title: column.help, onclick: () => {
-      const down = sorted?.key === column.key ? !sorted.down : typeof rows[0]?.cells[column.key].value === "number";
-      sorted = { key: column.key, down };
-      document.getElementById("overview").replaceWith(overview());
-      document.querySelector(`#overview th:nth-child(${columns.indexOf(column) + 1}) button`).focus({ preventScroll: true });
+      const down = sorted?.table === id && sorted.key === column.key ? !sorted.down : typeof rows[0]?.cells[column.key].value === "number";
+      sorted = { table: id, key: column.key, down };
+      document.getElementById(id).replaceWith(table(id));
+      document.querySelector(`#${id} th:nth-child(${columns.indexOf(column) + 1}) button`).focus({ preventScroll: true });
     } }, column.label)));
     const body = order.map((row) => make("tr", {}, ...columns.map((column) => {
       const cell = row.cells[column.key], arm = values.arms[row.arm];
@@ -316,9 +320,9 @@
         : cell.text;
       return make("td", {}, text, cell.below ? make("small", {}, cell.below) : null);
     })));
-    return make("section", { id: "overview" }, make("h2", {}, "Overview"),
+    return make("section", { id }, make("h2", {}, heading),
       make("p", {}, "Mean over seeds ± half width of its 95% interval (Student's t; with two seeds it is wide). Click a heading to sort."),
-      make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "overview table" },
+      make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `${heading.toLowerCase()} table` },
         make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body))));
   }
 
@@ -401,7 +405,7 @@
     const scroll = window.scrollY;
     const open = [...main.querySelectorAll("details")].map((element) => element.open);
     for (const element of main.querySelectorAll(".plot.js-plotly-plot")) Plotly.purge(element);
-    main.replaceChildren(...[header(), values.arms.length ? contents() : null, problems(), values.arms.length ? controls() : null, values.arms.length ? overview() : null,
+    main.replaceChildren(...[header(), values.arms.length ? contents() : null, problems(), values.arms.length ? controls() : null, ...tables().map(table),
       ...values.figures.map(figure), responses(), configuration(), footer()].filter(Boolean));
     main.querySelectorAll("details").forEach((element, at) => { element.open = open[at] ?? false; });
     window.scrollTo(0, scroll);
@@ -423,7 +427,7 @@
         tag = answer.headers.get("ETag");
         if (shape(values) !== before) { render(); } else {
           const left = document.querySelector(".scroll")?.scrollLeft ?? 0;
-          document.getElementById("overview")?.replaceWith(overview());
+          tables().forEach((id) => document.getElementById(id)?.replaceWith(table(id)));
           document.querySelector(".scroll")?.scrollTo(left, 0);
           if (!document.activeElement?.matches(".pick")) document.getElementById("samples")?.replaceWith(responses());
           document.querySelector(".problems")?.replaceWith(problems() ?? "");

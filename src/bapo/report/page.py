@@ -16,9 +16,10 @@ from typing import Any
 
 import bapo
 from bapo.numbers import strict
-from bapo.report.arms import Found, find, flat, grid_name
+from bapo.report.arms import Arm, Found, find, flat, grid_name
 from bapo.report.figures import figures
 from bapo.report.samples import samples
+from bapo.report.supervised import supervised_figures, supervised_table
 from bapo.report.table import table
 
 POLICY = (
@@ -44,6 +45,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Found:
 def contents(found: Found) -> dict[str, Any]:
     """Everything the page shows, as JSON values."""
     arms = found.arms
+    reinforced = [arm for arm in arms if not arm.supervised]  # the first ones, so that they keep their places
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
     configs = [_shown(run.config) for arm in arms for run in arm.runs]
     first = configs[0] if configs else {}
@@ -61,16 +63,17 @@ def contents(found: Found) -> dict[str, Any]:
                 "seeds": [run.config["seed"] for run in arm.runs],
                 "runs": [str(run.path) for run in arm.runs],
                 "steps": [len(run.timing) for run in arm.runs],
-                "of": arm.config["steps"],
+                "of": arm.runs[0].planned,
                 "finished": [bool(run.summary) for run in arm.runs],
                 "config": {k: v for k, v in _shown(arm.config).items() if k not in common and k not in ("seed", "out")},
             }
             for arm in arms
         ],
         "problems": [{"path": str(p.path), "kind": p.kind, "message": p.message} for p in found.problems],
-        "table": table(arms),
-        "figures": figures(arms) if arms else [],
-        "samples": [{"arm": index} | samples(arm.runs[0].path) for index, arm in enumerate(arms)],
+        "table": table(reinforced),
+        "supervised": supervised_table(arms),
+        "figures": [*(figures(reinforced) if reinforced else []), *supervised_figures(arms)],
+        "samples": [{"arm": index} | _samples(arm) for index, arm in enumerate(arms)],
         "common": common,
     }
 
@@ -114,6 +117,12 @@ def _shown(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration as the page lists it: dotted keys; an infinity, such as that of no clipping, as text."""
     values: dict[str, Any] = strict(flat(config), spell=True)
     return values
+
+
+def _samples(arm: Arm) -> dict[str, Any]:
+    if arm.supervised:
+        return {"shown": [], "note": "Supervised training samples no responses."}
+    return samples(arm.runs[0].path)
 
 
 def _title(settings: Sequence[str], objectives: Sequence[str]) -> str:

@@ -82,8 +82,8 @@ def _cells(arm: Arm) -> dict[str, dict[str, Any]]:
             "text": f"{reasons[0][1].replace('_', ' ')} {reasons[0][0]:.0%}" if reasons else "–",
             "below": ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for share, name in reasons[1:]),
         },
-        "tokens": _plain(joined("tokens"), short),
-        "seconds": _plain(joined("seconds"), duration),
+        "tokens": plain(joined("tokens"), short),
+        "seconds": plain(joined("seconds"), duration),
     }
 
 
@@ -130,7 +130,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _plain(values: Sequence[float], say: Callable[[float], str]) -> dict[str, Any]:
+def plain(values: Sequence[float], say: Callable[[float], str]) -> dict[str, Any]:
+    """A cell with the mean of the values, as `say` puts it."""
     middle = mean(values)
     text = say(middle) if math.isfinite(middle) else "nan" if values else "–"
     return {"value": number(middle), "text": text, "below": ""}

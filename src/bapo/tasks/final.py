@@ -16,7 +16,7 @@ import re
 __all__ = ["TAIL", "after_hashes", "boxed", "sentence", "visible"]
 
 TAIL = 8192
-"""Characters at the end of a response that count; an answer before them is not seen. It bounds the work, not the text."""
+"""Characters at the end of a response that count; an answer before them is not seen."""
 
 _HASHES = re.compile(r"^#{4}[ \t]*(.+)$", re.MULTILINE)
 _SENTENCE = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?\s*(.+)$", re.IGNORECASE)
@@ -28,7 +28,7 @@ def visible(response: str, *, thinking: bool = False) -> str:
 
     With `thinking` the prompt itself has opened the thinking, so that a response without </think> is thinking only.
     """
-    before, end, after = response.rpartition("</think>")
+    _, end, after = response.rpartition("</think>")
     if not end and (thinking or "<think>" in response):
         return ""
     shown = after if end else response

@@ -46,13 +46,14 @@ MAX_ANSWER = 1000
 for _library in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_library).setLevel(logging.CRITICAL)
 
-_WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
+_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNSHOWN = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr)(?![a-zA-Z])|\\!\s*|\\[,;: ]|~|\$")
 _NUMBER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d{1,100})?(?:\.(\d{0,100}))?")
-_UNIT = re.compile(r"(?:\^\{?\s*(?:\\circ|°)\s*\}?|°|(?<=\d)\s+(?!(?:%s)\b)[a-zA-Z]{3,}(?: [a-zA-Z]+)*)$" % "|".join(
-    # words after a number that change it
-    "hundred thousand million billion dozen percent percentage pct sin cos tan log sqrt exp and pow mod".split()
-))
+_CHANGES = "hundred|thousand|million|billion|dozen|percent|percentage|pct|sin|cos|tan|log|sqrt|exp|and|mod"
+_UNIT = re.compile(
+    r"(?:\^\{?\s*(?:\\circ|°)\s*\}?|°"  # degrees
+    rf"|(?<=\d)\s+(?!(?:{_CHANGES})\b)[a-zA-Z]{{3,}}(?: [a-zA-Z]+)*)$"  # a word after a number that does not change it
+)
 _BASED = re.compile(r"\(?(\d[\da-zA-Z]{0,99})\)?_\{?(\d{1,2})\}?")
 _WORDS = re.compile(r"[^\W\d_][^\d\\^_{}=+*/<>|]*")
 _LETTERS = re.compile(r"[^\W\d_]{3}")
@@ -97,7 +98,7 @@ def _verify(answer: str | float, response: str, *, thinking: bool) -> Score:
 
 def _gold_text(answer: object) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise ValueError(f"the ground truth {answer!r} is not an answer; it must be a number or a text with something in it")
+        raise ValueError(f"the ground truth {answer!r} is not an answer; it must be a number or a text")
     text = str(answer)
     return (boxed(text) or after_hashes(text) or text).strip()
 
@@ -117,7 +118,8 @@ def _find(text: str) -> _Answer | None:
     said = sentence(text)
     if said and len(said) <= MAX_ANSWER:
         answer = _read(said)
-        if answer.number is not None or (answer.value is not None and not _LETTERS.search(_COMMAND.sub("", answer.text))):
+        prose = _LETTERS.search(_COMMAND.sub("", answer.text))
+        if answer.number is not None or (answer.value is not None and not prose):
             return answer
     extracted = _parse(text[-MAX_ANSWER:], ExprExtractionConfig())
     if extracted is not None:
@@ -148,7 +150,7 @@ def _parsed(shown: str, value: Any) -> _Answer:
 
 def _clean(text: str) -> str:
     """The text without what does not show, and with words unwrapped."""
-    text = _UNSHOWN.sub("", text.replace("\\$", "").replace("−", "-"))
+    text = _UNSHOWN.sub("", text.replace("\\$", "").replace("{,}", ",").replace("−", "-"))
     text = _WRAPPED.sub(r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     return " ".join(text.split()).removesuffix(".")
 

@@ -13,8 +13,9 @@ workers (`bapo.tasks.worker`) under a hard limit of wall-clock time and memory f
     the process died                                crash: signal 11
     the function raised                             ValueError: …
 
-None of these is a reward of 0: the verifier could not tell. A worker imports its verifier once, never torch, and is used
-for as long as it lives. Equal pairs are verified once per call. One thread of ours per worker feeds it and waits for it.
+None of these is a reward of 0: the verifier could not tell. A verifier that catches its own MemoryError decides by
+itself. A worker imports its verifier once, never torch, and is used for as long as it lives. Equal pairs are verified
+once per call. One thread of ours per worker feeds it and waits for it.
 
 What it does not do: run code written by a model (a worker has limits but no walls), or retry.
 """
@@ -152,6 +153,7 @@ class _Worker:
 
     def __init__(self, function: str, memory_mb: int) -> None:
         self.function, self.memory_mb = function, memory_mb
+        self.ready = False
         self._start()
 
     def wait_until_ready(self) -> None:
@@ -216,7 +218,6 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-        self.ready = False
 
     def _end(self) -> int:
         """Hang up, wait for the worker to go, kill it if it does not; its exit status."""

@@ -1,10 +1,10 @@
 """Checkpoints: all or nothing.
 
-A checkpoint is a directory `checkpoints/step-000040` with the weights, the optimizer's moments and float32 masters (all
-safetensors), and `state.json`: progress, learner version, scheduler with its parked responses, buffer, data cursor, and
-how long the logs were. It is written under another name, every file flushed to disk with its checksum in
-`manifest.json`, and renamed last: whatever kills the process, a directory with the final name is complete. Loading
-verifies every checksum.
+A checkpoint is a directory `checkpoints/step-000040` with the weights that are trained, the optimizer's moments and
+float32 masters (all safetensors), and `state.json`: the learner's version, how long the logs were, and what else the
+loop must remember, such as parked responses and the data cursor. It is written under another name, every file flushed
+to disk with its checksum in `manifest.json`, and renamed last: whatever kills the process, a directory with the final
+name is complete. Loading verifies every checksum.
 
 The random state needs no file: every draw is a function of a seed and a counter that is saved here.
 """
@@ -16,15 +16,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from bapo.learn.learner import Learner
-from bapo.train.loop import Parts, Progress
+from bapo.models.weights import restore_weights, trained_weights
 
 MANIFEST = "manifest.json"
 
@@ -33,27 +32,22 @@ class CheckpointError(RuntimeError):
     """A checkpoint that is missing, incomplete or damaged; the message says which and what to do."""
 
 
-def save(directory: Path, parts: Parts, progress: Progress, *, logs: dict[str, int], keep: int) -> Path:
-    """Write the checkpoint of the step just completed, then remove all but the newest `keep`."""
-    final = directory / f"step-{progress.step:06d}"
+def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *, keep: int) -> Path:
+    """Write the checkpoint of the step just completed, then remove all but the newest `keep`.
+
+    `state`: plain JSON data, all that the next step depends on besides the learner.
+    """
+    final = directory / f"step-{step:06d}"
     if final.exists():
         return final  # a step is a function of what came before it: this one is already saved
     partial = directory / f"{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        state = {
-            "progress": asdict(progress),
-            "version": parts.learner.version,
-            "cursor": parts.stream.cursor,
-            "scheduler": parts.scheduler.state_dict(),
-            "buffer": parts.buffer.state_dict(),
-            "logs": logs,
-        }
         writers: dict[str, Callable[[Path], None]] = {
-            "model.safetensors": lambda path: save_file(_weights(parts.learner), path),
-            "optimizer.safetensors": lambda path: save_file(parts.learner.optimizer.tensors(), path),
-            "state.json": lambda path: _write(path, json.dumps(state)),
+            "model.safetensors": lambda path: save_file(trained_weights(learner.model), path),
+            "optimizer.safetensors": lambda path: save_file(learner.optimizer.tensors(), path),
+            "state.json": lambda path: _write(path, json.dumps(state | {"version": learner.version})),
         }
         checksums = {}
         for name, write in writers.items():
@@ -86,32 +80,24 @@ def newest(directory: Path) -> Path:
     if not found:
         raise CheckpointError(
             f"{directory} holds no checkpoint, so there is nothing to resume. The run ended before its first; start "
-            "it again with `bapo train`."
+            "it again."
         )
     return found[-1]
 
 
-def load(path: Path, parts: Parts, progress: Progress) -> dict[str, int]:
-    """Put a run back where it was; returns how long its logs were."""
+def load(path: Path, learner: Learner) -> dict[str, Any]:
+    """Put the learner back where it was; returns the state that was saved with it."""
     _verify(path)
     try:
-        state = json.loads((path / "state.json").read_text())
-        result = parts.learner.model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-        tied = parts.learner.model.state_dict().keys() - _weights(parts.learner).keys()
-        if result.unexpected_keys or set(result.missing_keys) - tied:
-            raise KeyError(f"{result.unexpected_keys} are unknown and {result.missing_keys} are missing")
-        parts.learner.optimizer.load_tensors(load_file(path / "optimizer.safetensors"))
+        state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        restore_weights(learner.model, load_file(path / "model.safetensors"))
+        learner.optimizer.load_tensors(load_file(path / "optimizer.safetensors"))
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{path} does not fit this run's model or this version of bapo: {error}. Use the version that wrote it."
         ) from error
-    parts.learner.version = state["version"]
-    parts.stream.cursor = state["cursor"]
-    parts.scheduler.load_state_dict(state["scheduler"])
-    parts.buffer.load_state_dict(state["buffer"])
-    progress.step, progress.groups, progress.owed = (state["progress"][k] for k in ("step", "groups", "owed"))
-    logs: dict[str, int] = state["logs"]
-    return logs
+    learner.version = state["version"]
+    return state
 
 
 def _verify(path: Path) -> None:
@@ -130,17 +116,6 @@ def _damaged(path: Path, why: str) -> CheckpointError:
         f"Move {path.name} away to resume from {others[-1]}." if others else "It is the only one: start the run again."
     )
     return CheckpointError(f"the checkpoint {path} is damaged: {why}. Nothing was changed. {remedy}")
-
-
-def _weights(learner: Learner) -> dict[str, Tensor]:
-    """Every parameter once (tied ones share storage), and every buffer that is part of the state."""
-    seen: dict[int, str] = {}
-    weights = {}
-    for name, tensor in learner.model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen[tensor.data_ptr()] = name
-            weights[name] = tensor.contiguous()
-    return weights
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A run: its directory, its parts built from the configuration, and the beginning, middle and end of it.
+"""A run: its parts built from the configuration, and the beginning, middle and end of it. Its directory holds:
 
 config.json      the resolved configuration
 metrics.jsonl    one line per rollout, update and evaluation; a function of the configuration alone
@@ -6,100 +6,35 @@ timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
 failures.jsonl   responses the verifier failed on, with the cause; there is none if it never did
 checkpoints/     see checkpoint.py
-model/           the trained model, in transformers format
+model/           the trained model, in transformers format, with a card
+adapter/         low-rank additions by themselves, in peft's format, if those were trained
 summary.json     evaluation before and after; written last, so its presence means the run is complete
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from bapo import __version__
 from bapo.config import Config, ConfigError
 from bapo.evaluate import evaluate
 from bapo.metrics import check_declared
 from bapo.models import prompt_text
+from bapo.models.export import save_additions, save_policy
 from bapo.rollout.engine import Sampling
+from bapo.tasks.data import fingerprint
 from bapo.train import checkpoint
 from bapo.train.build import build, resolve
+from bapo.train.card import model_card
+from bapo.train.directory import Interrupted, RunDirectory, stop_on_signal
 from bapo.train.loop import Parts, Progress, StepRecord, train
 from bapo.types import Trajectory
 from bapo.view import View, make_view, summary_table
-
-LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "failures.jsonl")
-
-
-class Interrupted(Exception):  # noqa: N818
-    """The run was asked to stop, and did, after saving."""
-
-
-class RunDirectory:
-    """The files of a run. Logs are appended line by line and flushed, so that others can follow them."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @classmethod
-    def create(cls, config: Config) -> RunDirectory:
-        """A new directory; an existing one is never written over."""
-        path = Path(config.out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            raise ConfigError(
-                f"out={config.out}: {path} exists already. Choose another directory, or continue that run with "
-                f"`bapo resume {path}`."
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"out={config.out}: cannot create {path}: {error.strerror}. Choose another place."
-            ) from None
-        run = cls(path)
-        run.write("config.json", config.model_dump(mode="json"))
-        return run
-
-    def write(self, name: str, value: Any) -> None:
-        """A JSON file, whole or not at all."""
-        partial = self.path / f"{name}.partial"
-        partial.write_text(json.dumps(value, indent=2) + "\n")
-        partial.rename(self.path / name)
-
-    def append(self, name: str, *values: dict[str, Any]) -> None:
-        """Lines to a log."""
-        with (self.path / name).open("a") as file:
-            file.writelines(json.dumps(value) + "\n" for value in values)
-
-    def sizes(self) -> dict[str, int]:
-        """How long each log is, in bytes."""
-        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in LOGS}
-
-    def cut(self, sizes: dict[str, int]) -> None:
-        """Forget what was logged after a checkpoint; those steps will be repeated."""
-        for name, size in sizes.items():
-            if self.sizes()[name] < size:
-                raise checkpoint.CheckpointError(
-                    f"{self.path / name} is shorter than its checkpoint recorded: {self.sizes()[name]} of {size} "
-                    "bytes, so the run cannot be continued without a gap. Restore the file, or start the run again."
-                )
-        for name, size in sizes.items():
-            if size < self.sizes()[name]:
-                os.truncate(self.path / name, size)
-
-    def flush(self) -> None:
-        """Logs to the disk, so that none is shorter than a checkpoint says."""
-        for name in LOGS:
-            if (self.path / name).exists():
-                with (self.path / name).open("a") as file:
-                    os.fsync(file.fileno())
 
 
 def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
@@ -116,20 +51,19 @@ def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
 def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
     """Continue a run from its newest checkpoint; a complete run only returns its summary."""
     run = RunDirectory(path)
-    try:
-        config = Config.model_validate_json((path / "config.json").read_text())
-    except ValueError as error:
-        raise checkpoint.CheckpointError(f"{path / 'config.json'} is damaged: {error}. Restore it to resume.") from None
-    except OSError:
-        raise checkpoint.CheckpointError(
-            f"{path} has no config.json, so it is not a run directory. Give the directory that `bapo train` printed."
-        ) from None
-    if (path / "summary.json").exists():
-        finished: dict[str, Any] = json.loads((path / "summary.json").read_text())
+    config = run.config(Config)
+    if (finished := run.summary()) is not None:
         return finished
     source = checkpoint.newest(path / "checkpoints")
     parts, progress = build(config), Progress()
-    run.cut(checkpoint.load(source, parts, progress))
+    state = checkpoint.load(source, parts.learner)
+    if state["problems"] != fingerprint(parts.task.train):
+        raise checkpoint.CheckpointError(
+            f"the problems to train on (task.name={config.task.name!r}) changed since {path} began, so it cannot be "
+            "continued as it was. Restore the data, or start a new run."
+        )
+    _restore(parts, progress, state)
+    run.cut(state["logs"])
     return _go(run, parts, progress, plain=plain)
 
 
@@ -139,6 +73,8 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
     title = f"{config.objective.name} · {config.model.path} · {run.path}"
     stopping: list[str] = []
     with make_view(config.steps, title=title, plain=plain) as view:
+        for note in parts.notes:
+            view.note(note)
         if progress.step == 0:
             _save(run, parts, progress)
             view.note(f"evaluating on {config.eval.problems} held-out problems before training")
@@ -156,7 +92,7 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
                 _save(run, parts, progress)
             return bool(stopping)
 
-        with _stop_on_signal(stopping):
+        with stop_on_signal(stopping):
             train(parts, progress, after_step=after_step)
         if progress.step < config.steps:
             raise Interrupted(
@@ -164,16 +100,31 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
             )
         view.note(f"evaluating on {config.eval.problems} held-out problems after training")
         _evaluate_fully(run, parts, progress)
-        _export(run, parts)
-    summary = _summarize(run, config)
+        summary = _summarize(run, config)
+        _export(run, parts, summary)
     run.write("summary.json", summary)
     _show(summary, config, run)
     return summary
 
 
 def _save(run: RunDirectory, parts: Parts, progress: Progress) -> None:
-    run.flush()
-    checkpoint.save(run.path / "checkpoints", parts, progress, logs=run.sizes(), keep=parts.config.checkpoint_keep)
+    """All that the next step depends on, besides the learner."""
+    state = {
+        "progress": asdict(progress),
+        "problems": fingerprint(parts.task.train),
+        "cursor": parts.stream.cursor,
+        "scheduler": parts.scheduler.state_dict(),
+        "buffer": parts.buffer.state_dict(),
+    }
+    run.checkpoint(progress.step, parts.learner, state, keep=parts.config.checkpoint_keep)
+
+
+def _restore(parts: Parts, progress: Progress, state: dict[str, Any]) -> None:
+    """What `_save` kept, back in its place."""
+    parts.stream.cursor = state["cursor"]
+    parts.scheduler.load_state_dict(state["scheduler"])
+    parts.buffer.load_state_dict(state["buffer"])
+    progress.step, progress.groups, progress.owed = (state["progress"][k] for k in ("step", "groups", "owed"))
 
 
 def _evaluate_fully(run: RunDirectory, parts: Parts, progress: Progress) -> None:
@@ -231,14 +182,13 @@ def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> l
     return [(version, decode([token for _, token in pairs])) for version, pairs in tagged]
 
 
-def _export(run: RunDirectory, parts: Parts) -> None:
-    """The trained model, loadable by transformers, whole or not at all."""
-    partial = run.path / "model.partial"
-    for leftover in (partial, run.path / "model"):  # of a process that was killed before it wrote the summary
-        shutil.rmtree(leftover, ignore_errors=True)
-    parts.learner.model.save_pretrained(partial)
-    parts.policy.tokenizer.save_pretrained(partial)
-    partial.rename(run.path / "model")
+def _export(run: RunDirectory, parts: Parts, summary: dict[str, Any]) -> None:
+    """The trained model, loadable by transformers and vLLM; low-rank additions, if any, also by themselves."""
+    config, policy = parts.config, parts.policy
+    card = model_card(config, summary, version=__version__)
+    save_policy(policy, run.path / "model", card=card, temperature=config.rollout.temperature)
+    if policy.adapters is not None:
+        save_additions(policy, run.path / "adapter", card=card, base=config.model.path)
 
 
 def _summarize(run: RunDirectory, config: Config) -> dict[str, Any]:
@@ -284,24 +234,3 @@ def _show(summary: dict[str, Any], config: Config, run: RunDirectory) -> None:
         f"{summary['staleness_max']:.0f} updates (bound {config.offpolicy.max_staleness})\n"
         f"run directory   {run.path}\ntrained model   {run.path / 'model'}"
     )
-
-
-@contextmanager
-def _stop_on_signal(stopping: list[str]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM lets the step finish and be saved; the second one ends at once.
-
-    Evaluations before and after training are not covered: they change nothing, so a signal ends them at once.
-    """
-
-    def ask(number: int, _frame: Any) -> None:
-        if stopping:
-            raise KeyboardInterrupt
-        stopping.append(signal.Signals(number).name)
-        print("\nstopping after this step; once more to stop at once", flush=True)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

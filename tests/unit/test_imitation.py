@@ -1,0 +1,111 @@
+"""Supervised updates: the loss by hand, updates that do not depend on the cut, and what is measured."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import tensor
+from torch.testing import assert_close
+
+from bapo.learn.imitation import fit, imitate, imitation_loss, most_likely
+from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.packing import pack_demonstrations
+from tests.small_models import made
+
+CPU = torch.device("cpu")
+PAIRS = [([3, 4], [5, 6, 1]), ([7], [8, 1]), ([9, 2, 11, 12], [13, 14, 15, 16, 17, 1]), ([3], [1])] * 2
+
+
+def packed(pairs, micro_tokens=10**6):
+    return pack_demonstrations(pairs, micro_tokens=micro_tokens, device=CPU)
+
+
+def test_loss_and_gradient_by_hand():
+    logprobs = tensor([math.log(0.5), math.log(0.25)], requires_grad=True)
+    loss = imitation_loss(logprobs, denominator=4)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(math.log(8) / 4)
+    assert_close(logprobs.grad, tensor([-0.25, -0.25]))
+
+
+def test_packed_demonstrations_by_hand():
+    (batch,) = packed([([5], [7, 1]), ([5, 6], [8, 9, 1])])
+    assert batch.input_ids.tolist() == [5, 6, 8, 9, 1, 5, 7, 1]  # longest first
+    assert batch.predicts.tolist() == [1, 2, 3, 5, 6]
+    assert batch.targets.tolist() == [8, 9, 1, 7, 1]  # responses only, each with its end
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_an_update_does_not_depend_on_how_it_is_cut():
+    start = made("llama")
+    results = []
+    for micro_tokens in (10**6, 20, 1):
+        batches = packed(PAIRS, micro_tokens)
+        learner = Learner(copy.deepcopy(start), LearnerSettings(lr=1e-3))
+        update = imitate(learner, batches)
+        assert (update.version, update.tokens) == (1, sum(len(response) for _, response in PAIRS))
+        results.append((len(batches), update.metrics, [p.detach().clone() for p in learner.model.parameters()]))
+    assert [count for count, _, _ in results] == [1, 3, 8]  # 1 x 8, and 8 x 1
+    for _, metrics, parameters in results[1:]:
+        for name, value in results[0][1].items():
+            assert metrics[name] == pytest.approx(value, rel=1e-5), name
+        for ours, theirs in zip(parameters, results[0][2], strict=True):
+            assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_the_update_is_that_of_torchs_own_cross_entropy():
+    start = made("qwen2")
+    learner = Learner(copy.deepcopy(start), LearnerSettings(lr=1e-3, clip_norm=1e9))
+    metrics = imitate(learner, packed(PAIRS)).metrics
+    losses = []
+    for prompt, response in PAIRS:
+        logits = start(input_ids=tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, tensor(response), reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in start.parameters() if p.grad is not None])
+    assert metrics["imitation/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["tokens"] == sum(len(response) for _, response in PAIRS)
+
+
+def test_repeated_updates_learn_the_responses_by_heart():
+    learner = Learner(made("llama"), LearnerSettings(lr=3e-3, warmup_updates=2))
+    before = fit(learner, packed(PAIRS))
+    losses = [imitate(learner, packed(PAIRS)).metrics["imitation/loss"] for _ in range(40)]
+    after = fit(learner, packed(PAIRS))
+    assert losses[0] == pytest.approx(before.loss, rel=1e-5)
+    assert after.loss < 0.1 < before.loss
+    assert (after.accuracy, after.tokens) == (1.0, before.tokens)
+    assert before.accuracy < 0.5
+
+
+def test_fit_is_the_same_however_it_is_cut_and_changes_nothing():
+    learner = Learner(made("qwen3"), LearnerSettings())
+    weights = [p.detach().clone() for p in learner.model.parameters()]
+    whole, cut = fit(learner, packed(PAIRS)), fit(learner, packed(PAIRS, 1))
+    assert (whole.accuracy, whole.tokens) == (cut.accuracy, cut.tokens)
+    assert whole.loss == pytest.approx(cut.loss, rel=1e-6)
+    assert learner.version == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, learner.model.parameters(), strict=True))
+
+
+def test_the_most_likely_token_is_found_in_chunks_as_at_once(monkeypatch):
+    states, weight, bias = torch.randn(7, 5), torch.randn(11, 5), torch.randn(11)
+    expected = (states @ weight.T + bias).argmax(1)
+    monkeypatch.setattr("bapo.learn.imitation.CHUNK_LOGITS", 22)
+    assert torch.equal(most_likely(states, weight, bias), expected)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    learner = Learner(made("llama"), LearnerSettings())
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    hooks = [p.register_hook(lambda gradient: gradient * float("inf")) for p in learner.model.parameters()]
+    with pytest.raises(FloatingPointError, match=r"gradient norm is (nan|inf) at version 0"):
+        imitate(learner, packed(PAIRS))
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+    for hook in hooks:
+        hook.remove()
+    fresh = Learner(made("llama"), LearnerSettings())
+    assert imitate(learner, packed(PAIRS)).metrics == imitate(fresh, packed(PAIRS)).metrics  # nothing was left behind

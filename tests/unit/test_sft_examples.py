@@ -1,0 +1,122 @@
+"""Demonstrations in a model's tokens: what the chat template would write, what is held out, what is left out."""
+
+import pytest
+
+from bapo.models import Policy, find_stop_ids
+from bapo.sft_config import SftDataConfig
+from bapo.tasks.demonstrations import Demonstration
+from bapo.train.examples import Batches, Encoder, Example, describe, end_of_response, load, make_examples, smallest
+from tests.supervised import model, sums, tokenizer, write_rows
+
+
+def policy(*, chat=False, positions=64, eos="<|im_end|>", **options):
+    tokens = tokenizer(chat=chat, eos=eos)
+    weights = model(positions, eos=tokens.eos_token_id)
+    return Policy(weights, tokens, find_stop_ids(tokens, weights), chat=chat, **options)
+
+
+def examples(path, positions=64, **keys):
+    config = SftDataConfig(sources=(str(path),), **keys)
+    return make_examples(load(config), config, policy(positions=positions))
+
+
+@pytest.mark.parametrize("system", ["", "Add."])
+def test_a_chat_is_what_the_template_writes_of_the_whole_conversation(system):
+    chatty = policy(chat=True, system=system)
+    example = Encoder(chatty, None)(Demonstration("q-r", "2+3=?", "5."))
+    turns = [{"role": "user", "content": "2+3=?"}, {"role": "assistant", "content": "5."}]
+    messages = [{"role": "system", "content": system}, *turns] if system else turns
+    whole = chatty.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert example is not None
+    ids = example.prompt + example.response
+    # The template goes on with a newline after the end of the turn, which nobody has to write.
+    assert chatty.tokenizer.decode(ids) + "\n" == whole
+    assert ids == chatty.tokenizer.encode(whole, add_special_tokens=False)[:-1]
+    assert chatty.tokenizer.convert_ids_to_tokens(example.response) == ["5", ".", "<|im_end|>"]
+
+
+def test_earlier_turns_belong_to_the_prompt():
+    chatty = policy(chat=True, positions=128)
+    turns = [
+        *({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}),
+        {"role": "user", "content": "2+2="},
+    ]
+    example = Encoder(chatty, None)(Demonstration("q-r", turns, "4"))
+    whole = chatty.tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "4"}], tokenize=False)
+    assert example is not None
+    assert chatty.tokenizer.decode(example.prompt + example.response) + "\n" == whole
+    assert chatty.tokenizer.decode(example.response) == "4<|im_end|>"
+
+
+def test_a_response_ends_where_the_sampler_stops():
+    assert end_of_response(policy(chat=True)) == 3  # <|im_end|>
+    # A template that writes an end the sampler does not know: the tokenizer's own end is learned instead.
+    assert end_of_response(policy(chat=True, eos="<|endoftext|>")) == 1
+    both = policy(chat=True, eos="<|endoftext|>")
+    both = Policy(both.model, both.tokenizer, frozenset({1, 3}), chat=True)
+    assert end_of_response(both) == 3
+    plain = policy()
+    assert end_of_response(plain) == 3
+    assert Encoder(plain, None)(Demonstration("q-r", "1+1=", "2")).response[-1] == 3
+    # Some data sets write the end themselves.
+    assert Encoder(plain, None)(Demonstration("q-r", "1+1=", "2<|im_end|>")).response.count(3) == 1
+
+
+def test_what_does_not_fit_is_left_out_and_counted(tmp_path):
+    rows = [{"prompt": "a" * n, "response": "b"} for n in range(1, 21)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    found = examples(path, positions=12, held_out_share=0)
+    assert max(len(e.prompt) + len(e.response) for e in found.train) == 12
+    assert (found.counts["train"], found.counts["too_long"], found.counts["longest"]) == (10, 10, 12)
+    assert describe(found.counts) == "20 rows read, 10 to learn from, 0 held out; left out: 10 longer than 12 tokens"
+    assert len(examples(path, max_tokens=5, held_out_share=0).train) == 3
+    with pytest.raises(ValueError, match=r"data.sources gives no demonstration.*20 longer than 2 tokens.*max_tokens"):
+        examples(path, max_tokens=2)
+
+
+def test_a_share_of_the_prompts_is_held_out_with_all_their_responses(tmp_path):
+    rows = [{"prompt": f"{a}=", "response": str(b)} for a in range(20) for b in range(3)]
+    found = examples(write_rows(tmp_path / "rows.jsonl", rows), held_out_share=0.1)
+    apart, learned = ({tuple(e.prompt) for e in side} for side in (found.held_out, found.train))
+    assert (len(apart), len(found.held_out), len(found.train)) == (2, 6, 54)
+    assert not apart & learned
+    reordered = examples(write_rows(tmp_path / "other.jsonl", rows[::-1]), held_out_share=0.1)
+    assert {tuple(e.prompt) for e in reordered.held_out} == apart
+    assert (
+        reordered.fingerprint != found.fingerprint == examples(tmp_path / "rows.jsonl", held_out_share=0.1).fingerprint
+    )
+
+
+def test_shares_are_never_nothing_and_never_all():
+    assert smallest({"a", "b", "c"}, 0.0) == set()
+    assert smallest({"a", "b", "c"}, 0.01) == {"a"}
+    assert smallest({"a", "b", "c"}, 0.99) == {"a", "b"}
+    assert smallest({"a"}, 0.5) == set()
+
+
+def test_prompts_of_the_held_out_file_are_taken_out_of_training(tmp_path):
+    train = write_rows(tmp_path / "train.jsonl", sums())
+    held_out = write_rows(tmp_path / "held.jsonl", [{"prompt": "3+4=", "response": "It is 7"}, *sums()[:5]])
+    found = examples(train, held_out=(str(held_out),))
+    assert (len(found.train), len(found.held_out), found.counts["also_held_out"]) == (94, 6, 6)
+    with pytest.raises(ValueError, match=r"data\.sources gives no demonstration.*100 also held out"):
+        examples(train, held_out=(str(train),))
+
+
+def test_every_demonstration_once_per_epoch_in_even_batches():
+    listed = [Example([i], [1]) for i in range(50)]
+    batches = Batches(listed, size=8, epochs=3, seed=5)
+    assert (batches.per_epoch, batches.total) == (6, 18)
+    drawn = [batches.at(update) for update in range(18)]
+    assert {len(batch) for batch in drawn} == {8, 9}
+    epochs = [[e.prompt[0] for batch in drawn[i : i + 6] for e in batch] for i in (0, 6, 12)]
+    assert all(sorted(order) == list(range(50)) for order in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert Batches(listed, size=8, epochs=3, seed=5).at(13) == drawn[13]  # asked for out of turn, as after a resume
+    assert Batches(listed, size=8, epochs=3, seed=6).at(13) != drawn[13]
+    assert Batches(listed[:3], size=8, epochs=1, seed=0).total == 1
+
+
+def test_a_prompt_without_tokens_is_named():
+    with pytest.raises(ValueError, match=r"the prompt '' has no tokens.*data\.template"):
+        Encoder(policy(), None)(Demonstration("q-r", "", "y"))
