@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from bapo.cli import run
 from bapo.config import ConfigError
-from bapo.evaluate import evaluate
+from bapo.evaluate import evaluate, maj_at_k
 from bapo.evaluation.parts import fingerprint_of_weights
 from bapo.evaluation.settings import Settings, data_names
 from bapo.models import load_policy
@@ -315,6 +316,34 @@ def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
     assert again.returncode == 2
     assert "fingerprints.own" in again.stderr
     assert "its problems, or how they are put to the model, are others now" in again.stderr
+
+
+def test_answers_are_verified_and_vote(tmp_path, capsys):
+    """The real verifier: the last number of a chain is its answer, and the target is the reference."""
+    problems = [{"question": p.prompt, "answer": str(p.answer["target"])} for p in Countdown().test[:6]]
+    file = tmp_path / "targets.jsonl"
+    file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    arguments = ["eval", "--model", "demo", "--data", str(file), "--k", "5", "--threads", "1", "--device", "cpu"]
+    assert run([*arguments, "--out", str(tmp_path / "out")]) == 0
+    rows = rows_of(tmp_path / "out")
+    assert [row["data"] for row in rows] == ["targets"] * 6
+    finished = [
+        (row["reference"], response)
+        for row in rows
+        for response in row["responses"]
+        if re.fullmatch(r".*=\d+\.", response["text"])
+    ]
+    assert len(finished) > 10
+    for reference, response in finished:
+        said = response["text"].rpartition("=")[2].rstrip(".")
+        assert response["answer"] == said
+        assert response["reward"] == float(said == reference)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    rewards = [[response["reward"] for response in row["responses"]] for row in rows]
+    answers = [[response["answer"] for response in row["responses"]] for row in rows]
+    assert found["overall"]["maj"] == vars(maj_at_k(rewards, answers))
+    assert found["overall"]["failures"] == 0
+    assert "math_verify" in found["versions"]
 
 
 def test_help_imports_no_torch():

@@ -15,13 +15,11 @@ from statistics import fmean
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, pass_at_k
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.scheduler import new_group
+from bapo.tasks.dataset import Scorer
 from bapo.tasks.task import Task
 from bapo.types import Message, Problem, Score, Status
 
-__all__ = ["Evaluation", "Response", "Scorer", "evaluate", "mean", "sample"]
-
-Scorer = Callable[[Sequence[tuple[Problem, str]]], list[Score]]
-"""What `Task.scores` is."""
+__all__ = ["Evaluation", "Response", "evaluate", "mean", "sample"]
 
 
 @dataclass(frozen=True)

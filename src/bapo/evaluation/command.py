@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help='a transformers model directory or hub id, or "demo" for the embedded model')
+    add("--model", required=True, help='a transformers model directory or hub id, a GGUF file, or "demo"')
     add("--data", required=True, action="append", metavar="NAME,…", help="benchmarks (gsm8k, math500, aime24, aime25), "
         "countdown, files, directories, owner/name:split of the hub, or name=path")  # fmt: skip
     add("--out", type=Path, metavar="DIR", help="where everything goes; default evals/MODEL-IDENTITY, so that the same "

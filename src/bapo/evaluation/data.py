@@ -14,10 +14,10 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from bapo.evaluate import Scorer
 from bapo.evaluation.settings import Settings
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data import load_problems
+from bapo.tasks.dataset import Scorer
 from bapo.tasks.function import FunctionReward, find_function
 from bapo.tasks.sandbox import VerifierPool
 from bapo.tasks.sources import resolve
@@ -69,15 +69,17 @@ def _load(name: str, settings: Settings) -> DataSet:
 
 
 @contextmanager
-def scorer(settings: Settings) -> Iterator[Scorer]:
-    """The verifier of problems that bring none of their own; what it needs ends with the block."""
+def scorer(settings: Settings, *, opens_thinking: bool) -> Iterator[Scorer]:
+    """The verifier of problems that bring none of their own; what it needs ends with the block.
+
+    `opens_thinking`: whether a response begins in the middle of the model's thinking, see `bapo.tasks.math`.
+    """
     if settings.reward is not None and settings.reward != MATH:
         with closing(FunctionReward(settings.reward, seconds=settings.reward_seconds)) as function:
             yield function.scores
         return
-    with VerifierPool(
-        "bapo.tasks.math:verify", seconds=settings.reward_seconds, memory_mb=settings.reward_memory_mb
-    ) as pool:
+    verifier = f"bapo.tasks.math:{'verify_thinking' if opens_thinking else 'verify'}"
+    with VerifierPool(verifier, seconds=settings.reward_seconds, memory_mb=settings.reward_memory_mb) as pool:
         yield lambda responses: pool.scores([(problem.answer, text) for problem, text in responses])
 
 

@@ -32,7 +32,7 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
     """The HTML document."""
     shown, limit, note = _within_budget(rows, budget)
     title = f"{results['model']} on {', '.join(results['data_sets'])}"
-    style = _file("bapo.report", "page.css") + _file("bapo.evaluation", "page.css")
+    style = _file("report", "page.css") + _file("evaluation", "page.css")
     return "\n".join(
         [
             "<!doctype html>",
@@ -58,7 +58,7 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
             f'<p class="note">{_text(note)}</p>' if note else "",
             _configuration(results),
             "</main>",
-            f"<script>{_file('bapo.evaluation', 'page.js')}</script>",
+            f"<script>{_file('evaluation', 'page.js')}</script>",
             "</body>",
             "</html>",
             "",
@@ -234,5 +234,5 @@ def _text(value: Any) -> str:
     return html.escape(str(value).replace("\0", "?").encode("utf-8", "replace").decode("utf-8"))
 
 
-def _file(package: str, name: str) -> str:
-    return files(package).joinpath(name).read_text(encoding="utf-8")
+def _file(*path: str) -> str:
+    return files("bapo").joinpath(*path).read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from bapo.config import ConfigError, available_cores
 from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.evaluation.data import DataSet, verifier_identity
 from bapo.evaluation.settings import DEFAULT_MAX_TOKENS, Settings
-from bapo.models import Policy, load_policy
+from bapo.models import Policy, hush, load_policy
 from bapo.rollout.local import max_positions
 
 __all__ = ["Plan", "default_directory", "fingerprint_of_weights", "load_model", "make_plan", "placed"]
@@ -60,8 +60,7 @@ def placed(settings: Settings) -> Settings:
 
 def load_model(settings: Settings) -> Policy:
     """The model, quietly. `settings` are placed."""
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hush()
     assert settings.threads is not None
     torch.set_num_threads(settings.threads)
     policy = load_policy(

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from bapo.config import ConfigError
-from bapo.evaluate import Response, Scorer, mean, sample
+from bapo.evaluate import Response, mean, sample
 from bapo.evaluation.data import DataSet, load_data_sets, scorer
 from bapo.evaluation.directory import opened
 from bapo.evaluation.figures import results
@@ -26,6 +26,7 @@ from bapo.evaluation.settings import Settings
 from bapo.models import Policy, prompt_text
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
+from bapo.tasks.dataset import Scorer
 from bapo.types import Problem
 
 __all__ = ["evaluate_model"]
@@ -50,7 +51,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
         rows = directory.complete([(data.name, [p.id for p in data.problems[part]]) for data, part in chunks])
         total = sum(len(data.problems) for data in data_sets)
         with make_progress(settings, path, total, rows, stream) as progress, ExitStack() as stack:
-            scorers = _scorers(data_sets, settings, stack) if len(rows) < total else {}
+            scorers = _scorers(data_sets, settings, policy, stack) if len(rows) < total else {}
             done = 0
             for data, part in chunks:
                 problems = data.problems[part]
@@ -68,12 +69,12 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
     return path, found
 
 
-def _scorers(data_sets: list[DataSet], settings: Settings, stack: ExitStack) -> dict[str, Scorer]:
+def _scorers(data_sets: list[DataSet], settings: Settings, policy: Policy, stack: ExitStack) -> dict[str, Scorer]:
     """What scores each data set; processes that this starts end with the stack."""
     chosen = {data.name: data.own_scorer for data in data_sets if data.own_scorer and settings.reward is None}
     if len(chosen) < len(data_sets):
         try:
-            shared = stack.enter_context(scorer(settings))
+            shared = stack.enter_context(scorer(settings, opens_thinking=policy.opens_thinking))
         except ValueError as error:
             raise ConfigError(str(error)) from error
         chosen |= {data.name: shared for data in data_sets if data.name not in chosen}
