@@ -333,7 +333,7 @@ def test_answers_are_verified_and_vote(tmp_path, capsys):
         for response in row["responses"]
         if re.fullmatch(r".*=\d+\.", response["text"])
     ]
-    assert len(finished) > 10
+    assert len(finished) > 5
     for reference, response in finished:
         said = response["text"].rpartition("=")[2].rstrip(".")
         assert response["answer"] == said
