@@ -134,7 +134,7 @@ def test_the_card_says_what_the_run_did(with_lora):
     assert front.splitlines()[0] == 'base_model: "demo"'
     assert "rank 4, alpha 16, on every linear layer but the head" in body
     assert "bapo (preset weak-model): target share" in body
-    assert f"| updates | {summary['updates']} in 4 steps" in body
+    assert f"| updates | {summary['updates']}, steps: 4; AdamW" in body
     assert "no token older than 3 updates (bound 16)" in body
     for key, name in (("eval/avg", "avg@2"), ("eval/pass", "pass@2")):
         before, after = (
@@ -169,5 +169,6 @@ def test_an_objective_with_a_fixed_clip_has_its_options_on_the_card(tmp_path):
     out = run(tmp_path / "run", steps=1, objective=objective, offpolicy={"reuse": 1, "replay_fraction": 0.25})
     card = (out / "model" / "README.md").read_text()
     assert "| objective | grpo (high=1.3, low=0.7) |" in card
-    assert "25% of a batch replayed" in card
+    assert "each rollout batch used once, 25% of a batch replayed" in card
+    assert "| prompts | as plain text |" in card
     assert "all weights trained" in card
