@@ -45,7 +45,17 @@ class LoraConfig(_Section):
     alpha: float | None = Field(None, gt=0)
     """Their scale is alpha / rank; None: twice the rank."""
     targets: tuple[str, ...] = ()
-    """Names of the layers they are added to; empty: every linear layer but the output head."""
+    """Names of the layers they are added to, such as q_proj; empty: every linear layer but the output head."""
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        if not self.rank and (self.alpha is not None or self.targets):
+            key, value = ("alpha", self.alpha) if self.alpha is not None else ("targets", list(self.targets))
+            raise ValueError(
+                f"model.lora.{key}={value} does nothing with model.lora.rank=0, which trains all weights. Set a rank, "
+                "for example 16, or remove it."
+            )
+        return self
 
 
 class ModelConfig(_Section):

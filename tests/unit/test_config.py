@@ -41,6 +41,8 @@ def test_presets_and_overrides_make_clip_settings():
         ({"device": "gpu"}, ["device = 'gpu'", "'cuda'"]),
         ({"model": {"dtype": "float16"}}, ["model.dtype = 'float16'", "'bfloat16'"]),
         ({"rollout": {"responses": 1}}, ["rollout.responses = 1"]),
+        ({"model": {"lora": {"alpha": 16}}}, ["model.lora.alpha=16.0 does nothing with model.lora.rank=0"]),
+        ({"model": {"lora": {"targets": ["q_proj"]}}}, ["model.lora.targets=['q_proj'] does nothing"]),
         ({"objective": {"name": "bappo"}}, ["objective.name='bappo'", "Did you mean 'bapo'"]),
         ({"objective": {"low": [0.9, 0.6]}}, ["not ordered"]),
         ({"learn": {"advantages": "grop"}}, ["learn.advantages='grop'", "Did you mean 'grpo'"]),

@@ -13,8 +13,14 @@ from bapo.config import Config, TaskConfig
 from bapo.sft_config import SftConfig
 
 
-def model_card(config: Config, summary: dict[str, Any], *, version: str) -> str:
-    """The card, with front matter for model hubs. `summary`: as in summary.json. `version`: of bapo."""
+def model_card(
+    config: Config,
+    summary: dict[str, Any],  # as in summary.json
+    *,
+    chat: bool,  # whether prompts were put into the chat template
+    version: str,  # of bapo
+) -> str:
+    """The card, with front matter for model hubs."""
     front = [
         "---",
         f"base_model: {json.dumps(config.model.path)}",
@@ -27,11 +33,11 @@ def model_card(config: Config, summary: dict[str, Any], *, version: str) -> str:
         "base model": f"`{config.model.path}`, {_trained(config)}",
         "objective": _objective(config),
         "off-policy data": _off_policy(config, summary),
-        "updates": f"{summary['updates']} in {config.steps} steps, {_learning(config)}",
+        "updates": f"{summary['updates']}, steps: {config.steps}; {_learning(config)}",
         "rollout": f"{config.rollout.prompts} prompts × {config.rollout.responses} responses per step, temperature "
         f"{config.rollout.temperature:g}, at most {config.rollout.max_tokens} tokens",
         "data": _data(config.task),
-        "prompts": _prompts(config),
+        "prompts": _prompts(config, chat=chat),
         "seed": str(config.seed),
         "made with": f"bapo {version} (arXiv:2510.18927), {config.device}, {config.model.dtype}",
     }
@@ -101,7 +107,7 @@ def _objective(config: Config) -> str:
 
 def _off_policy(config: Config, summary: dict[str, Any]) -> str:
     off = config.offpolicy
-    sources = [f"each rollout batch used {off.reuse} times"]
+    sources = [f"each rollout batch used {off.reuse} times" if off.reuse > 1 else "each rollout batch used once"]
     if off.replay_fraction:
         sources.append(f"{off.replay_fraction:.0%} of a batch replayed, up to {off.replay_max_age} updates old")
     if off.partial_budget is not None:
@@ -128,10 +134,9 @@ def _data(task: TaskConfig) -> str:
     return f"{task.name}, as embedded in bapo"
 
 
-def _prompts(config: Config) -> str:
+def _prompts(config: Config, *, chat: bool) -> str:
     model = config.model
-    how = {"auto": "in the chat template, if there is one", "yes": "in the chat template", "no": "as plain text"}
-    parts = [how[model.chat]]
+    parts = ["in the chat template" if chat else "as plain text"]
     if config.task.name == "data" and config.task.template is not None:
         parts.append(f"around each problem: {json.dumps(config.task.template, ensure_ascii=False)}")
     if model.system:

@@ -185,7 +185,7 @@ def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> l
 def _export(run: RunDirectory, parts: Parts, summary: dict[str, Any]) -> None:
     """The trained model, loadable by transformers and vLLM; low-rank additions, if any, also by themselves."""
     config, policy = parts.config, parts.policy
-    card = model_card(config, summary, version=__version__)
+    card = model_card(config, summary, chat=policy.chat, version=__version__)
     save_policy(policy, run.path / "model", card=card, temperature=config.rollout.temperature)
     if policy.adapters is not None:
         save_additions(policy, run.path / "adapter", card=card, base=config.model.path)
