@@ -15,14 +15,14 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from bapo.core.settings import ClipSettings, Measure, Order, Preset, Weight, require_choice
+from bapo.core.settings import ClipSettings, Measure, Order, Preset, Remainder, Weight, require_choice
 from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.types import batches_per_pass
 
 OBJECTIVE_NAMES = (
     "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po",
 )  # fmt: skip
-CLIP_KEYS = ("target_share", "low", "high", "measure", "weight", "order")
+CLIP_KEYS = ("target_share", "low", "high", "measure", "weight", "order", "remainder")
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
 
 
@@ -79,8 +79,8 @@ class TaskConfig(_Section):
     """data: where the prompt is, dots lead into nested columns. None: recognised by name."""
     answer_column: str | None = None
     """data: where the reference answer is. None: recognised by name."""
-    template: str = "{prompt}"
-    """data: text around each prompt, for example to ask for \\boxed{}."""
+    template: str | None = None
+    """data: text around each {prompt}, for example to ask for a box. None: benchmarks have one, others stay as is."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Problems with a longer prompt are left out. None: none is."""
     reward: str = "math"
@@ -140,6 +140,10 @@ class ObjectiveConfig(_Section):
     """Overrides the preset: none, or rollout_prob."""
     order: Order | None = None
     """Overrides the preset: which bound moves first."""
+    remainder: Remainder | None = None
+    """Overrides the preset: leave a share that no bounds reach, or weigh negative tokens down to it."""
+    scope: Literal["update", "microbatch"] = "update"
+    """Tokens that share one pair of bounds: those of the update (the paper), or of each micro-batch (its code)."""
 
     @field_validator("preset", mode="before")
     @classmethod

@@ -38,6 +38,7 @@ UPDATE = {
     "share_fixed": "The same share at the fixed clip (0.8, 1.2).",
     "share_at_start": "The share at the first candidate bounds of BAPO's search.",
     "share_at_end": "The share at the last candidate bounds of BAPO's search.",
+    "negative_weight": "Factor on negative tokens, where remainder = weigh makes up what the bounds could not.",
     "stop": "Why the search ended: 0 start, 1 raising high, 2 raising low, 3 end of path, 4 no signal.",
     "clip_low": "Lower bound on the ratio.",
     "clip_high": "Upper bound on the ratio.",

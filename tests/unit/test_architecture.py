@@ -40,12 +40,13 @@ CORE_MAY_USE = {
     *("importlib", "inspect", "math", "typing", "triton"),
 }
 # Each of these appears in one file only: the seam to that library.
-ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify", "datasets"}
+ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify", "datasets", "reasoning_gym", "peft"}
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),
     *("bapo.compare", "bapo.report", "bapo.report.live", "bapo.cli", "bapo.sft_config"),
     *("bapo.dumps.updates", "bapo.diagnose.command", "bapo.tasks.dataset", "bapo.tasks.demonstrations"),
+    *("bapo.tasks.sandbox", "bapo.tasks.worker", "bapo.tasks.math"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import CPU_CHUNK, _binned_sums, _compared_sums, _grids_of, fixed_bounds, positive_share
+from bapo.core.bounds import (
+    CPU_CHUNK,
+    _binned_sums,
+    _compared_sums,
+    _grids_of,
+    fixed_bounds,
+    positive_share,
+    weight_of_remainder,
+)
 from tests.reference import search
 
 COMBINATIONS = list(itertools.product(["gradient", "surrogate"], ["none", "rollout_prob"], ["high_first", "low_first"]))
@@ -344,3 +353,30 @@ def test_caches_survive_another_default_device():
     with torch.device("meta"):
         inside = solve_bounds(ones, ones, ALL, ClipSettings())
     assert_close(inside.high, solve_bounds(ones, ones, ALL, ClipSettings()).high)
+
+
+@pytest.mark.parametrize(
+    ("share", "target", "weight"),
+    [(0.25, 0.4, 0.5), (0.4, 0.4, 1.0), (0.6, 0.4, 1.0), (0.0, 0.4, 0.0), (1.0, 0.4, 1.0), (0.3, 0.0, 1.0)],
+)
+def test_the_remainder_by_hand(share, target, weight):
+    # P = 1, N = 3: a share of .25. Halved negatives, N = 1.5, make it 1 / 2.5 = .4.
+    assert weight_of_remainder(torch.tensor(share), target).item() == pytest.approx(weight)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batch=st.lists(token, min_size=2, max_size=30).filter(lambda batch: any(t[2] for t in batch)))
+def test_weighing_the_remainder_reaches_the_target_wherever_there_is_a_positive_signal(batch):
+    ratio, advantages, mask, _ = tensors(batch, torch.float64)
+    chosen = ClipSettings(target_share=0.45, low=(0.8, 0.9), high=(1.2, 2.0), remainder="weigh")
+    bounds = solve_bounds(ratio, advantages, mask, chosen)
+    plain = solve_bounds(ratio, advantages, mask, replace(chosen, remainder="leave"))
+    assert (bounds.low, bounds.high, bounds.share) == (plain.low, plain.high, plain.share)
+    assert plain.negative_weight is None
+    signal = torch.where(mask, advantages, 0.0)
+    weighed = torch.where(signal < 0, signal * bounds.negative_weight, signal)
+    share = positive_share(ratio, weighed, bounds.low, bounds.high).item()
+    if 0 < bounds.share < 0.45:
+        assert share == pytest.approx(0.45, rel=1e-9)
+    elif bounds.share >= 0.45:
+        assert bounds.negative_weight == 1.0

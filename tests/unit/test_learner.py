@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bapo.core.bounds import solve_bounds
 from bapo.core.settings import ClipSettings
 from bapo.learn.learner import Learner, LearnerSettings, learning_rate
 from bapo.learn.packing import pack
@@ -211,3 +212,26 @@ def test_one_optimizer_for_16_bit_weights():
     Learner(policy, LearnerSettings())
     with pytest.raises(ValueError, match="another optimizer already takes the gradients"):
         Learner(policy, LearnerSettings())
+
+
+def test_scope_microbatch_solves_bounds_for_each_part_and_reports_their_mean():
+    policy = model()
+    groups = sampled_groups(policy)
+    with torch.no_grad():  # a learner that has moved on, so that ratios spread
+        for parameter in policy.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    batches = pack(groups, estimator="grpo", micro_tokens=40, device=CPU)
+    assert len(batches) > 2
+    clip = ClipSettings(low=(0.6, 0.9), high=(1.05, 3.0))
+    expected = []
+    for batch in batches:
+        logprobs, _ = Learner(copy.deepcopy(policy), LearnerSettings(temperature=0.8)).logprobs(batch)
+        ratio = (logprobs - batch.behavior_logprobs).exp().detach()
+        expected.append(solve_bounds(ratio, batch.advantages, torch.ones_like(ratio, dtype=torch.bool), clip))
+    assert len({(float(bounds.low), float(bounds.high)) for bounds in expected}) > 1
+    settings = LearnerSettings(temperature=0.8, clip=clip, scope="microbatch")
+    metrics = Learner(copy.deepcopy(policy), settings).step(batches).metrics
+    for name, values in (("clip_low", [b.low for b in expected]), ("clip_high", [b.high for b in expected])):
+        assert metrics[name] == pytest.approx(float(torch.stack(values).mean()), rel=1e-6)
+    together = Learner(copy.deepcopy(policy), LearnerSettings(temperature=0.8, clip=clip)).step(batches).metrics
+    assert (together["clip_low"], together["clip_high"]) != (metrics["clip_low"], metrics["clip_high"])

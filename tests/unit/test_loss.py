@@ -324,3 +324,18 @@ def test_tokens_all_past_the_ratio_limit_give_no_signal_and_no_error():
     assert int(out.bounds.stop) == StopReason.NO_SIGNAL
     out.loss.backward()
     assert logprobs.grad.tolist() == [0.0, 0.0]
+
+
+def test_weighing_the_remainder_gives_positive_tokens_their_share_of_the_gradient():
+    logprobs, behavior, advantages, mask = batch()
+    advantages = advantages - 0.6  # negatives dominate
+    settings = ClipSettings(target_share=0.45, low=(0.8, 0.9), high=(1.2, 2.0), remainder="weigh")
+    out = policy_loss(logprobs, behavior, advantages, mask, settings=settings)
+    assert out.bounds.share < 0.45
+    assert out.metrics["negative_weight"] < 1
+    out.loss.backward()
+    positive = -logprobs.grad[advantages > 0].sum()
+    negative = logprobs.grad[advantages < 0].sum()
+    assert_close(positive / (positive + negative), torch.tensor(0.45))
+    again = policy_loss(logprobs, behavior, advantages, mask, bounds=out.bounds)
+    assert_close(again.loss, out.loss, rtol=0, atol=0)

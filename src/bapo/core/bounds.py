@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -84,6 +84,8 @@ class ClipBounds:
     """The share at the last candidate of the path."""
     stop: Tensor | None = None
     """A StopReason, as an integer."""
+    negative_weight: Tensor | None = None
+    """Factor on the advantages of negative tokens, which makes up what the bounds could not (`weight_of_remainder`)."""
 
 
 def solve_bounds(
@@ -183,7 +185,7 @@ def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dty
         )
     if usable(table):
         return bounds_from_parts(table, settings, dtype)
-    return _first_to_reach(table, settings, grids, dtype)
+    return _with_weight(_first_to_reach(table, settings, grids, dtype), settings)
 
 
 def _first_to_reach(table: Tensor, settings: ClipSettings, grids: _Grids, dtype: torch.dtype) -> ClipBounds:
@@ -267,11 +269,27 @@ def bounds_from_parts(
 
     grids = _grids_of(settings, dtype, parts.device)
     high_first = settings.order == "high_first"
-    return ClipBounds(
-        *choose_bounds(
-            parts, grids.low, grids.high, target_share=settings.target_share, high_first=high_first, dtype=dtype
-        )
+    chosen = choose_bounds(
+        parts, grids.low, grids.high, target_share=settings.target_share, high_first=high_first, dtype=dtype
     )
+    return _with_weight(ClipBounds(*chosen), settings)
+
+
+def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
+    """The factor w <= 1 on negative tokens with which positive ones hold the target, P / (P + w N) = target:
+
+        w = min(1, P (1 - target) / (N target)) = min(1, share (1 - target) / ((1 - share) target))
+
+    1 where the share is reached already; 0 where no positive signal is left to be balanced.
+    """
+    missing = share * (1 - target_share) / ((1 - share) * target_share)
+    return torch.where(share >= target_share, torch.ones_like(share), missing)
+
+
+def _with_weight(bounds: ClipBounds, settings: ClipSettings) -> ClipBounds:
+    if settings.remainder == "leave":
+        return bounds
+    return replace(bounds, negative_weight=weight_of_remainder(bounds.share, settings.target_share))
 
 
 @torch.no_grad()

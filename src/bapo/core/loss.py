@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, get_args
 
@@ -118,6 +118,8 @@ def policy_loss(
 
     if solves:
         bounds = _solve(tokens, settings_or_default, process_group)
+    if bounds is not None and bounds.negative_weight is not None:
+        tokens = weigh_negatives(tokens, bounds.negative_weight)
     result = OBJECTIVES[objective](tokens, **({"bounds": bounds} if objective == "bapo" else {}), **options)
     reduced = _reduce(result, tokens, reduction, denominator)
     return PolicyLoss(reduced.loss, reduced.bounds, _metrics(tokens, reduced, entropy), reduced.retained)
@@ -224,6 +226,12 @@ def clean_tokens(
     return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
 
 
+def weigh_negatives(tokens: Tokens, weight: Tensor) -> Tokens:
+    """The tokens with the advantages of negative ones multiplied: what the bounds left of the imbalance is made up."""
+    advantages = tokens.given_advantages.detach()
+    return replace(tokens, given_advantages=torch.where(advantages < 0, advantages * weight, advantages))
+
+
 def _metrics(tokens: Tokens, reduced: _Reduced, entropy: Tensor | None) -> dict[str, Tensor]:
     metrics = dict(reduced.statistics)
     bounds = reduced.bounds
@@ -235,6 +243,8 @@ def _metrics(tokens: Tokens, reduced: _Reduced, entropy: Tensor | None) -> dict[
                 "share_at_end": bounds.share_at_end,
                 "stop": bounds.stop,
             }
+        if bounds.negative_weight is not None:
+            metrics["negative_weight"] = bounds.negative_weight
     if entropy is not None:
         entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.dtype))
         metrics |= entropy_statistics(tokens, entropy, reduced.retained)

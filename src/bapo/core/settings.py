@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 Measure = Literal["gradient", "surrogate"]
 Weight = Literal["none", "rollout_prob"]
 Order = Literal["high_first", "low_first"]
+Remainder = Literal["leave", "weigh"]
 Preset = Literal["paper", "weak-model", "released-script"]
 
 MAX_STEPS = 10_000
@@ -42,6 +43,9 @@ class ClipSettings:
     """`rollout_prob` multiplies each token by the probability it was sampled with, as Eq. 8 prints it."""
     order: Order = "high_first"
     """Which bound moves first: `high_first` as in the paper, `low_first` as in the authors' code."""
+    remainder: Remainder = "leave"
+    """Where even the last candidate misses the target: `leave` the share there, as the paper does, or `weigh` negative
+    tokens down until it is reached. An extension of ours; see docs/algorithm.md."""
     target_odds: InitVar[float | None] = None
     """P / N, as the authors' code states the target. Becomes target_share = odds / (1 + odds)."""
     target_signed: InitVar[float | None] = None
@@ -56,7 +60,12 @@ class ClipSettings:
                 f"low={self.low} and high={self.high} do not enclose 1, the ratio of a fresh token. They are ranges of "
                 "bounds on the ratio, not epsilons: an epsilon of 0.2 is low=(0.8, 0.8), high=(1.2, 1.2)."
             )
-        for name, kind in (("measure", Measure), ("weight", Weight), ("order", Order)):
+        for name, kind in (
+            ("measure", Measure),
+            ("weight", Weight),
+            ("order", Order),
+            ("remainder", Remainder),
+        ):
             require_choice(name, getattr(self, name), get_args(kind))
 
     @classmethod

@@ -1,8 +1,8 @@
 """One update: forward, bounds, backward, step. The version counter lives here.
 
-All micro-batches of an update share one pair of clip bounds (scope `update`) and one denominator, so that how it is cut
-changes nothing but rounding. With several micro-batches the bounds need every token's ratio before the first
-backward pass: one forward pass without gradients comes first. With a single micro-batch it is not needed.
+All micro-batches of an update share one denominator and, unless scope is `microbatch`, one pair of clip bounds, so that
+how it is cut changes nothing but rounding. With several micro-batches the bounds need every token's ratio before the
+first backward pass: one forward pass without gradients comes first. With a single micro-batch it is not needed.
 
 The model stays in eval mode: dropout would make the learner's log-probs differ from the sampler's for no reason. The
 learner never samples and does not know who did.
@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -44,6 +44,8 @@ class LearnerSettings:
 
     objective: str = "bapo"
     clip: ClipSettings = field(default_factory=ClipSettings)
+    scope: Literal["update", "microbatch"] = "update"
+    """Which tokens share one pair of clip bounds."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the objective, such as low and high of grpo."""
     reduction: Reduction = "token_mean"
@@ -145,7 +147,8 @@ class Learner:
             )
             for batch in batches
         )
-        bounds = self._solve_over(batches) if settings.objective == "bapo" and len(batches) > 1 else None
+        solves_once = settings.objective == "bapo" and settings.scope == "update" and len(batches) > 1
+        bounds = self._solve_over(batches) if solves_once else None
         outputs = [self._backward(batch, bounds, cast(Tensor, denominator)) for batch in batches]
         return self.descend(batches, partial(self._metrics, batches, outputs))
 
@@ -241,12 +244,12 @@ class Learner:
         versions = torch.cat([batch.versions for batch in batches])
         ages = (self.version - versions).double()
         scalars: dict[str, Tensor] = {"loss": torch.stack([output.result.loss.detach() for output in outputs]).sum()}
-        scalars |= {name: result.metrics[name] for name in SEARCH if name in result.metrics}
+        scalars |= {name: _over(outputs, name) for name in SEARCH if name in result.metrics}
         scalars |= diagnose(
             tokens,
             torch.cat([output.result.retained for output in outputs]),
             settings=self.settings.clip,
-            bounds=result.bounds,
+            bounds=result.bounds and replace(result.bounds, low=scalars["clip_low"], high=scalars["clip_high"]),
             entropy=entropy,
         )
         scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
@@ -290,12 +293,20 @@ def deterministic(device: torch.device) -> Iterator[None]:
 @torch.no_grad()
 def _check_head(model: Any) -> None:
     """The head is applied here, in chunks: it must be all there is between hidden states and logits."""
-    ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
+    config = model.config.get_text_config()
+    ids = torch.arange(4, device=model.device)[None] % config.vocab_size
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise ValueError(
             f"the output head of {type(model).__name__} is a {type(head).__name__}; the learner multiplies by a plain "
             "Linear and would leave out what it adds. Keep adapters off the head."
+        )
+    cap = getattr(config, "final_logit_softcapping", None)  # a few small logits would not show it
+    if cap is not None:
+        raise ValueError(
+            f"{type(model).__name__} soft-caps its logits after the output head (final_logit_softcapping={cap:g}); the "
+            "learner's log-probs would not be the sampler's. Use a model without soft-capping: Gemma 2 has it, Gemma 3 "
+            "has not."
         )
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     ours = torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)).float()
@@ -308,7 +319,7 @@ def _check_head(model: Any) -> None:
         )
 
 
-SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop")
+SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight")
 """Metrics of the bounds that the diagnostics do not recompute."""
 
 
@@ -319,3 +330,9 @@ class _Output:
     logprobs: Tensor
     entropy: Tensor
     result: PolicyLoss
+
+
+def _over(outputs: list[_Output], name: str) -> Tensor:
+    """A metric of the search: that of the update, or the mean over micro-batches that searched by themselves."""
+    values = [output.result.metrics[name] for output in outputs]
+    return values[0] if outputs[0].result.bounds is outputs[-1].result.bounds else torch.stack(values).double().mean()

@@ -46,7 +46,9 @@ def unsupported(model: PreTrainedModel) -> str | None:
         kinds = type(head).__name__, type(base.embed_tokens).__name__
         return f"its head and embedding are {kinds[0]} and {kinds[1]}, not plain Linear and Embedding"
     linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    strangers = {type(module).__name__ for module in linears if type(module) is not torch.nn.Linear}
+    strangers = {f"{type(m).__module__}.{type(m).__name__}" for m in linears if type(m) is not torch.nn.Linear}
+    if any(name.startswith("peft.") for name in strangers):
+        return "it has low-rank additions (model.lora), which the fused weights would leave out"
     if strangers:
         return f"its projections are {', '.join(sorted(strangers))}, not plain Linear"
     return None

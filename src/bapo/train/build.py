@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import heapq
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import transformers
 
 from bapo.buffer import Buffer
-from bapo.config import Config, ConfigError, TaskConfig, available_cores
+from bapo.config import Config, ConfigError, available_cores
 from bapo.core.objectives import OBJECTIVES
 from bapo.learn.learner import Learner, LearnerSettings
-from bapo.models import Policy, load_policy
+from bapo.models import Policy, hush, load_policy, prompt_text
+from bapo.models.lora import LoraSettings
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.sft_config import SftConfig
-from bapo.tasks.countdown import Countdown
+from bapo.tasks.overlong import overlong_penalty
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.loop import Parts
+from bapo.train.tasks import make_task
 
 Kind = TypeVar("Kind", Config, SftConfig)
 
@@ -59,9 +63,8 @@ def make_engine(model: Any, config: Config) -> Engine:
 
 def make_policy(config: Config | SftConfig) -> Policy:
     """The model of a run, quietly."""
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = config.model
+    hush()
+    model, lora = config.model, config.model.lora
     return load_policy(
         model.path,
         dtype=model.dtype,
@@ -70,20 +73,18 @@ def make_policy(config: Config | SftConfig) -> Policy:
         chat={"auto": None, "yes": True, "no": False}[model.chat],
         system=model.system,
         template_options=dict(model.template_options),
+        lora=LoraSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
+        seed=config.seed,
     )
-
-
-def make_task(config: TaskConfig) -> Task:
-    """Problems and verifier."""
-    return Countdown()
 
 
 def build(config: Config) -> Parts:
     """The parts of a run, at its beginning."""
     config = resolve(config)
     torch.set_num_threads(config.threads)
-    policy, task = make_policy(config), make_task(config.task)
-    model = policy.model
+    policy = make_policy(config)
+    prepared = make_task(config, policy)
+    model, task = policy.model, prepared.task
     _check_fits(config, policy, task)
     sampling = Sampling(config.rollout.temperature, policy.stop_ids)
     off = config.offpolicy
@@ -91,7 +92,8 @@ def build(config: Config) -> Parts:
         config=config,
         task=task,
         policy=policy,
-        overlong=lambda length: 0.0,
+        notes=prepared.notes,
+        overlong=_overlong(config),
         engine=make_engine(model, config),
         stream=ProblemStream(task.train, seed=config.seed),
         scheduler=Scheduler(
@@ -117,13 +119,32 @@ def build(config: Config) -> Parts:
     )
 
 
+def _overlong(config: Config) -> Callable[[int], float]:
+    """Length of a response -> what it adds to the reward for learning."""
+    if config.task.overlong_tokens == 0:
+        return lambda length: 0.0
+    return partial(
+        overlong_penalty,
+        max_tokens=config.rollout.max_tokens,
+        buffer=config.task.overlong_tokens,
+        penalty=config.task.overlong_penalty,
+    )
+
+
+LOOKED_AT = 256
+"""Prompts that are measured in tokens: those with the most characters. A data set may have millions."""
+
+
 def _check_fits(config: Config, policy: Policy, task: Task) -> None:
     """What only model and task together can tell."""
     if config.eval.problems > len(task.test):
         raise ConfigError(
             f"eval.problems={config.eval.problems}, but the task holds out {len(task.test)}. Lower it to that or less."
         )
-    longest = max(len(policy.encode(problem.prompt)) for problem in [*task.train, *task.test])
+    prompts = heapq.nlargest(
+        LOOKED_AT, (p.prompt for p in (*task.train, *task.test)), key=lambda p: len(prompt_text(p))
+    )
+    longest = max(len(policy.encode(prompt)) for prompt in prompts)
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     if positions is not None and longest + config.rollout.max_tokens > positions:
         raise ConfigError(
@@ -145,6 +166,7 @@ def learner_settings(config: Config) -> LearnerSettings:
     return LearnerSettings(
         objective=config.objective.name,
         clip=config.objective.clip,
+        scope=config.objective.scope,
         options=dict(config.objective.options),
         reduction=learn.reduction,
         length=config.rollout.max_tokens,

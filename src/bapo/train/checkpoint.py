@@ -1,10 +1,10 @@
 """Checkpoints: all or nothing.
 
-A checkpoint is a directory `checkpoints/step-000040` with the weights, the optimizer's moments and float32 masters (all
-safetensors), and `state.json`: the learner's version, how long the logs were, and what else the loop must remember,
-such as parked responses and the data cursor. It is written under another name, every file flushed to disk with its
-checksum in `manifest.json`, and renamed last: whatever kills the process, a directory with the final name is complete.
-Loading verifies every checksum.
+A checkpoint is a directory `checkpoints/step-000040` with the weights that are trained, the optimizer's moments and
+float32 masters (all safetensors), and `state.json`: the learner's version, how long the logs were, and what else the
+loop must remember, such as parked responses and the data cursor. It is written under another name, every file flushed
+to disk with its checksum in `manifest.json`, and renamed last: whatever kills the process, a directory with the final
+name is complete. Loading verifies every checksum.
 
 The random state needs no file: every draw is a function of a seed and a counter that is saved here.
 """
@@ -21,9 +21,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from bapo.learn.learner import Learner
+from bapo.models.weights import restore_weights, trained_weights
 
 MANIFEST = "manifest.json"
 
@@ -45,7 +45,7 @@ def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *,
     partial.mkdir(parents=True)
     try:
         writers: dict[str, Callable[[Path], None]] = {
-            "model.safetensors": lambda path: save_file(_weights(learner), path),
+            "model.safetensors": lambda path: save_file(trained_weights(learner.model), path),
             "optimizer.safetensors": lambda path: save_file(learner.optimizer.tensors(), path),
             "state.json": lambda path: _write(path, json.dumps(state | {"version": learner.version})),
         }
@@ -90,10 +90,7 @@ def load(path: Path, learner: Learner) -> dict[str, Any]:
     _verify(path)
     try:
         state: dict[str, Any] = json.loads((path / "state.json").read_text())
-        result = learner.model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-        tied = learner.model.state_dict().keys() - _weights(learner).keys()
-        if result.unexpected_keys or set(result.missing_keys) - tied:
-            raise KeyError(f"{result.unexpected_keys} are unknown and {result.missing_keys} are missing")
+        restore_weights(learner.model, load_file(path / "model.safetensors"))
         learner.optimizer.load_tensors(load_file(path / "optimizer.safetensors"))
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise CheckpointError(
@@ -119,17 +116,6 @@ def _damaged(path: Path, why: str) -> CheckpointError:
         f"Move {path.name} away to resume from {others[-1]}." if others else "It is the only one: start the run again."
     )
     return CheckpointError(f"the checkpoint {path} is damaged: {why}. Nothing was changed. {remedy}")
-
-
-def _weights(learner: Learner) -> dict[str, Tensor]:
-    """Every parameter once (tied ones share storage), and every buffer that is part of the state."""
-    seen: dict[int, str] = {}
-    weights = {}
-    for name, tensor in learner.model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen[tensor.data_ptr()] = name
-            weights[name] = tensor.contiguous()
-    return weights
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -111,15 +110,6 @@ class RunDirectory:
         """Everything to continue from after this step, the logs flushed and as long as they are now."""
         self.flush()
         checkpoint.save(self.path / "checkpoints", step, learner, state | {"logs": self.sizes()}, keep=keep)
-
-    def export(self, model: Any, tokenizer: Any) -> None:
-        """The trained model, loadable by transformers, whole or not at all."""
-        partial = self.path / "model.partial"
-        for leftover in (partial, self.path / "model"):  # of a process that was killed before it wrote the summary
-            shutil.rmtree(leftover, ignore_errors=True)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(self.path / "model")
 
 
 @contextmanager

@@ -46,6 +46,8 @@ class Parts:
     config: Config
     task: Task
     policy: Policy
+    notes: list[str]
+    """What a person should know of how they were made."""
     overlong: Callable[[int], float]
     """What the length of a response adds to the reward it learns from; at most 0."""
     engine: Engine

@@ -6,7 +6,8 @@ timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
 failures.jsonl   responses the verifier failed on, with the cause; there is none if it never did
 checkpoints/     see checkpoint.py
-model/           the trained model, in transformers format
+model/           the trained model, in transformers format, with a card
+adapter/         low-rank additions by themselves, in peft's format, if those were trained
 summary.json     evaluation before and after; written last, so its presence means the run is complete
 """
 
@@ -19,13 +20,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from bapo import __version__
 from bapo.config import Config, ConfigError
 from bapo.evaluate import evaluate
 from bapo.metrics import check_declared
 from bapo.models import prompt_text
+from bapo.models.export import save_additions, save_policy
 from bapo.rollout.engine import Sampling
+from bapo.tasks.data import fingerprint
 from bapo.train import checkpoint
 from bapo.train.build import build, resolve
+from bapo.train.card import model_card
 from bapo.train.directory import Interrupted, RunDirectory, stop_on_signal
 from bapo.train.loop import Parts, Progress, StepRecord, train
 from bapo.types import Trajectory
@@ -52,6 +57,11 @@ def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
     source = checkpoint.newest(path / "checkpoints")
     parts, progress = build(config), Progress()
     state = checkpoint.load(source, parts.learner)
+    if state["problems"] != fingerprint(parts.task.train):
+        raise checkpoint.CheckpointError(
+            f"the problems to train on (task.name={config.task.name!r}) changed since {path} began, so it cannot be "
+            "continued as it was. Restore the data, or start a new run."
+        )
     _restore(parts, progress, state)
     run.cut(state["logs"])
     return _go(run, parts, progress, plain=plain)
@@ -63,6 +73,8 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
     title = f"{config.objective.name} · {config.model.path} · {run.path}"
     stopping: list[str] = []
     with make_view(config.steps, title=title, plain=plain) as view:
+        for note in parts.notes:
+            view.note(note)
         if progress.step == 0:
             _save(run, parts, progress)
             view.note(f"evaluating on {config.eval.problems} held-out problems before training")
@@ -88,8 +100,8 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
             )
         view.note(f"evaluating on {config.eval.problems} held-out problems after training")
         _evaluate_fully(run, parts, progress)
-        run.export(parts.learner.model, parts.policy.tokenizer)
-    summary = _summarize(run, config)
+        summary = _summarize(run, config)
+        _export(run, parts, summary)
     run.write("summary.json", summary)
     _show(summary, config, run)
     return summary
@@ -99,6 +111,7 @@ def _save(run: RunDirectory, parts: Parts, progress: Progress) -> None:
     """All that the next step depends on, besides the learner."""
     state = {
         "progress": asdict(progress),
+        "problems": fingerprint(parts.task.train),
         "cursor": parts.stream.cursor,
         "scheduler": parts.scheduler.state_dict(),
         "buffer": parts.buffer.state_dict(),
@@ -167,6 +180,15 @@ def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> l
     """The text of a response, cut where another version of the policy took over: (version, text) in order."""
     tagged = groupby(zip(trajectory.versions, trajectory.tokens, strict=True), key=lambda pair: pair[0])
     return [(version, decode([token for _, token in pairs])) for version, pairs in tagged]
+
+
+def _export(run: RunDirectory, parts: Parts, summary: dict[str, Any]) -> None:
+    """The trained model, loadable by transformers and vLLM; low-rank additions, if any, also by themselves."""
+    config, policy = parts.config, parts.policy
+    card = model_card(config, summary, version=__version__)
+    save_policy(policy, run.path / "model", card=card, temperature=config.rollout.temperature)
+    if policy.adapters is not None:
+        save_additions(policy, run.path / "adapter", card=card, base=config.model.path)
 
 
 def _summarize(run: RunDirectory, config: Config) -> dict[str, Any]:

@@ -25,15 +25,18 @@ from typing import Any
 
 import torch
 
+from bapo import __version__
 from bapo.config import ConfigError
 from bapo.learn.imitation import fit, imitate
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.learn.packing import pack_demonstrations
 from bapo.metrics import check_declared
 from bapo.models import Policy
+from bapo.models.export import save_policy
 from bapo.sft_config import SftConfig
 from bapo.train import checkpoint
 from bapo.train.build import make_policy, resolve
+from bapo.train.card import sft_card
 from bapo.train.directory import Interrupted, RunDirectory, stop_on_signal
 from bapo.train.examples import Batches, Example, Examples, describe, load, make_examples
 from bapo.types import TokenBatch
@@ -137,8 +140,9 @@ def _go(run: RunDirectory, parts: SftParts, *, plain: bool | None) -> dict[str, 
                 f"stopped after update {learner.version}, which is saved. Continue with: bapo resume {run.path}"
             )
         _measure(run, parts, view)
-        run.export(learner.model, parts.policy.tokenizer)
-    summary = _summarize(run)
+        summary = _summarize(run)
+        card = sft_card(config, summary, describe(parts.examples.counts), version=__version__)
+        save_policy(parts.policy, run.path / "model", card=card)
     run.write("summary.json", summary)
     _show(summary, parts, run)
     return summary

@@ -1,0 +1,117 @@
+"""What a model needs on one GPU, by arithmetic: python benchmarks/memory.py [--slots N] [--tokens N] [--rank N].
+
+    states        per trained parameter 18 bytes: bfloat16 weight 2, float32 master 4, gradient 4, moments 8; else 2
+    keys, values  layers x 2 x key heads x head width x 2 bytes, per token in flight
+    activations   with learn.activation_checkpointing: one input per layer, tokens x hidden x 2 bytes, and the working
+                  set of the layer being recomputed, about 2 x (4 hidden + 3 intermediate) x 2 bytes per token
+    head          one block of the vocabulary at a time: below 1 GiB
+
+Sampling and learning take turns, and the keys of one are free before the other begins only if the engine is closed;
+here they stand side by side. The measured point: 0.5B parameters, 10.5 GiB with checkpointing (docs/performance.md),
+where this gives 8.3 of states.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+GIB = 2**30
+GPUS = {"24 GB": 24e9, "80 GB": 80e9, "141 GB": 141e9, "192 GB": 192e9}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published model's dimensions."""
+
+    kind: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    head_width: int
+    vocabulary: int
+    tied: bool
+
+    def parameters(self) -> int:
+        config_type, model_type = (
+            (Qwen2Config, Qwen2ForCausalLM) if self.kind == "qwen2" else (LlamaConfig, LlamaForCausalLM)
+        )
+        config = config_type(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            head_dim=self.head_width,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied,
+        )
+        with torch.device("meta"):
+            return int(model_type(config).num_parameters())
+
+    def lora_parameters(self, rank: int) -> int:
+        """Two thin matrices beside every linear layer."""
+        query, keys = self.heads * self.head_width, self.key_heads * self.head_width
+        widths = [(self.hidden, query), (self.hidden, keys), (self.hidden, keys), (query, self.hidden)]
+        widths += [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
+        return self.layers * rank * sum(a + b for a, b in widths)
+
+    def keys_per_token(self) -> int:
+        return self.layers * 2 * self.key_heads * self.head_width * 2
+
+    def activations(self, tokens: int) -> int:
+        return tokens * 2 * (self.layers * self.hidden + 2 * (4 * self.hidden + 3 * self.intermediate))
+
+
+MODELS = {
+    "SmolLM2-135M": Shape("llama", 576, 1536, 30, 9, 3, 64, 49152, True),
+    "Qwen2.5-0.5B": Shape("qwen2", 896, 4864, 24, 14, 2, 64, 151936, True),
+    "OctoThinker-3B (Llama 3.2)": Shape("llama", 3072, 8192, 28, 24, 8, 128, 128256, True),
+    "R1-Distill-Qwen-7B": Shape("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, False),
+    "R1-Distill-Qwen-32B": Shape("qwen2", 5120, 27648, 64, 40, 8, 128, 152064, False),
+}
+
+
+def states(shape: Shape, rank: int) -> int:
+    """Bytes of weights, masters, gradients and moments; rank 0 trains everything."""
+    parameters = shape.parameters()
+    return 18 * parameters if rank == 0 else 2 * parameters + 18 * shape.lora_parameters(rank)
+
+
+def verdict(needed: float) -> str:
+    """The smallest card that holds it, leaving a tenth for the allocator and the CUDA context."""
+    return next((name for name, size in GPUS.items() if needed <= 0.9 * size), f"{needed / (0.9 * 80e9):.1f} x 80 GB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, default=64, help="responses decoded side by side")
+    parser.add_argument("--tokens", type=int, default=9216, help="longest prompt and response")
+    parser.add_argument("--micro-tokens", type=int, default=16384, help="learn.micro_tokens")
+    parser.add_argument("--rank", type=int, default=64, help="of the LoRA rows")
+    chosen = parser.parse_args()
+    print(
+        f"| model | parameters | keys per token | keys of {chosen.slots} x {chosen.tokens} | trained | states "
+        "| activations | in all | fits |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for name, shape in MODELS.items():
+        keys = shape.keys_per_token() * chosen.slots * chosen.tokens
+        active = shape.activations(chosen.micro_tokens)
+        for rank in (0, chosen.rank):
+            held = states(shape, rank)
+            total = held + keys + active + GIB
+            trained = "all" if rank == 0 else f"LoRA {rank}"
+            print(
+                f"| {name} | {shape.parameters() / 1e9:.2f} B | {shape.keys_per_token() / 1024:.0f} KiB "
+                f"| {keys / GIB:.1f} GiB | {trained} | {held / GIB:.1f} GiB | {active / GIB:.1f} GiB "
+                f"| {total / GIB:.0f} GiB | {verdict(total)} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Does the verifier accept every ground truth of a data set, and refuse wrong answers?
+
+    python examples/check_gold.py gsm8k/test.jsonl math500/test.jsonl aime24.parquet …
+
+Reads GSM8K's own files, files with an `answer` column, and verl's parquet files. Every ground truth is written as a
+response in a box, as a sentence and as a #### line, and must be accepted. Then come responses that must be refused: the
+answer of the next problem, the answer plus one, with its sign turned, in the thinking only, boxed before another one,
+in a list of candidates, and nothing at all. What was accepted or refused wrongly is listed.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from bapo.tasks.sandbox import VerifierPool
+
+RIGHT = {
+    "boxed": lambda gold: f"We add them up.\nThe answer is $\\boxed{{{gold}}}$.",
+    "sentence": lambda gold: f"We add them up.\nThe answer is {gold}.",
+    "hashes": lambda gold: f"We add them up.\n#### {gold}",
+}
+WRONG = {
+    "plus one": lambda gold, other: f"\\boxed{{{gold} + 1}}",
+    "sign": lambda gold, other: f"\\boxed{{-({gold})}}",
+    "next": lambda gold, other: f"\\boxed{{{other}}}",
+    "next, sentence": lambda gold, other: f"The answer is {other}.",
+    "thinking": lambda gold, other: f"<think>It is \\boxed{{{gold}}}.",
+    "early box": lambda gold, other: f"\\boxed{{{gold}}}, or rather \\boxed{{{other}}}",
+    "list": lambda gold, other: f"\\boxed{{{gold}, {other}, 123456}}",
+    "open box": lambda gold, other: f"\\boxed{{{gold}",
+    "empty": lambda gold, other: "\\boxed{}",
+    "nothing": lambda gold, other: "",
+}
+
+
+def ground_truths(path: Path) -> list[str]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        return [row["ground_truth"] for row in parquet.read_table(path).column("reward_model").to_pylist()]
+    answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
+    return [answer.rpartition("####")[2].strip() for answer in answers]
+
+
+def main(paths: list[str]) -> None:
+    with VerifierPool("bapo.tasks.math:verify") as pool:
+        for path in map(Path, paths):
+            golds = ground_truths(path)
+            print(f"{path}: {len(golds)} answers")
+            for name, write in RIGHT.items():
+                started = time.perf_counter()
+                scores = pool.scores([(gold, write(gold)) for gold in golds])
+                refused = [(gold, s) for gold, s in zip(golds, scores, strict=True) if s.reward != 1.0]
+                seconds = time.perf_counter() - started
+                print(f"  {name:16} accepted {len(golds) - len(refused):6} of {len(golds)}   {seconds:5.1f} s")
+                for gold, score in refused:
+                    print(f"    refused {gold!r}: found {score.answer!r} {score.failure}")
+            forms = [score.answer for score in pool.scores([(gold, f"\\boxed{{{gold}}}") for gold in golds])]
+            for name, write in WRONG.items():
+                others = [(gold, other) for (gold, form), (other, its_form) in pairs(golds, forms) if form != its_form]
+                scores = pool.scores([(gold, write(gold, other)) for gold, other in others])
+                wrong = [(pair, s) for pair, s in zip(others, scores, strict=True) if s.reward != 0.0]
+                failed = sum(score.reward is None for _, score in wrong)
+                refused = len(others) - len(wrong)
+                print(f"  {name:16} refused  {refused:6} of {len(others)}" + f"   ({failed} failed)" * bool(failed))
+                for (gold, other), score in wrong:
+                    print(f"    accepted for {gold!r}: {write(gold, other)!r}: {score.answer!r} {score.failure}")
+
+
+def pairs(golds, forms):
+    """Each ground truth with its form, and the next one with its."""
+    both = list(zip(golds, forms, strict=True))
+    return zip(both, both[1:] + both[:1], strict=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

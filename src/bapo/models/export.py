@@ -1,0 +1,64 @@
+"""A policy as a directory that transformers and vLLM load.
+
+What is written is what was trained: one plain model (low-rank additions merged into its weights), the tokenizer with
+its chat template, and generation settings that name every stop token and sample as the policy was sampled from, at its
+temperature and from the whole distribution. The settings that the base model came with are not taken over: a top-p or
+a repetition penalty of theirs would change what others measure, and some cannot even be written back.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from bapo.models.lora import merged_weights, save_adapter
+from bapo.models.policy import Policy
+
+
+def save_policy(
+    policy: Policy,
+    directory: Path,
+    *,
+    card: str,  # its README.md
+    temperature: float = 1.0,
+) -> None:
+    """Write model, tokenizer, generation settings and card into the directory, whole or not at all."""
+    partial = _fresh(directory)
+    model, tokenizer = policy.model, policy.tokenizer
+    own_settings = model.generation_config
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=sorted(policy.stop_ids),
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+    )
+    try:
+        weights = None if policy.adapters is None else merged_weights(model)
+        model.save_pretrained(partial, state_dict=weights)
+    finally:
+        model.generation_config = own_settings
+    tokenizer.save_pretrained(partial)
+    (partial / "README.md").write_text(card)
+    partial.rename(directory)
+
+
+def save_additions(policy: Policy, directory: Path, *, card: str, base: str) -> None:
+    """Write the low-rank additions alone, whole or not at all. `base`: the model they belong to."""
+    assert policy.adapters is not None
+    partial = _fresh(directory)
+    save_adapter(policy.adapters, partial, base=base)
+    (partial / "README.md").write_text(card)
+    partial.rename(directory)
+
+
+def _fresh(directory: Path) -> Path:
+    """Where to write first; nothing is left of a process that was killed on the way."""
+    partial = directory.with_name(f"{directory.name}.partial")
+    for leftover in (partial, directory):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return partial

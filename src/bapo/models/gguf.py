@@ -1,0 +1,52 @@
+"""A GGUF file as a model that trains like any other.
+
+transformers reads the file and turns its quantised blocks into ordinary numbers, but keeps the model marked as
+quantised, and such a model can be neither saved nor trusted to train. So its weights move into a fresh model of the
+same configuration without that mark. What quantisation lost stays lost: the result is the quantised model, written out.
+"""
+
+from __future__ import annotations
+
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """Model and tokenizer in a GGUF file."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file.")
+    absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if absent:
+        raise ValueError(f"reading GGUF needs the package {absent[0]}: pip install 'bapo[gguf]'.")
+    place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    unpacked: Any = transformers.GgufConfig(dequantize=True)  # else some stay packed where there are kernels for that
+    with redirect_stderr(StringIO()):  # a progress bar that cannot be switched off
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            **place, dtype=dtype, quantization_config=unpacked
+        )
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
+    settings = read.config.to_dict()
+    for mark in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(mark, None)
+    config = type(read.config).from_dict(settings)
+    model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, **options
+    )
+    try:
+        model.load_state_dict(read.state_dict())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip().rstrip(".")
+        raise ValueError(
+            f"the weights in {path.name} do not fit the configuration that transformers {transformers.__version__} "
+            f"reads from it ({reason})."
+        ) from error
+    model.generation_config = read.generation_config
+    if tokenizer.model_max_length > config.max_position_embeddings:  # the file does not say, so it is "no limit"
+        tokenizer.model_max_length = config.max_position_embeddings
+    return model.eval(), tokenizer

@@ -1,0 +1,103 @@
+"""From a name to a policy, with everything checked that would otherwise go wrong later and quietly.
+
+The name is a directory or hub id of a transformers model, a GGUF file, or "demo" for the embedded model. A checkpoint
+that lacks weights is refused: transformers would fill them in at random and mention it in a log. So are options of the
+chat template that the template does not read, which it would ignore.
+
+Code that comes with a model is never run: an architecture has to be one that transformers knows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bapo.demo import model_path
+from bapo.models.gguf import load_gguf
+from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.policy import Policy, find_stop_ids
+
+
+def load_policy(
+    path: str,
+    *,
+    dtype: str,
+    device: str,
+    attention: str = "auto",
+    chat: bool | None = None,  # None: if the tokenizer has a chat template
+    system: str = "",
+    template_options: dict[str, Any] | None = None,
+    lora: LoraSettings | None = None,  # None: all weights are trained
+    seed: int = 0,  # of the additions' first values
+) -> Policy:
+    """The policy behind a transformers directory, a hub id, a GGUF file, or "demo"."""
+    model, tokenizer = _load(path, dtype=getattr(torch, dtype), attention=attention)
+    if chat and tokenizer.chat_template is None:
+        raise ValueError(
+            f"model.chat='yes', but the tokenizer of {path!r} has no chat template. Set 'no', or use a chat model."
+        )
+    _check_options(path, template_options or {}, tokenizer)
+    stop_ids = find_stop_ids(tokenizer, model)
+    if not stop_ids:
+        raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token to stop at. Set one.")
+    adapters = None if lora is None else add_lora(model, lora, seed=seed)
+    return Policy(
+        model=model.to(device),
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        chat=tokenizer.chat_template is not None if chat is None else chat,
+        system=system,
+        template_options=template_options or {},
+        adapters=adapters,
+    )
+
+
+def hush() -> None:
+    """Silence transformers' own progress bars and remarks, for programs that say themselves what is going on."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
+    """Model and tokenizer, on the CPU."""
+    options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    source = str(model_path()) if path == "demo" else path
+    if (Path(source) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model: a run keeps "
+            "it in model/, beside adapter/."
+        )
+    try:
+        if source.endswith(".gguf"):
+            return load_gguf(Path(source), dtype=dtype, **options)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(
+            f"model.path={path!r} cannot be loaded: {reason} Give a directory with a transformers causal language "
+            'model and its tokenizer, a GGUF file, or "demo".'
+        ) from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"model.path={path!r} lacks {len(missing)} of the weights that {type(model).__name__} has, {missing[0]} "
+            "among them, and they would start at random. Give the checkpoint of a whole causal language model."
+        )
+    return model, tokenizer
+
+
+def _check_options(path: str, options: dict[str, Any], tokenizer: Any) -> None:
+    """Refuse options of the template that it never reads."""
+    unread = [name for name in options if name not in str(tokenizer.chat_template)]
+    if unread:
+        raise ValueError(
+            f"model.template_options.{unread[0]} is not read by the chat template of {path!r}, so setting it would "
+            "change nothing. Remove it, or look in the template for the name it uses."
+        )

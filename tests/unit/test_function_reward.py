@@ -1,0 +1,128 @@
+import asyncio
+import itertools
+import sys
+import textwrap
+import time
+
+import pytest
+
+from bapo.tasks.function import FunctionReward
+from bapo.types import Problem, Score
+
+PROBLEM = Problem("p", "2+2=", "4", extra={"level": 3})
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a module into the current directory and gives a reward made of one of its functions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    made, names = [], itertools.count()
+
+    def write(code, function="reward", **options):
+        name = f"reward_{tmp_path.name}_{next(names)}".replace("-", "_")
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        made.append(FunctionReward(f"{name}:{function}", **options))
+        return made[-1]
+
+    yield write
+    for reward in made:
+        reward.close()
+
+
+def scores(reward, *responses):
+    return reward.scores([(PROBLEM, response) for response in responses])
+
+
+def test_a_function_gets_the_keywords_it_names(written):
+    reward = written("def reward(response, answer):\n    return answer in response")
+    assert scores(reward, "it is 4", "5") == [Score(1.0), Score(0.0)]
+    reward = written("def reward(extra, prompt, scale=2):\n    return extra['level'] * len(prompt) * scale")
+    assert scores(reward, "") == [Score(24.0)]
+    reward = written("def reward(**given):\n    return {'reward': 1, 'answer': ' '.join(sorted(given))}")
+    assert scores(reward, "") == [Score(1.0, answer="answer extra prompt response")]
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("return float('nan')", "ValueError: the reward function returned nan"),
+        ("return float('inf')", "ValueError: the reward function returned inf"),
+        ("return 'high'", "TypeError: the reward function returned a str, not a number"),
+        ("return None", "TypeError: the reward function returned a NoneType, not a number"),
+        ("return {'score': 1}", "TypeError: the reward function returned a dict without 'reward': ['score']"),
+        ("return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise RuntimeError", "RuntimeError"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_is_no_reward_is_a_failure(written, kind, code, failure):
+    reward = written(f"{kind} reward(response):\n    if response == 'good': return 1\n    {code}")
+    assert scores(reward, "bad", "good") == [Score(None, failure), Score(1.0)]
+
+
+def test_async_functions_run_side_by_side_in_order_up_to_a_limit(written):
+    code = """
+        import asyncio
+        running = most = 0
+        async def reward(response):
+            global running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.1 / float(response))
+            running -= 1
+            return float(response)
+    """
+    reward = written(code, concurrency=5)
+    started = time.monotonic()
+    assert [score.reward for score in scores(reward, *map(str, range(1, 21)))] == list(range(1, 21))
+    assert time.monotonic() - started < 1.0
+    assert sys.modules[reward.name.partition(":")[0]].most == 5
+
+
+def test_an_async_call_has_a_time_limit_of_its_own(written):
+    code = """
+        import asyncio
+        async def reward(response):
+            if response == "own": raise TimeoutError("of the judge")
+            await asyncio.sleep(60 if response == "slow" else 0)
+            return 1
+    """
+    reward = written(code, seconds=0.2)
+    expected = [Score(None, "timeout after 0.2 s"), Score(1.0), Score(None, "TimeoutError: of the judge")]
+    assert scores(reward, "slow", "fast", "own") == expected
+
+
+def test_one_event_loop_serves_all_batches(written):
+    code = """
+        import asyncio
+        loops = set()
+        class Judge:
+            async def __call__(self, response):
+                loops.add(asyncio.get_running_loop())
+                return 1
+        judge = Judge()
+    """
+    reward = written(code, "judge")
+    for _ in range(3):
+        assert scores(reward, "a", "b") == [Score(1.0)] * 2
+    assert len(sys.modules[reward.name.partition(":")[0]].loops) == 1
+    with pytest.raises(RuntimeError):
+        asyncio.get_running_loop()
+
+
+def test_what_cannot_be_found_or_called_is_explained(written):
+    with pytest.raises(ValueError, match=r"no module 'nowhere_at_all' in .*test_what_cannot_be_found"):
+        FunctionReward("nowhere_at_all:reward")
+    with pytest.raises(ValueError, match="write module:function"):
+        FunctionReward("rewards.py")
+    with pytest.raises(ValueError, match=r"has no function 'reword'\. Did you mean reward\?"):
+        written("def reward(response): return 1", "reword")
+    with pytest.raises(ValueError, match="imports not_installed_here, which is missing"):
+        written("import not_installed_here")
+    with pytest.raises(ValueError, match=r"failed: SyntaxError"):
+        written("def reward(:")
+    with pytest.raises(ValueError, match=r"wants 'solution_str'.*response, answer, prompt, extra"):
+        written("def reward(solution_str): return 1")
+    with pytest.raises(ValueError, match="concurrency=0"):
+        written("def reward(response): return 1", concurrency=0)

@@ -1,0 +1,174 @@
+"""Low-rank additions: trained alone, sampled with, kept small, exported merged and by themselves."""
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from bapo.learn.learner import Learner, LearnerSettings
+from bapo.models import load_policy
+from bapo.models.export import save_additions, save_policy
+from bapo.models.lora import LoraSettings, add_lora, merged_weights
+from bapo.models.weights import FINGERPRINT, restore_weights, trained_weights
+from bapo.rollout.decoder import unsupported
+from tests.chat_models import make_model, publish
+from tests.unit.test_models import batches, sampled_groups
+
+ALL = pytest.mark.parametrize("name", ["smollm2", "r1-distill-qwen", "qwen3", "gemma3"])  # tied, untied, norms, windows
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    return {name: publish(name, root / name) for name in ("smollm2", "r1-distill-qwen", "qwen3", "gemma3")}
+
+
+def loaded(path, *, dtype="float32", **lora):
+    return load_policy(path, dtype=dtype, device="cpu", lora=LoraSettings(**{"rank": 4, **lora}), seed=1)
+
+
+def trained(policy, **settings):
+    """Two updates, so that both factors have moved."""
+    learner = Learner(policy.model, LearnerSettings(**{"lr": 2e-2, **settings}))
+    for _ in range(2):
+        learner.step(batches(learner, sampled_groups(policy, temperature=1.0)))
+    return learner
+
+
+def logits(model):
+    return model(torch.arange(20)[None]).logits
+
+
+@ALL
+def test_training_starts_at_the_model_and_changes_the_additions_only(published, name):
+    plain = load_policy(published[name], dtype="float32", device="cpu").model
+    policy = loaded(published[name])
+    assert torch.equal(logits(policy.model), logits(plain))
+    before = {key: tensor.clone() for key, tensor in policy.model.state_dict().items()}
+    learner = trained(policy)
+    changed = {key for key, tensor in policy.model.state_dict().items() if not torch.equal(tensor, before[key])}
+    assert changed == {key for key in before if "lora_" in key}
+    assert len(learner.optimizer.weights) == len(changed)
+    assert not torch.allclose(logits(policy.model), logits(plain), atol=1e-3)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_sampler_samples_with_the_additions(published, name, dtype):
+    policy = loaded(published[name], dtype=dtype)
+    learner = trained(policy)
+    groups = sampled_groups(policy, temperature=1.0)
+    bound = 2e-5 if dtype == "float32" else 0.1
+    for batch in batches(learner, groups):
+        assert (learner.logprobs(batch)[0] - batch.behavior_logprobs).abs().mean() < bound
+    with policy.adapters.disable_adapter():
+        for batch in batches(learner, groups):
+            assert (learner.logprobs(batch)[0] - batch.behavior_logprobs).abs().mean() > 2 * bound
+
+
+@ALL
+def test_activation_checkpointing_recomputes_the_additions_too(published, name):
+    weights = [
+        trained_weights(trained(loaded(published[name]), activation_checkpointing=on).model) for on in (False, True)
+    ]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+@ALL
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_merged_model_is_plain_and_computes_the_same(published, name, dtype, tmp_path):
+    policy = loaded(published[name], dtype=dtype)
+    trained(policy)
+    before = logits(policy.model)
+    save_policy(policy, tmp_path / "model", card="")
+    assert torch.equal(logits(policy.model), before)  # saving changes nothing
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert merged.state_dict().keys() == make_model(name)[0].state_dict().keys()
+    assert merged.dtype == policy.model.dtype
+    difference = (logits(merged) - before).abs().max() / before.abs().max()
+    assert difference < (1e-5 if dtype == "float32" else 0.06)
+    plain = load_policy(published[name], dtype=dtype, device="cpu").model
+    assert (logits(plain) - before).abs().max() / before.abs().max() > 0.1
+
+
+def test_the_adapter_by_itself_fits_the_base_model(published, tmp_path):
+    policy = loaded(published["smollm2"])
+    trained(policy)
+    save_additions(policy, tmp_path / "adapter", card="# card", base=published["smollm2"])
+    base = AutoModelForCausalLM.from_pretrained(published["smollm2"])
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(again), logits(policy.model), atol=1e-6, rtol=1e-6)
+    assert again.peft_config["default"].base_model_name_or_path == published["smollm2"]
+    assert (tmp_path / "adapter" / "README.md").read_text() == "# card"
+    assert all("lora_" in key for key in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+
+
+def test_rank_alpha_and_targets_are_what_peft_gets(published):
+    policy = loaded(published["smollm2"], rank=2, alpha=6.0, targets=("q_proj", "v_proj"))
+    config = policy.adapters.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.target_modules) == (2, 6.0, {"q_proj", "v_proj"})
+    names = {key.split(".lora_")[0].split(".")[-1] for key in policy.model.state_dict() if "lora_" in key}
+    assert names == {"q_proj", "v_proj"}
+    everywhere = loaded(published["smollm2"], rank=2)
+    assert everywhere.adapters.peft_config["default"].lora_alpha == 4
+    names = {key.split(".lora_")[0].split(".")[-1] for key in everywhere.model.state_dict() if "lora_" in key}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "query"])
+def test_head_embedding_and_unknown_names_are_refused(target):
+    model, _ = make_model("smollm2")
+    with pytest.raises(ValueError, match=f"names '{target}', which is no linear layer .*down_proj, .*v_proj, or none"):
+        add_lora(model, LoraSettings(4, targets=(target,)), seed=0)
+
+
+def test_one_seed_is_one_beginning_and_the_global_generator_is_left_alone(published):
+    torch.manual_seed(5)
+    first = torch.rand(1)
+    torch.manual_seed(5)
+    weights = [trained_weights(loaded(published["smollm2"]).model) for _ in range(2)]
+    assert torch.equal(torch.rand(1), first)
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_additions_are_float32_in_a_16_bit_model(published):
+    policy = loaded(published["qwen3"], dtype="bfloat16")
+    kinds = {parameter.dtype for parameter in policy.model.parameters() if parameter.requires_grad}
+    assert kinds == {torch.float32}
+    assert policy.model.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_keeps_the_additions_and_knows_their_model(published):
+    policy = loaded(published["smollm2"])
+    trained(policy)
+    kept = trained_weights(policy.model)
+    assert {key for key in kept if "lora_" not in key} == {FINGERPRINT}
+    again = loaded(published["smollm2"])
+    restore_weights(again.model, kept)
+    assert torch.equal(logits(again.model), logits(policy.model))
+    other = loaded(published["smollm2"])
+    with torch.no_grad():
+        other.model.model.layers[1].mlp.up_proj.base_layer.weight[3, 5] += 1e-3
+    with pytest.raises(KeyError, match="holds another model now"):
+        restore_weights(other.model, kept)
+    with pytest.raises(KeyError, match=r"are unknown and .* are missing"):
+        restore_weights(make_model("smollm2")[0], kept)
+
+
+def test_the_fused_engine_says_why_it_cannot_sample_from_them(published):
+    policy = loaded(published["smollm2"])
+    assert "low-rank additions (model.lora)" in unsupported(policy.model)
+    assert unsupported(load_policy(published["smollm2"], dtype="float32", device="cpu").model) is None
+
+
+def test_merging_scales_by_alpha_over_rank():
+    model, _ = make_model("smollm2")
+    plain = model.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    add_lora(model, LoraSettings(2, alpha=3.0, targets=("q_proj",)), seed=0)
+    layer = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_B["default"].weight.fill_(1.0)
+    a = layer.lora_A["default"].weight
+    expected = plain + 1.5 * a.sum(0, keepdim=True)  # (3 / 2) · B A with B all ones
+    torch.testing.assert_close(merged_weights(model)["model.layers.0.self_attn.q_proj.weight"], expected)
