@@ -215,3 +215,21 @@ def test_without_anything_held_out(tmp_path):
     assert isinstance(read, Run)
     assert "held_out" not in measures(read)
     assert write_report([tmp_path / "run"], tmp_path / "report.html").arms
+
+
+def test_low_rank_additions_learn_and_are_merged_into_the_model(tmp_path):
+    from safetensors.torch import load_file
+
+    data, model = write_rows(tmp_path / "rows.jsonl", sums()), saved_model(tmp_path / "model")
+    learn = ("--epochs", "12", "--learn.lr", "1e-2", "--device", "cpu", "--threads", "1", "--checkpoint-every", "5")
+    source = ("--model.path", model, "--data.sources", data)
+    result = bapo("sft", *source, *learn, "--model.lora.rank", "4", "--out", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["after"]["held_out/loss"] < 0.8 * summary["before"]["held_out/loss"]
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "model"))
+    assert before.keys() == after.keys()  # a plain model
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert not any("embed" in name or "norm" in name for name in changed)
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
