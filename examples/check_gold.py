@@ -2,8 +2,9 @@
 
     python examples/check_gold.py gsm8k/test.jsonl math500/test.jsonl aime24.parquet …
 
-Reads GSM8K's own files, files with an `answer` column, and verl's parquet files. Every ground truth is written as a
-response in a box, as a sentence and as a #### line, and must be accepted. Then come responses that must be refused: the
+Reads GSM8K's own files, files with an `answer` column, and verl's parquet files. The data set's own solutions, if it
+has them, and every ground truth in a box, as a sentence and as a #### line must be accepted. Then come responses that
+must be refused: the
 answer of the next problem, the answer plus one, with its sign turned, in the thinking only, boxed before another one,
 in a list of candidates, and nothing at all. What was accepted or refused wrongly is listed.
 """
@@ -34,23 +35,26 @@ WRONG = {
 }
 
 
-def ground_truths(path: Path) -> list[str]:
+def ground_truths(path: Path) -> tuple[list[str], list[str]]:
+    """The answers, and solutions that end in them if there are any."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
-        return [row["ground_truth"] for row in parquet.read_table(path).column("reward_model").to_pylist()]
-    answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
-    return [answer.rpartition("####")[2].strip() for answer in answers]
+        return [row["ground_truth"] for row in parquet.read_table(path).column("reward_model").to_pylist()], []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    solutions = [row.get("solution", row["answer"]) for row in rows]
+    return [row["answer"].rpartition("####")[2].strip() for row in rows], solutions
 
 
 def main(paths: list[str]) -> None:
     with VerifierPool("bapo.tasks.math:verify") as pool:
         for path in map(Path, paths):
-            golds = ground_truths(path)
+            golds, solutions = ground_truths(path)
             print(f"{path}: {len(golds)} answers")
-            for name, write in RIGHT.items():
+            right = {name: [write(gold) for gold in golds] for name, write in RIGHT.items()}
+            for name, responses in (right | {"own solution": solutions} if solutions else right).items():
                 started = time.perf_counter()
-                scores = pool.scores([(gold, write(gold)) for gold in golds])
+                scores = pool.scores(list(zip(golds, responses, strict=True)))
                 refused = [(gold, s) for gold, s in zip(golds, scores, strict=True) if s.reward != 1.0]
                 seconds = time.perf_counter() - started
                 print(f"  {name:16} accepted {len(golds) - len(refused):6} of {len(golds)}   {seconds:5.1f} s")
@@ -59,6 +63,8 @@ def main(paths: list[str]) -> None:
             forms = [score.answer for score in pool.scores([(gold, f"\\boxed{{{gold}}}") for gold in golds])]
             for name, write in WRONG.items():
                 others = [(gold, other) for (gold, form), (other, its_form) in pairs(golds, forms) if form != its_form]
+                if name == "sign":
+                    others = [(gold, other) for gold, other in others if gold != "0"]
                 scores = pool.scores([(gold, write(gold, other)) for gold, other in others])
                 wrong = [(pair, s) for pair, s in zip(others, scores, strict=True) if s.reward != 0.0]
                 failed = sum(score.reward is None for _, score in wrong)

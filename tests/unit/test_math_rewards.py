@@ -232,10 +232,19 @@ def test_hostile_answers_cost_bounded_time_and_never_raise():
     count, seconds = 200, 1.0
     with VerifierPool("bapo.tasks.math:verify", workers=2, seconds=seconds, memory_mb=512) as pool:
         started = time.monotonic()
-        scores = pool.scores(list(draws(count, seed=1)))
+        hostile = list(draws(count, seed=1))
+        scores = pool.scores(hostile)
         spent = time.monotonic() - started
     causes = {score.failure for score in scores if score.reward is None}
     assert causes <= {"timeout after 1 s", "memory limit of 512 MB", "crash: signal 11"}
     assert sum(score.reward is None for score in scores) < count / 8
     assert spent < 60
-    assert {score.reward for score in scores} <= {0.0, 1.0, None}
+    accepted = [pair for pair, score in zip(hostile, scores, strict=True) if score.reward == 1.0]
+    assert all(gold == "72" and r"\boxed{72}" in response for gold, response in accepted)
+
+
+def test_of_several_answers_any_is_right():
+    assert verify(["5", r"\frac{1}{2}"], r"\boxed{0.5}").reward == 1.0
+    assert verify(["5", r"\frac{1}{2}"], r"\boxed{4}").reward == 0.0
+    with pytest.raises(ValueError, match="not an answer"):
+        verify([], r"\boxed{4}")

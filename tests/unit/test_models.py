@@ -134,12 +134,17 @@ def test_a_template_that_refuses_a_chat_is_quoted(published):
         policy.encode([])
 
 
-def test_a_chat_without_a_template_is_refused_and_text_is_not(published):
-    policy = loaded(published["llama3"])
-    policy.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        policy.encode([{"role": "user", "content": "Hi"}])
-    assert Policy(None, policy.tokenizer, policy.stop_ids).encode("Hi")
+def test_a_base_model_gets_the_messages_of_a_chat_as_text(published):
+    tokenizer = loaded(published["llama3"]).tokenizer
+    tokenizer.chat_template = None
+    policy = Policy(None, tokenizer, frozenset({1}))
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert policy.encode(chat) == policy.encode("Be brief.\n\nHi")
+
+
+def test_who_opens_the_thinking_is_noticed(published):
+    assert loaded(published["r1-distill-qwen"]).opens_thinking
+    assert not loaded(published["llama3"]).opens_thinking
 
 
 def test_decoding_changes_no_letter(published):

@@ -60,12 +60,15 @@ _LETTERS = re.compile(r"[^\W\d_]{3}")
 _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-zA-Z*]+\}|\\[a-zA-Z]+")
 
 
-def verify(answer: str | float, response: str) -> Score:
-    """1.0 if the final answer of the response is `answer`, otherwise 0.0; and that final answer in its normal form."""
+def verify(answer: str | float | list[str | float], response: str) -> Score:
+    """1.0 if the final answer of the response is `answer`, otherwise 0.0; and that final answer in its normal form.
+
+    A list of answers means that any of them is right.
+    """
     return _verify(answer, response, thinking=False)
 
 
-def verify_thinking(answer: str | float, response: str) -> Score:
+def verify_thinking(answer: str | float | list[str | float], response: str) -> Score:
     """The same for models whose prompt already opens the thinking: without </think> there is no answer."""
     return _verify(answer, response, thinking=True)
 
@@ -86,14 +89,14 @@ class _Answer:
     """What math-verify parsed, unless it is number or words."""
 
 
-def _verify(answer: str | float, response: str, *, thinking: bool) -> Score:
+def _verify(answer: str | float | list[str | float], response: str, *, thinking: bool) -> Score:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a library's opinion of a hostile text
-        gold = _gold(_gold_text(answer))
+        golds = [_gold(_gold_text(one)) for one in (answer if isinstance(answer, list) and answer else [answer])]
         found = _find(visible(response, thinking=thinking))
         if found is None:
             return Score(0.0)
-        return Score(float(_same(gold, found)), answer=_shared_form(found))
+        return Score(float(any(_same(gold, found) for gold in golds)), answer=_shared_form(found))
 
 
 def _gold_text(answer: object) -> str:

@@ -1,0 +1,77 @@
+"""Tasks from the configuration: data, verifier and notes."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from bapo.config import ConfigError, parse_config
+from bapo.demo import model_path
+from bapo.models import Policy
+from bapo.train.tasks import make_task
+
+GSM8K = [
+    {"question": "Tom has 2 pens and buys 3. How many has he?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+    {"question": "Ann reads 4 pages a day. How many in 6 days?", "answer": "4 * 6 = <<4*6=24>>24\n#### 24"},
+    {"question": "A box holds 12 eggs; 5 break. How many are whole?", "answer": "12 - 5 = <<12-5=7>>7\n#### 7"},
+]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    return Policy(None, tokenizer, frozenset({tokenizer.eos_token_id}))
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, rows in (("train", GSM8K), ("test", GSM8K[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"train": [str(tmp_path / "train.jsonl")], "test": [str(tmp_path / "test.jsonl")]}
+
+
+def made(policy, **task):
+    return make_task(parse_config({"task": task}, source="test"), policy)
+
+
+def test_data_is_loaded_cleaned_of_test_problems_and_scored_by_math_verify(policy, files):
+    prepared = made(policy, name="data", reward_workers=1, **files)
+    task = prepared.task
+    assert [problem.answer for problem in task.train] == ["5", "24"]
+    assert "task.train: 1 problems left out that are in task.test too" in prepared.notes
+    first, second = task.train
+    scores = task.scores([(first, r"So \boxed{5}"), (first, "6"), (second, "It is 24.")])
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+
+
+def test_long_prompts_are_left_out_and_counted(policy, files):
+    prepared = made(policy, name="data", max_prompt_tokens=44, reward_workers=1, **files)
+    assert any("prompts over 44 tokens left out" in note for note in prepared.notes)
+    with pytest.raises(ValueError, match=r"task\.train has no problem left.*Raise task.max_prompt_tokens"):
+        made(policy, name="data", max_prompt_tokens=1, reward_workers=1, **files)
+
+
+def test_a_reward_of_ones_own(policy, files, tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text("def score(response, answer):\n    return 0.25 * (response == answer)\n")
+    monkeypatch.chdir(tmp_path)
+    task = made(policy, name="data", reward="my_reward:score", **files).task
+    assert [score.reward for score in task.scores([(task.train[0], "5"), (task.train[0], "4")])] == [0.25, 0.0]
+
+
+def test_a_gym(policy):
+    task = made(policy, name="gym", gym={"basic_arithmetic": {}}, gym_train=8, gym_test=4, reward_workers=1).task
+    assert (len(task.train), len(task.test)) == (8, 4)
+    assert task.scores([(task.train[0], "<answer>no number</answer>")])[0].reward in (0.0, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"name": "data"}, "task.train and task.test"),
+        ({"name": "gym"}, "needs a data set"),
+        ({"overlong_tokens": 4096}, "every response would be penalised"),
+    ],
+)
+def test_what_cannot_be_is_refused(task, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"task": task}, source="test")
