@@ -246,3 +246,36 @@ def test_the_live_page_follows_without_reloading(opened, tmp_path):
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory):
+    """A tiny run of `bapo sft`."""
+    from bapo.sft_config import parse_sft_config
+    from bapo.train.sft import start
+    from tests.supervised import saved_model, sums, write_rows
+
+    root = tmp_path_factory.mktemp("supervised")
+    data = {"sources": [str(write_rows(root / "sums.jsonl", sums()))]}
+    model = {"path": str(saved_model(root / "model"))}
+    values = {"model": model, "data": data, "device": "cpu", "threads": 1, "eval_every": 2, "out": str(root / "run")}
+    start(parse_sft_config(values, source="test"), plain=True)
+    return root / "run"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed, opened, tmp_path):
+    paths = [supervised, COMPARED / "reuse-2"] if mixed else [supervised]
+    write_report(paths, tmp_path / "report.html")
+    page = opened((tmp_path / "report.html").as_uri())
+    assert page.locator("#supervised-overview tbody tr").count() == 1
+    assert page.locator("#overview").count() == mixed
+    assert page.locator("#supervised .plot .scatterlayer .trace").count() >= 4
+    page.locator("#supervised-overview").get_by_role("button", name="Held-out loss").click()
+    assert page.locator("#supervised-overview th[aria-sort]").count() == 1
+    if mixed:
+        page.locator("#overview").get_by_role("button", name="Tokens").click()
+        assert page.locator("#supervised-overview th[aria-sort]").count() == 0  # one table is sorted at a time
+        assert page.locator("#overview th[aria-sort]").count() == 1
+        page.locator(".pick").select_option(index=2)
+    assert "samples no responses" in page.locator("#samples").inner_text()

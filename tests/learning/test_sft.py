@@ -19,8 +19,8 @@ from tests.compared_runs import COMPARED
 from tests.supervised import saved_model, sums, write_rows
 
 LEARN = [
-    *("--device", "cpu", "--threads", "1", "--epochs", "40", "--data.held-out-share", "0.05"),
-    *("--learn.batch-sequences", "16", "--learn.lr", "5e-3", "--eval-every", "50"),
+    *("--device", "cpu", "--threads", "1", "--epochs", "60", "--data.held-out-share", "0.05"),
+    *("--learn.batch-sequences", "12", "--learn.lr", "5e-3", "--eval-every", "100"),
 ]
 
 
@@ -52,24 +52,24 @@ def test_the_model_writes_the_responses_and_stops(learned):
     segments = LocalEngine(policy.model).generate(requests, Sampling(0.0, policy.stop_ids), version=0)
     written = [policy.decode(segment.tokens).removesuffix("<|im_end|>") for segment in segments]
     right = sum(text == row["response"] for text, row in zip(written, sums(), strict=True))
-    assert right >= 90, right
+    assert right >= 95, right
     assert all(segment.tokens[-1] in policy.stop_ids for segment in segments)  # it has learned to stop
 
 
 def test_the_run_directory_tells_what_happened(learned):
     run, output, _ = learned
     data = json.loads((run / "data.json").read_text())
-    assert (data["read"], data["train"], data["held_out"], data["updates"]) == (100, 95, 5, 240)
+    assert (data["read"], data["train"], data["held_out"], data["updates"]) == (100, 95, 5, 480)
     logged = lines(run / "metrics.jsonl")
     updates = [line for line in logged if line["kind"] == "imitation"]
     measured = [line for line in logged if line["kind"] == "held_out"]
-    assert [line["step"] for line in updates] == list(range(1, 241))
-    assert [line["step"] for line in measured] == [0, 50, 100, 150, 200, 240]
+    assert [line["step"] for line in updates] == list(range(1, 481))
+    assert [line["step"] for line in measured] == [0, 100, 200, 300, 400, 480]
     assert updates[-1]["imitation/loss"] < 0.1 < 2 < updates[0]["imitation/loss"]
-    assert updates[-1]["imitation/epoch"] == 40
+    assert updates[-1]["imitation/epoch"] == 60
     assert max(line["lr"] for line in updates) == pytest.approx(5e-3)
     assert updates[-1]["lr"] < 1e-6  # cosine, to the end
-    assert sum(line["imitation/sequences"] for line in updates) == 40 * 95
+    assert sum(line["imitation/sequences"] for line in updates) == 60 * 95
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["before"], summary["after"]) == (measured[0], measured[-1])
     assert "100 rows read, 95 to learn from, 5 held out" in output
@@ -80,7 +80,7 @@ def test_the_run_is_read_and_reported(learned, tmp_path):
     run, _, _ = learned
     read = read_run(run)
     assert isinstance(read, Run)
-    assert (read.supervised, read.planned, len(read.updates), read.rollouts) == (True, 240, 240, [])
+    assert (read.supervised, read.planned, len(read.updates), read.rollouts) == (True, 480, 480, [])
     values = measures(read)
     assert values["held_out"] == read.evals[-1]["held_out/loss"]
     assert values["held_out_before"] > 2
@@ -89,7 +89,7 @@ def test_the_run_is_read_and_reported(learned, tmp_path):
     assert [figure["id"] for figure in page["figures"]] == ["supervised"]
     train, held_out = page["figures"][0]["panels"][:2]
     assert (train["key"], held_out["key"]) == ("imitation/loss", "held_out/loss")
-    assert held_out["series"][0]["x"] == [0, 50, 100, 150, 200, 240]
+    assert held_out["series"][0]["x"] == [0, 100, 200, 300, 400, 480]
     assert (page["table"]["rows"], len(page["supervised"]["rows"])) == ([], 1)
     assert page["supervised"]["rows"][0]["cells"]["held_out"]["text"] == f"{values['held_out']:.3f}"
 
@@ -122,13 +122,13 @@ def embedded(path):
     [
         ("summary.json", lambda text: "{}", "lacks the held-out loss before training"),
         ("summary.json", lambda text: text.replace('"training_seconds": ', '"training": '), "training_seconds"),
-        ("summary.json", lambda text: text.replace('"updates": 240', '"updates": 239'), "has 240 updates"),
+        ("summary.json", lambda text: text.replace('"updates": 480', '"updates": 479'), "has 480 updates"),
         ("data.json", lambda text: text.replace('"updates"', '"update"'), "how many updates"),
-        ("config.json", lambda text: text.replace('"epochs": 40', '"epochs": 0'), "epochs = 0"),
+        ("config.json", lambda text: text.replace('"epochs": 60', '"epochs": 0'), "epochs = 0"),
         ("metrics.jsonl", lambda text: text.replace('"kind": "imitation"', '"kind": "update"'), "unknown kind"),
         ("metrics.jsonl", lambda text: text.replace('"step": 7,', '"step": 8,'), "skips or repeats a step"),
         ("metrics.jsonl", lambda text: "".join(text.splitlines(keepends=True)[1:]), "lacks a measurement"),
-        ("timing.jsonl", lambda text: "", "has 0 of 240 steps"),
+        ("timing.jsonl", lambda text: "", "has 0 of 480 steps"),
     ],
 )
 def test_damage_is_named(learned, tmp_path, name, change, reason):
@@ -143,7 +143,7 @@ def test_an_unfinished_run_says_how_far_it_got(learned, tmp_path):
     run = shutil.copytree(learned[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
     (run / "summary.json").unlink()
     problem = read_run(run)
-    assert (problem.kind, "240 of 240 steps" in problem.message) == ("unfinished", True)
+    assert (problem.kind, "480 of 480 steps" in problem.message) == ("unfinished", True)
     found = find([run])
     assert [len(arm.runs) for arm in found.arms] == [1]
 
@@ -176,7 +176,7 @@ def test_reinforcement_learning_starts_from_its_model(tmp_path):
         (["--data.sources", "rows.jsonl", "--data.prompt-column", "asked"], 2, "prompt_column"),
         (["--data.sources", "rows.jsonl", "--data.max-tokens", "2"], 2, "gives no demonstration that can be used"),
         (["--data.sources", "rows.jsonl", "--learn.lr", "-1"], 2, "greater than 0"),
-        (["--data.sources", "rows.jsonl", "--device", "cpu", "--learn.compile", "True"], 2, "is for CUDA"),
+        (["--data.sources", "rows.jsonl", "--device", "cpu", "--learn.compile"], 2, "is for CUDA"),
         (["--data.sources", "rows.jsonl", "--out", "."], 2, "exists already"),
         (["recipe.toml"], 2, "learn.lrr is not a known key. Did you mean learn.lr?"),
         (["--data.sorces", "rows.jsonl"], 2, "sorces"),
@@ -215,3 +215,21 @@ def test_without_anything_held_out(tmp_path):
     assert isinstance(read, Run)
     assert "held_out" not in measures(read)
     assert write_report([tmp_path / "run"], tmp_path / "report.html").arms
+
+
+def test_low_rank_additions_learn_and_are_merged_into_the_model(tmp_path):
+    from safetensors.torch import load_file
+
+    data, model = write_rows(tmp_path / "rows.jsonl", sums()), saved_model(tmp_path / "model")
+    learn = ("--epochs", "12", "--learn.lr", "1e-2", "--device", "cpu", "--threads", "1", "--checkpoint-every", "5")
+    source = ("--model.path", model, "--data.sources", data)
+    result = bapo("sft", *source, *learn, "--model.lora.rank", "4", "--out", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["after"]["held_out/loss"] < 0.8 * summary["before"]["held_out/loss"]
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "model"))
+    assert before.keys() == after.keys()  # a plain model
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert not any("embed" in name or "norm" in name for name in changed)
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()

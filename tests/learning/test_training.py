@@ -19,6 +19,7 @@ from bapo.models import Policy
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
+from bapo.sft_config import load_sft_config
 from bapo.tasks.stream import ProblemStream
 from bapo.train.build import build, learner_settings
 from bapo.train.loop import Parts, Progress, train
@@ -217,9 +218,19 @@ def test_every_objective_trains(tmp_path):
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 GRIDS = [path for path in RECIPES if "seeds" in tomllib.loads(path.read_text())]
+SUPERVISED = [path for path in RECIPES if tomllib.loads(path.read_text()).get("kind") == "sft"]
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path not in GRIDS], ids=lambda p: p.name)
+@pytest.mark.parametrize("recipe", SUPERVISED, ids=lambda p: p.name)
+def test_shipped_supervised_recipes_are_possible(recipe):
+    config = load_sft_config(recipe)
+    assert config.data.sources
+    assert config.model.path != "demo"
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path not in (*GRIDS, *SUPERVISED)], ids=lambda p: p.name
+)
 def test_shipped_recipes_are_possible(recipe):
     config = load_config(recipe)
     if config.model.path != "demo":  # its weights are not here

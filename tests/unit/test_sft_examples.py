@@ -49,15 +49,19 @@ def test_earlier_turns_belong_to_the_prompt():
 
 
 def test_a_response_ends_where_the_sampler_stops():
-    assert end_of_response(policy(chat=True)) == 3  # <|im_end|>
-    # A template that writes an end the sampler does not know: the tokenizer's own end is learned instead.
-    assert end_of_response(policy(chat=True, eos="<|endoftext|>")) == 1
-    both = policy(chat=True, eos="<|endoftext|>")
-    both = Policy(both.model, both.tokenizer, frozenset({1, 3}), chat=True)
-    assert end_of_response(both) == 3
+    assert end_of_response(policy(chat=True), "text") == 3  # <|im_end|>
+    assert end_of_response(policy(chat=True, eos="<|endoftext|>"), "text") == 3  # the template's, not the tokenizer's
+    # The template's end is not learned where the sampler would run past it.
+    other = policy(chat=True, eos="<|endoftext|>")
+    deaf = Policy(other.model, other.tokenizer, frozenset({1}), chat=True)
+    assert end_of_response(deaf, "text") == 1
+    # A model that may chat and is given plain text ends as text does; a chat still ends as a chat.
+    both = Policy(other.model, other.tokenizer, frozenset({1, 3}), chat=False)
+    chat = [{"role": "user", "content": "1+1="}]
+    assert (end_of_response(both, "text"), end_of_response(both, chat)) == (1, 3)
+    assert [Encoder(both, None)(Demonstration("q-r", p, "2")).response[-1] for p in ("1+1=", chat)] == [1, 3]
     plain = policy()
-    assert end_of_response(plain) == 3
-    assert Encoder(plain, None)(Demonstration("q-r", "1+1=", "2")).response[-1] == 3
+    assert (end_of_response(plain, "text"), end_of_response(plain, chat)) == (3, 3)
     # Some data sets write the end themselves.
     assert Encoder(plain, None)(Demonstration("q-r", "1+1=", "2<|im_end|>")).response.count(3) == 1
 

@@ -310,7 +310,7 @@
     }, make("button", { type: "button", title: column.help, onclick: () => {
       const down = sorted?.table === id && sorted.key === column.key ? !sorted.down : typeof rows[0]?.cells[column.key].value === "number";
       sorted = { table: id, key: column.key, down };
-      document.getElementById(id).replaceWith(table(id));
+      tables().forEach((other) => document.getElementById(other).replaceWith(table(other)));
       document.querySelector(`#${id} th:nth-child(${columns.indexOf(column) + 1}) button`).focus({ preventScroll: true });
     } }, column.label)));
     const body = order.map((row) => make("tr", {}, ...columns.map((column) => {

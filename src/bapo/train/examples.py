@@ -21,13 +21,11 @@ from hashlib import sha256
 from typing import Any
 
 from bapo.models import Policy
+from bapo.models.policy import end_of_turn
 from bapo.sft_config import SftDataConfig
 from bapo.tasks.data import LoadReport
 from bapo.tasks.demonstrations import Demonstration, load_demonstrations
 from bapo.types import Message, batches_per_pass
-
-MARK = "0123456789"
-"""Stands for a response when a chat template is asked what follows one."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ class Encoder:
 
     def __init__(self, policy: Policy, max_tokens: int | None) -> None:
         self.policy = policy
-        self.stop = end_of_response(policy)
+        self.end_of_text, self.end_of_chat = end_of_response(policy, ""), end_of_response(policy, [])
         positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
         self.limit = min((limit for limit in (max_tokens, positions) if limit is not None), default=None)
         self.too_long = 0
@@ -171,22 +169,17 @@ class Encoder:
             )
         response = list(self.policy.tokenizer.encode(demonstration.response, add_special_tokens=False))
         if not response or response[-1] not in self.policy.stop_ids:  # some data sets write the end themselves
-            response.append(self.stop)
+            response.append(self.end_of_text if isinstance(demonstration.prompt, str) else self.end_of_chat)
         if self.limit is not None and len(prompt) + len(response) > self.limit:
             self.too_long += 1
             return None
         return Example(prompt, response)
 
 
-def end_of_response(policy: Policy) -> int:
-    """The token to end responses with: one the sampler stops at, and the chat template's own where it has one."""
+def end_of_response(policy: Policy, prompt: str | list[Message]) -> int:
+    """The token that ends a response to such a prompt: one the sampler stops at; in a chat the template's own."""
     tokenizer = policy.tokenizer
-    if policy.chat:
-        turns: list[Message] = [{"role": "user", "content": MARK[::-1]}, {"role": "assistant", "content": MARK}]
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False, **policy.template_options))
-        after = tokenizer.encode(text.rpartition(MARK)[2], add_special_tokens=False)
-        if after and after[0] in policy.stop_ids:
-            return int(after[0])
-    if tokenizer.eos_token_id is not None:
-        return int(tokenizer.eos_token_id)
-    return min(policy.stop_ids)
+    end = end_of_turn(tokenizer) if policy.chat or not isinstance(prompt, str) else None
+    if end is not None and end in policy.stop_ids:
+        return end
+    return int(tokenizer.eos_token_id) if tokenizer.eos_token_id is not None else min(policy.stop_ids)

@@ -11,6 +11,7 @@ metrics.jsonl    one line per update (kind imitation) and per measurement of the
 timing.jsonl     wall-clock figures, one line per update
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format: `bapo train --model.path RUN/model`
+adapter/         low-rank additions by themselves, in peft's format, if those were trained
 summary.json     held-out loss before and after; written last, so its presence means the run is complete
 """
 
@@ -32,7 +33,7 @@ from bapo.learn.learner import Learner, LearnerSettings
 from bapo.learn.packing import pack_demonstrations
 from bapo.metrics import check_declared
 from bapo.models import Policy
-from bapo.models.export import save_policy
+from bapo.models.export import save_additions, save_policy
 from bapo.sft_config import SftConfig
 from bapo.train import checkpoint
 from bapo.train.build import make_policy, resolve
@@ -143,6 +144,8 @@ def _go(run: RunDirectory, parts: SftParts, *, plain: bool | None) -> dict[str, 
         summary = _summarize(run)
         card = sft_card(config, summary, describe(parts.examples.counts), version=__version__)
         save_policy(parts.policy, run.path / "model", card=card)
+        if parts.policy.adapters is not None:
+            save_additions(parts.policy, run.path / "adapter", card=card, base=config.model.path)
     run.write("summary.json", summary)
     _show(summary, parts, run)
     return summary
