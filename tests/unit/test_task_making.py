@@ -13,7 +13,7 @@ from bapo.train.tasks import make_task
 GSM8K = [
     {"question": "Tom has 2 pens and buys 3. How many has he?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
     {"question": "Ann reads 4 pages a day. How many in 6 days?", "answer": "4 * 6 = <<4*6=24>>24\n#### 24"},
-    {"question": "A box holds 12 eggs; 5 break. How many are whole?", "answer": "12 - 5 = <<12-5=7>>7\n#### 7"},
+    {"question": "Of 12 eggs 5 break. How many are whole?", "answer": "12 - 5 = <<12-5=7>>7\n#### 7"},
 ]
 
 
@@ -45,8 +45,8 @@ def test_data_is_loaded_cleaned_of_test_problems_and_scored_by_math_verify(polic
 
 
 def test_long_prompts_are_left_out_and_counted(policy, files):
-    prepared = made(policy, name="data", max_prompt_tokens=44, reward_workers=1, **files)
-    assert any("prompts over 44 tokens left out" in note for note in prepared.notes)
+    prepared = made(policy, name="data", max_prompt_tokens=43, reward_workers=1, **files)
+    assert "task.train: 1 prompts over 43 tokens left out" in prepared.notes
     with pytest.raises(ValueError, match=r"task\.train has no problem left.*Raise task.max_prompt_tokens"):
         made(policy, name="data", max_prompt_tokens=1, reward_workers=1, **files)
 
