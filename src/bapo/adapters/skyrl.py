@@ -107,8 +107,8 @@ def _refuse_epsilons(config: Any) -> None:
 def _rollout_logprobs(rollout_logprobs: Tensor | None, config: Any) -> Tensor:
     if rollout_logprobs is None:
         raise ValueError(
-            "SkyRL has no log-probs of the policy that sampled. Set generator.sampling_params.logprobs=1, SkyRL's default,"
-            " or register(ratio_to='old') to take the ones its trainer recomputes."
+            "SkyRL has no log-probs of the policy that sampled. Set generator.sampling_params.logprobs=1 (SkyRL's"
+            " default), or register(ratio_to='old') to take the ones its trainer recomputes."
         )
     if off_policy_correction_enabled(config.off_policy_correction):
         raise ValueError(

@@ -16,3 +16,12 @@ def load_skyrl():
     finally:
         typing.TypedDict = theirs
     return ppo_utils
+
+
+def metrics_in_worker(logprobs, behavior, advantages, mask):
+    """In a Ray worker: the loss named `bapo` out of SkyRL's registry, as `PolicyWorkerBase` takes and calls it."""
+    loss_fn = load_skyrl().PolicyLossRegistry.get("bapo")
+    from skyrl.train.config import AlgorithmConfig
+
+    config = AlgorithmConfig(policy_loss_type="bapo")
+    return loss_fn(logprobs, None, advantages, config=config, loss_mask=mask.float(), rollout_logprobs=behavior)[1]

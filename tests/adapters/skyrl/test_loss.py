@@ -16,7 +16,7 @@ from bapo import ClipSettings
 from bapo.adapters.skyrl import BapoPolicyLoss, register
 from bapo.core.bounds import StopReason
 from tests.adapters.logged import core, logged
-from tests.adapters.skyrl.load import load_skyrl
+from tests.adapters.skyrl.load import metrics_in_worker
 
 
 @pytest.fixture
@@ -151,13 +151,8 @@ def test_a_ray_worker_finds_it_in_skyrls_registry():
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         register("bapo", target_share=0.5)
-
-        @ray.remote(num_cpus=1)
-        def worker(batch):
-            loss_fn = load_skyrl().PolicyLossRegistry.get("bapo")
-            return called(loss_fn, [tensor.clone().detach() for tensor in batch])[1]
-
-        metrics = ray.get(worker.remote([tensor.detach() for tensor in logged()]))
+        task = ray.remote(metrics_in_worker).remote(*(tensor.detach() for tensor in logged()))
+        metrics = ray.get(task, timeout=120)
     finally:
         ray.shutdown()
         ppo_utils.PolicyLossRegistry.unregister("bapo")
