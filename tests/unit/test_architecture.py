@@ -38,7 +38,7 @@ CORE_MAY_USE = {
     *("importlib", "inspect", "math", "typing", "triton"),
 }
 # Each of these appears in one file only: the seam to that library.
-ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify"}
+ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify", "areal", "openrlhf", "skyrl", "tinker", "trinity"}
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),
