@@ -57,6 +57,7 @@ def config(model, **options):
             "use_decoupled_loss": False,
             "recompute_logprob": False,
             "adv_norm": None,
+            "kl_ctl": 0.0,
             **options,
         }
     )

@@ -51,7 +51,7 @@ def two(model, tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "tests.adapters.areal.actor_update", json.dumps({"model": str(model), "out": str(out)})],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "AREAL_SPMD_MODE": "1"},
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
