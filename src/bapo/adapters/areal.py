@@ -86,8 +86,8 @@ def _refuse(options: dict[str, Any]) -> None:
     low, high = options["eps_clip"], options["eps_clip_higher"]
     if low != AREAL_EPSILON or high is not None:
         raise ValueError(
-            f"actor.eps_clip={low}, actor.eps_clip_higher={high} would be ignored: BAPO chooses both bounds. Leave them "
-            "out; low and high of clip_settings say where the bounds may be (equal numbers fix them)."
+            f"actor.eps_clip={low}, actor.eps_clip_higher={high} would be ignored: BAPO chooses both bounds. Leave "
+            "them out; low and high of clip_settings say where the bounds may be (equal numbers fix them)."
         )
     if options.get("use_decoupled_loss", False):
         raise ValueError(
@@ -96,6 +96,6 @@ def _refuse(options: dict[str, Any]) -> None:
         )
     if options.get("use_sapo_loss", False) or options.get("importance_sampling_level", "token") != "token":
         raise ValueError(
-            "actor.use_sapo_loss and actor.importance_sampling_level=sequence have no two-sided clip of token ratios, so "
-            "there are no bounds to choose. Leave both out."
+            "actor.use_sapo_loss and actor.importance_sampling_level=sequence have no two-sided clip of token ratios, "
+            "so there are no bounds to choose. Leave both out."
         )

@@ -1,4 +1,4 @@
-"""AReaL's real actor update, on CPU and in two processes, does what the whole update through `bapo.policy_loss` does."""
+"""AReaL's real actor update, on CPU in two processes, does what the whole update through `bapo.policy_loss` does."""
 
 import json
 import os
