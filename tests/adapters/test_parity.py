@@ -65,7 +65,9 @@ def through_skyrl(batch, options):
 
 def through_openrlhf(batch, options):
     pytest.importorskip("openrlhf")
-    from tests.adapters.openrlhf import conftest  # noqa: F401
+    from tests.adapters.openrlhf.load import load_openrlhf
+
+    load_openrlhf()
     from bapo.adapters.openrlhf import policy_loss
 
     logprobs, behavior, advantages, mask = batch
@@ -125,17 +127,15 @@ def through_areal(batch, options):
     return losses[0], metrics
 
 
-class Sampled(torch.nn.Module):
-    """A model of two words which gives the second one these log-probs, exactly and with a derivative of one."""
+class Logged(torch.nn.Module):
+    """In the model's place: the logged log-probs, as TRL asks a model for them."""
 
     def __init__(self, logprobs):
         super().__init__()
         self.logprobs = logprobs
 
     def forward(self, input_ids, **kwargs):
-        other = torch.log1p(-self.logprobs.exp())
-        logits = torch.stack([other, self.logprobs], -1)
-        return SimpleNamespace(logits=torch.nn.functional.pad(logits, (0, 0, 0, 1)))
+        return SimpleNamespace(log_probs=self.logprobs, entropy=torch.zeros(6, 9))
 
 
 def through_trl(batch, options):
@@ -161,7 +161,7 @@ def through_trl(batch, options):
         "old_per_token_logps": behavior,
         "num_items_in_batch": mask.sum(),
     }
-    loss = trainer._compute_loss(Sampled(logprobs), inputs)
+    loss = trainer._compute_loss(Logged(logprobs), inputs)
     return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 

@@ -1,12 +1,3 @@
-"""OpenRLHF on a machine without flash-attention: its loss module alone, as OpenRLHF's own tests load it."""
+from tests.adapters.openrlhf.load import load_openrlhf
 
-import importlib.util
-import sys
-import types
-from pathlib import Path
-
-installed = importlib.util.find_spec("openrlhf")
-if installed is not None and importlib.util.find_spec("flash_attn") is None:
-    models = types.ModuleType("openrlhf.models")  # not its __init__, which imports CUDA kernels
-    models.__path__ = [str(Path(folder) / "models") for folder in installed.submodule_search_locations]
-    sys.modules.setdefault("openrlhf.models", models)
+load_openrlhf()
