@@ -35,9 +35,9 @@ unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
 # Warnings of the libraries that an adapter drives are not ours to fix: -W default.
-test-integrations: $(TRL)/.installed $(VERL)/.installed  ## set up an environment each for TRL and verl, test the adapters there
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters/verl tests/adapters/trinity
+test-integrations: $(TRL)/.installed $(VERL)/.frameworks  ## set up environments for TRL and for the others, test the adapters there
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl tests/adapters/test_parity.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters --ignore tests/adapters/trl
 
 bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/bounds.py
@@ -70,4 +70,14 @@ $(VERL)/.installed: pyproject.toml constraints-verl.txt
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt torch
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[verl]' pytest
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints-verl.txt trinity-rft
+	@touch $@
+
+# SkyRL, OpenRLHF, AReaL and Tinker without their dependencies, and older verls beside the installed one: 0.6.0 is the
+# last whose actors want four values from a policy loss, and needs the transformers of its day.
+OLDER = $(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VERL)/older
+$(VERL)/.frameworks: $(VERL)/.installed requirements-frameworks.txt
+	DS_BUILD_OPS=0 $(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		-r requirements-frameworks.txt
+	$(OLDER)/verl-0.6.0 verl==0.6.0 transformers==4.57.6 huggingface-hub==0.36.2
+	for version in 0.7.1 0.8.0 0.9.0; do $(OLDER)/verl-$$version verl==$$version || exit 1; done
 	@touch $@

@@ -41,7 +41,10 @@ CORE_MAY_USE = {
     *("importlib", "inspect", "math", "typing", "triton"),
 }
 # Each of these appears in one file only: the seam to that library.
-ONE_FILE = {"vllm", "ray", "trl", "verl", "math_verify", "datasets", "reasoning_gym", "peft"}
+ONE_FILE = {
+    *("vllm", "ray", "trl", "verl", "areal", "openrlhf", "skyrl", "tinker", "trinity"),
+    *("datasets", "math_verify", "peft", "reasoning_gym"),
+}
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),

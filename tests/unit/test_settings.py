@@ -91,3 +91,13 @@ def test_unknown_preset_suggests_the_nearest():
 def test_epsilons_are_not_bounds(ranges):
     with pytest.raises(ValueError, match=r"do not enclose 1.*not epsilons: an epsilon of 0.2 is low=\(0.8, 0.8\)"):
         ClipSettings(**ranges)
+
+
+def test_options_of_a_configuration_file_start_from_a_preset():
+    settings = ClipSettings.from_options("weak-model", high=[1.2, 1.6], order="low_first")
+    assert settings == dataclasses.replace(ClipSettings.preset("weak-model"), high=(1.2, 1.6), order="low_first")
+    assert ClipSettings.from_options() == ClipSettings()
+    with pytest.raises(ValueError, match=r"clip_range=0\.2 is no clip setting"):
+        ClipSettings.from_options(clip_range=0.2)
+    with pytest.raises(ValueError, match="preset='papers' is not known"):
+        ClipSettings.from_options("papers")

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,17 +42,14 @@ from bapo.core.loss import clean_tokens, update_table
 from bapo.core.objectives import bapo
 from bapo.core.settings import ClipSettings, require_choice
 
-TESTED_VERSIONS = "0.9.1"
+TESTED_VERSIONS = "0.9.1; its loss alone with 0.6.0, 0.7.1, 0.8.0 and 0.9.0 too"
 """verl versions the tests ran with; others are let in as long as the names used here are there."""
 
 try:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
     from verl.utils.device import get_device_id
     from verl.workers.config.actor import PolicyLossConfig
-
-    verl_bypass_mode = POLICY_LOSS_REGISTRY["bypass_mode"]
-except (ImportError, KeyError) as error:
+except ImportError as error:
     raise ImportError(
         f"bapo.adapters.verl needs verl (tested with {TESTED_VERSIONS}): pip install 'verl>=0.9,<0.11'. "
         f"It said: {error!r}"
@@ -64,6 +62,9 @@ BYPASS = "bypass_mode"
 SCOPES = ("update", "microbatch")
 VERL_EPSILON = 0.2
 TARGET = "bapo.adapters.verl.BapoPolicyLossConfig"
+verl_bypass_mode = POLICY_LOSS_REGISTRY.get(BYPASS)  # from 0.7 on
+RETURNS_FOUR = "dict" not in str(inspect.signature(POLICY_LOSS_REGISTRY["vanilla"]).return_annotation)
+"""Whether verl's actors expect (loss, clip fraction, KL, lower clip fraction), as up to 0.6.0, or (loss, metrics)."""
 
 
 @dataclass
@@ -96,7 +97,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
                 f"policy_loss._target_ is {TARGET}, but policy_loss.loss_mode={self.loss_mode!r}: its settings would "
                 f"be ignored. Set actor_rollout_ref.actor.policy_loss.loss_mode={NAME}."
             )
-        correction = self.rollout_correction
+        correction = _correction_of(self)
         if correction.get("bypass_mode", False) and correction.get("loss_type", "ppo_clip") != "ppo_clip":
             raise ValueError(
                 f"rollout_correction.loss_type={correction.get('loss_type')!r} has no clip, so there are no bounds to "
@@ -192,8 +193,8 @@ def bapo_policy_loss(
     loss_agg_mode: str = "token-mean",
     config: Any = None,  # verl's ActorConfig
     rollout_is_weights: Tensor | None = None,  # same shape, >= 0
-) -> tuple[Tensor, dict[str, float]]:
-    """verl's policy loss of one micro-batch, clipped at bounds solved by its scope.
+) -> tuple[Any, ...]:
+    """verl's policy loss of one micro-batch, clipped at bounds solved by its scope, and what verl's actors log.
 
         L_t = -w_t min(r_t A_t, clip(r_t, low, high) A_t),   r_t = exp(log_prob_t - old_log_prob_t)
 
@@ -201,7 +202,7 @@ def bapo_policy_loss(
     """
     options = _checked_options(config)
     mask = response_mask.bool()
-    correction = options.rollout_correction
+    correction = _correction_of(options)
     rejections: dict[str, float] = {}
     if correction.get("bypass_mode", False) or options.loss_mode == BYPASS:
         rollout_is_weights = None  # the ratio itself is to the policy that sampled
@@ -229,7 +230,8 @@ def bapo_policy_loss(
 
     tokens = clean_tokens(log_prob, old_log_prob, advantages, mask)
     clipped = bapo(tokens, bounds=bounds, dual_clip=options.dual_clip)
-    loss = agg_loss(loss_mat=clipped.loss, loss_mask=mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    totals = getattr(config, "global_batch_info", {})  # of the whole step; before 0.7 there are none
+    loss = agg_loss(loss_mat=clipped.loss, loss_mask=mask, loss_agg_mode=loss_agg_mode, **totals)
 
     statistics = clip_statistics(tokens, clipped.retained)
     count = mask.sum().clamp(min=1)
@@ -244,14 +246,24 @@ def bapo_policy_loss(
             "the log-probs, advantages or rollout_is_weights of this update hold NaN or infinity on some rank. "
             "bapo.core.checks.check_tokens names the token."
         )
+    if RETURNS_FOUR:
+        return loss, metrics["actor/pg_clipfrac"], metrics["actor/ppo_kl"], torch.zeros_like(loss.detach())
     return loss, named | rejections
 
 
-@register_policy_loss(BYPASS)
 def _bypass_mode(**arguments: Any) -> Any:
     """verl's loss of this name, unless the actor's options say that it stands for ours."""
     ours = _options_of(arguments.get("config")) is not None
     return (bapo_policy_loss if ours else verl_bypass_mode)(**arguments)
+
+
+if verl_bypass_mode is not None:
+    register_policy_loss(BYPASS)(_bypass_mode)
+
+
+def _correction_of(options: PolicyLossConfig) -> Any:
+    """verl's rollout correction; versions before 0.7 have none here."""
+    return getattr(options, "rollout_correction", {})
 
 
 def _checked_options(config: Any) -> BapoPolicyLossConfig:
@@ -277,6 +289,8 @@ def _without_rejected(
     """The mask without what verl's rejection sampling takes out, exactly as verl's own bypass loss does it."""
     if correction.get("rollout_rs", None) is None:
         return mask, {}
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
     with torch.no_grad():
         _, kept, metrics = compute_rollout_correction_and_rejection_mask(
             old_log_prob=log_prob,

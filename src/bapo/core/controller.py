@@ -6,38 +6,89 @@ present part's, and of the parts before it the ones trained on most recently. Th
 of an update is clipped by what the last update's parts said), but its noise is that of an update and not of a part.
 
     controller = BoundController(ClipSettings(), window=8)
-    for each part: bounds = controller.bounds(update_table(logprobs, behavior_logprobs, advantages, mask, settings))
+    for each part: controller.policy_loss(logprobs, behavior_logprobs, advantages, mask, denominator=…).loss.backward()
 
-A window of 1 is scope `microbatch`. Nothing is shared between ranks, so there is no collective to wait for.
+A window of 1 is scope `microbatch`. Ranks know nothing of each other unless `all_ranks` says so: then every call is one
+all-reduce over torch.distributed's default group, which waits until every rank has made its call. Trainers that give
+ranks different numbers of loss calls would wait forever.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, bounds_from_table
+from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table, poison_peers
+from bapo.core.loss import PolicyLoss, policy_loss, update_table
 from bapo.core.settings import ClipSettings
 
 
 class BoundController:
     """The bounds of each loss call, from the signal tables of the last `window` calls."""
 
-    def __init__(self, settings: ClipSettings, window: int = 1) -> None:
+    def __init__(self, settings: ClipSettings, window: int = 1, *, all_ranks: bool = False) -> None:
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(
                 f"window={window!r} must be a whole number of loss calls, at least 1. Use the number of micro-batches "
                 "of an update, or 1 to solve each call on its own."
             )
         self.settings = settings
+        self.all_ranks = all_ranks
         self._tables: deque[Tensor] = deque(maxlen=window)
 
     def bounds(self, table: Tensor) -> ClipBounds:
         """Bounds from this call's table and those still in the window. A table that is not finite is not kept."""
-        self._tables.append(table.detach())
+        table = table.detach()
+        if self.all_ranks and dist.is_initialized():
+            table = table.clone()
+            dist.all_reduce(table)
+        self._tables.append(table)
         bounds = bounds_from_table(torch.stack(tuple(self._tables)).sum(0), self.settings)
         if table.device.type == "cpu" and not bool(table.isfinite().all()):
             self._tables.pop()
         return bounds
+
+    def bounds_of(self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> ClipBounds:
+        """Bounds from these tokens and the window."""
+        try:
+            table = update_table(logprobs, behavior_logprobs, advantages, mask, self.settings)
+        except Exception:
+            if self.all_ranks and dist.is_initialized():
+                assert dist.group.WORLD is not None
+                poison_peers(self.settings, dist.group.WORLD, mask.device)
+            raise
+        return self.bounds(table)
+
+    def policy_loss(
+        self,
+        logprobs: Tensor,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        denominator: Tensor | float,
+        dual_clip: float | None = None,
+    ) -> PolicyLoss:
+        """`bapo.policy_loss` of one part of an update, at the bounds of the window."""
+        bounds = self.bounds_of(logprobs, behavior_logprobs, advantages, mask)
+        return policy_loss(
+            logprobs, behavior_logprobs, advantages, mask, bounds=bounds, denominator=denominator, dual_clip=dual_clip
+        )
+
+
+def averageable(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A loss call's metrics under `bapo/`, fit for a mean over calls: the reason `stop` becomes a 0 or 1 for each."""
+    named = {f"bapo/{name}": value for name, value in metrics.items() if name != "stop"}
+    if "stop" in metrics:
+        named |= {f"bapo/stop/{reason.name.lower()}": (metrics["stop"] == reason).float() for reason in StopReason}
+    return named
+
+
+def as_numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """`averageable` as floats, with one host read."""
+    named = averageable(metrics)
+    return dict(zip(named, torch.stack([value.double() for value in named.values()]).tolist(), strict=True))

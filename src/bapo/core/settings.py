@@ -9,7 +9,7 @@ files can be checked without it.
 from __future__ import annotations
 
 import math
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Measure = Literal["gradient", "surrogate"]
@@ -76,6 +76,17 @@ class ClipSettings:
         """
         require_choice("preset", name, PRESETS)
         return cls(**PRESETS[name])
+
+    @classmethod
+    def from_options(cls, preset: str | None = None, **options: Any) -> ClipSettings:
+        """Settings as configuration files state them: a preset, if any, and the fields that differ from it."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ValueError(
+                    f"{name}={options[name]!r} is no clip setting. Choose from preset, {', '.join(known)}."
+                )
+        return replace(cls() if preset is None else cls.preset(preset), **options)  # type: ignore[arg-type]
 
     @property
     def low_grid(self) -> tuple[float, ...]:

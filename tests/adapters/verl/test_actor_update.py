@@ -17,6 +17,7 @@ from bapo.core.bounds import StopReason
 from tests.adapters.verl import tiny
 
 TARGET = 0.42
+LOW_FIRST = ClipSettings.from_options("released-script", target_share=0.4)
 ACTOR = "actor_rollout_ref.actor."
 MICRO_BATCHES_OF_FOUR = f"{ACTOR}ppo_micro_batch_size_per_gpu=4"
 DYNAMIC = [f"{ACTOR}use_dynamic_bsz=true", f"{ACTOR}ppo_max_token_len_per_gpu=24"]
@@ -28,6 +29,7 @@ CASES = {
     "sequences": {
         "overrides": [*tiny.bapo_options(target_share=TARGET), f"{ACTOR}loss_agg_mode=seq-mean-token-mean"],
     },
+    "low first": {"overrides": tiny.bapo_options(preset="released-script", target_share=LOW_FIRST.target_share)},
     "two updates": {"overrides": tiny.bapo_options(target_share=TARGET), "updates": 2},
     "microbatch": {"overrides": tiny.bapo_options(target_share=TARGET, scope="microbatch")},
     "fixed": {"overrides": [*tiny.bapo_options(low="[0.8,0.8]", high="[1.2,1.2]", dual_clip=3.0)]},
@@ -80,8 +82,7 @@ def whole_update(model, tokens, **options):
         tokens["old_log_probs"],
         tokens["advantages"] * weights,
         tokens["response_mask"].bool(),
-        settings=ClipSettings(target_share=TARGET),
-        **options,
+        **{"settings": ClipSettings(target_share=TARGET), **options},
     )
     out.loss.backward()
     stepped = {name: (p - tiny.LEARNING_RATE * p.grad).detach() for name, p in network.named_parameters()}
@@ -96,6 +97,7 @@ def whole_update(model, tokens, **options):
         ("dynamic", {}),
         ("weighted", {}),
         ("sequences", {"reduction": "sequence_mean"}),
+        ("low first", {"settings": LOW_FIRST}),
     ],
 )
 def test_bounds_loss_and_weights_are_those_of_the_whole_update(model, two, case, options):

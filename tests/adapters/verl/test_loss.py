@@ -69,14 +69,16 @@ def test_registered_under_its_name():
     assert get_policy_loss_fn("bapo") is bapo_policy_loss
 
 
-@pytest.mark.parametrize("settings", [{"target_share": 0.5}, {"preset": "paper"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_share": 0.5}, {"preset": "paper"}, {"preset": "released-script", "target_share": 0.41}],
+)
 def test_bounds_loss_and_gradient_are_the_cores(settings):
     given = tokens()
     config = actor(**settings)
     loss, metrics = get_policy_loss_fn("bapo")(**given, loss_agg_mode="token-mean", config=config)
     loss.backward()
-    expected = ClipSettings(**settings) if "target_share" in settings else ClipSettings.preset(settings["preset"])
-    out, gradient = core(given, settings=expected)
+    out, gradient = core(given, settings=ClipSettings.from_options(**settings))
     assert StopReason(int(out.bounds.stop)) in (StopReason.RAISING_HIGH, StopReason.RAISING_LOW)  # a real search
     assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
     assert_close(given["log_prob"].grad, gradient, rtol=0, atol=1e-6)

@@ -1,0 +1,105 @@
+"""BAPO inside OpenRLHF: its `PolicyLoss`, with the two epsilons chosen anew in every call.
+
+OpenRLHF has no registry of losses: its actor builds a `PolicyLoss` by name. docs/adapters/openrlhf.md has the patch
+that puts `policy_loss(preset="weak-model", window=8)` there instead. Nothing of the loss is copied: `forward` solves
+the bounds, sets the epsilons and calls OpenRLHF's own. Averaging, dual clip, KL and entropy stay where they were.
+
+The actor calls its loss once per micro-batch and follows every call by a collective, so ranks are in step and tables
+can be summed over them (`all_ranks`); over an update's micro-batches `window` keeps them (`bapo.core.controller`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from bapo.core.controller import BoundController, averageable
+from bapo.core.settings import ClipSettings, require_choice
+
+TESTED_VERSIONS = "0.11.2"
+
+try:
+    from openrlhf.models.loss import PolicyLoss
+except ImportError as error:
+    raise ImportError(
+        f"bapo.adapters.openrlhf needs OpenRLHF (tested with {TESTED_VERSIONS}): pip install openrlhf. It said: {error}"
+    ) from error
+
+__all__ = ["TESTED_VERSIONS", "BapoPolicyLoss", "policy_loss"]
+
+RatioTo = Literal["rollout", "old"]
+OPENRLHF_EPSILON = 0.2
+
+
+class BapoPolicyLoss(PolicyLoss):
+    """OpenRLHF's `PolicyLoss` at bounds solved from the last `window` micro-batches (arXiv:2510.18927)."""
+
+    clip_eps_low: Tensor | float
+    clip_eps_high: Tensor | float
+    metrics: dict[str, Tensor]
+    """The last call's bounds and shares under `bapo/`: what OpenRLHF's fixed return value has no place for."""
+
+    def __init__(
+        self,
+        *args: Any,  # OpenRLHF's
+        controller: BoundController,
+        ratio_to: RatioTo = "rollout",
+        **kwargs: Any,  # OpenRLHF's
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.policy_loss_type != "ppo":
+            raise ValueError(
+                f"actor.policy_loss_type={self.policy_loss_type!r} has one ratio per response, but BAPO balances "
+                "tokens by their own. Set --actor.policy_loss_type ppo."
+            )
+        if (self.clip_eps_low, self.clip_eps_high) != (OPENRLHF_EPSILON, OPENRLHF_EPSILON):
+            raise ValueError(
+                f"actor.eps_clip_low_high={self.clip_eps_low} {self.clip_eps_high} would be ignored: BAPO chooses both "
+                "bounds. Leave it out; low= and high= of policy_loss say where they may be (equal numbers fix them)."
+            )
+        self.controller = controller
+        self.ratio_to = ratio_to
+        self.metrics = {}
+
+    def forward(
+        self,
+        log_probs: Tensor,  # [sequences, tokens] under the learner now; carries grad
+        old_log_probs: Tensor,  # same shape; recomputed by OpenRLHF's actor
+        advantages: Tensor,  # same shape
+        action_mask: Tensor,  # same shape
+        rollout_log_probs: Tensor | None = None,  # same shape; under the policy that sampled
+        **kwargs: Any,
+    ) -> Any:
+        """What OpenRLHF's own `forward` returns, clipped at this call's bounds."""
+        if self.ratio_to == "rollout":
+            if rollout_log_probs is None:
+                raise ValueError(
+                    "OpenRLHF keeps the log-probs of the policy that sampled only where its correction is on. Set "
+                    "--algo.advantage.is_correction_level token (with ratios to that policy all its weights are 1), or "
+                    "policy_loss(ratio_to='old') to take the ones the actor recomputes."
+                )
+            old_log_probs = rollout_log_probs
+        bounds = self.controller.bounds_of(log_probs, old_log_probs, advantages, action_mask.bool())
+        self.clip_eps_low, self.clip_eps_high = 1 - bounds.low, bounds.high - 1
+        found = {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share, "stop": bounds.stop}
+        self.metrics = averageable({name: value for name, value in found.items() if value is not None})
+        return super().forward(
+            log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **kwargs
+        )
+
+
+def policy_loss(
+    preset: str | None = None,
+    window: int = 1,
+    *,
+    all_ranks: bool = True,
+    ratio_to: RatioTo = "rollout",
+    **settings: Any,  # fields of ClipSettings
+) -> Callable[..., BapoPolicyLoss]:
+    """A stand-in for the name `PolicyLoss`: OpenRLHF's arguments make a `BapoPolicyLoss` with these options."""
+    require_choice("ratio_to", ratio_to, get_args(RatioTo))
+    controller = BoundController(ClipSettings.from_options(preset, **settings), window, all_ranks=all_ranks)
+    return functools.partial(BapoPolicyLoss, controller=controller, ratio_to=ratio_to)

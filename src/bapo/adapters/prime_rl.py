@@ -1,0 +1,58 @@
+"""BAPO inside prime-rl: a custom loss, named by its import path.
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "bapo.adapters.prime_rl.bapo_loss"
+    kwargs = { preset = "weak-model", window = 64 }
+
+prime-rl calls a custom loss once per sequence and divides the sum of all by its own scale. A share over one sequence
+means nothing (all its tokens have the same sign), so bounds come from the last `window` sequences of this process
+(`bapo.core.controller`). Nothing of prime-rl is imported here: it reads `loss` and `metrics` of what is returned.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from bapo.core.controller import BoundController, averageable
+from bapo.core.settings import ClipSettings
+
+
+class LossOutputs(NamedTuple):
+    """What prime-rl reads of a result, under the names of its own `LossOutputs`."""
+
+    loss: Tensor  # 0-d, summed over tokens
+    metrics: dict[str, Tensor]  # 0-d each
+
+
+def bapo_loss(
+    inputs: Any,  # prime-rl's LossInputs, [tokens] each
+    window: int = 64,
+    preset: str | None = None,
+    dual_clip: float | None = None,
+    **settings: Any,  # fields of ClipSettings
+) -> LossOutputs:
+    """One sequence's clipped surrogate at the bounds of the window (arXiv:2510.18927), summed.
+
+    `loss_weights`, where a version of prime-rl has them, multiply a token's signal as they multiply its loss.
+    """
+    options = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items())
+    weights = getattr(inputs, "loss_weights", None)
+    out = _controller(window, preset, options).policy_loss(
+        inputs.trainer_logprobs,
+        inputs.inference_logprobs,
+        inputs.advantages if weights is None else inputs.advantages * weights,
+        inputs.loss_mask,
+        denominator=1.0,
+        dual_clip=dual_clip,
+    )
+    return LossOutputs(out.loss, averageable(out.metrics))
+
+
+@cache
+def _controller(window: int, preset: str | None, options: tuple[tuple[str, Any], ...]) -> BoundController:
+    """One per process and configuration: prime-rl hands over a function, so the window lives here."""
+    return BoundController(ClipSettings.from_options(preset, **dict(options)), window)

@@ -1,0 +1,112 @@
+"""BAPO inside slime: its own policy loss, with the two epsilons chosen anew in every call.
+
+    --loss-type custom_loss --custom-loss-function-path bapo.adapters.slime.bapo_loss
+    --use-rollout-logprobs --custom-config-path bapo.yaml      # bapo_preset: weak-model, bapo_window: 8
+
+slime's policy loss clips with `args.eps_clip` and `args.eps_clip_high`. So nothing of it is copied: the log-probs are
+computed once before it, by slime's own function and without gradients, the bounds are solved from them and from the
+last `bapo_window` calls on this rank (`bapo.core.controller`), and slime's loss runs with those epsilons. Importance
+weights, KL, entropy and parallelism stay slime's. slime is imported on the first call: it brings Megatron.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo.core.controller import BoundController, averageable
+from bapo.core.settings import ClipSettings
+
+PREFIX = "bapo_"
+"""Options are attributes of slime's arguments: bapo_preset, bapo_window, and bapo_<field of ClipSettings>."""
+SLIME_EPSILON = 0.2
+
+
+def bapo_loss(
+    args: Namespace,
+    batch: Mapping[str, Any],  # one micro-batch: lists with a tensor per sample
+    logits: Tensor,  # [1, tokens, vocabulary]
+    sum_of_sample_mean: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """slime's `policy_loss_function` between the bounds of the window (arXiv:2510.18927)."""
+    from slime.backends.megatron_utils import loss as slime_loss
+
+    _refuse(args)
+    with torch.no_grad():
+        _, found = slime_loss.get_log_probs_and_entropy(
+            logits,
+            args=args,
+            unconcat_tokens=batch["unconcat_tokens"],
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+            with_entropy=False,
+            **slime_loss.get_rollout_top_p_logprob_kwargs(args, batch),
+        )
+    tokens = _tokens(args, batch, found["log_probs"])
+    bounds = _controller(*_options(args)).bounds_of(*tokens)
+    clipped = Namespace(**vars(args))
+    clipped.eps_clip, clipped.eps_clip_high = 1 - bounds.low, bounds.high - 1
+    loss, reported = slime_loss.policy_loss_function(clipped, batch, logits, sum_of_sample_mean)
+    # slime adds up what losses report, over micro-batches and ranks, and divides by the samples or by the tokens
+    weight = tokens[-1].sum() if args.calculate_per_token_loss else len(batch["response_lengths"])
+    named = {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share, "stop": bounds.stop}
+    ours = averageable({name: value for name, value in named.items() if value is not None})
+    return loss, {**reported, **{name: value * weight for name, value in ours.items()}}
+
+
+def _tokens(
+    args: Namespace, batch: Mapping[str, Any], log_probs: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log-probs, behaviour log-probs, advantages and mask of all samples in one row each, as slime's loss has them."""
+    old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    old = old or log_probs
+    masks = batch["loss_masks"]
+    for i, (row, mask) in enumerate(zip(log_probs, masks, strict=True)):
+        if row.numel() != mask.numel():
+            raise ValueError(
+                f"sample {i} has {row.numel()} log-probs on this rank but a loss mask of {mask.numel()} tokens: "
+                "context parallelism cuts it up, and the share would be that of a piece. Set --context-parallel-size 1."
+            )
+    now, then, advantages, mask = (torch.cat(list(rows)) for rows in (log_probs, old, batch["advantages"], masks))
+    return now, then, advantages, mask.bool()
+
+
+def _options(args: Namespace) -> tuple[tuple[str, Any], ...]:
+    """Everything in slime's arguments that is meant for us, in a form that can be a key."""
+    return tuple(
+        (name.removeprefix(PREFIX), tuple(value) if isinstance(value, list) else value)
+        for name, value in sorted(vars(args).items())
+        if name.startswith(PREFIX)
+    )
+
+
+@cache
+def _controller(*options: tuple[str, Any]) -> BoundController:
+    """One per process and configuration: slime loads a function, so the window lives here."""
+    given = dict(options)
+    window = given.pop("window", 1)
+    return BoundController(ClipSettings.from_options(given.pop("preset", None), **given), window)
+
+
+def _refuse(args: Namespace) -> None:
+    """What would be ignored, or would make the window count a micro-batch twice."""
+    if args.recompute_loss_function:
+        raise ValueError(
+            "--recompute-loss-function runs a loss twice, and the window would hold every micro-batch twice. Leave it "
+            "out."
+        )
+    if args.eps_clip != SLIME_EPSILON or args.eps_clip_high not in (None, SLIME_EPSILON):
+        raise ValueError(
+            f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high} would be ignored: BAPO chooses both "
+            "bounds. Leave them out; bapo_low and bapo_high say where the bounds may be (equal numbers fix them)."
+        )
+    if args.advantage_estimator in ("gspo", "cispo"):
+        raise ValueError(
+            f"--advantage-estimator {args.advantage_estimator} does not clip token ratios on two sides, so there are "
+            "no bounds to choose. Use grpo."
+        )

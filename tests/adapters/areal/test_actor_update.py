@@ -1,0 +1,111 @@
+"""AReaL's real actor update, on CPU in two processes, does what the whole update through `bapo.policy_loss` does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("areal")
+
+from bapo import ClipSettings, policy_loss
+from bapo.adapters.areal import WithinBounds
+from bapo.core.bounds import StopReason
+
+LEARNING_RATE, VOCABULARY = 0.05, 24
+STATS = "ppo_actor/update/"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.5,
+        )
+    ).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(model, tmp_path_factory):
+    """Every case in two processes of four sequences each, one to a micro-batch."""
+    out = tmp_path_factory.mktemp("two") / "results.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.adapters.areal.actor_update", json.dumps({"model": str(model), "out": str(out)})],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "AREAL_SPMD_MODE": "1"},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(out, weights_only=True)
+
+
+def whole_update(model, tokens, **options):
+    """The same update with transformers and `bapo.policy_loss` alone: bounds, loss, and the weights one SGD step on."""
+    from transformers import Qwen2ForCausalLM
+
+    network = Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa")
+    logits = network(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).logits
+    following = torch.roll(tokens["input_ids"], -1, -1)
+    logprobs = logits.log_softmax(-1).gather(-1, following[..., None]).squeeze(-1)
+    mask = tokens["loss_mask"].bool()
+    out = policy_loss(logprobs, tokens["logprobs"], tokens["advantages"], mask, **options)
+    out.loss.backward()
+    return out, {name: (p - LEARNING_RATE * p.grad).detach() for name, p in network.named_parameters()}
+
+
+def test_bounds_loss_and_weights_are_those_of_the_whole_update(model, two):
+    result = two["bapo"]
+    out, weights = whole_update(model, result["tokens"], settings=ClipSettings(target_share=0.42))
+    stats = {name.removeprefix(STATS): value for name, value in result["stats"].items()}
+    assert StopReason(int(out.bounds.stop)) in (StopReason.RAISING_HIGH, StopReason.RAISING_LOW)  # a real search
+    assert stats["bapo/clip_low"] == pytest.approx(out.bounds.low.item(), abs=1e-6)
+    assert stats["bapo/clip_high"] == pytest.approx(out.bounds.high.item(), abs=1e-6)
+    assert stats["bapo/share"] == pytest.approx(out.bounds.share.item(), abs=1e-6)
+    assert stats[f"bapo/stop/{StopReason(int(out.bounds.stop)).name.lower()}"] == 1
+    assert stats["actor_loss/avg"] == pytest.approx(out.loss.item(), abs=1e-6)
+    assert stats["clip_ratio/avg"] == pytest.approx(out.metrics["clip_fraction"].item(), abs=1e-6)
+    assert_close(result["weights"], weights, rtol=0, atol=1e-6)
+
+
+def test_fixed_bounds_are_areals_own_loss(two):
+    assert two["areal"]["stats"][f"{STATS}clip_ratio/avg"] > 0
+    assert_close(two["fixed"]["weights"], two["areal"]["weights"], rtol=0, atol=1e-7)
+    for name in ("actor_loss/avg", "grad_norm", "clip_ratio/avg", "importance_weight/avg"):
+        assert two["fixed"]["stats"][STATS + name] == pytest.approx(two["areal"]["stats"][STATS + name], abs=1e-6)
+
+
+def test_one_collective_and_one_further_pass_per_update(two):
+    assert len(two["bapo"]["float64_all_reduces"]) == 1
+    assert two["areal"]["float64_all_reduces"] == []
+    assert two["bapo"]["forwards"] == [False] * 4 + [True] * 4
+    assert two["areal"]["forwards"] == [True] * 4
+
+
+def test_refusals_say_what_to_set(two):
+    assert "actor.eps_clip=0.3, actor.eps_clip_higher=None would be ignored" in two["refused"]["epsilon"]
+    assert "use_decoupled_loss=false and recompute_logprob=false" in two["refused"]["decoupled"]
+    assert "importance_sampling_level=sequence" in two["refused"]["sequence"]
+    with pytest.raises(ValueError, match="AReaL's own engine for other losses"):
+        WithinBounds().train_batch({}, lambda: None, lambda: None)

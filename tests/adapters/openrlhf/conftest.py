@@ -1,0 +1,3 @@
+from tests.adapters.openrlhf.load import load_openrlhf
+
+load_openrlhf()

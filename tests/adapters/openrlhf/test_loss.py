@@ -1,0 +1,151 @@
+"""OpenRLHF's own loss at our bounds, and the documented patch on OpenRLHF's own file."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("openrlhf")
+
+from openrlhf.models.loss import PolicyLoss
+
+from bapo import ClipSettings
+from bapo.adapters.openrlhf import policy_loss
+from bapo.core.bounds import StopReason
+from tests.adapters.logged import core, logged
+
+PAGE = Path(__file__).parents[3] / "docs" / "adapters" / "openrlhf.md"
+ACTOR = "openrlhf/trainer/ray/ppo_actor.py"
+
+
+def called(loss_fn, batch, *, rollout=True, **loss_batch_info):
+    """As `ActorPPOTrainer.training_step` calls it; the recomputed log-probs are not the sampler's."""
+    logprobs, behavior, advantages, mask = batch
+    return loss_fn(
+        logprobs,
+        behavior + 0.1 if rollout else behavior,
+        advantages,
+        action_mask=mask.float(),
+        rollout_log_probs=behavior if rollout else None,
+        **loss_batch_info,
+    )
+
+
+@pytest.mark.parametrize("correction", ["token", "seq"])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_bounds_loss_and_gradient_are_the_cores(per_token, correction):
+    batch = logged()
+    loss_fn = policy_loss(target_share=0.5)(token_level_loss=per_token, is_correction_level=correction)
+    assert isinstance(loss_fn, PolicyLoss)
+    loss, clip_ratio, _, _, filtered = called(loss_fn, batch)
+    loss.backward()
+    reduction = "token_mean" if per_token else "sequence_mean"
+    out, gradient = core(batch, settings=ClipSettings(target_share=0.5), reduction=reduction)
+    assert StopReason(int(out.bounds.stop)) in (StopReason.RAISING_HIGH, StopReason.RAISING_LOW)  # a real search
+    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
+    assert_close(batch[0].grad, gradient, rtol=0, atol=1e-6)
+    assert clip_ratio.item() == pytest.approx(out.metrics["clip_fraction"].item(), abs=1e-6)
+    assert filtered == 0  # to the policy that sampled, OpenRLHF's correction has nothing to correct
+    for name in ("clip_low", "clip_high", "share"):
+        assert loss_fn.metrics[f"bapo/{name}"].item() == pytest.approx(out.metrics[name].item(), abs=1e-6)
+
+
+def test_the_authors_settings_with_openrlhfs_dual_clip():
+    batch = logged()
+    loss, *_ = called(policy_loss("released-script")(dual_clip=3.0, is_correction_level="token"), batch)
+    loss.backward()
+    out, gradient = core(batch, settings=ClipSettings.preset("released-script"), dual_clip=3.0)
+    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
+    assert_close(batch[0].grad, gradient, rtol=0, atol=1e-6)
+
+
+def test_fixed_bounds_are_openrlhfs_own_loss():
+    batch, info = logged(2), {"dp_size": 2, "batch_num_tokens": 60.0, "global_batch_size": 8.0}
+    ours = called(policy_loss(low=(0.8, 0.8), high=(1.2, 1.2), ratio_to="old")(), batch, rollout=False, **info)
+    theirs = called(PolicyLoss(), batch, rollout=False, **info)
+    assert ours[0].item() == pytest.approx(theirs[0].item(), abs=1e-7)
+    assert ours[1:] == theirs[1:]
+
+
+def test_a_window_solves_from_the_last_calls():
+    loss_fn = policy_loss(window=2, target_share=0.5)(is_correction_level="token")
+    for seed in (2, 5, 4):
+        called(loss_fn, logged(seed))
+    together = [torch.cat(pair) for pair in zip(logged(5), logged(4), strict=True)]
+    out, _ = core(together, settings=ClipSettings(target_share=0.5))
+    assert loss_fn.metrics["bapo/share"].item() == pytest.approx(out.bounds.share.item(), abs=1e-6)
+    assert loss_fn.metrics["bapo/clip_high"] == out.bounds.high
+
+
+def test_refusals_say_what_to_set():
+    with pytest.raises(ValueError, match=r"--actor\.policy_loss_type ppo"):
+        policy_loss()(policy_loss_type="gspo")
+    with pytest.raises(ValueError, match=r"eps_clip_low_high=0\.2 0\.28 would be ignored"):
+        policy_loss()(clip_eps_high=0.28)
+    with pytest.raises(ValueError, match=r"--algo\.advantage\.is_correction_level token"):
+        called(policy_loss()(), logged(), rollout=False)
+    with pytest.raises(ValueError, match="ratio_to='sampler' is not known"):
+        policy_loss(ratio_to="sampler")
+
+
+@pytest.fixture
+def patched(tmp_path):
+    """OpenRLHF's own actor file with the documented patch applied, as a syntax tree."""
+    [folder] = importlib.util.find_spec("openrlhf").submodule_search_locations
+    copy = tmp_path / ACTOR
+    copy.parent.mkdir(parents=True)
+    copy.write_text((Path(folder).parent / ACTOR).read_text())
+    [patch] = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "bapo.diff").write_text(patch)
+    done = subprocess.run(["git", "apply", "bapo.diff"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ast.parse(copy.read_text())
+
+
+def test_the_documented_patch_gives_the_actor_our_loss(patched):
+    """The lines it adds, and the actor's own lines that build and call a loss, run as they stand."""
+    added = [
+        node for node in patched.body if "bapo" in ast.unparse(node) or ast.unparse(node).startswith("PolicyLoss =")
+    ]
+    names = {}
+    exec(compile(ast.Module(added, []), "added", "exec"), names)
+
+    def statement(target):
+        """The one assignment in the file that starts so."""
+        [node] = [
+            node
+            for node in ast.walk(patched)
+            if isinstance(node, ast.Assign) and ast.unparse(node).lstrip("(").startswith(target)
+        ]
+        return compile(ast.Module([node], []), ACTOR, "exec")
+
+    arguments = SimpleNamespace(eps_clip_low_high=(0.2, 0.2), dual_clip=None, loss_agg_mode="token-mean")
+    arguments.policy_loss_type = "ppo"
+    correction = SimpleNamespace(is_correction_level="token", is_correction_mode="mask", is_correction_gating="ratio")
+    correction.is_correction_threshold = (0.5, 5.0)
+    actor = SimpleNamespace(args=SimpleNamespace(actor=arguments, algo=SimpleNamespace(advantage=correction)))
+    names["self"] = actor
+    exec(statement("self.actor_loss_fn ="), names)
+
+    batch = logged()
+    experience = SimpleNamespace(action_mask=batch[3].float(), rollout_log_probs=batch[1], info={})
+    names |= {"action_log_probs": batch[0], "old_action_log_probs": batch[1] + 0.1, "advantages": batch[2]}
+    names |= {"experience": experience, "loss_batch_info": {"dp_size": 1, "batch_num_tokens": batch[3].sum()}}
+    exec(statement("actor_loss, clip_ratio,"), names)
+    [report] = [
+        node
+        for node in ast.walk(patched)
+        if isinstance(node, ast.Expr) and "actor_loss_fn.metrics" in ast.unparse(node)
+    ]
+    exec(compile(ast.Module([report], []), ACTOR, "exec"), names)
+
+    out, _ = core(batch, settings=ClipSettings.preset("weak-model"))
+    assert names["actor_loss"].item() == pytest.approx(out.loss.item(), abs=1e-6)
+    assert experience.info["bapo/clip_high"] == out.bounds.high
+    assert all(value.dim() == 0 for value in experience.info.values())  # OpenRLHF then averages them over tokens

@@ -1,0 +1,203 @@
+"""One logged batch through every adapter whose framework installs on CPU: the bounds, loss and gradient of the core.
+
+Each framework is called where it keeps its losses: through its registry, its class, its trainer or its client. Those
+that are not in this environment are skipped; `make test-integrations` has environments for all of them.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bapo import ClipSettings
+from bapo.core.bounds import StopReason
+from tests.adapters.logged import core, logged
+
+SETTINGS = {
+    "gradient measure": {"target_share": 0.5},
+    "paper": {"preset": "paper"},
+    "weak-model": {"preset": "weak-model", "target_share": 0.41},
+    "released-script": {"preset": "released-script", "target_share": 0.41},  # low_first, the order of the authors' code
+}
+
+
+def through_verl(batch, options):
+    pytest.importorskip("verl")
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    from tests.adapters.verl import tiny
+
+    names = ("log_prob", "old_log_prob", "advantages", "response_mask")
+    config = tiny.actor_config(*tiny.bapo_options(scope="microbatch", **options))
+    given = dict(zip(names, batch, strict=True))
+    return get_policy_loss_fn("bapo")(**given, loss_agg_mode="token-mean", config=config)
+
+
+def through_trinity(batch, options):
+    pytest.importorskip("trinity")
+    from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN
+
+    names = ("logprob", "old_log_probs", "advantages", "response_mask")
+    loss_fn = POLICY_LOSS_FN.get("bapo.adapters.trinity.BapoPolicyLossFn")(backend="verl", **options)
+    return loss_fn(**dict(zip(names, batch, strict=True)))
+
+
+def through_skyrl(batch, options):
+    pytest.importorskip("skyrl")
+    from tests.adapters.skyrl.load import load_skyrl
+
+    ppo_utils = load_skyrl()
+    from skyrl.train.config import AlgorithmConfig
+
+    from bapo.adapters.skyrl import register
+
+    logprobs, behavior, advantages, mask = batch
+    advantages = ppo_utils.apply_loss_reduction_to_advantages_minibatch(advantages, mask.float(), "token_mean", 6, 9)
+    register("bapo-parity", **options)
+    try:
+        loss_fn = ppo_utils.PolicyLossRegistry.get("bapo-parity")
+        return loss_fn(logprobs, None, advantages, AlgorithmConfig(), mask.float(), behavior)
+    finally:
+        ppo_utils.PolicyLossRegistry.unregister("bapo-parity")
+
+
+def through_openrlhf(batch, options):
+    pytest.importorskip("openrlhf")
+    from tests.adapters.openrlhf.load import load_openrlhf
+
+    load_openrlhf()
+    from bapo.adapters.openrlhf import policy_loss
+
+    logprobs, behavior, advantages, mask = batch
+    loss_fn = policy_loss(**options)(is_correction_level="token")
+    loss, *_ = loss_fn(logprobs, behavior, advantages, mask.float(), rollout_log_probs=behavior)
+    return loss, {name: value.item() for name, value in loss_fn.metrics.items()}
+
+
+def through_tinker(batch, options):
+    pytest.importorskip("tinker")
+    from tinker import types
+
+    from bapo.adapters.tinker import bapo_loss
+
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints([0] * len(mask)),
+            loss_fn_inputs={"logprobs": behavior, "advantages": advantages, "mask": mask.float()},
+        )
+        for behavior, advantages, mask in zip(*batch[1:], strict=True)
+    ]
+    return bapo_loss(**options)(data, list(batch[0]))
+
+
+def through_areal(batch, options):
+    """AReaL's own loss function; its engine is in tests/adapters/areal."""
+    pytest.importorskip("areal")
+    from areal.trainer.ppo.actor import grpo_loss_fn
+
+    from bapo.adapters.areal import WithinBounds
+
+    losses = []
+
+    class OneBatch:
+        device, data_parallel_group = torch.device("cpu"), None
+
+        def eval_batch(self, data, loss_fn, loss_weight_fn):
+            loss_fn(batch[0].detach(), torch.zeros(6, 9), data)
+
+        def train_batch(self, data, loss_fn, loss_weight_fn):
+            losses.append(loss_fn(batch[0], torch.zeros(6, 9), data))
+            return {}
+
+    class Engine(WithinBounds, OneBatch):
+        clip_settings = ClipSettings.from_options(**options)
+
+    data = {"logprobs": batch[1], "prox_logp": batch[1], "advantages": batch[2], "loss_mask": batch[3]}
+    loss_fn = functools.partial(grpo_loss_fn, eps_clip=0.2, eps_clip_higher=None, c_clip=None)
+    ours = not torch.distributed.is_initialized()
+    if ours:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        metrics = Engine().train_batch(data, loss_fn, None)
+    finally:
+        if ours:
+            torch.distributed.destroy_process_group()
+    return losses[0], metrics
+
+
+class Logged(torch.nn.Module):
+    """In the model's place: the logged log-probs, as TRL asks a model for them."""
+
+    def __init__(self, logprobs):
+        super().__init__()
+        self.logprobs = logprobs
+
+    def forward(self, input_ids, **kwargs):
+        return SimpleNamespace(log_probs=self.logprobs, entropy=torch.zeros(6, 9))
+
+
+def through_trl(batch, options):
+    pytest.importorskip("trl")
+    import tempfile
+
+    from tests.adapters.trl import tiny
+
+    logprobs, behavior, advantages, mask = batch
+    with tempfile.TemporaryDirectory() as out:
+        single = {"per_device_train_batch_size": 6, "num_generations": 2, "gradient_accumulation_steps": 1}
+        args = tiny.config(out, loss_type="bnpo", **single, **{f"bapo_{name}": x for name, x in options.items()})
+        words, data = tiny.tokenizer(), tiny.prompts()
+        trainer = tiny.BapoTrainer(tiny.model(), tiny.digits, args, train_dataset=data, processing_class=words)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = {
+        "prompt_ids": torch.zeros(6, 1, dtype=torch.long),
+        "prompt_mask": torch.ones(6, 1, dtype=torch.long),
+        "completion_ids": torch.ones(6, 9, dtype=torch.long),
+        "completion_mask": mask.long(),
+        "advantages": advantages,
+        "old_per_token_logps": behavior,
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = trainer._compute_loss(Logged(logprobs), inputs)
+    return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+FRAMEWORKS = {
+    "verl": through_verl,
+    "trinity": through_trinity,
+    "skyrl": through_skyrl,
+    "openrlhf": through_openrlhf,
+    "tinker": through_tinker,
+    "areal": through_areal,
+    "trl": through_trl,
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_bounds_loss_and_gradient_are_the_cores(framework, settings):
+    batch = logged()
+    loss, metrics = FRAMEWORKS[framework](batch, SETTINGS[settings])
+    [gradient] = torch.autograd.grad(loss, batch[0])
+    out, expected = core(batch, settings=ClipSettings.from_options(**SETTINGS[settings]))
+    assert metrics["bapo/clip_low"] == pytest.approx(out.bounds.low.item(), abs=1e-6)
+    assert metrics["bapo/clip_high"] == pytest.approx(out.bounds.high.item(), abs=1e-6)
+    assert metrics["bapo/share"] == pytest.approx(out.bounds.share.item(), abs=1e-6)
+    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
+    assert_close(gradient, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_search_moves_a_bound(settings):
+    out, _ = core(logged(), settings=ClipSettings.from_options(**SETTINGS[settings]))
+    assert StopReason(int(out.bounds.stop)) not in (StopReason.START, StopReason.NO_SIGNAL)
+
+
+def test_the_order_of_the_search_matters():
+    options = SETTINGS["released-script"]
+    low_first, _ = core(logged(), settings=ClipSettings.from_options(**options))
+    high_first, _ = core(logged(), settings=ClipSettings.from_options(**options, order="high_first"))
+    assert low_first.bounds.low != high_first.bounds.low
