@@ -9,6 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TRL    := .venv-trl
 VERL   := .venv-verl
+SMOLLM2 := .smollm2
 
 .DEFAULT_GOAL := help
 .PHONY: help run example test lint types unit test-integrations bench clean
@@ -35,9 +36,14 @@ unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
 # Warnings of the libraries that an adapter drives are not ours to fix: -W default.
-test-integrations: $(TRL)/.installed $(VERL)/.frameworks  ## set up environments for TRL and for the others, test the adapters there
+test-integrations: $(TRL)/.installed $(VERL)/.frameworks $(SMOLLM2)  ## a real model on CPU; the adapters inside TRL, verl and others, in environments of their own
+	HF_HUB_OFFLINE=1 BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/smollm2
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl tests/adapters/test_parity.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters --ignore tests/adapters/trl
+
+$(SMOLLM2): $(STAMP)
+	test -d $@ || $(BIN)/bapo fetch-smollm2 $@
+	@touch $@
 
 bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/bounds.py
@@ -45,7 +51,7 @@ bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/engine.py
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) $(TRL) $(VERL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VERL) $(SMOLLM2) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # constraints.txt pins what was tested. torch goes first and pinned, so that nothing else decides which build it is.
 $(STAMP): pyproject.toml constraints.txt

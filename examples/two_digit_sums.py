@@ -1,0 +1,32 @@
+"""Two-digit sums as data: python examples/two_digit_sums.py DIR [--seed N].
+
+solved.jsonl with 256 sums and their answers to imitate, train.jsonl with 2,048 to be rewarded on, test.jsonl with 128
+held out. No sum is in two of them.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+SIZES = {"solved": 256, "train": 2048, "test": 128}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(chosen.seed).shuffle(sums)  # noqa: S311
+    chosen.directory.mkdir(parents=True, exist_ok=True)
+    for name, size in SIZES.items():
+        drawn, sums = sums[:size], sums[size:]
+        answer = "response" if name == "solved" else "answer"
+        rows = [{"prompt": f"{a}+{b}=", answer: str(a + b)} for a, b in drawn]
+        (chosen.directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{chosen.directory / name}.jsonl: {size:,} sums")
+
+
+if __name__ == "__main__":
+    main()
