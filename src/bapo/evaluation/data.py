@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -18,15 +18,12 @@ from bapo.evaluation.settings import Settings
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data import load_problems
 from bapo.tasks.dataset import Scorer
-from bapo.tasks.function import FunctionReward, find_function
-from bapo.tasks.sandbox import VerifierPool
+from bapo.tasks.function import find_function
+from bapo.tasks.scorers import MATH, open_scorer
 from bapo.tasks.sources import resolve
 from bapo.types import Problem
 
 __all__ = ["DataSet", "load_data_sets", "scorer", "verifier_identity"]
-
-
-MATH = "math"
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,16 @@ def scorer(settings: Settings, *, opens_thinking: bool) -> Iterator[Scorer]:
 
     `opens_thinking`: whether a response begins in the middle of the model's thinking, see `bapo.tasks.math`.
     """
-    if settings.reward is not None and settings.reward != MATH:
-        with closing(FunctionReward(settings.reward, seconds=settings.reward_seconds)) as function:
-            yield function.scores
-        return
-    verifier = f"bapo.tasks.math:{'verify_thinking' if opens_thinking else 'verify'}"
-    with VerifierPool(verifier, seconds=settings.reward_seconds, memory_mb=settings.reward_memory_mb) as pool:
-        yield lambda responses: pool.scores([(problem.answer, text) for problem, text in responses])
+    scores, close = open_scorer(
+        settings.reward or MATH,
+        opens_thinking=opens_thinking,
+        seconds=settings.reward_seconds,
+        memory_mb=settings.reward_memory_mb,
+    )
+    try:
+        yield scores
+    finally:
+        close()
 
 
 def verifier_identity(data_sets: Sequence[DataSet], settings: Settings) -> dict[str, str]:

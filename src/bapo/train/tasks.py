@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bapo.config import Config, TaskConfig
+from bapo.config import Config
 from bapo.models import Policy
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data import load_problems, within, without_overlap
-from bapo.tasks.dataset import DataTask, Scorer
+from bapo.tasks.dataset import DataTask
+from bapo.tasks.scorers import open_scorer
 from bapo.tasks.task import Task
-from bapo.types import Problem, Score
+from bapo.types import Problem
 
 
 @dataclass(frozen=True)
@@ -68,26 +69,11 @@ def _from_data(config: Config, policy: Policy) -> PreparedTask:
         raise ValueError(
             f"task.{empty} has no problem left. " + " ".join(notes) + " Raise task.max_prompt_tokens or give more data."
         )
-    return PreparedTask(DataTask(train, loaded["test"], make_scorer(chosen, policy)), notes)
-
-
-def make_scorer(config: TaskConfig, policy: Policy) -> Scorer:
-    """What says how good a response is: math-verify in processes of its own, or a function of the user's."""
-    if config.reward != "math":
-        from bapo.tasks.function import FunctionReward
-
-        reward = FunctionReward(config.reward, seconds=config.reward_seconds, concurrency=config.reward_workers or 32)
-        return reward.scores
-    from bapo.tasks.sandbox import VerifierPool
-
-    pool = VerifierPool(
-        f"bapo.tasks.math:{'verify_thinking' if policy.opens_thinking else 'verify'}",
-        workers=config.reward_workers or None,
-        seconds=config.reward_seconds,
-        memory_mb=config.reward_memory_mb,
+    scorer, _ = open_scorer(
+        chosen.reward,
+        opens_thinking=policy.opens_thinking,
+        seconds=chosen.reward_seconds,
+        memory_mb=chosen.reward_memory_mb,
+        workers=chosen.reward_workers or None,
     )
-
-    def scores(responses: Sequence[tuple[Problem, str]]) -> list[Score]:
-        return pool.scores([(problem.answer, text) for problem, text in responses])
-
-    return scores
+    return PreparedTask(DataTask(train, loaded["test"], scorer), notes)

@@ -1,0 +1,39 @@
+"""Which verifier `reward` names: math-verify in processes of its own, or a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+from bapo.tasks.dataset import Scorer
+from bapo.tasks.function import FunctionReward
+from bapo.tasks.sandbox import VerifierPool
+from bapo.types import Problem, Score
+
+MATH = "math"
+
+
+def open_scorer(
+    reward: str,  # math, or module:function
+    *,
+    opens_thinking: bool,  # whether a response begins in the middle of the model's thinking, see bapo.tasks.math
+    seconds: float,
+    memory_mb: int,
+    workers: int | None = None,  # None: one per core, or 32 calls of an async function
+) -> tuple[Scorer, Callable[[], None]]:
+    """What scores responses, and what ends it. It ends with the process too."""
+    if reward != MATH:
+        function = FunctionReward(reward, seconds=seconds, concurrency=workers or 32)
+        return function.scores, function.close
+    if find_spec("math_verify") is None:
+        raise ValueError(
+            "reward='math' needs math-verify, which is not installed: pip install 'bapo[math]'. Or name a function of "
+            "yours, module:function."
+        )
+    verifier = f"bapo.tasks.math:{'verify_thinking' if opens_thinking else 'verify'}"
+    pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)
+
+    def scores(responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+        return pool.scores([(problem.answer, text) for problem, text in responses])
+
+    return scores, pool.close
