@@ -246,11 +246,14 @@ def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> in
     except Exception as error:
         from bapo.train.checkpoint import CheckpointError
         from bapo.train.directory import Interrupted
+        from bapo.train.scoring import VerifierFailed
 
         if isinstance(error, Interrupted):
             return _fail(130, str(error))
         if isinstance(error, CheckpointError):
             return _fail(3, str(error))
+        if isinstance(error, VerifierFailed):
+            return _fail(1, str(error))
         raise
 
 

@@ -112,6 +112,21 @@ class TaskConfig(_Section):
     overlong_penalty: float = Field(1.0, ge=0)
     """What a response of the full length loses."""
 
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        """Keys of one kind of task mean nothing to another."""
+        data = {"train", "test", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
+        gym = {"gym", "gym_train", "gym_test"}
+        unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
+        for key in sorted(unused):
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                wanted = "gym" if key in gym else "data"
+                raise ValueError(
+                    f"task.{key} belongs to task.name={wanted!r}, not to {self.name!r}, which ignores it. Set "
+                    f"task.name={wanted!r}, or leave task.{key} out."
+                )
+        return self
+
 
 class RolloutConfig(_Section):
     """How responses are sampled."""
@@ -176,6 +191,16 @@ class ObjectiveConfig(_Section):
             raise ValueError(
                 f"objective.{overrides[0]} belongs to objective.name='bapo', not to {self.name!r}, which ignores it. "
                 f"Options of {self.name!r} go into objective.options."
+            )
+        if self.name != "bapo" and self.scope != "update":
+            raise ValueError(
+                f"objective.scope={self.scope!r} says which tokens share BAPO's bounds, and {self.name!r} has none. Leave "
+                "it out."
+            )
+        if self.remainder == "weigh" and self.scope == "microbatch":
+            raise ValueError(
+                "objective.remainder='weigh' balances an update, but objective.scope='microbatch' would weigh each part by "
+                "itself, and drop parts without a positive token. Use scope='update'."
             )
         if self.preset is not None:
             require_choice("objective.preset", self.preset, get_args(Preset))

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
 from bapo.core.bounds import (
     CPU_CHUNK,
+    LEAST_WEIGHT,
     _binned_sums,
     _compared_sums,
     _grids_of,
@@ -357,7 +358,7 @@ def test_caches_survive_another_default_device():
 
 @pytest.mark.parametrize(
     ("share", "target", "weight"),
-    [(0.25, 0.4, 0.5), (0.4, 0.4, 1.0), (0.6, 0.4, 1.0), (0.0, 0.4, 0.0), (1.0, 0.4, 1.0), (0.3, 0.0, 1.0)],
+    [(0.25, 0.4, 0.5), (0.4, 0.4, 1.0), (0.6, 0.4, 1.0), (0.0, 0.4, LEAST_WEIGHT), (1.0, 0.4, 1.0), (0.3, 0.0, 1.0)],
 )
 def test_the_remainder_by_hand(share, target, weight):
     # P = 1, N = 3: a share of .25. Halved negatives, N = 1.5, make it 1 / 2.5 = .4.

@@ -48,6 +48,8 @@ DEVICE_CHUNK = 2**18
 """Tokens per pass elsewhere: bounds the candidates x tokens temporaries."""
 
 
+LEAST_WEIGHT = 1e-12
+"""Of negative tokens, where nothing positive is left to hold a share."""
 LANES = 4
 """Sums kept side by side for each cell of the CPU histogram."""
 
@@ -280,9 +282,10 @@ def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
 
         w = min(1, P (1 - target) / (N target)) = min(1, share (1 - target) / ((1 - share) target))
 
-    1 where the share is reached already; 0 where no positive signal is left to be balanced.
+    1 where the share is reached already. Where no positive signal is left to be balanced it is tiny, but not 0: a
+    negative token stays one.
     """
-    missing = share * (1 - target_share) / ((1 - share) * target_share)
+    missing = (share * (1 - target_share) / ((1 - share) * target_share)).clamp(min=LEAST_WEIGHT)
     return torch.where(share >= target_share, torch.ones_like(share), missing)
 
 

@@ -198,15 +198,18 @@ def diagnose(
     settings: ClipSettings,
     bounds: ClipBounds | None,
     entropy: Tensor | None = None,
+    trained: Tokens | None = None,
 ) -> dict[str, Tensor]:
     """Every diagnostic that the tokens of one update allow, as 0-d tensors.
+
+    `trained`: the tokens with the advantages that were trained on, where those were weighed; for the Entropy-Clip Rule.
 
     With `entropy` (of each token's own distribution) also the Entropy-Clip Rule. `ratio_profile`, which returns
     vectors, and `staleness_histogram` and `response_statistics`, which need versions and rewards, are called beside it.
     """
     metrics = clip_statistics(tokens, retained) | ratio_statistics(tokens) | share_statistics(tokens, settings, bounds)
     if entropy is not None:
-        metrics |= entropy_statistics(tokens, entropy, retained)
+        metrics |= entropy_statistics(trained or tokens, entropy, retained)
     return metrics
 
 

@@ -60,6 +60,8 @@ class Evaluation:
     """Share of responses ended by the length limit."""
     failures: int
     """Responses the verifier failed on. Nobody showed that they solve their problem: they count 0."""
+    first_failure: str
+    """Why it failed the first time; empty if it never did."""
     rewards: tuple[tuple[float, ...], ...]
     """Of every response, [problems][k], in the order of the problems: what a paired comparison needs."""
 
@@ -114,6 +116,7 @@ def evaluate(
         length_wrong=mean(length for length, right in lengths if not right),
         truncated=fmean(response.segment.status is Status.TRUNCATED for response in responses),
         failures=sum(response.score.reward is None for response in responses),
+        first_failure=next((r.score.failure for r in responses if r.score.reward is None), ""),
         rewards=tuple(rewards),
     )
 

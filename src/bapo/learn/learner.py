@@ -28,7 +28,8 @@ from torch import Tensor
 from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.entropy_rule import diagnose, ratio_profile, staleness_histogram
 from bapo.core.logprobs import token_logprobs
-from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss, update_table
+from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss, update_table, weigh_negatives
+from bapo.core.objectives import Tokens
 from bapo.core.reduction import Reduction, denominator_of
 from bapo.core.settings import ClipSettings
 from bapo.learn.forward import can_pack, compiled_layers, hidden_states, layers_of
@@ -244,13 +245,18 @@ class Learner:
         versions = torch.cat([batch.versions for batch in batches])
         ages = (self.version - versions).double()
         scalars: dict[str, Tensor] = {"loss": torch.stack([output.result.loss.detach() for output in outputs]).sum()}
-        scalars |= {name: _over(outputs, name) for name in SEARCH if name in result.metrics}
+        searched = {name: result.metrics[name] for name in SEARCH if name in result.metrics}
+        if self.settings.objective == "bapo" and self.settings.scope == "microbatch" and len(outputs) > 1:
+            searched.pop("stop")  # each part has a reason of its own; of the rest, the mean
+            searched = {n: torch.stack([o.result.metrics[n] for o in outputs]).double().mean() for n in searched}
+        scalars |= searched
         scalars |= diagnose(
             tokens,
             torch.cat([output.result.retained for output in outputs]),
             settings=self.settings.clip,
             bounds=result.bounds and replace(result.bounds, low=scalars["clip_low"], high=scalars["clip_high"]),
             entropy=entropy,
+            trained=self._trained_on(tokens, batches, outputs),
         )
         scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
         vectors = {
@@ -267,6 +273,16 @@ class Learner:
             head, values = values[: len(vector)], values[len(vector) :]
             numbers[name] = [int(count) for count in head] if name.endswith("_histogram") else head
         return numbers | dict(zip(scalars, values, strict=True)) | {"tokens": float(len(every)), "grad_norm": norm}
+
+    def _trained_on(self, tokens: Tokens, batches: Sequence[TokenBatch], outputs: list[_Output]) -> Tokens | None:
+        """The tokens with the advantages that the loss saw; None where those are the advantages themselves."""
+        if self.settings.objective != "bapo" or self.settings.clip.remainder == "leave":
+            return None
+        weights = [cast(ClipBounds, output.result.bounds).negative_weight for output in outputs]
+        return weigh_negatives(
+            tokens,
+            torch.cat([cast(Tensor, w).expand(len(batch.targets)) for w, batch in zip(weights, batches, strict=True)]),
+        )
 
 
 @contextmanager
@@ -330,9 +346,3 @@ class _Output:
     logprobs: Tensor
     entropy: Tensor
     result: PolicyLoss
-
-
-def _over(outputs: list[_Output], name: str) -> Tensor:
-    """A metric of the search: that of the update, or the mean over micro-batches that searched by themselves."""
-    values = [output.result.metrics[name] for output in outputs]
-    return values[0] if outputs[0].result.bounds is outputs[-1].result.bounds else torch.stack(values).double().mean()

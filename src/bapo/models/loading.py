@@ -39,6 +39,11 @@ def load_policy(
         raise ValueError(
             f"model.chat='yes', but the tokenizer of {path!r} has no chat template. Set 'no', or use a chat model."
         )
+    if system and tokenizer.chat_template is None:
+        raise ValueError(
+            f"model.system={system!r} needs a chat template to be put into, and the tokenizer of {path!r} has none. "
+            "Leave it out, or write it into task.template."
+        )
     _check_options(path, template_options or {}, tokenizer)
     stop_ids = find_stop_ids(tokenizer, model)
     if not stop_ids:

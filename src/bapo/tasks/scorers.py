@@ -13,6 +13,18 @@ from bapo.types import Problem, Score
 MATH = "math"
 
 
+def check_answers(problems: Sequence[Problem], reward: str) -> None:
+    """Refuse reference answers that the verifier could not even read; it would fail on every response."""
+    for problem in problems if reward == MATH else ():
+        answers = problem.answer if isinstance(problem.answer, list) and problem.answer else [problem.answer]
+        if not all(isinstance(answer, str | int | float) and not isinstance(answer, bool) for answer in answers):
+            raise ValueError(
+                f"problem {problem.id} ({problem.source}) has the reference answer {problem.answer!r}, neither text nor "
+                "number, so reward='math' cannot compare with it. Name another answer_column, or a module:function "
+                "that can."
+            )
+
+
 def open_scorer(
     reward: str,  # math, or module:function
     *,

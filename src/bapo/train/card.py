@@ -7,6 +7,7 @@ know, it leaves out: licence and intended use are the base model's.
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 from bapo.config import Config, TaskConfig
@@ -52,7 +53,7 @@ def model_card(
         f"{config.eval.problems} held-out problems, at most {config.rollout.max_tokens} tokens per response, 95% "
         "intervals over problems.",
         "\n".join(_scores(config, summary)),
-        *_check(config),
+        *_check(config, chat=chat),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -160,17 +161,29 @@ def _interval(line: dict[str, Any], key: str) -> str:
     return f"{line[key]:.3f} [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
 
 
-def _check(config: Config) -> list[str]:
+def _check(config: Config, *, chat: bool) -> list[str]:
     """How to measure it again; generated problems have no name to evaluate on."""
-    if config.task.name == "gym":
+    task, model = config.task, config.model
+    if task.name == "gym":
         return []
-    data = ",".join(config.task.test) if config.task.name == "data" else config.task.name
     greedy = config.eval.temperature == 0
-    command = (
-        f"bapo eval --model MODEL --data {data} --k {1 if greedy else config.eval.k} "
-        f"--temperature {config.eval.temperature:g} --max-tokens {config.rollout.max_tokens}"
-    )
-    return ["To measure it again, with this directory as MODEL:", f"    {command}"]
+    options: list[tuple[str, object]] = [
+        ("--data", ",".join(task.test) if task.name == "data" else task.name),
+        ("--k", 1 if greedy else config.eval.k),
+        ("--temperature", f"{config.eval.temperature:g}"),
+        ("--max-tokens", config.rollout.max_tokens),
+        ("--seed", config.seed),
+        ("--problems", config.eval.problems if len(task.test) < 2 else None),
+        ("--reward", task.reward if task.reward != "math" else None),
+        ("--template", task.template),
+        ("--prompt-column", task.prompt_column),
+        ("--answer-column", task.answer_column),
+        ("--chat", "yes" if chat else "no"),
+        ("--system", model.system or None),
+        *(("--chat-option", f"{name}={json.dumps(value)}") for name, value in model.template_options.items()),
+    ]
+    given = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in options if value is not None)
+    return ["To measure it again, with this directory as MODEL:", f"    bapo eval --model MODEL {given}"]
 
 
 def _cell(text: str) -> str:

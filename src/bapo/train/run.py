@@ -33,6 +33,7 @@ from bapo.train.build import build, resolve
 from bapo.train.card import model_card
 from bapo.train.directory import Interrupted, RunDirectory, stop_on_signal
 from bapo.train.loop import Parts, Progress, StepRecord, train
+from bapo.train.scoring import VerifierFailed
 from bapo.types import Trajectory
 from bapo.view import View, make_view, summary_table
 
@@ -40,10 +41,7 @@ from bapo.view import View, make_view, summary_table
 def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
     """Train from the beginning; returns the summary."""
     config = resolve(config)
-    try:
-        parts = build(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    parts = _built(config)
     run = RunDirectory.create(config)
     return _go(run, parts, Progress(), plain=plain)
 
@@ -55,16 +53,23 @@ def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
     if (finished := run.summary()) is not None:
         return finished
     source = checkpoint.newest(path / "checkpoints")
-    parts, progress = build(config), Progress()
+    parts, progress = _built(config), Progress()
     state = checkpoint.load(source, parts.learner)
-    if state["problems"] != fingerprint(parts.task.train):
+    if state["problems"] != fingerprint([*parts.task.train, *parts.task.test]):
         raise checkpoint.CheckpointError(
-            f"the problems to train on (task.name={config.task.name!r}) changed since {path} began, so it cannot be "
-            "continued as it was. Restore the data, or start a new run."
+            f"the problems to train or test on (task.name={config.task.name!r}) changed since {path} began, so it "
+            "cannot be continued as it was. Restore the data, or start a new run."
         )
     _restore(parts, progress, state)
     run.cut(state["logs"])
     return _go(run, parts, progress, plain=plain)
+
+
+def _built(config: Config) -> Parts:
+    try:
+        return build(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | None) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def _save(run: RunDirectory, parts: Parts, progress: Progress) -> None:
     """All that the next step depends on, besides the learner."""
     state = {
         "progress": asdict(progress),
-        "problems": fingerprint(parts.task.train),
+        "problems": fingerprint([*parts.task.train, *parts.task.test]),
         "cursor": parts.stream.cursor,
         "scheduler": parts.scheduler.state_dict(),
         "buffer": parts.buffer.state_dict(),
@@ -149,6 +154,8 @@ def _evaluate(run: RunDirectory, parts: Parts, progress: Progress, problems: int
         seed=config.seed,
         version=parts.learner.version,
     )
+    if result.failures == result.problems * result.k:
+        raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {progress.step}")
     line = {"kind": "eval", "step": progress.step, "version": parts.learner.version}
     line |= result.summary() | {"eval/problems": result.problems, "eval/temperature": temperature}
     check_declared(line)
@@ -169,9 +176,13 @@ def _log(run: RunDirectory, record: StepRecord, parts: Parts, view: View) -> Non
         sample = asdict(group) | {"step": record.step, "responses": responses, "written_by": written}
         run.append("rollouts.jsonl", sample)
         if record.step % parts.config.sample_every == 1 or parts.config.sample_every == 1:
-            view.sample(prompt_text(group.problem.prompt), responses[0], group.trajectories[0].reward or 0.0)
+            scored = [(t.reward, text) for t, text in zip(group.trajectories, responses, strict=True)]
+            for reward, text in [(reward, text) for reward, text in scored if reward is not None][:1]:
+                view.sample(prompt_text(group.problem.prompt), text, reward)
     if record.failures:
         run.append("failures.jsonl", *({"step": record.step} | asdict(failure) for failure in record.failures))
+        if "reward" not in record.rollout:
+            raise VerifierFailed(len(record.failures), record.failures[0].cause, f"of step {record.step}")
     shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
     view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
 
@@ -229,6 +240,10 @@ def _show(summary: dict[str, Any], config: Config, run: RunDirectory) -> None:
     summary_table(f"{config.eval.problems} held-out problems, temperature {config.eval.temperature:g}", rows)
     if not summary["updates"]:
         print("No update was taken: no group finished with different rewards. Raise offpolicy.partial_budget or steps.")
+    failures = run.path / "failures.jsonl"
+    if failures.exists() and failures.stat().st_size:
+        lines = failures.read_text().splitlines()
+        print(f"{len(lines)} responses were left out because the verifier failed on them: {failures}")
     print(
         f"{summary['updates']} updates in {summary['training_seconds']:.0f} s of training; no token older than "
         f"{summary['staleness_max']:.0f} updates (bound {config.offpolicy.max_staleness})\n"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from bapo.config import Config
 from bapo.models import Policy
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data import load_problems, within, without_overlap
 from bapo.tasks.dataset import DataTask
-from bapo.tasks.scorers import open_scorer
+from bapo.tasks.scorers import check_answers, open_scorer
 from bapo.tasks.task import Task
 from bapo.types import Problem
 
@@ -29,7 +30,9 @@ def make_task(config: Config, policy: Policy) -> PreparedTask:
     if chosen.name == "countdown":
         return PreparedTask(Countdown())
     if chosen.name == "gym":
-        from bapo.tasks.gym import Gym  # needs reasoning-gym
+        if find_spec("reasoning_gym") is None:
+            raise ValueError("task.name='gym' needs reasoning-gym, which is not installed: pip install 'bapo[math]'.")
+        from bapo.tasks.gym import Gym
 
         gym = Gym(
             chosen.gym,
@@ -69,6 +72,7 @@ def _from_data(config: Config, policy: Policy) -> PreparedTask:
         raise ValueError(
             f"task.{empty} has no problem left. " + " ".join(notes) + " Raise task.max_prompt_tokens or give more data."
         )
+    check_answers([*train, *loaded["test"]], chosen.reward)
     scorer, _ = open_scorer(
         chosen.reward,
         opens_thinking=policy.opens_thinking,
