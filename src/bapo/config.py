@@ -194,13 +194,13 @@ class ObjectiveConfig(_Section):
             )
         if self.name != "bapo" and self.scope != "update":
             raise ValueError(
-                f"objective.scope={self.scope!r} says which tokens share BAPO's bounds, and {self.name!r} has none. Leave "
-                "it out."
+                f"objective.scope={self.scope!r} says which tokens share BAPO's bounds, and {self.name!r} has none. "
+                "Leave it out."
             )
         if self.remainder == "weigh" and self.scope == "microbatch":
             raise ValueError(
-                "objective.remainder='weigh' balances an update, but objective.scope='microbatch' would weigh each part by "
-                "itself, and drop parts without a positive token. Use scope='update'."
+                "objective.remainder='weigh' balances an update, but objective.scope='microbatch' would weigh each part "
+                "by itself, and drop parts without a positive token. Use scope='update'."
             )
         if self.preset is not None:
             require_choice("objective.preset", self.preset, get_args(Preset))

@@ -75,3 +75,25 @@ def test_a_gym(policy):
 def test_what_cannot_be_is_refused(task, message):
     with pytest.raises(ConfigError, match=message):
         parse_config({"task": task}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"task": {"train": ["x.jsonl"]}}, r"task.train belongs to task.name='data', not to 'countdown'"),
+        ({"task": {"name": "gym", "gym": {"gcd": {}}, "reward": "a:b"}}, r"task.reward belongs to task.name='data'"),
+        ({"objective": {"name": "grpo", "scope": "microbatch"}}, r"'grpo' has none"),
+        ({"objective": {"remainder": "weigh", "scope": "microbatch"}}, r"Use scope='update'"),
+    ],
+)
+def test_keys_that_would_be_ignored_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(values, source="test")
+
+
+def test_answers_that_math_cannot_read_are_refused_before_anything_runs(policy, tmp_path):
+    for name, value in (("train", True), ("test", False)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": f"Is it {name}?", "answer": value}) + "\n")
+    files = {name: [str(tmp_path / f"{name}.jsonl")] for name in ("train", "test")}
+    with pytest.raises(ValueError, match=r"neither text nor number, so reward='math' cannot compare"):
+        made(policy, name="data", **files)

@@ -19,8 +19,8 @@ def check_answers(problems: Sequence[Problem], reward: str) -> None:
         answers = problem.answer if isinstance(problem.answer, list) and problem.answer else [problem.answer]
         if not all(isinstance(answer, str | int | float) and not isinstance(answer, bool) for answer in answers):
             raise ValueError(
-                f"problem {problem.id} ({problem.source}) has the reference answer {problem.answer!r}, neither text nor "
-                "number, so reward='math' cannot compare with it. Name another answer_column, or a module:function "
+                f"problem {problem.id} ({problem.source}) has the reference answer {problem.answer!r}, neither text "
+                "nor number, so reward='math' cannot compare with it. Name another answer_column, or a module:function "
                 "that can."
             )
 
