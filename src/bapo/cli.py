@@ -239,6 +239,9 @@ def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> in
         return command() or 0
     except ConfigError as error:
         return _fail(2, str(error))
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         return _fail(4, f"cannot write: {error}. {remedies[0]}")
     except KeyboardInterrupt:

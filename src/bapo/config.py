@@ -100,7 +100,7 @@ class TaskConfig(_Section):
     reward_memory_mb: int = Field(2048, ge=256)
     """math: most memory to score one response with."""
     reward_workers: int = Field(0, ge=0)
-    """Responses scored at a time; 0: as many as there are cores."""
+    """Responses scored at a time; 0: as many as there are cores, and 32 calls of an async function."""
     gym: dict[str, dict[str, bool | int | float | str]] = Field(default_factory=dict)
     """gym: names of reasoning-gym data sets, each with options of its own."""
     gym_train: int = Field(4096, ge=1)
@@ -108,7 +108,8 @@ class TaskConfig(_Section):
     gym_test: int = Field(512, ge=1)
     """gym: held-out problems."""
     overlong_tokens: int = Field(0, ge=0)
-    """The last so many tokens before rollout.max_tokens cost reward, more and more; 0: none do."""
+    """The last so many tokens before rollout.max_tokens cost reward to learn from, more and more; 0: none do. The
+    reward that is reported stays as it is."""
     overlong_penalty: float = Field(1.0, ge=0)
     """What a response of the full length loses."""
 
@@ -199,8 +200,8 @@ class ObjectiveConfig(_Section):
             )
         if self.remainder == "weigh" and self.scope == "microbatch":
             raise ValueError(
-                "objective.remainder='weigh' balances an update, but objective.scope='microbatch' would weigh each part "
-                "by itself, and drop parts without a positive token. Use scope='update'."
+                "objective.remainder='weigh' balances an update; objective.scope='microbatch' would weigh each part of "
+                "it alone, and drop those without a positive token. Use scope='update'."
             )
         if self.preset is not None:
             require_choice("objective.preset", self.preset, get_args(Preset))

@@ -142,6 +142,11 @@ def _check_fits(config: Config, policy: Policy, task: Task) -> None:
     )
     longest = max(len(policy.encode(prompt)) for prompt in prompts)
     positions = getattr(policy.model.config, "max_position_embeddings", None)
+    if positions is not None and longest >= positions:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens, and {config.model.path!r} has room for {positions}, response "
+            "included. Set task.max_prompt_tokens to leave such problems out, or use a model with a longer context."
+        )
     if positions is not None and longest + config.rollout.max_tokens > positions:
         raise ConfigError(
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "

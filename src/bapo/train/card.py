@@ -46,8 +46,9 @@ def model_card(
     sections = [
         "\n".join(front),
         f"# {config.model.path}, trained with {config.objective.name}",
-        "The base model after reinforcement learning on problems whose answers a program checks. Licence and terms are "
-        "the base model's.",
+        "The base model after reinforcement learning on problems whose answers a program checks"
+        + ("" if summary["updates"] else ", which changed nothing: no update was taken")
+        + ". Licence and terms are the base model's.",
         "\n".join(table),
         "## Scores",
         f"{config.eval.problems} held-out problems, at most {config.rollout.max_tokens} tokens per response, 95% "

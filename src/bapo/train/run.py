@@ -99,7 +99,7 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
 
         with stop_on_signal(stopping):
             train(parts, progress, after_step=after_step)
-        if progress.step < config.steps:
+        if stopping:
             raise Interrupted(
                 f"stopped after step {progress.step}, which is saved. Continue with: bapo resume {run.path}"
             )
@@ -220,6 +220,20 @@ def _summarize(run: RunDirectory, config: Config) -> dict[str, Any]:
     }
 
 
+def _why_no_update(config: Config, after: dict[str, Any]) -> str:
+    """What a run that learned nothing should change."""
+    told = "No update was taken: no group finished with different rewards."
+    if config.offpolicy.partial_budget is not None:
+        return f"{told} Raise offpolicy.partial_budget or steps."
+    if after["eval/avg"] < SELDOM:
+        return f"{told} The model (nearly) never earns one: warm-start it (docs/sft.md), or give it easier problems."
+    return f"{told} Give it problems that it solves now and then, larger groups, or more steps."
+
+
+SELDOM = 0.02
+"""A mean reward below this leaves most groups without a single success."""
+
+
 def _show(summary: dict[str, Any], config: Config, run: RunDirectory) -> None:
     """One screen: what training changed, and where everything is."""
     before, after, k = summary["before"], summary["after"], config.eval.k
@@ -239,7 +253,7 @@ def _show(summary: dict[str, Any], config: Config, run: RunDirectory) -> None:
         rows.append((name, interval(other["before"], "eval/avg"), interval(other["after"], "eval/avg")))
     summary_table(f"{config.eval.problems} held-out problems, temperature {config.eval.temperature:g}", rows)
     if not summary["updates"]:
-        print("No update was taken: no group finished with different rewards. Raise offpolicy.partial_budget or steps.")
+        print(_why_no_update(config, after))
     failures = run.path / "failures.jsonl"
     if failures.exists() and failures.stat().st_size:
         lines = failures.read_text().splitlines()

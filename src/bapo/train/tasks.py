@@ -69,9 +69,8 @@ def _from_data(config: Config, policy: Policy) -> PreparedTask:
         notes.append(f"task.train: {len(shared):,} problems left out that are in task.test too")
     if not train or not loaded["test"]:
         empty = "train" if not train else "test"
-        raise ValueError(
-            f"task.{empty} has no problem left. " + " ".join(notes) + " Raise task.max_prompt_tokens or give more data."
-        )
+        remedy = "Give other data to train on." if shared and empty == "train" else "Raise task.max_prompt_tokens."
+        raise ValueError(f"task.{empty} has no problem left. {'; '.join(notes)}. {remedy}")
     check_answers([*train, *loaded["test"]], chosen.reward)
     scorer, _ = open_scorer(
         chosen.reward,
