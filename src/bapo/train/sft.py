@@ -234,5 +234,6 @@ def _show(summary: dict[str, Any], parts: SftParts, run: RunDirectory) -> None:
         f"{summary['updates']:,} updates on {summary['tokens']:,.0f} response tokens in "
         f"{summary['training_seconds']:.0f} s of training\n"
         f"run directory   {run.path}\ntrained model   {run.path / 'model'}\n"
-        f"from here on    bapo train RECIPE.toml --model.path {run.path / 'model'} --model.chat {parts.config.model.chat}"
+        f"from here on    bapo train RECIPE.toml --model.path {run.path / 'model'} "
+        f"--model.chat {parts.config.model.chat}"
     )
