@@ -97,21 +97,21 @@ def test_an_answer_that_is_a_program_is_not_run(gym, tmp_path):
 
 def test_where_lists_are_evaluated_nothing_else_is(tmp_path):
     target = tmp_path / "pwned"
-    for name in (name for name in ALL if evaluates(name) == "eval"):
-        task = Gym({name: {}}, train_size=1, test_size=0, workers=1)
-        programs = [
-            f"open({str(target)!r}, 'w')",
-            f"ｏｐｅｎ({str(target)!r}, 'w')",
-            "exit()",
-            "[1][0].real",
-            "__import__('os')",
-        ]
-        try:
-            scores = task.scores([(task.train[0], f"<answer>{program}</answer>") for program in programs])
-        finally:
-            task.close()
-        assert [score.reward for score in scores] == [0.0] * len(programs), name
+    programs = [f"open({str(target)!r}, 'w')", f"ｏｐｅｎ({str(target)!r}, 'w')"]
+    programs += ["exit()", "[1][0].real", "__import__('os')"]
+    names = [name for name in ALL if evaluates(name) == "eval"]
+    task = Gym({name: {} for name in names}, train_size=len(names), test_size=0, workers=2)
+    spiral = task.train[names.index("spiral_matrix")]
+    right = own_answer(spiral)
+    listed = str([int(number) for number in right.split()])
+    try:
+        refused = task.scores([(p, f"<answer>{program}</answer>") for p in task.train for program in programs])
+        scored = task.scores([(spiral, f"<answer>{text}</answer>") for text in (right, listed)])
+    finally:
+        task.close()
+    assert [score.reward for score in refused] == [0.0] * len(programs) * len(names)
     assert not target.exists()
+    assert [score.reward for score in scored] == [1.0, 0.1]
 
 
 def test_what_each_scorer_evaluates_with():
@@ -120,17 +120,6 @@ def test_what_each_scorer_evaluates_with():
         **dict.fromkeys(["countdown", "intermediate_integration", "polynomial_multiplication"], "parse_expr"),
         **dict.fromkeys(["puzzle24", "simple_integration"], "parse_expr"),
     }
-
-
-def test_a_list_still_gets_its_partial_credit():
-    task = Gym({"spiral_matrix": {}}, train_size=1, test_size=0, workers=1)
-    right = own_answer(task.train[0])
-    listed = str([int(number) for number in right.split()])
-    try:
-        scores = task.scores([(task.train[0], f"<answer>{text}</answer>") for text in (right, listed)])
-    finally:
-        task.close()
-    assert [score.reward for score in scores] == [1.0, 0.1]
 
 
 @pytest.mark.parametrize(

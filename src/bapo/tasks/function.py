@@ -153,6 +153,6 @@ def _score(returned: Any) -> Score:
         reward, answer = returned["reward"], returned.get("answer")
     if not isinstance(reward, numbers.Real):
         raise TypeError(f"the reward function returned a {type(reward).__name__}, not a number")
-    if not abs(reward) <= LARGEST_REWARD:
+    if not abs(float(reward)) <= LARGEST_REWARD:
         raise ValueError(f"the reward function returned {reward}, which float32 cannot hold")
     return Score(float(reward), answer=None if answer is None else str(answer))
