@@ -3,6 +3,9 @@
 import gzip
 import json
 import sys
+from dataclasses import replace
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -64,7 +67,7 @@ def test_verls_parquet_is_read_as_published(tmp_path):
     assert [problem.answer for problem in problems] == ["025", "809", "70"]
     assert [problem.source for problem in problems] == ["test-math-aime24", "test-math-aime24", "test-math-aime25"]
     assert problems[2].prompt == [{"role": "user", "content": real_rows("aime.jsonl")[2]["prompt"][0]["content"]}]
-    assert problems[0].extra == {"ability": "math", "index": 1, "split": "test"}
+    assert problems[0].extra == {"ability": "math", "index": 1, "split": "test", "data_source": "test-math-aime24"}
 
 
 def test_skywork_and_dapo_layouts(tmp_path):
@@ -109,8 +112,8 @@ def test_layouts_may_be_mixed(tmp_path):
     ]
     expected = [r"\frac{1}{\sqrt{2}}", "204", "3", "4", "5", "2.5", ["6", "six"]]
     assert [problem.answer for problem in problems] == expected
-    assert problems[0].extra == {"level": 5}
-    assert problems[1].extra == {"ID": "2024-I-1"}
+    assert problems[0].extra == {"level": 5, "data_source": "mixed"}
+    assert problems[1].extra == {"ID": "2024-I-1", "data_source": "mixed"}
 
 
 def test_columns_can_be_named_with_dots_into_them(tmp_path):
@@ -129,6 +132,9 @@ def test_columns_can_be_named_with_dots_into_them(tmp_path):
         (r"first \boxed{1}, then \boxed{\text{a}\}b}", r"\text{a}\}b"),
         ("1,2", "1,2"),
         (3.0, "3"),
+        (9007199254740993, "9007199254740993"),
+        (10**400, "1" + "0" * 400),
+        ([1, 2], ["1", "2"]),
         (True, True),
         ({"tests": ["assert f(1) == 2"]}, {"tests": ["assert f(1) == 2"]}),
         ("[unclosed", "[unclosed"),
@@ -148,7 +154,7 @@ def test_every_format_gives_the_same_problems(tmp_path):
     csv = 'prompt,answer\r\n"Is ""x, y""\nan ""é""?",ja\r\n\r\n"q\u2028r",nein\r\n'
     (tmp_path / "table.csv").write_text(csv, newline="")
     parquet(tmp_path / "table.parquet", rows)
-    loaded = [load_problems([str(path)])[0] for path in sorted(tmp_path.iterdir())]
+    loaded = [load_problems([f"mine={path}"])[0] for path in sorted(tmp_path.iterdir())]
     assert len(loaded) == 6
     assert len({fingerprint(problems) for problems in loaded}) == 1
     assert [problem.prompt for problem in loaded[0]] == [row["prompt"] for row in rows]
@@ -175,6 +181,7 @@ def test_a_template_survives_braces_and_is_put_once(tmp_path):
     template = "{prompt}\n" + BOXED
     assert fill(template, r"What is {x} in \boxed{}?") == r"What is {x} in \boxed{}?" + "\n" + BOXED
     assert fill(template, f"Sum? {BOXED}") == f"Sum? {BOXED}"
+    assert [fill("{prompt}?", text) for text in ("Say it.", "What?")] == ["Say it.?", "What??"]
     assert fill("Q: {prompt}\nA:", "{prompt}") == "Q: {prompt}\nA:"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     assert [message["content"] for message in fill("<{prompt}>", chat)] == ["a", "b", "<c>"]
@@ -240,7 +247,23 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
 def test_values_that_json_cannot_hold_stay_out_of_extra(tmp_path):
     rows = [{"prompt": "p", "answer": "1", "image": b"\xff", "level": 2, "__index_level_0__": 3, "tags": ["a"]}]
     (problem,), _ = load_problems([parquet(tmp_path / "p.parquet", rows)])
-    assert problem.extra == {"level": 2, "tags": ["a"]}
+    assert problem.extra == {"level": 2, "tags": ["a"], "data_source": "p"}
+
+
+def test_answers_that_only_parquet_holds_become_text(tmp_path):
+    rows = [{"prompt": name, "answer": Decimal(text)} for name, text in [("a", "72.00"), ("b", "0.25"), ("c", "1e30")]]
+    problems, _ = load_problems([parquet(tmp_path / "numbers.parquet", rows)])
+    assert [problem.answer for problem in problems] == ["72", "0.25", "1" + "0" * 30]
+    answer = {"when": datetime(2024, 1, 2), "tests": [{"cost": Decimal("1.5")}]}
+    (problem,), _ = load_problems([parquet(tmp_path / "dates.parquet", [{"prompt": "p", "answer": answer}])])
+    assert problem.answer == {"when": "2024-01-02 00:00:00", "tests": [{"cost": "1.5"}]}
+
+
+def test_half_a_character_is_refused_with_its_place(tmp_path):
+    good = '{"prompt": "p", "answer": "1"}\n'
+    for prompt in (r'"a\ud800"', r'[{"role": "user", "content": "a\ud800"}]'):
+        message = refusal(tmp_path, good + f'{{"prompt": {prompt}, "answer": "1"}}')
+        assert "bad.jsonl, line 2: column 'prompt' holds the lone surrogate \\ud800 at position 2" in message
 
 
 def problem(name, prompt, answer="1"):
@@ -262,9 +285,11 @@ def test_fingerprint_changes_with_anything_that_matters():
         [problem("a", "p", "2"), base[1]],
         [problem("a", "p "), base[1]],
         [problem("c", "p"), base[1]],
+        [replace(base[0], extra={"level": 1}), base[1]],
     ]
     prints = {fingerprint(problems) for problems in [base, *variants]}
-    assert len(prints) == 6
+    assert len(prints) == 7
+    assert fingerprint([problem("a", "p", {"when": datetime(2024, 1, 2)})])
     assert fingerprint(list(base)) == fingerprint(base)
     assert fingerprint([]) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of nothing
 

@@ -46,8 +46,9 @@ def test_a_function_gets_the_keywords_it_names(written):
 @pytest.mark.parametrize(
     ("code", "failure"),
     [
-        ("return float('nan')", "ValueError: the reward function returned nan"),
-        ("return float('inf')", "ValueError: the reward function returned inf"),
+        ("return float('nan')", "ValueError: the reward function returned nan, which float32 cannot hold"),
+        ("return float('inf')", "ValueError: the reward function returned inf, which float32 cannot hold"),
+        ("return 1e39", "ValueError: the reward function returned 1e+39, which float32 cannot hold"),
         ("return 'high'", "TypeError: the reward function returned a str, not a number"),
         ("return None", "TypeError: the reward function returned a NoneType, not a number"),
         ("return {'score': 1}", "TypeError: the reward function returned a dict without 'reward': ['score']"),

@@ -2,8 +2,10 @@ import json
 import re
 
 import pytest
+import reasoning_gym
 
-from bapo.tasks.gym import INSTRUCTION, Gym, evaluates, generate
+from bapo.tasks.gym import DATASETS as ALL
+from bapo.tasks.gym import INSTRUCTION, Gym, evaluates, generate, is_formula
 from bapo.types import Score
 
 # isomorphic_strings iterates over sets: its problems depend on the hash seed of the process that makes them.
@@ -19,6 +21,13 @@ def gym():
 
 def question(problem):
     return problem.prompt[0]["content"].removesuffix(f"\n\n{INSTRUCTION}")
+
+
+def own_answer(problem):
+    origin = problem.answer
+    return reasoning_gym.create_dataset(origin["name"], seed=origin["seed"], size=origin["size"])[origin["index"]][
+        "answer"
+    ]
 
 
 def test_splits_have_their_sizes_take_turns_and_share_no_question(gym):
@@ -75,14 +84,64 @@ def test_an_answer_that_is_a_program_is_not_run(gym, tmp_path):
     countdown = gym.train[1]
     target = tmp_path / "pwned"
     programs = [f"__import__('os').mkdir({str(target)!r})", f"open({str(target)!r}, 'w')", "().real", "exec('1')"]
-    scores = gym.scores([(countdown, f"<answer>{program}</answer>") for program in programs])
-    assert [score.reward for score in scores] == [0.0] * 4
-    assert not target.exists()
-    assert [name for name in ("countdown", "puzzle24", "n_queens", "chain_sum") if evaluates(name)] == [
-        "countdown",
-        "puzzle24",
-        "n_queens",
+    programs += [
+        f"""S('_'+'_import_'+'_("os")'+'.'+'mkdir("{target}")')""",
+        f"ｏｐｅｎ({str(target)!r}, 'w')",
+        "exit()",
     ]
+    programs += ["x.y", "(lambda: 1)()", "[1]", "x1", "1" * 5000 + "$"]
+    scores = gym.scores([(countdown, f"<answer>{program}</answer>") for program in programs])
+    assert [score.reward for score in scores] == [0.0] * len(programs)
+    assert not target.exists()
+
+
+def test_where_lists_are_evaluated_nothing_else_is(tmp_path):
+    target = tmp_path / "pwned"
+    programs = [f"open({str(target)!r}, 'w')", f"ｏｐｅｎ({str(target)!r}, 'w')"]
+    programs += ["exit()", "[1][0].real", "__import__('os')"]
+    names = [name for name in ALL if evaluates(name) == "eval"]
+    task = Gym({name: {} for name in names}, train_size=len(names), test_size=0, workers=2)
+    spiral = task.train[names.index("spiral_matrix")]
+    right = own_answer(spiral)
+    listed = str([int(number) for number in right.split()])
+    try:
+        refused = task.scores([(p, f"<answer>{program}</answer>") for p in task.train for program in programs])
+        scored = task.scores([(spiral, f"<answer>{text}</answer>") for text in (right, listed)])
+    finally:
+        task.close()
+    assert [score.reward for score in refused] == [0.0] * len(programs) * len(names)
+    assert not target.exists()
+    assert [score.reward for score in scored] == [1.0, 0.1]
+
+
+def test_what_each_scorer_evaluates_with():
+    assert {name: evaluates(name) for name in sorted(ALL) if name != "composite" and evaluates(name)} == {
+        **dict.fromkeys(["binary_matrix", "n_queens", "spiral_matrix", "string_insertion"], "eval"),
+        **dict.fromkeys(["countdown", "intermediate_integration", "polynomial_multiplication"], "parse_expr"),
+        **dict.fromkeys(["puzzle24", "simple_integration"], "parse_expr"),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["countdown", "polynomial_multiplication", "intermediate_integration", "simple_integration"]
+)
+def test_the_data_sets_own_answers_are_formulas(name):
+    dataset = reasoning_gym.create_dataset(name, seed=1, size=100)
+    answers = [dataset[i]["answer"] for i in range(100)]
+    assert all(is_formula(answer, own=answer) for answer in answers)
+    assert is_formula("2*sqrt(x) + 1.5e-3*exp(-x**2) - .5!")
+    assert not is_formula("2*alpha")
+    assert is_formula("2*alpha", own="alpha**2")
+
+
+def test_where_the_prompt_opens_the_thinking_only_what_follows_it_counts():
+    task = Gym({"chain_sum": {}}, train_size=1, test_size=0, workers=1, thinking=True)
+    right = own_answer(task.train[0])
+    responses = [f"<answer>{right}</answer>", f"so</think><answer>{right}</answer>"]
+    try:
+        assert [score.reward for score in task.scores([(task.train[0], text) for text in responses])] == [0.0, 1.0]
+    finally:
+        task.close()
 
 
 def test_an_answer_without_end_is_a_failure(gym):

@@ -146,6 +146,69 @@ def test_cases(gold, response, expected):
     assert reward(gold, response) == expected
 
 
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        ("11/2", ["1 1/2"]),
+        ("12", ["1 2"]),
+        ("3", ["1 2", "3 trillion", r"3\text{ trillion}", "3 fifths", "3 halves", "3 squared", "3 and a half"]),
+        ("21/2", [r"2\ 1/2", r"2\,1/2", "2~1/2"]),
+        ("5", ["5 Million", "5 millions", "5 dozens", "5 hundredths", "5 factorial", "5 minus one"]),
+        ("5", ["7=5", "x=7=5", "7=x=5", "3+4=5", r"\frac{1}{2}=5"]),
+        ("2", ["2 point five", "2 over three", "2 times ten", r"2\text{ million}"]),
+    ],
+)
+def test_another_number_is_refused_however_like_it_looks(gold, answers):
+    for answer in answers:
+        for response in (rf"\boxed{{{answer}}}", f"The answer is {answer}.", f"#### {answer}"):
+            assert reward(gold, response) == 0.0, response
+
+
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        ("3/2", ["1 1/2", r"1\ 1/2", r"1 \frac{1}{2}"]),
+        ("-3/2", ["-1 1/2"]),
+        ("12345", ["12 345", r"12\,345", r"12\ 345"]),
+        (
+            "5",
+            [
+                "5 times",
+                "5 points",
+                "5 third graders",
+                "5 quarters",
+                "5 Seconds",
+                r"5\ \text{inches}",
+                "5 feet squared",
+            ],
+        ),
+        ("7", ["3+4=7", "x = 7"]),
+        ("50", ["50 percent", "50 Percent"]),
+        ("C", [r"\text{(C)}", "(C)", r"\textbf{C}"]),
+    ],
+)
+def test_the_same_number_is_accepted_whatever_stands_beside_it(gold, answers):
+    for answer in answers:
+        for response in (rf"\boxed{{{answer}}}", f"The answer is {answer}.", f"#### {answer}"):
+            assert reward(gold, response) == 1.0, response
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "#### Step 2: add\n48+24=72\nThe answer is 72.",
+        "#### Final Answer\n72",
+        "#### Final Answer: 72",
+        "#### **72**",
+        "#### **Final Answer:** 72",
+        "##### Summary\nThe answer is 72.",
+    ],
+)
+def test_a_heading_is_no_answer(response):
+    assert reward("72", response) == 1.0
+    assert reward("2", response) == 0.0
+
+
 def test_only_what_follows_the_thinking_counts():
     assert reward("5", r"<think>\boxed{4}</think> \boxed{5}") == 1.0
     assert reward("5", r"\boxed{4}</think> \boxed{5} <think> \boxed{6}") == 1.0
@@ -165,7 +228,7 @@ def test_only_what_follows_the_thinking_counts():
         [r"\{1,2\}", "2,1", r"\{2, 1\}"],
         [r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)", r"(3,\frac{2\pi}{4})"],
         [r"\text{Evelyn}", "evelyn", r"\textbf{ Evelyn }"],
-        [r"\text{(C)}", r"\text{C}"],
+        [r"\text{(C)}", r"\text{C}", "C", "(C)"],
     ],
 )
 def test_equal_answers_share_their_form_and_it_does_not_depend_on_the_ground_truth(equal):
@@ -201,7 +264,7 @@ def test_the_tail_is_bounded_and_so_is_the_answer():
     assert reward("5", rf"\boxed{{{'5' + ' ' * 3}{' + 0' * MAX_ANSWER}}}") == 0.0
 
 
-@pytest.mark.parametrize("gold", ["", "  ", None, True, [5], {"a": 1}])
+@pytest.mark.parametrize("gold", ["", "  ", None, True, [None], {"a": 1}])
 def test_a_ground_truth_that_is_none_raises(gold):
     with pytest.raises(ValueError, match="ground truth"):
         verify(gold, r"\boxed{5}")
@@ -222,7 +285,9 @@ def test_where_answers_are():
     assert boxed(r"\boxed 5") == "5"
     assert boxed(r"\boxedtext") is None
     assert boxed(r"\fbox{x\\}") == r"x\\"
-    assert after_hashes("#### 1\n#### 2 \nso") == "2"
+    assert after_hashes("#### 1\n#### 2 \n\n") == "2"
+    assert after_hashes("#### 1\nso") is None
+    assert after_hashes("##### 1") is None
     assert after_hashes("a #### 1") is None
     assert sentence("The answer is 5.\nThe answer is **6**.") == "6"
     assert sentence("The answer is 5.\nThanks") is None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ def test_a_verifier_that_ignores_every_polite_signal_is_killed():
 
 def test_what_is_no_score_is_a_failure(pool):
     assert "NaN" in one(pool, "nan").failure
+    assert "1e+39" in one(pool, "huge").failure
     assert "must be a Score" in one(pool, "number").failure
     assert "cannot leave the sandbox" in one(pool, "object").failure
 
@@ -103,6 +105,13 @@ def test_any_text_arrives_as_it_is(pool):
     for text in ["", "\x00", "\ud800", "\u202eabc", "ü" * 100, "\\" * 99, json.dumps("{}")]:
         assert one(pool, f"whoami {text}").answer == f"whoami {text}"
     assert one(pool, "x" * 5_000_000).reward == 0.0
+
+
+def test_callers_in_several_threads_get_their_own_scores(pool):
+    texts = [[f"{caller}.{i}" for i in range(200)] for caller in range(4)]
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(lambda asked: pool.scores([("a", text) for text in asked]), texts))
+    assert [[score.answer for score in scores] for scores in found] == texts
 
 
 def test_a_verifier_may_print(pool, capfd):

@@ -66,6 +66,12 @@ def test_what_leads_nowhere_is_refused(name):
         resolve(name)
 
 
+@pytest.mark.parametrize("name", ["~no_such_user/x.jsonl", "~no_such_user/x:train", "mine=~no_such_user/x.jsonl"])
+def test_a_home_that_does_not_exist_is_refused(name):
+    with pytest.raises(ValueError, match=r"data source '~no_such_user/x.* Write the whole path"):
+        resolve(name)
+
+
 def test_a_benchmark_is_found_in_the_data_directory(tmp_path, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -9,9 +9,11 @@ Code that comes with a model is never run: an architecture has to be one that tr
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import jinja2.meta
 import torch
 import transformers
 
@@ -19,6 +21,8 @@ from bapo.demo import model_path
 from bapo.models.gguf import load_gguf
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.models.policy import Policy, find_stop_ids
+
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag of transformers' own
 
 
 def load_policy(
@@ -100,9 +104,20 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
 
 def _check_options(path: str, options: dict[str, Any], tokenizer: Any) -> None:
     """Refuse options of the template that it never reads."""
-    unread = [name for name in options if name not in str(tokenizer.chat_template)]
+    unread = sorted(options.keys() - _names_read(tokenizer.chat_template))
     if unread:
         raise ValueError(
             f"model.template_options.{unread[0]} is not read by the chat template of {path!r}, so setting it would "
             "change nothing. Remove it, or look in the template for the name it uses."
         )
+
+
+def _names_read(chat_template: str | dict[str, str] | None) -> set[str]:
+    """The names that a template, or one of several, takes from outside."""
+    templates = chat_template.values() if isinstance(chat_template, dict) else [chat_template or ""]
+    environment = jinja2.Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
+    read: set[str] = set()
+    for template in templates:
+        usual = _GENERATION.sub("", template)
+        read |= jinja2.meta.find_undeclared_variables(environment.parse(usual))
+    return read

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapo.tasks.gold import as_answer
-from bapo.tasks.prompts import Prompt, as_prompt
+from bapo.tasks.prompts import Prompt, as_prompt, check_text
 from bapo.tasks.rows import Row
 
 __all__ = ["ANSWERS", "PROMPTS", "RESPONSES", "answer_of", "extra_of", "look_up", "prompt_of", "response_of"]
@@ -56,6 +56,8 @@ def response_of(row: Row, column: str | None) -> str | None:
             f"{row.place}: column {name!r} holds {str(value)[:60]!r} ({type(value).__name__}). A response is text, or "
             "a chat whose last message is the assistant's. Name another column with response_column."
         )
+    if value:
+        check_text(value, row.place, name)
     return value if value and value.strip() else None
 
 

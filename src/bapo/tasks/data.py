@@ -127,10 +127,11 @@ def without_overlap(train: Sequence[Problem], test: Sequence[Problem]) -> tuple[
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """One value for a data set: ids, prompts and answers, in order. A resumed run must find the one it began with."""
+    """One value for a data set: ids, prompts, answers and extras. A resumed run must find the one it began with."""
     digest = sha256()
     for problem in problems:
-        digest.update(json.dumps([problem.id, problem.prompt, problem.answer], sort_keys=True).encode())
+        said = [problem.id, problem.prompt, problem.answer, problem.extra]
+        digest.update(json.dumps(said, sort_keys=True, default=str).encode())
         digest.update(b"\n")
     return digest.hexdigest()
 
@@ -147,10 +148,7 @@ def resolve_all(sources: Sequence[str], template: str | None) -> list[Source]:
 def _problem(
     question: str, prompt: Prompt, answer: Any, source: Source, row: Row, used: tuple[str | None, ...]
 ) -> Problem:
-    extra = extra_of(row, used)
     own = look_up(row.values, "data_source")
-    if not isinstance(own, str) or not own:
-        return Problem(question, prompt, answer, source.label, extra)
-    if source.named:
-        return Problem(question, prompt, answer, source.label, {**extra, "data_source": own})
-    return Problem(question, prompt, answer, own, extra)
+    origin = own if isinstance(own, str) and own else source.label
+    extra = {**extra_of(row, used), "data_source": origin}
+    return Problem(question, prompt, answer, source.label if source.named else origin, extra)

@@ -2,7 +2,7 @@
 
     visible         what follows the end of thinking; nothing, if thinking began and never ended
     boxed           the last \\boxed{…}
-    after_hashes    the rest of the last line that opens with ####, as GSM8K's own solutions end
+    after_hashes    the rest of the last line if it opens with ####, as GSM8K's own solutions end
     sentence        the end of a last line such as "The answer is 72."
 
 A response has one final answer, the last. Listing candidates, boxing several or hiding one in the thinking gains
@@ -18,7 +18,7 @@ __all__ = ["TAIL", "after_hashes", "boxed", "sentence", "visible"]
 TAIL = 8192
 """Characters at the end of a response that count; an answer before them is not seen."""
 
-_HASHES = re.compile(r"^#{4}[ \t]*(.+)$", re.MULTILINE)
+_HASHES = re.compile(r"#{4}(?!#)[ \t]*(.+)")
 _SENTENCE = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?\s*(.+)$", re.IGNORECASE)
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*")
 
@@ -59,9 +59,15 @@ def boxed(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """What stands after #### on the last such line."""
-    lines = _HASHES.findall(text)
-    return lines[-1].strip() if lines else None
+    """What stands after #### if that opens the last line; of "#### Final Answer: 72" what it says the answer is.
+
+    On any other line it is a heading.
+    """
+    lines = text.rstrip().splitlines()
+    marked = _HASHES.fullmatch(lines[-1]) if lines else None
+    if marked is None:
+        return None
+    return sentence(marked[1]) or marked[1].strip().strip("*").strip()
 
 
 def sentence(text: str) -> str | None:

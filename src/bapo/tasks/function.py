@@ -10,8 +10,8 @@ It is called with those of these keywords that it names, or with all of them if 
     prompt      the problem's prompt: a text, or chat messages
     extra       the other columns of its data set, a dict
 
-and returns a number, a bool, or a dict with "reward" (and, for majority votes, "answer"). Anything else, a NaN or an
-exception is a failure of the verifier, not a reward of 0.
+and returns a number, a bool, or a dict with "reward" (and, for majority votes, "answer"). Anything else, a NaN, a
+number too large for float32 or an exception is a failure of the verifier, not a reward of 0.
 
 It runs in the training process: a plain function is called for one response after the other, without a time limit, and
 what it breaks is broken. Async functions, such as calls of a judge model, run side by side in one event loop that lives
@@ -24,7 +24,6 @@ import asyncio
 import difflib
 import importlib
 import inspect
-import math
 import numbers
 import os
 import sys
@@ -32,7 +31,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bapo.tasks.worker import describe
+from bapo.tasks.worker import LARGEST_REWARD, describe
 from bapo.types import Problem, Score
 
 __all__ = ["FunctionReward", "find_function"]
@@ -154,6 +153,6 @@ def _score(returned: Any) -> Score:
         reward, answer = returned["reward"], returned.get("answer")
     if not isinstance(reward, numbers.Real):
         raise TypeError(f"the reward function returned a {type(reward).__name__}, not a number")
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward function returned {float(reward)}")
+    if not abs(float(reward)) <= LARGEST_REWARD:
+        raise ValueError(f"the reward function returned {reward}, which float32 cannot hold")
     return Score(float(reward), answer=None if answer is None else str(answer))

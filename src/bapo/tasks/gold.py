@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 __all__ = ["as_answer", "last_boxed", "without_marks"]
@@ -21,14 +23,19 @@ _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,]+)")
 def as_answer(value: object, *, worked: bool = False) -> Any:
     """The answer a column holds; None if it is empty.
 
-    Text is cut to what follows `####`, or to the content of its last box, if it has one. Numbers become text. A list of
-    texts, or the same written as JSON, stays a list: any of them is right. `worked`: the text is a whole solution, and
-    without a mark no answer can be read off it.
+    Text is cut to what follows `####`, or to the content of its last box, if it has one. Numbers and dates become text.
+    A list, or one of texts written as JSON, stays a list: any of its entries is right. A dict stays one, and what JSON
+    cannot hold in it becomes text. `worked`: the text is a whole solution, and without a mark nothing can be read off.
     """
-    if isinstance(value, bool | dict):
+    if isinstance(value, bool):
         return value
-    if isinstance(value, int | float):
-        return None if value != value else f"{value:.0f}" if float(value).is_integer() else str(value)
+    if isinstance(value, dict):
+        return _plain(value)
+    if isinstance(value, int | date | time):
+        return str(value)
+    if isinstance(value, float | Decimal):
+        whole = value.is_integer() if isinstance(value, float) else value == value.to_integral_value()
+        return None if value != value else f"{value:.0f}" if whole else str(value)
     if isinstance(value, list):
         return _alternatives([as_answer(item, worked=worked) for item in value])
     if not isinstance(value, str) or not value.strip():
@@ -80,6 +87,15 @@ def _json_texts(text: str) -> list[str] | None:
     except (ValueError, RecursionError):
         return None
     return items if items and all(isinstance(item, str) for item in items) else None
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it."""
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def _alternatives(answers: list[Any]) -> Any:

@@ -7,24 +7,26 @@ out is never trained on; no question comes twice. The prompt asks for the answer
 pair after the thinking is what the data set's own `score_answer` sees. Without one the reward is 0. Partial credit is
 the data set's affair and passed on as it is.
 
-Some of these scorers compute with what they are given, and some call `eval` on it. So they run in a sandbox, and where
-the scorer evaluates, an answer with a dunder, an attribute or a dangerous built-in in it is refused with reward 0: it
-would be run. A problem is not sent to the sandbox but made there again, from its data set, seed and index: metadata
-needs no JSON form, and a resumed run needs nothing but the problem. Problems are made in such a process as well, with
-the same fixed hash seed, because a few data sets iterate over sets; a question that does not come out the same is a
-failure, not a wrong score.
+Some of these scorers call `eval` on what they are given, or sympy's `parse_expr`, which is `eval`. They run in a
+sandbox, but that has no walls, so no program of a model may be evaluated there. In the modules that call `eval` it is
+`ast.literal_eval`: lists, numbers and texts, and nothing that runs. `parse_expr` sees an answer only if all of it is
+numbers, operators, single letters and the names of `FUNCTIONS`, in ASCII; any other answer gets 0.
+
+A problem is not sent to the sandbox but made there again, from its data set, seed and index: metadata needs no JSON
+form, and a resumed run needs nothing but the problem. Problems are made in such a process as well, with the same fixed
+hash seed, because a few data sets iterate over sets; a question that does not come out the same is a failure, not a
+wrong score.
 """
 
 from __future__ import annotations
 
-import builtins
+import ast
 import difflib
 import functools
 import inspect
 import json
 import re
 import sys
-import types
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -37,17 +39,18 @@ from bapo.tasks.final import visible
 from bapo.tasks.sandbox import VerifierPool, call_once
 from bapo.types import Message, Problem, Score
 
-__all__ = ["INSTRUCTION", "Gym", "generate", "verify"]
+__all__ = ["INSTRUCTION", "Gym", "generate", "verify", "verify_thinking"]
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothing else there."
 """Follows every question."""
 MAX_DRAWS = 20
 """Questions drawn for each one wanted, before we say that there are not enough different ones."""
 GENERATE_SECONDS = 600.0
-_HARMLESS = ("abs", "max", "min", "pow", "round", "sum", "divmod")
-_BUILTINS = {name for name, value in vars(builtins).items() if isinstance(value, types.BuiltinFunctionType)}
-_DANGEROUS = "|".join(sorted(_BUILTINS.difference(_HARMLESS)))
-_PROGRAM = re.compile(rf"__|\.\s*[^\W\d]|\b(?:{_DANGEROUS}|lambda|import|yield)\b")
+FUNCTIONS = (
+    *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh"),
+    *("atanh", "exp", "log", "ln", "sqrt", "abs", "Abs", "pi", "erf", "erfi", "Si", "Ci", "Ei", "li"),
+)
+"""The names of more than one letter that a formula may hold, besides those in the data set's own answer."""
 
 
 class Gym:
@@ -67,6 +70,7 @@ class Gym:
         workers: int | None = None,
         seconds: float = 5.0,
         memory_mb: int = 1024,
+        thinking: bool = False,  # whether the prompt opens the thinking: then there is no answer before </think>
     ) -> None:
         if not datasets:
             raise ValueError("gym: no data set is named. Name at least one, such as countdown.")
@@ -78,7 +82,8 @@ class Gym:
         recipes = [[name, dict(config)] for name, config in datasets.items()]
         made = call_once("bapo.tasks.gym:generate", recipes, train_size, test_size, seed, seconds=GENERATE_SECONDS)
         self.train, self.test = ([_problem(item, chat) for item in made[split]] for split in ("train", "test"))
-        self._pool = VerifierPool("bapo.tasks.gym:verify", workers=workers, seconds=seconds, memory_mb=memory_mb)
+        verifier = f"bapo.tasks.gym:{'verify_thinking' if thinking else 'verify'}"
+        self._pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """What the data set's own scorer says of each response, in order. Never raises over a text."""
@@ -112,6 +117,8 @@ def generate(recipes: list[list[Any]], train_size: int, test_size: int, seed: in
     for split, size in (("test", test_size), ("train", train_size)):
         for turn, (name, config) in enumerate(recipes):
             wanted = size // len(recipes) + (turn < size % len(recipes))
+            if wanted == 0:
+                continue  # some data sets refuse to be empty
             origin = {"name": name, "config": config, "seed": _seed(seed, split, name), "size": wanted * MAX_DRAWS}
             dataset = _dataset(**origin)
             found: list[dict[str, Any]] = []
@@ -134,23 +141,48 @@ def generate(recipes: list[list[Any]], train_size: int, test_size: int, seed: in
 
 def verify(answer: dict[str, Any], response: str) -> Score:
     """The score of a response to the problem that `answer` says how to make."""
+    return _verify(answer, response, thinking=False)
+
+
+def verify_thinking(answer: dict[str, Any], response: str) -> Score:
+    """The same for models whose prompt already opens the thinking: without </think> there is no answer."""
+    return _verify(answer, response, thinking=True)
+
+
+def _verify(answer: dict[str, Any], response: str, *, thinking: bool) -> Score:
     *origin, index, question = (answer[key] for key in ("name", "config", "seed", "size", "index", "question"))
     dataset = _dataset(*origin)
     entry = dataset[index]
     if _fingerprint(entry["question"]) != question:
         raise RuntimeError(f"{answer['name']} did not make the same question again")
-    final = extract_answer(visible(response))
+    final = extract_answer(visible(response, thinking=thinking))
     if final is None:
         return Score(0.0)
-    reward = 0.0 if evaluates(answer["name"]) and _PROGRAM.search(final) else dataset.score_answer(final, entry)
+    parsed = evaluates(answer["name"]) == "parse_expr"
+    reward = 0.0 if parsed and not is_formula(final, str(entry["answer"])) else dataset.score_answer(final, entry)
     return Score(float(reward), answer=final[:200].encode("utf-8", "replace").decode())
 
 
 @functools.cache
-def evaluates(name: str) -> bool:
-    """Whether the scorer of this data set runs the answer as Python."""
-    source = inspect.getsource(sys.modules[DATASETS[name][0].__module__])
-    return re.search(r"\b(?:eval|parse_expr)\(answer", source) is not None
+def evaluates(name: str) -> str:
+    """What the scorer of this data set runs the answer with: eval, parse_expr, or nothing. Disarms the first."""
+    module = sys.modules[DATASETS[name][0].score_answer.__module__]
+    called = re.search(r"\b(eval|parse_expr)\(answer", inspect.getsource(module))
+    if called and called[1] == "eval":
+        vars(module)["eval"] = ast.literal_eval
+    return called[1] if called else ""
+
+
+def is_formula(text: str, own: str = "") -> bool:
+    """Whether a text is numbers, operators and names that are harmless: one letter, of `FUNCTIONS`, or in `own`."""
+    return _formula(frozenset(re.findall(r"[A-Za-z]{2,}", own))).fullmatch(text) is not None
+
+
+@functools.cache
+def _formula(names: frozenset[str]) -> re.Pattern[str]:
+    known = "|".join(sorted(names.union(FUNCTIONS)))
+    number = r"\d++(?:\.\d*+)?+(?:[eE][+-]?\d++)?+|\.\d++"
+    return re.compile(rf"(?:[\s+\-*/%^(),!]|{number}|(?<![A-Za-z])(?:{known}|[A-Za-z])(?![A-Za-z\d_]))*+", re.ASCII)
 
 
 def _problem(item: dict[str, Any], chat: bool) -> Problem:

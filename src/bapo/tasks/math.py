@@ -1,20 +1,23 @@
 """Is this answer to a mathematical problem right? math-verify decides, after rules of ours that it lacks.
 
-The final answer of a response is its last \\boxed{…}; else its last #### line; else what its last line says the answer
-is, if that is mathematics; else what math-verify extracts from the text (the last formula or number); else the words of
-that last line. Only what follows </think> counts, and of that the last 8,192 characters (`bapo.tasks.final`). An answer
-of more than 1,000 characters is refused.
+The final answer of a response is its last \\boxed{…}; else its last line, if that opens with ####; else what its last
+line says the answer is, if that is mathematics; else what math-verify extracts from the text (the last formula or
+number); else the words of that last line. Only what follows </think> counts, and of that the last 8,192 characters
+(`bapo.tasks.final`). An answer of more than 1,000 characters is refused.
 
 Answer and ground truth are compared by the first rule that applies:
 
-    the same text       after removing what does not show: spaces, \\left, \\!, $, \\text{…} around words, …
+    the same text       after removing what does not show: spaces (not between digits), \\left, \\!, $, \\text{…}, …
     two rationals       exactly; if one of them is written as a decimal, within 1e-6 and a 1e-4th of the ground truth
     words               \\text{Evelyn}, even, (C): only the same text is equal, in any case. To a computer algebra
                         system a word is a product of letters, so that every anagram would do
     52_8                the same digits, and the same base if both name one
     mathematics         math-verify: values, expressions, tuples, sets, intervals, matrices, equations
 
-Units, currencies and degrees are ignored, and 50% is both 50 and 0.5, as in math-verify.
+Units, currencies and degrees are ignored, and 50% is both 50 and 0.5, as in math-verify. Three things math-verify would
+read as another number, so that only the same text is equal to them: a number that a word changes (3 trillion, 3 fifths,
+5 minus one; but quarters are coins), digits with a space between them that are no thousands (1 2; but 1 1/2 is 3/2),
+and an equation of two different numbers (7 = 5).
 
 math-verify's own time limits are off, because signals work in a main thread only: call this through
 `bapo.tasks.sandbox`. `verify` depends on nothing but its arguments, and raises over a ground truth only, never a text.
@@ -47,13 +50,34 @@ for _library in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_library).setLevel(logging.CRITICAL)
 
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{([^{}]*)\}")
-_UNSHOWN = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr)(?![a-zA-Z])|\\!\s*|\\[,;: ]|~|\$")
+_UNSHOWN = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr)(?![a-zA-Z])|\\!\s*|\$")
+_SPACE = re.compile(r"\\[,;: ]|~")
 _NUMBER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d{1,100})?(?:\.(\d{0,100}))?")
-_CHANGES = "hundred|thousand|million|billion|dozen|percent|percentage|pct|sin|cos|tan|log|sqrt|exp|and|mod"
+_FORMULA_WORDS = "percent|percentage|pct|sin|cos|tan|log|sqrt|exp|and|mod|plus|minus|over"
 _UNIT = re.compile(
     r"(?:\^\{?\s*(?:\\circ|°)\s*\}?|°"  # degrees
-    rf"|(?<=\d)\s+(?!(?:{_CHANGES})\b)[a-zA-Z]{{3,}}(?: [a-zA-Z]+)*)$"  # a word after a number that does not change it
+    rf"|(?<=\d)\s+(?!(?i:{_FORMULA_WORDS})\b)[a-zA-Z]{{3,}}(?: [a-zA-Z]+)*)$"  # any other word after a number
 )
+_MULTIPLES = "hundred|thousand|million|billion|trillion|quadrillion|quintillion|dozen|googol|lakh|crore"
+_PARTS = (
+    "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|twentieth|hundredth|thousandth|"
+    "millionth|billionth|trillionth"
+)
+_COUNTS = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|"
+    "(?:twen|thir|for|fif|six|seven|eigh|nine)ty|half|quarter"
+)
+_OPERATIONS = "plus|minus|times|over|point|and|or|mod|modulo|choose|divided by|multiplied by|to the"
+_CHANGED = re.compile(  # a word after a number that makes another number of it
+    rf"\d *(?:(?:{_MULTIPLES})s?\b|(?:(?:{_PARTS})s|halves|tens|squared|cubed|factorial)\b|(?:{_PARTS})(?! ?[a-z])"
+    rf"|(?:{_OPERATIONS}) (?:an? )?(?:{_COUNTS}|{_PARTS}|{_MULTIPLES})s?\b)",
+    re.IGNORECASE,
+)
+_PERCENT = re.compile("percent", re.IGNORECASE)
+_APART = re.compile(r"\d \d")
+_MIXED = re.compile(r"([-+]?)(\d{1,100}) (\d{1,100})/(\d{1,100})")
+_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
+_CHOICE = re.compile(r"\(?[A-Z]\)?")
 _BASED = re.compile(r"\(?(\d[\da-zA-Z]{0,99})\)?_\{?(\d{1,2})\}?")
 _WORDS = re.compile(r"[^\W\d_][^\d\\^_{}=+*/<>|]*")
 _LETTERS = re.compile(r"[^\W\d_]{3}")
@@ -87,6 +111,8 @@ class _Answer:
     """That of the number system, if it is written: the 8 of 52_8. The digits are then `text`."""
     value: Any = None
     """What math-verify parsed, unless it is number or words."""
+    misread: bool = False
+    """Whether math-verify would make another number of it than it says; then nothing was parsed."""
 
 
 def _verify(answer: str | float | list[str | float], response: str, *, thinking: bool) -> Score:
@@ -122,7 +148,7 @@ def _find(text: str) -> _Answer | None:
     if said and len(said) <= MAX_ANSWER:
         answer = _read(said)
         prose = _LETTERS.search(_COMMAND.sub("", answer.text))
-        if answer.number is not None or (answer.value is not None and not prose):
+        if answer.number is not None or answer.misread or (answer.value is not None and not prose):
             return answer
     extracted = _parse(text[-MAX_ANSWER:], ExprExtractionConfig())
     if extracted is not None:
@@ -137,10 +163,24 @@ def _read(text: str) -> _Answer:
         return _Answer(based[1], number=_number(based[1]), base=based[2])
     number = _number(shown)
     if number is not None:
-        return _Answer(shown, number=number, decimal=number.denominator != 1)
+        return _Answer(shown, number=number, decimal="." in shown and number.denominator != 1)
     if _is_words(text, shown):
         return _Answer(shown, words=True)
-    return _parsed(shown, _parse(rf"\boxed{{{text.replace('$', '')}}}"))
+    if _CHANGED.search(shown) or _APART.search(shown):
+        return _Answer(shown, misread=True)
+    value = _parse(rf"\boxed{{{_PERCENT.sub('percent', text.replace('$', ''))}}}")
+    return _Answer(shown, misread=True) if _is_false(shown, value) else _parsed(shown, value)
+
+
+def _is_false(shown: str, value: Any) -> bool:
+    """Whether it is an equation, or a chain of them, between two different numbers."""
+    first, *_, last = map(_number, shown.split("=")) if "=" in shown else (None, None)
+    if first is not None and last is not None and not _close(first, last):
+        return True
+    equations = value.args if isinstance(value, sympy.And) else [value]
+    sides = [equation.args for equation in equations if isinstance(equation, sympy.Eq)]
+    numbers = [pair for pair in sides if all(getattr(side, "is_number", False) for side in pair)]
+    return any(not math_verify.verify(*pair, timeout_seconds=None) for pair in numbers)
 
 
 def _parsed(shown: str, value: Any) -> _Answer:
@@ -153,14 +193,19 @@ def _parsed(shown: str, value: Any) -> _Answer:
 
 def _clean(text: str) -> str:
     """The text without what does not show, and with words unwrapped."""
-    text = _UNSHOWN.sub("", text.replace("\\$", "").replace("{,}", ",").replace("−", "-"))
+    text = _UNSHOWN.sub("", _SPACE.sub(" ", text).replace("\\$", "").replace("{,}", ",").replace("−", "-"))
     text = _WRAPPED.sub(r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return " ".join(text.split()).removesuffix(".")
+    return _GROUPS.sub(lambda group: group[0].replace(" ", ""), " ".join(text.split())).removesuffix(".")
 
 
 def _number(shown: str) -> Fraction | None:
     """The number that a text is, units apart."""
+    if _CHANGED.search(shown):
+        return None
     bare = _UNIT.sub("", shown.strip("€£¥ ")).strip()
+    mixed = _MIXED.fullmatch(bare)
+    if mixed and int(mixed[4]):
+        return int(f"{mixed[1]}1") * (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4])))
     parts = _NUMBER.fullmatch(bare)
     if parts is None or not (parts[2] or parts[3]):
         return None
@@ -168,8 +213,8 @@ def _number(shown: str) -> Fraction | None:
 
 
 def _is_words(text: str, shown: str) -> bool:
-    wrapped = _WRAPPED.fullmatch(text.strip()) is not None
-    return wrapped or (_WORDS.fullmatch(shown) is not None and _LETTERS.search(shown) is not None)
+    wrapped = _WRAPPED.fullmatch(text.strip()) or _CHOICE.fullmatch(shown)
+    return wrapped is not None or (_WORDS.fullmatch(shown) is not None and _LETTERS.search(shown) is not None)
 
 
 def _parse(text: str, *more: Any) -> Any:
@@ -202,7 +247,8 @@ def _close(gold: Fraction, found: Fraction) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    return "".join(text.split())
+    """Without spaces, but for those between digits."""
+    return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)
 
 
 def _word(text: str) -> str:

@@ -2,7 +2,8 @@
 
 A template is text with `{prompt}` in it, put around a text, or around the last user message of a chat. Nothing else in
 it is special, so that `\\boxed{}` can stand in a template and in a problem alike. A prompt that already begins and ends
-as its template does is left alone: some data sets bring the usual instruction with them and some do not.
+as its template does is left alone: some data sets bring the usual instruction with them and some do not. A template
+of punctuation only is no instruction, and always put.
 
 How a chat becomes tokens, and whether a system message goes before it, is the model's side and not decided here.
 """
@@ -10,12 +11,13 @@ How a chat becomes tokens, and whether a system message goes before it, is the m
 from __future__ import annotations
 
 import json
+import re
 from hashlib import sha256
 
 from bapo.tasks.benchmarks import BOXED
 from bapo.types import Message
 
-__all__ = ["Prompt", "as_prompt", "check_template", "fill", "question_id"]
+__all__ = ["Prompt", "as_prompt", "check_template", "check_text", "fill", "question_id"]
 
 Prompt = str | list[Message]
 
@@ -33,6 +35,8 @@ def check_template(template: str) -> None:
 
 def as_prompt(value: object, place: str, column: str) -> Prompt | None:
     """A column's value as a prompt. None if it is empty: null, blank, or a chat without a user's turn."""
+    if isinstance(value, str):
+        check_text(value, place, column)
     if value is None or isinstance(value, str):
         return value if value and value.strip() else None
     if not isinstance(value, list):
@@ -46,12 +50,23 @@ def as_prompt(value: object, place: str, column: str) -> Prompt | None:
     return messages if any(message["content"].strip() for message in messages) else None
 
 
+def check_text(text: str, place: str, column: str) -> None:
+    """Refuse half a character, as JSON can hold it: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: column {column!r} holds the lone surrogate \\u{ord(text[error.start]):04x} at position "
+            f"{error.start + 1}, half of a character. Its text was cut or badly encoded; repair it or remove the row."
+        ) from None
+
+
 def fill(template: str, prompt: Prompt) -> Prompt:
     """The prompt as the template puts it."""
     if isinstance(prompt, str):
         head, _, tail = template.partition(SLOT)
         has_it = prompt.lstrip().startswith(head.strip()) and prompt.rstrip().endswith(tail.strip())
-        return prompt if has_it and (head + tail).strip() else template.replace(SLOT, prompt)
+        return prompt if has_it and re.search(r"\w", head + tail) else template.replace(SLOT, prompt)
     last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
     if last is None:
         return prompt
@@ -86,6 +101,7 @@ def _message(message: object, place: str, column: str) -> Message:
             f"{place}: column {column!r} holds {_shown(message)} where a message should be. "
             'Messages look like {"role": "user", "content": "text"}; only text can be read.'
         )
+    check_text(content, place, column)
     return {"role": role, "content": content}
 
 

@@ -15,7 +15,8 @@ workers (`bapo.tasks.worker`) under a hard limit of wall-clock time and memory f
 
 None of these is a reward of 0: the verifier could not tell. A verifier that catches its own MemoryError decides by
 itself. A worker imports its verifier once, never torch, and is used for as long as it lives. Equal pairs are verified
-once per call. One thread of ours per worker feeds it and waits for it.
+once per call. One thread of ours per worker feeds it and waits for it; of several callers one is served at a time, and
+the others wait for it to return.
 
 What it does not do: run code written by a model (a worker has limits but no walls), or retry.
 """
@@ -31,6 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +40,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from bapo.tasks.worker import OUT_OF_MEMORY, receive, send
+from bapo.tasks.worker import LARGEST_REWARD, OUT_OF_MEMORY, receive, send
 from bapo.types import Score
 
 __all__ = ["VerifierPool", "call_once", "default_workers"]
@@ -69,6 +71,7 @@ class VerifierPool:
         if memory_mb < 64:
             raise ValueError(f"memory_mb={memory_mb} is too little for any verifier. Allow at least 64.")
         self.verifier, self.seconds, self.memory_mb = verifier, seconds, memory_mb
+        self._lock = threading.Lock()  # a worker serves one caller at a time
         self._workers = [_Worker(verifier, memory_mb) for _ in range(workers or default_workers())]
         self._finalizer = weakref.finalize(self, _close_all, self._workers, os.getpid())
         try:
@@ -79,6 +82,10 @@ class VerifierPool:
 
     def scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
         """What the verifier says of each (answer, response), in order. Never raises over a text."""
+        with self._lock:
+            return self._scores(responses)
+
+    def _scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
         if not self._finalizer.alive:
             raise ValueError("this pool of verifiers was closed; make a new one.")
         keys = [json.dumps(pair) for pair in responses]
@@ -119,7 +126,7 @@ class VerifierPool:
             score = Score(**reply["result"])
             if score.reward is None:
                 return score
-            if math.isfinite(score.reward):
+            if abs(score.reward) <= LARGEST_REWARD:
                 return replace(score, reward=float(score.reward))
         except (TypeError, OverflowError):
             pass

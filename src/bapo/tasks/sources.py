@@ -78,13 +78,13 @@ def source_rows(source: Source) -> Iterator[Row]:
 def _unnamed(name: str) -> Source:
     before, _, split = name.rpartition(":")
     benchmark, _, wanted = name.partition(":")
-    path = Path(name).expanduser()
+    path = _path(name)
     if benchmark in BENCHMARKS:
         return _benchmark(benchmark, wanted or None)
     if name and path.exists():
         return _local(path, None)
-    if before and Path(before).expanduser().is_dir():
-        return _local(Path(before).expanduser(), split)
+    if before and _path(before).is_dir():
+        return _local(_path(before), split)
     if _HUB_NAME.fullmatch(name) and data_format(path) not in FORMATS:
         hub, *parts = name.split(":")
         *config, last = [part or None for part in parts] or [None]
@@ -94,6 +94,16 @@ def _unnamed(name: str) -> Source:
         f"({', '.join(BENCHMARKS)}) and no data set of the hub (owner/name, owner/name:split or "
         f"owner/name:config:split). Paths are taken from {Path.cwd()}."
     )
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"data source {name!r} is in the home directory of a user who is not known here: {error} "
+            "Write the whole path, or ./ before a name that begins with ~."
+        ) from error
 
 
 def _benchmark(name: str, split: str | None) -> Source:

@@ -35,8 +35,10 @@ from typing import Any, NoReturn
 
 from bapo.types import Score
 
-__all__ = ["OUT_OF_MEMORY", "load", "receive", "send"]
+__all__ = ["LARGEST_REWARD", "OUT_OF_MEMORY", "load", "receive", "send"]
 
+LARGEST_REWARD = 3.4e38
+"""A reward beyond it, or a NaN, is no reward: float32 cannot hold it."""
 OUT_OF_MEMORY = 77
 """Exit status of a child that ran out of memory."""
 MAX_CAUSE = 200
