@@ -182,7 +182,7 @@ def test_an_evaluation_is_no_run(run):
 
 
 def test_a_message_ends_in_one_full_stop(run):
-    (run / "config.json").write_text(json.dumps({"k": 4}))
+    (run / "config.json").write_text(json.dumps(TINY | {"objective": {"name": "bappo"}}))
     message = read_run(run).message
     assert message.endswith(".")
     assert not message.endswith("..")
