@@ -1,8 +1,8 @@
 """The command line. Parsing and checking import no torch; only a command that trains does.
 
-Exit codes: 0 done, 1 unexpected error or a comparison with runs that did not finish, 2 bad usage or configuration,
-3 checkpoint (or what an evaluation saved) missing or damaged, 4 disk full or not writable, 130 stopped by the user
-(everything is saved).
+Exit codes: 0 done, 1 unexpected error, a gradient that is not finite, or a comparison with runs that did not finish,
+2 bad usage or configuration, 3 checkpoint (or what an evaluation saved) missing or damaged, 4 disk full or not
+writable, 130 stopped by the user (everything is saved).
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ BY_THE_SAME_COMMAND = (
     "Free space or fix the directory, then give the same command again: finished runs are kept, stopped ones go on.",
     "the same command continues; finished runs are kept.",
 )
+FROM_THE_BEGINNING = (
+    "Nothing was written but scratch files; free space or choose another directory, then give the same command again.",
+    "nothing was written, and the same command begins again.",
+)
 """What to do when a command could not write, and when it was stopped at once."""
 
 
@@ -68,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
             return evaluate(rest)
         case ["fetch-smollm2", *rest]:
-            return _guarded(lambda: _fetch_smollm2(rest), BY_THE_SAME_COMMAND)
+            return _guarded(lambda: _fetch_smollm2(rest), FROM_THE_BEGINNING)
         case ["compare", *rest]:
             return _guarded(lambda: _compare(rest), BY_THE_SAME_COMMAND)
         case ["report", *rest]:
@@ -242,6 +246,12 @@ def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> in
     except BrokenPipeError:  # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except FloatingPointError as error:
+        return _fail(
+            1,
+            f"{error} `bapo resume RUN` goes back to the newest checkpoint and comes to the same update again; to "
+            "change a key, start a new run.",
+        )
     except OSError as error:
         return _fail(4, f"cannot write: {error}. {remedies[0]}")
     except KeyboardInterrupt:

@@ -95,7 +95,7 @@ class _Damage(Exception):  # noqa: N818
     """Found while reading; becomes a Problem."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name} {reason}.")
+        super().__init__(f"{name} {reason.rstrip('.')}.")
         self.name = name
 
 
@@ -110,6 +110,9 @@ def read_run(path: str | Path, *, finished: bool = True) -> Run | Problem:
         if not (path / "config.json").is_file():
             reason = "there is no config.json in it" if path.is_dir() else "there is no such directory"
             return Problem(path, "missing", f"not a run directory: {reason}.", ("config.json",))
+        if is_evaluation(path):
+            message = f"not a run but an evaluation, whose report is {path / 'report.html'}."
+            return Problem(path, "missing", message, ("config.json",))
         config = _read_config(path)
         complete = (path / "summary.json").exists()
         planned = _planned(path, config, complete=complete)
@@ -142,12 +145,12 @@ def read_run(path: str | Path, *, finished: bool = True) -> Run | Problem:
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Every run directory at or below a directory, sorted; those that a retry has set aside are left out."""
+    """Every run directory at or below a directory, sorted, without evaluations and what a retry has set aside."""
     root = Path(root)
     if (root / "config.json").is_file():
         return [root]
     found = (file.parent for file in root.rglob("config.json") if file.parent.name != "model")
-    return sorted(path for path in found if not is_set_aside(path))
+    return sorted(path for path in found if not is_set_aside(path) and not is_evaluation(path))
 
 
 def is_set_aside(path: Path) -> bool:
@@ -157,11 +160,20 @@ def is_set_aside(path: Path) -> bool:
 
 def is_supervised(path: Path) -> bool:
     """Whether a directory holds a run of `bapo sft`; False for anything that cannot be read."""
+    return bool(_said_in_config(path, "kind") == "sft")
+
+
+def is_evaluation(path: Path) -> bool:
+    """Whether a directory holds an evaluation of `bapo eval`; False for anything that cannot be read."""
+    return str(_said_in_config(path, "format")).startswith("bapo eval ")
+
+
+def _said_in_config(path: Path, key: str) -> Any:
     try:
         values = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and values.get("kind") == "sft"
+        return None
+    return values.get(key) if isinstance(values, dict) else None
 
 
 def last_step(path: Path) -> int:

@@ -45,7 +45,8 @@ class SftLearnConfig(_Section):
     """How updates are taken."""
 
     batch_sequences: int = Field(32, ge=1)
-    """Demonstrations per update; an epoch is cut into batches of nearly this size, all alike."""
+    """Demonstrations per update. An epoch is cut into the nearest whole number of batches, all alike: of few
+    demonstrations a batch may have up to half as many again (47 of 32 make one)."""
     lr: float = Field(2e-5, gt=0)
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)

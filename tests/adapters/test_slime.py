@@ -146,6 +146,10 @@ def test_refusals_say_what_to_set():
         ({"recompute_loss_function": True}, "--recompute-loss-function"),
         ({"eps_clip_high": 0.28}, r"--eps-clip-high 0\.28 would be ignored"),
         ({"advantage_estimator": "gspo"}, "Use grpo"),
+        ({"pg_loss_type": "reinforce"}, "--pg-loss-type reinforce .* has no clip"),
+        ({"use_score_centering": True}, "use_score_centering=True has no clip"),
+        ({"use_opsm": True}, "--use-opsm masks tokens"),
+        ({"bapo_remainder": "weigh"}, "remainder='weigh' would be ignored: slime's own loss"),
         ({"bapo_clip": 1}, "clip=1 is no clip setting"),
     ]:
         with pytest.raises(ValueError, match=words):

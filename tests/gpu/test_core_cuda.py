@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from bapo import OBJECTIVES, ClipSettings, policy_loss, solve_bounds
+from bapo.core.controller import BoundController
 from bapo.core.logprobs import token_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -70,6 +71,14 @@ def test_a_bad_value_poisons_bounds_and_loss():
         out = policy_loss(logprobs, behavior, advantages, mask)
         assert out.loss.isnan()
         assert out.bounds.low.isnan()
+
+
+def test_a_bad_value_spoils_no_later_call_of_a_controller():
+    controller = BoundController(ClipSettings(), 3)
+    good = [x.cuda() for x in update(1000)]
+    bad = [good[0] * torch.nan, *good[1:]]
+    assert controller.bounds_of(*bad).share.isnan()
+    assert_close(controller.bounds_of(*good).share, BoundController(ClipSettings()).bounds_of(*good).share)
 
 
 def test_chunked_logprobs_equal_naive_ones():

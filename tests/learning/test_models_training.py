@@ -14,6 +14,7 @@ from bapo.models.lora import LoraSettings
 from bapo.tasks.countdown import Countdown
 from bapo.train import build as build_module
 from bapo.train.run import resume, start
+from bapo.train.tasks import PreparedTask
 from bapo.types import Problem, Score
 from tests.chat_models import publish
 
@@ -53,7 +54,7 @@ class Capitals:
 
 
 def test_a_chat_model_learns_from_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config: Capitals())
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy: PreparedTask(Capitals()))
     out = run(
         tmp_path / "run",
         steps=12,
@@ -113,7 +114,7 @@ class Products:
 
 
 def test_additions_to_the_embedded_model_learn(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config: Products())
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy: PreparedTask(Products()))
     out = run(
         tmp_path / "run",
         steps=8,
@@ -149,7 +150,7 @@ def test_the_card_says_what_the_run_did(with_lora):
 
 
 def test_a_published_model_without_a_token_to_pad_with_trains_and_is_exported(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config: Capitals())
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy: PreparedTask(Capitals()))
     out = run(
         tmp_path / "run",
         steps=1,

@@ -38,6 +38,16 @@ def test_a_bad_table_spoils_its_own_call_only():
     assert_close(controller.bounds(table(2)).share, bounds_from_table(table(0) + table(2), SETTINGS).share)
 
 
+def test_a_bad_table_takes_up_its_place_in_the_window():
+    controller = BoundController(SETTINGS, 3)
+    for seed in range(3):
+        controller.bounds(table(seed))
+    controller.bounds(table(3) * torch.inf)
+    for seed, seen in ((4, (2, 4)), (5, (4, 5)), (6, (4, 5, 6))):
+        expected = bounds_from_table(sum(table(past) for past in seen), SETTINGS)
+        assert_close(controller.bounds(table(seed)).share, expected.share)
+
+
 @pytest.mark.parametrize("window", [0, -1, 1.5, True])
 def test_a_window_is_a_number_of_calls(window):
     with pytest.raises(ValueError, match="window="):

@@ -59,6 +59,24 @@ def test_layouts(tmp_path):
     assert str(report) == "9 rows read, 6 kept; left out: 1 duplicates, 1 without a prompt, 1 without an answer"
 
 
+def test_a_response_out_of_messages_answers_those_and_not_the_first_turn_beside_them(tmp_path):
+    chat = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    row = {"prompt": "a", "messages": chat}
+    path = lines(tmp_path / "rows.jsonl", [row, {"prompt": "a", "messages": chat[-1:]}])
+    found, _ = load_demonstrations([path])
+    assert [(d.prompt, d.response) for d in found] == [(chat[:3], "d"), ("a", "d")]
+    (named,), _ = load_demonstrations([lines(tmp_path / "named.jsonl", [row])], prompt_column="prompt")
+    assert (named.prompt, named.response) == ("a", "d")
+    (given,), _ = load_demonstrations([lines(tmp_path / "given.jsonl", [row | {"response": "r"}])])
+    assert (given.prompt, given.response) == ("a", "r")
+
+
+def test_of_two_assistant_turns_at_the_end_the_first_belongs_to_the_prompt(tmp_path):
+    chat = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))]
+    (found,), _ = load_demonstrations([lines(tmp_path / "rows.jsonl", [{"messages": chat}, {"messages": chat[1:]}])])
+    assert (found.prompt, found.response) == (chat[:2], "c")
+
+
 def test_named_columns_and_errors(tmp_path):
     path = lines(tmp_path / "rows.jsonl", [{"extra_info": {"question": "q", "answer": "a"}, "prompt": "x"}])
     named = {"prompt_column": "extra_info.question", "response_column": "extra_info.answer"}

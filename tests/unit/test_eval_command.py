@@ -198,6 +198,20 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path, capsys):
     assert "the model has other weights now" in capsys.readouterr().err
 
 
+def test_the_fingerprint_sees_every_value_of_every_weight():
+    model = load_policy("demo", dtype="float32", device="cpu").model
+    seen = {fingerprint_of_weights(model)}
+    weight = max(model.parameters(), key=torch.numel).detach().flatten()
+    places = [1, weight.numel() // 2 + 1, weight.numel() - 1]
+    for place in places:
+        weight[place] = torch.nextafter(weight[place], torch.tensor(9.0))
+        seen.add(fingerprint_of_weights(model))
+    weight[places[0]], weight[places[1]] = weight[places[1]].item(), weight[places[0]].item()
+    seen.add(fingerprint_of_weights(model))
+    assert len(seen) == 5
+    assert fingerprint_of_weights(model) == fingerprint_of_weights(model) in seen
+
+
 def test_the_same_command_finds_its_directory_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["eval", "--model", "demo", "--data", "countdown", "--k", "2", "--problems", "2", "--threads", "1"]
@@ -246,6 +260,7 @@ def test_a_damaged_directory_is_not_continued(whole, tmp_path, capsys):
         (["--model", "demo", "--data", "countdown", "--temperature", "-1"], 2, "--temperature -1.0"),
         (["--model", "demo", "--data", "countdown", "--reward", "maths"], 2, "neither math nor module:function"),
         (["--model", "demo", "--data", "countdown,countdown"], 2, "two data sets called 'countdown'"),
+        (["--model", "demo", "--data", "countdown,overall=mine.jsonl"], 2, "two lines of that name"),
         (["--model", "demo", "--data", "nowhere.jsonl"], 2, "'nowhere.jsonl' does not exist"),
         (["--model", "/nowhere", "--data", "countdown"], 2, "model.path='/nowhere' cannot be loaded"),
         (["--model", "demo", "--data", "countdown", "--max-tokens", "400"], 2, "Set --max-tokens 1"),
@@ -258,6 +273,7 @@ def test_usage_and_exit_codes(arguments, code, message, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "something").write_text("of mine")
+    (tmp_path / "mine.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     assert run(["eval", *arguments]) == code
     output = capsys.readouterr()
     assert message in output.out + output.err
@@ -274,6 +290,8 @@ def test_names_of_data_sets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x,y.jsonl").touch()
     assert data_names(["x,y.jsonl", "z=x,y.jsonl", "a,b"]) == ("x,y.jsonl", "z=x,y.jsonl", "a", "b")
+    (tmp_path / "two.jsonl").touch()
+    assert data_names(["countdown,two=two.jsonl"]) == ("countdown", "two=two.jsonl")
 
 
 def test_a_chunk_fills_the_slots():

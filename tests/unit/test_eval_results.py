@@ -13,7 +13,7 @@ from bapo.evaluate import avg_at_k, maj_at_k, pass_at_k
 from bapo.evaluation.directory import DamagedError, opened
 from bapo.evaluation.figures import figures, powers_up_to, problem_figures, results
 from bapo.evaluation.page import page
-from bapo.evaluation.progress import LiveProgress, PlainProgress, make_progress, results_table
+from bapo.evaluation.progress import LiveProgress, PlainProgress, failure_note, make_progress, results_table
 from bapo.evaluation.settings import Settings
 
 IDENTITY = {"model": "m", "k": 4, "temperature": 0.6, "max_tokens": 9, "seed": 0, "versions": {"bapo": "0"}}
@@ -92,6 +92,8 @@ def test_without_answers_there_is_no_majority():
     assert found["data_sets"]["d"]["maj"] is None
     assert found["data_sets"]["e"]["maj"]["value"] == 0.5  # b has no votes and counts 0, c is right
     assert found["mean_over_data_sets"]["maj"] is None
+    assert found["overall"]["maj"] is None  # d could not vote, which is no wrong vote
+    assert "maj is missing where the verifier names no answers" in page(rows, found)
 
 
 def test_data_sets_and_problems_are_averaged_apart():
@@ -115,6 +117,13 @@ def test_the_table_of_the_terminal():
     assert "0.375 [" in lines[1]
     assert "–" in lines[2]  # no answers to vote with
     assert len({len(line) for line in lines}) == 1
+
+
+def test_what_the_verifier_failed_on_most_is_said():
+    other = row("x", *[response(None, failure="no\nmodule 'x'")] * 3, response(1.0), data="other")
+    note = failure_note(results([EASY, HARD, other], IDENTITY))
+    assert note == "the verifier failed on 5 of 12 responses, which count 0; 3 times: no module 'x'"
+    assert failure_note(results([row("x", response(1.0))], IDENTITY)) == ""
 
 
 # The page

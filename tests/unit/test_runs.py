@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from bapo.config import parse_config
+from bapo.evaluation.directory import FORMAT
 from bapo.runs import Problem, Run, aggregate, find_runs, last_step, measures, read_run, student_quantile, tail, worst
 
 TINY = {
@@ -166,6 +167,25 @@ def test_runs_are_found_and_models_and_what_was_set_aside_are_not(run):
     assert find_runs(run.parent) == find_runs(run) == [run]
     named = shutil.copytree(run, run.parent / "grid.damaged-1" / "a.damaged-2" / "seed-0.damaged-x")
     assert find_runs(run.parent) == [named, run]
+
+
+def test_an_evaluation_is_no_run(run):
+    evaluation = run.parent / "evals" / "demo"
+    evaluation.mkdir(parents=True)
+    (evaluation / "config.json").write_text(json.dumps({"format": FORMAT, "k": 4}))
+    assert find_runs(run.parent) == [run]
+    problem = read_run(evaluation)
+    assert (problem.kind, problem.message) == (
+        "missing",
+        f"not a run but an evaluation, whose report is {evaluation / 'report.html'}.",
+    )
+
+
+def test_a_message_ends_in_one_full_stop(run):
+    (run / "config.json").write_text(json.dumps(TINY | {"objective": {"name": "bappo"}}))
+    message = read_run(run).message
+    assert message.endswith(".")
+    assert not message.endswith("..")
 
 
 def test_student_quantiles_are_those_of_the_tables():

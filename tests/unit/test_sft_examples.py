@@ -5,7 +5,17 @@ import pytest
 from bapo.models import Policy, find_stop_ids
 from bapo.sft_config import SftDataConfig
 from bapo.tasks.demonstrations import Demonstration
-from bapo.train.examples import Batches, Encoder, Example, describe, end_of_response, load, make_examples, smallest
+from bapo.train.examples import (
+    Batches,
+    Encoder,
+    Example,
+    describe,
+    end_of_response,
+    load,
+    make_examples,
+    smallest,
+    under_one_name,
+)
 from tests.supervised import model, sums, tokenizer, write_rows
 
 
@@ -63,7 +73,9 @@ def test_a_response_ends_where_the_sampler_stops():
     plain = policy()
     assert (end_of_response(plain, "text"), end_of_response(plain, chat)) == (3, 3)
     # Some data sets write the end themselves.
-    assert Encoder(plain, None)(Demonstration("q-r", "1+1=", "2<|im_end|>")).response.count(3) == 1
+    for ended in ("2<|im_end|>", "2<|im_end|>\n", "2<|im_end|> \n "):
+        assert Encoder(plain, None)(Demonstration("q-r", "1+1=", ended)).response == [plain.encode("2")[0], 3]
+    assert Encoder(plain, None)(Demonstration("q-r", "1+1=", "2<|im_end|>a")).response.count(3) == 2
 
 
 def test_what_does_not_fit_is_left_out_and_counted(tmp_path):
@@ -105,6 +117,31 @@ def test_prompts_of_the_held_out_file_are_taken_out_of_training(tmp_path):
     assert (len(found.train), len(found.held_out), found.counts["also_held_out"]) == (94, 6, 6)
     with pytest.raises(ValueError, match=r"data\.sources gives no demonstration.*100 also held out"):
         examples(train, held_out=(str(train),))
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_prompts_that_become_the_same_tokens_are_on_one_side(tmp_path, apart):
+    system = {"role": "system", "content": "Add."}
+    texts = [f"{a}+{b}=" for a in range(4) for b in range(4)]
+    plain = [{"prompt": text, "response": "1"} for text in texts]
+    chats = [
+        {"messages": [system, {"role": "user", "content": text}, {"role": "assistant", "content": "2"}]}
+        for text in texts
+    ]
+    held_out = (str(write_rows(tmp_path / "held.jsonl", chats[:3])),) if apart else ()
+    rows = write_rows(tmp_path / "rows.jsonl", [*plain, *chats])
+    config = SftDataConfig(sources=(str(rows),), held_out=held_out, held_out_share=0.0 if apart else 0.25)
+    found = make_examples(load(config), config, policy(chat=True, system="Add."))
+    measured, learned = ({tuple(e.prompt) for e in side} for side in (found.held_out, found.train))
+    assert not measured & learned
+    assert (len(found.train), len(found.held_out)) == ((26, 3) if apart else (24, 8))
+
+
+def test_names_are_joined_by_tokens_and_by_questions():
+    listed = [("c", Example([1], [0])), ("b", Example([1], [1])), ("b", Example([2], [2])), ("a", Example([2], [3]))]
+    listed += [("d", Example([3], [4]))]
+    assert [name for name, _ in under_one_name(listed)] == ["a", "a", "a", "a", "d"]
+    assert [example for _, example in under_one_name(listed)] == [example for _, example in listed]
 
 
 def test_every_demonstration_once_per_epoch_in_even_batches():

@@ -23,7 +23,7 @@ from torch import Tensor
 from bapo.core.bounds import bounds_from_table
 from bapo.core.controller import as_numbers
 from bapo.core.loss import update_table
-from bapo.core.settings import ClipSettings
+from bapo.core.settings import ClipSettings, refuse_weighing
 
 TESTED_VERSIONS = "1.0.4"
 AREAL_EPSILON = 0.2
@@ -48,6 +48,7 @@ class WithinBounds:
                 "AReaL's own engine for other losses."
             )
         _refuse(loss_fn.keywords)
+        refuse_weighing(self.clip_settings, "AReaL")
         tables: list[Tensor] = []
 
         def collect(logprobs: Tensor, entropy: Tensor, data: dict[str, Any], **_: Any) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from bapo.core.controller import BoundController, averageable
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.settings import ClipSettings, refuse_weighing, require_choice
 
 TESTED_VERSIONS = "0.11.2"
 
@@ -60,6 +60,7 @@ class BapoPolicyLoss(PolicyLoss):
                 f"actor.eps_clip_low_high={self.clip_eps_low} {self.clip_eps_high} would be ignored: BAPO chooses both "
                 "bounds. Leave it out; low= and high= of policy_loss say where they may be (equal numbers fix them)."
             )
+        refuse_weighing(controller.settings, "OpenRLHF")
         self.controller = controller
         self.ratio_to = ratio_to
         self.metrics = {}

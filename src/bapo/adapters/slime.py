@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.controller import BoundController, averageable
-from bapo.core.settings import ClipSettings
+from bapo.core.settings import ClipSettings, refuse_weighing
 
 PREFIX = "bapo_"
 """Options are attributes of slime's arguments: bapo_preset, bapo_window, and bapo_<field of ClipSettings>."""
@@ -90,7 +90,9 @@ def _controller(*options: tuple[str, Any]) -> BoundController:
     """One per process and configuration: slime loads a function, so the window lives here."""
     given = dict(options)
     window = given.pop("window", 1)
-    return BoundController(ClipSettings.from_options(given.pop("preset", None), **given), window)
+    settings = ClipSettings.from_options(given.pop("preset", None), **given)
+    refuse_weighing(settings, "slime")
+    return BoundController(settings, window)
 
 
 def _refuse(args: Namespace) -> None:
@@ -109,4 +111,15 @@ def _refuse(args: Namespace) -> None:
         raise ValueError(
             f"--advantage-estimator {args.advantage_estimator} does not clip token ratios on two sides, so there are "
             "no bounds to choose. Use grpo."
+        )
+    if getattr(args, "pg_loss_type", None) == "reinforce" or getattr(args, "use_score_centering", False):
+        raise ValueError(
+            f"--pg-loss-type {getattr(args, 'pg_loss_type', None)} with use_score_centering="
+            f"{getattr(args, 'use_score_centering', False)} has no clip, so there are no bounds to choose. Leave both "
+            "out: slime's default loss clips."
+        )
+    if getattr(args, "use_opsm", False):
+        raise ValueError(
+            "--use-opsm masks tokens inside slime's loss, after the bounds are chosen: the share would count tokens "
+            "that are not trained on. Leave it out."
         )

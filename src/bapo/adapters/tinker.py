@@ -45,7 +45,7 @@ def bapo_loss(
 
     def loss(data: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         behavior, advantages, mask = (
-            torch.cat([_input(datum, i, name) for i, datum in enumerate(data)]) for name in INPUTS
+            torch.cat([_input(datum, i, name, len(logprobs[i])) for i, datum in enumerate(data)]) for name in INPUTS
         )
         out = policy_loss(
             torch.cat(list(logprobs)),
@@ -61,12 +61,23 @@ def bapo_loss(
     return loss
 
 
-def _input(datum: Any, index: int, name: str) -> Tensor:
-    """One of a datum's inputs as a tensor."""
+def _input(datum: Any, index: int, name: str, targets: int) -> Tensor:
+    """One of a datum's inputs as a tensor, with a value for each of its target tokens."""
     if name not in datum.loss_fn_inputs:
         raise ValueError(
             f"data[{index}].loss_fn_inputs has no {name!r}. BAPO needs {', '.join(INPUTS)}, one value per target token:"
             " the log-probs the tokens were sampled with, their advantages, and 1 where a token was sampled, else 0."
         )
     values: Tensor = datum.loss_fn_inputs[name].to_torch()
+    if values.shape != (targets,):
+        raise ValueError(
+            f"data[{index}].loss_fn_inputs[{name!r}] has the shape {tuple(values.shape)}, but the datum has {targets} "
+            "target tokens. Give one value per target token."
+        )
+    if name == "mask" and not bool(((values == 0) | (values == 1)).all()):
+        odd = values[(values != 0) & (values != 1)][0].item()
+        raise ValueError(
+            f"data[{index}].loss_fn_inputs['mask'] holds {odd:g}. A mask is 1 where a token was sampled, else 0; put "
+            "weights into the advantages."
+        )
     return values

@@ -19,7 +19,7 @@ from torch import Tensor
 from bapo.core.bounds import StopReason
 from bapo.core.controller import BoundController
 from bapo.core.entropy_rule import clip_statistics
-from bapo.core.loss import clean_tokens, update_table
+from bapo.core.loss import clean_tokens, update_table, weigh_negatives
 from bapo.core.objectives import bapo
 from bapo.core.settings import ClipSettings
 
@@ -74,6 +74,8 @@ class BapoPolicyLossFn(PolicyLossFn):
         table = update_table(logprob, old_logprob, advantages, mask, self.controller.settings)
         bounds = self.controller.bounds(table)
         tokens = clean_tokens(logprob, old_logprob, advantages, mask)
+        if bounds.negative_weight is not None:
+            tokens = weigh_negatives(tokens, bounds.negative_weight)
         clipped = bapo(tokens, bounds=bounds, dual_clip=self.dual_clip)
         loss = aggregate_loss(clipped.loss, mask, loss_agg_mode=self.loss_agg_mode)
         assert bounds.stop is not None
@@ -81,6 +83,7 @@ class BapoPolicyLossFn(PolicyLossFn):
             "bapo/clip_low": bounds.low,
             "bapo/clip_high": bounds.high,
             "bapo/share": bounds.share,
+            **({} if bounds.negative_weight is None else {"bapo/negative_weight": bounds.negative_weight}),
             **{f"bapo/stop/{reason.name.lower()}": bounds.stop == reason for reason in StopReason},
             **{f"bapo/{name}": value for name, value in clip_statistics(tokens, clipped.retained).items()},
             "pg_loss": loss.detach(),

@@ -41,15 +41,17 @@ class BoundController:
         self._tables: deque[Tensor] = deque(maxlen=window)
 
     def bounds(self, table: Tensor) -> ClipBounds:
-        """Bounds from this call's table and those still in the window. A table that is not finite is not kept."""
+        """Bounds from this call's table and those still in the window.
+
+        A table that is not finite makes this call's bounds NaN, and counts as an empty one from then on.
+        """
         table = table.detach()
         if self.all_ranks and dist.is_initialized():
             table = table.clone()
             dist.all_reduce(table)
         self._tables.append(table)
         bounds = bounds_from_table(torch.stack(tuple(self._tables)).sum(0), self.settings)
-        if table.device.type == "cpu" and not bool(table.isfinite().all()):
-            self._tables.pop()
+        self._tables[-1] = torch.where(table.isfinite().all(), table, 0)  # on every device, without a host read
         return bounds
 
     def bounds_of(self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> ClipBounds:

@@ -135,6 +135,15 @@ def require_choice(argument: str, value: object, choices: Any) -> None:
     raise ValueError(f"{argument}={value!r} is not known.{hint} Choose one of: {', '.join(choices)}.")
 
 
+def refuse_weighing(settings: ClipSettings, trainer: str) -> None:
+    """Raise where the loss is the trainer's own, takes two bounds, and would ignore a weight on negative tokens."""
+    if settings.remainder != "leave":
+        raise ValueError(
+            f"remainder={settings.remainder!r} would be ignored: {trainer}'s own loss takes two bounds, but no weight "
+            "on negative tokens. Leave it out (remainder='leave'); losses through bapo.policy_loss can weigh."
+        )
+
+
 def _target_share(share: float | None, odds: float | None, signed: float | None) -> float:
     """The one target that was given, as a share."""
     stated = {

@@ -47,9 +47,11 @@ def run(arguments: list[str]) -> int:
         return _fail(4, f"cannot read or write: {error}. {_continue(arguments)}")
     except KeyboardInterrupt:
         return _fail(130, f"stopped; the complete chunks are saved. {_continue(arguments)}")
-    from bapo.evaluation.progress import results_table
+    from bapo.evaluation.progress import failure_note, results_table
 
-    print(f"\n{results_table(results)}\n\nresponses  {path / 'responses.jsonl'}")
+    note = failure_note(results)
+    print(f"\n{results_table(results)}\n" + (f"\n{note}\n" if note else ""))
+    print(f"responses  {path / 'responses.jsonl'}")
     print(f"results    {path / 'results.json'}\nreport     {path / 'report.html'}")
     return 0
 

@@ -48,6 +48,11 @@ def load_data_sets(settings: Settings) -> list[DataSet]:
             f"--data {','.join(settings.data)} has two data sets called {twice!r}. Give one of them another name: "
             "name=path."
         )
+    if "overall" in names:
+        raise ValueError(
+            f"--data {','.join(settings.data)} has a data set called 'overall', as the figures of all data sets "
+            "together are: the results would have two lines of that name. Give it another one: name=path."
+        )
     return found
 
 

@@ -1,7 +1,8 @@
 """From lines of responses to figures: per problem, per data set, over all. Reads rows, never models.
 
 What avg@k, pass@k, maj@k and their intervals are is in `bapo.evaluate.estimates`. Over all data sets, `overall` counts
-every problem alike, so a large data set outweighs a small one; `mean_over_data_sets` counts every data set alike.
+every problem alike, so a large data set outweighs a small one; `mean_over_data_sets` counts every data set alike. Both
+have no maj@k if one of the data sets has none: its problems could not vote, which is not the same as voting wrongly.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ def results(rows: Sequence[Row], identity: dict[str, Any]) -> dict[str, Any]:
     """Everything results.json says. A function of the configuration and the responses: no times, no paths."""
     names = list(dict.fromkeys(row["data"] for row in rows))
     by_name = {name: figures([row for row in rows if row["data"] == name]) for name in names}
+    overall = figures(rows)
+    if any(found["maj"] is None for found in by_name.values()):
+        overall["maj"] = None
     return {
         **identity,
         "data_sets": by_name,
-        "overall": figures(rows),
+        "overall": overall,
         "mean_over_data_sets": {key: _mean_value(by_name, key) for key in ("avg", "pass_k", "maj")},
         "problem_table": [problem_figures(row) for row in rows],
     }

@@ -1,8 +1,8 @@
 """What only machine, model and data together can tell: where it runs, how long a response may be, what it all is.
 
 `Plan.identity` is everything that determines the result. Two evaluations with the same identity give the same bytes, so
-it names the directory, and a directory with another one is not continued. Weights are known by a sample of their
-values, problems by their ids, the tokens they are put in and their answers.
+it names the directory, and a directory with another one is not continued. Weights are known by all their values,
+problems by their ids, the tokens they are put in and their answers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from bapo.models import Policy, hush, load_policy
 from bapo.rollout.local import max_positions
 
 __all__ = ["Plan", "default_directory", "fingerprint_of_weights", "load_model", "make_plan", "placed"]
-
-SAMPLED = 1024
-"""Values of every weight matrix that its fingerprint looks at."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +106,11 @@ def default_directory(plan: Plan) -> Path:
 
 
 def fingerprint_of_weights(model: Any) -> str:
-    """A hash of evenly spaced values of every parameter: an update moves some of them, a copy none."""
+    """A hash of every value of every parameter."""
     digest = sha256()
     for name, values in sorted(model.state_dict().items()):
-        flat = values.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED]
         digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-        digest.update(sample.to("cpu", torch.float64).numpy().tobytes())
+        digest.update(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
 

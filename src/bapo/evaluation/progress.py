@@ -20,7 +20,7 @@ from rich.text import Text
 
 from bapo.evaluation.settings import Settings
 
-__all__ = ["PlainProgress", "make_progress", "results_table"]
+__all__ = ["PlainProgress", "failure_note", "make_progress", "results_table"]
 
 
 def make_progress(settings: Settings, path: Path, total: int, rows: Sequence[Any], stream: TextIO) -> PlainProgress:
@@ -166,6 +166,19 @@ def results_table(results: dict[str, Any]) -> str:
             cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         for line in table
+    )
+
+
+def failure_note(results: dict[str, Any]) -> str:
+    """What the verifier failed on most often, as a line; empty if it never did."""
+    found = results["overall"]
+    if not found["failures"]:
+        return ""
+    cause, count = next(iter(found["failure_causes"].items()))
+    said = " ".join(str(cause).split())
+    return (
+        f"the verifier failed on {found['failures']} of {found['responses']} responses, which count 0; {count} times: "
+        f"{said if len(said) <= 300 else said[:299] + '…'}"
     )
 
 

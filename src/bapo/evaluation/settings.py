@@ -76,9 +76,10 @@ class Settings:
 
 
 def data_names(given: Sequence[str]) -> tuple[str, ...]:
-    """The names in `--data a,b --data c`. A name with a comma that exists as a file is one name."""
+    """The names in `--data a,b --data c`. A file with a comma in its path is one name, and so is name=path of one."""
     names: list[str] = []
     for text in given:
-        whole = Path(text.partition("=")[2] or text).exists()
+        name, _, path = text.partition("=")
+        whole = Path(text).exists() or ("," not in name and path != "" and Path(path).exists())
         names += [text] if whole else [name.strip() for name in text.split(",") if name.strip()]
     return tuple(names)

@@ -18,7 +18,7 @@ from bapo.tasks.gold import as_answer
 from bapo.tasks.prompts import Prompt, as_prompt, check_text
 from bapo.tasks.rows import Row
 
-__all__ = ["ANSWERS", "PROMPTS", "RESPONSES", "answer_of", "extra_of", "look_up", "prompt_of", "response_of"]
+__all__ = ["ANSWERS", "PROMPTS", "RESPONSES", "answer_of", "extra_of", "look_up", "pair_of", "prompt_of"]
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages")
 ANSWERS = (
@@ -45,9 +45,20 @@ def answer_of(row: Row, column: str | None) -> Any:
     return as_answer(value, worked=column is None and name.lower() == "solution")
 
 
-def response_of(row: Row, column: str | None) -> str | None:
-    """The row's response, of a chat its last assistant message; None if it is empty."""
-    name, value = _first(row, RESPONSES, column, "response", "response_column")
+def pair_of(row: Row, prompt_column: str | None, response_column: str | None) -> tuple[Prompt | None, str | None]:
+    """The row's prompt and response; None for one that is empty.
+
+    The response of a chat is its last message, if that is the assistant's. One out of `messages` answers what stands
+    before it there, so that is its prompt, whatever other columns say: some data sets repeat the first turn in one.
+    """
+    name, value = _first(row, RESPONSES, response_column, "response", "response_column")
+    prompt = None
+    if prompt_column is None and name.lower() == "messages" and isinstance(value, list):
+        prompt = as_prompt(value, row.place, name)
+    return prompt or prompt_of(row, prompt_column), _as_response(value, row, name)
+
+
+def _as_response(value: Any, row: Row, name: str) -> str | None:
     if isinstance(value, list):
         last = value[-1] if value else None
         value = last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None

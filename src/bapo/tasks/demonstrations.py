@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from bapo.tasks.columns import prompt_of, response_of
+from bapo.tasks.columns import pair_of
 from bapo.tasks.data import LoadReport, resolve_all
 from bapo.tasks.gold import without_marks
 from bapo.tasks.prompts import Prompt, fill, question_id
@@ -49,7 +49,7 @@ def load_demonstrations(
     for source in resolved:
         for row in source_rows(source):
             read += 1
-            prompt, response = prompt_of(row, prompt_column), response_of(row, response_column)
+            prompt, response = pair_of(row, prompt_column, response_column)
             if prompt is None or response is None:
                 without_prompt += prompt is None
                 without_response += prompt is not None

@@ -45,9 +45,9 @@ def as_prompt(value: object, place: str, column: str) -> Prompt | None:
             "content. Name another column with prompt_column."
         )
     messages = [_message(message, place, column) for message in value]
-    while messages and messages[-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         messages.pop()  # what the model is to write itself
-    return messages if any(message["content"].strip() for message in messages) else None
+    return messages if any(m["content"].strip() for m in messages if m["role"] != "assistant") else None
 
 
 def check_text(text: str, place: str, column: str) -> None:

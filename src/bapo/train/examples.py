@@ -7,7 +7,8 @@ other, after the prompt's. The end is part of what is learned; without it the mo
 that the chat template writes after an assistant's turn, if the sampler stops there, otherwise the tokenizer's own end.
 
 Held-out prompts are those with the smallest ids, which are hashes: they are the same whatever the seed and the order of
-the rows, and all responses to one prompt are on the same side.
+the rows, and all responses to one prompt are on the same side. Prompts are one if they ask the same question, and if
+they become the same tokens: a chat with a system message is the plain text that the model puts the same message before.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def make_examples(loaded: Loaded, config: SftDataConfig, policy: Policy) -> Exam
     encoder = Encoder(policy, config.max_tokens)
     learned = [(question(d), example) for d in train if (example := encoder(d))]
     measured = [(question(d), example) for d in held_out if (example := encoder(d))]
+    named = under_one_name(learned + measured)
+    learned, measured = named[: len(learned)], named[len(learned) :]
     if config.held_out:
         apart = {name for name, _ in measured}
         before = len(learned)
@@ -143,6 +146,22 @@ def question(demonstration: Demonstration) -> str:
     return demonstration.id.rpartition("-")[0]
 
 
+def under_one_name(pairs: Sequence[tuple[str, Example]]) -> list[tuple[str, Example]]:
+    """The pairs with names that also those share whose prompts are the same tokens: the smallest of all connected."""
+    above: dict[str, str] = {}
+
+    def top(name: str) -> str:
+        while above.get(name, name) != name:
+            name = above[name]
+        return name
+
+    first: dict[tuple[int, ...], str] = {}
+    for name, example in pairs:
+        one, other = top(name), top(first.setdefault(tuple(example.prompt), name))
+        above[max(one, other)] = min(one, other)
+    return [(top(name), example) for name, example in pairs]
+
+
 def smallest(names: set[str], share: float) -> set[str]:
     """This share of the names: at least one if any is wanted, and never all of them."""
     wanted = min(max(1, round(share * len(names))), len(names) - 1) if share else 0
@@ -168,7 +187,10 @@ class Encoder:
                 "response. Put text around it with data.template, or take it out."
             )
         response = list(self.policy.tokenizer.encode(demonstration.response, add_special_tokens=False))
-        if not response or response[-1] not in self.policy.stop_ids:  # some data sets write the end themselves
+        end = next((i + 1 for i, token in enumerate(response) if token in self.policy.stop_ids), None)
+        if end is not None and not self.policy.decode(response[end:]).strip():
+            response = response[:end]  # some data sets write the end themselves, and a line break after it
+        if not response or response[-1] not in self.policy.stop_ids:
             response.append(self.end_of_text if isinstance(demonstration.prompt, str) else self.end_of_chat)
         if self.limit is not None and len(prompt) + len(response) > self.limit:
             self.too_long += 1

@@ -39,6 +39,7 @@ def make_task(config: Config, policy: Policy) -> PreparedTask:
             train_size=chosen.gym_train,
             test_size=chosen.gym_test,
             chat=policy.chat,
+            thinking=policy.opens_thinking,
             workers=chosen.reward_workers or None,
             seconds=chosen.reward_seconds,
             memory_mb=chosen.reward_memory_mb,

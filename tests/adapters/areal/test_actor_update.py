@@ -1,5 +1,6 @@
 """AReaL's real actor update, on CPU in two processes, does what the whole update through `bapo.policy_loss` does."""
 
+import functools
 import json
 import os
 import subprocess
@@ -109,3 +110,12 @@ def test_refusals_say_what_to_set(two):
     assert "importance_sampling_level=sequence" in two["refused"]["sequence"]
     with pytest.raises(ValueError, match="AReaL's own engine for other losses"):
         WithinBounds().train_batch({}, lambda: None, lambda: None)
+
+
+def test_a_weight_that_areals_loss_would_ignore_is_refused():
+    class Weighing(WithinBounds):
+        clip_settings = ClipSettings(remainder="weigh")
+
+    loss = functools.partial(lambda: None, eps_clip=0.2, eps_clip_higher=None)
+    with pytest.raises(ValueError, match="remainder='weigh' would be ignored: AReaL's own loss"):
+        Weighing().train_batch({}, loss, lambda: None)

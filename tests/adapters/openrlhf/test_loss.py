@@ -92,6 +92,8 @@ def test_refusals_say_what_to_set():
         called(policy_loss()(), logged(), rollout=False)
     with pytest.raises(ValueError, match="ratio_to='sampler' is not known"):
         policy_loss(ratio_to="sampler")
+    with pytest.raises(ValueError, match="remainder='weigh' would be ignored: OpenRLHF's own loss"):
+        policy_loss(remainder="weigh")()
 
 
 @pytest.fixture

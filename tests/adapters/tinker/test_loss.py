@@ -125,3 +125,19 @@ def test_says_which_input_is_missing(client):
     del data[2].loss_fn_inputs["mask"]
     with pytest.raises(ValueError, match=r"data\[2\].loss_fn_inputs has no 'mask'"):
         client.step(data, bapo_loss())
+
+
+def test_says_which_datum_has_too_many_values_even_if_the_total_is_right(client):
+    data = sampled(client)
+    for i, change in ((1, 1), (3, -1)):
+        values = torch.zeros(LENGTHS[i] + change)
+        data[i].loss_fn_inputs["advantages"] = types.TensorData.from_torch(values)
+    with pytest.raises(ValueError, match=r"data\[1\].loss_fn_inputs\['advantages'\] has the shape \(10,\).* 9 target"):
+        client.step(data, bapo_loss())
+
+
+def test_a_mask_is_not_a_weight(client):
+    data = sampled(client)
+    data[4].loss_fn_inputs["mask"] = types.TensorData.from_torch(torch.full((LENGTHS[4],), 0.5))
+    with pytest.raises(ValueError, match=r"data\[4\].loss_fn_inputs\['mask'\] holds 0\.5"):
+        client.step(data, bapo_loss())

@@ -37,6 +37,16 @@ def test_bounds_loss_and_gradient_are_the_cores(mode, reduction):
         assert metrics[f"bapo/{name}"] == pytest.approx(out.metrics[name].item(), abs=1e-6)
 
 
+def test_the_remainder_is_weighed_as_in_the_core():
+    given, settings = logged(), {"target_share": 0.9, "remainder": "weigh"}
+    loss, metrics = called(POLICY_LOSS_FN.get(PATH)(**settings), *given)
+    loss.backward()
+    out, gradient = core(given, settings=ClipSettings(**settings))
+    assert metrics["bapo/negative_weight"] == pytest.approx(out.bounds.negative_weight.item(), abs=1e-6) != 1
+    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
+    assert_close(given[0].grad, gradient, rtol=0, atol=1e-6)
+
+
 def test_a_window_solves_from_the_last_calls():
     loss_fn = POLICY_LOSS_FN.get(PATH)(target_share=0.5, window=2)
     for seed in (2, 5, 4):
