@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from transformers import (
 )
 
 from bapo.rollout.engine import Request, Segment
+from bapo.types import Status
+from bapo.watch import Sampled
 
 VOCABULARY, STOP, POSITIONS = 32, 3, 96
 SIZES = {
@@ -77,6 +81,15 @@ def resumed(request: Request, segment: Segment) -> Request:
         position=request.position + len(segment.tokens),
         max_new_tokens=request.max_new_tokens - len(segment.tokens),
     )
+
+
+def assert_told_right(told: list[Sampled], segments: Sequence[Segment]) -> None:
+    """A watch heard of nothing first and of all at the end, and no count ever fell."""
+    complete = sum(segment.status is not Status.PARKED for segment in segments)
+    assert told[0] == Sampled(0, len(segments), 0)
+    assert told[-1] == Sampled(complete, len(segments), sum(len(segment.tokens) for segment in segments))
+    for before, after in pairwise(told):
+        assert all(low <= high for low, high in zip(astuple(before), astuple(after), strict=True))
 
 
 def teacher_forced(model: PreTrainedModel, context: list[int], tokens: list[int], temperature: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ from tests.rollouts import (
     STOP,
     VOCABULARY,
     assert_matches_teacher_forcing,
+    assert_told_right,
     ragged_requests,
     resumed,
     tiny,
@@ -79,6 +80,15 @@ def test_a_budget_is_never_exceeded_and_parked_responses_go_on_where_they_stoppe
         rest = unfinished
     assert not rest
     assert pieces == tokens_of(whole)
+
+
+@pytest.mark.parametrize("budget", [None, 200])
+def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
+    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
+    engine, requests, told = GraphEngine(tiny("llama").cuda(), slots=8), ragged_requests(30), []
+    expected = engine.generate(requests, SAMPLING, version=0, token_budget=budget)
+    assert engine.generate(requests, SAMPLING, version=0, token_budget=budget, watch=told.append) == expected
+    assert_told_right(told, expected)
 
 
 def test_kept_keys_and_values_give_the_same_tokens_while_the_weights_stay():

@@ -19,6 +19,7 @@ from bapo.rollout.engine import Sampling, Segment
 from bapo.rollout.local import LocalEngine
 from bapo.tasks.countdown import Countdown
 from bapo.types import Problem, Score, Status
+from bapo.watch import Sampled
 
 STOP = 0
 bits = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=7)
@@ -183,8 +184,10 @@ class Scripted:
     segments: list
     calls: list = field(default_factory=list)
 
-    def generate(self, requests, sampling, *, version, token_budget=None):
+    def generate(self, requests, sampling, *, version, token_budget=None, watch=None):
         self.calls.append((list(requests), sampling, version, token_budget))
+        if watch is not None:
+            watch(Sampled(1, len(requests), 3))
         return self.segments
 
 
@@ -211,10 +214,19 @@ def said(text, status=Status.STOPPED, entropy=0.5):
     return Segment(tokens, [-1.0] * len(tokens), [entropy] * len(tokens), [7] * len(tokens), status)
 
 
-def run(engine, *, problems=Spelled.test, k=2, seed=0, task=None):
-    sampling = Sampling(stop_ids=frozenset({STOP}))
+def run(engine, *, problems=Spelled.test, k=2, seed=0, task=None, watch=None):
     return evaluate(
-        engine, encode, decode, task or Spelled(), problems, k=k, sampling=sampling, max_tokens=4, seed=seed, version=7
+        engine,
+        encode,
+        decode,
+        task or Spelled(),
+        problems,
+        k=k,
+        sampling=Sampling(stop_ids=frozenset({STOP})),
+        max_tokens=4,
+        seed=seed,
+        version=7,
+        watch=watch,
     )
 
 
@@ -248,6 +260,13 @@ def test_evaluate_asks_once_with_a_seed_of_its_own_for_every_response():
     assert [r.seed for r in backwards.calls[0][0]] == [r.seed for r in requests[2:] + requests[:2]]
     run(other_seed, seed=1)
     assert not {r.seed for r in other_seed.calls[0][0]} & {r.seed for r in requests}
+
+
+def test_a_watch_hears_of_every_response_asked_for():
+    told = []
+    segments = [said("ab"), said("x"), said("c"), said("c")]
+    assert run(Scripted(segments), watch=told.append) == run(Scripted(segments))
+    assert told == [Sampled(1, 4, 3)]
 
 
 def test_a_stop_token_is_stripped_only_where_it_stopped_the_response():

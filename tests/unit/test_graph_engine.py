@@ -15,7 +15,15 @@ from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.graphs import GraphEngine, batch_sizes, in_process_engine
 from bapo.rollout.local import LocalEngine
 from bapo.types import Status
-from tests.rollouts import STOP, assert_matches_teacher_forcing, ragged_requests, resumed, tiny, tokens_of
+from tests.rollouts import (
+    STOP,
+    assert_matches_teacher_forcing,
+    assert_told_right,
+    ragged_requests,
+    resumed,
+    tiny,
+    tokens_of,
+)
 
 SAMPLING = Sampling(0.8, frozenset({STOP}))
 
@@ -53,6 +61,18 @@ def test_parked_responses_go_on_where_they_stopped(parked):
         ]
     assert not rest
     assert pieces == tokens_of(whole)
+
+
+@pytest.mark.parametrize("budget", [None, 5])
+def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
+    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.rollout.graphs.LOOK", 1)
+    requests, told = short_requests(3), []
+    engine = GraphEngine(tiny("llama"), slots=2)
+    watched = engine.generate(requests, SAMPLING, version=0, token_budget=budget, watch=told.append)
+    assert watched == engine.generate(requests, SAMPLING, version=0, token_budget=budget)
+    assert_told_right(told, watched)
+    assert len(told) > 3
 
 
 def test_slots_kept_for_others_are_given_up_rather_than_waited_for():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from bapo.rollout.engine import Request, Sampling, Segment
 from bapo.rollout.local import LocalEngine, draw
 from bapo.rollout.randomness import mix, response_seed, stream, uniforms
 from bapo.types import Status
+from bapo.watch import Sampled
 from tests.rollouts import (
     STOP,
     VOCABULARY,
     assert_matches_teacher_forcing,
+    assert_told_right,
     ragged_requests,
     resumed,
     teacher_forced,
@@ -329,3 +332,29 @@ def test_models_without_keys_and_values_are_refused():
     model = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(ValueError, match=r"MambaForCausalLM keeps state other than keys and values.*attention layers"):
         LocalEngine(model)
+
+
+# Watched
+
+
+@pytest.mark.parametrize("budget", [None, 0, 60])
+def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
+    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
+    sampling, requests, told = Sampling(stop_ids=frozenset({STOP})), ragged_requests(), []
+    engine = LocalEngine(LLAMA, slots=4)
+    watched = engine.generate(requests, sampling, version=0, token_budget=budget, watch=told.append)
+    assert watched == engine.generate(requests, sampling, version=0, token_budget=budget)
+    if budget == 0:
+        assert told == [Sampled(0, len(requests), 0)]
+        return
+    assert_told_right(told, watched)
+    # Told before every step, and a step gives each of the four slots at most one token.
+    assert all(0 < after.tokens - before.tokens <= 4 for before, after in pairwise(told[:-1]))
+
+
+def test_a_watch_is_not_called_for_every_token():
+    told = []
+    segments = LocalEngine(LLAMA, slots=4).generate(ragged_requests(), Sampling(), version=0, watch=told.append)
+    assert sum(len(segment.tokens) for segment in segments) > 200
+    assert len(told) < 20  # the first, the last, and one a second
+    assert_told_right(told, segments)

@@ -17,6 +17,7 @@ from bapo.rollout.local import LocalEngine
 from bapo.rollout.randomness import response_seed
 from bapo.rollout.scheduler import Rollout, Scheduler, SchedulerMetrics, new_group
 from bapo.types import Group, Problem, Status
+from bapo.watch import Sampled, Watch
 
 STOP = 3
 SAMPLING = Sampling(stop_ids=frozenset({STOP}))
@@ -54,7 +55,13 @@ class CountingEngine:
         self.calls: list[tuple[list[int], int | None]] = []
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, version: int, token_budget: int | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        version: int,
+        token_budget: int | None = None,
+        watch: Watch | None = None,
     ) -> list[Segment]:
         self.calls.append(([request.seed for request in requests], token_budget))
         left = token_budget if token_budget is not None else 10**9
@@ -65,6 +72,9 @@ class CountingEngine:
             left -= count
             status = Status.STOPPED if count == missing else Status.PARKED
             segments.append(Segment([9] * count, [-0.5] * count, [0.5] * count, [version] * count, status))
+            if watch is not None:
+                complete = sum(segment.status is Status.STOPPED for segment in segments)
+                watch(Sampled(complete, len(requests), sum(len(segment.tokens) for segment in segments)))
         return segments
 
 
@@ -249,8 +259,8 @@ def test_complete_responses_age_while_they_wait_for_their_group():
 
 def test_a_response_the_engine_gave_up_takes_its_group_along():
     class Failing(CountingEngine):
-        def generate(self, requests, sampling, *, version, token_budget=None):
-            segments = super().generate(requests, sampling, version=version, token_budget=token_budget)
+        def generate(self, requests, sampling, *, version, **rest):
+            segments = super().generate(requests, sampling, version=version, **rest)
             return [replace(segments[0], status=Status.DROPPED), *segments[1:]]
 
     scheduler = Scheduler(SAMPLING, max_response_tokens=99)
@@ -297,6 +307,40 @@ def test_no_returned_token_is_older_than_promised(lengths, budget, max_age, poli
         honest = honest and jump <= pace
 
 
+# Watched
+
+
+def test_a_watch_hears_of_all_engine_calls_of_a_run_together():
+    told = []
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1)
+    scheduler.admit([counted_group(0, 14), counted_group(1, 50)])
+    scheduler.run(CountingEngine(), version=0, watch=told.append)
+    assert told == [Sampled(0, 2, 10), Sampled(0, 2, 10)]
+    told.clear()
+    # Group 0 is due and is completed first, with 4 tokens; 6 are left for group 1.
+    scheduler.run(CountingEngine(), version=1, watch=told.append)
+    assert told == [Sampled(1, 2, 4), Sampled(1, 2, 10)]
+
+    told.clear()
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=0)
+    scheduler.admit([counted_group(0, 4, 14), counted_group(1, 5)])
+    scheduler.run(CountingEngine(), version=0, watch=told.append)
+    # The budget ends within the second response, which is then completed with 8 more, for it may not wait.
+    assert told == [Sampled(1, 3, 4), Sampled(1, 3, 10), Sampled(1, 3, 10), Sampled(2, 3, 18)]
+
+
+def test_a_watch_changes_nothing_and_ends_with_all(monkeypatch):
+    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
+    rollouts, told = [], []
+    for watch in (None, told.append):
+        scheduler = Scheduler(SAMPLING, max_response_tokens=20)
+        scheduler.admit(groups([0, 1, 2]))
+        rollouts.append(scheduler.run(ENGINE, version=0, watch=watch))
+    assert content(rollouts[0]) == content(rollouts[1])
+    assert rollouts[0].metrics == rollouts[1].metrics
+    assert (told[0], told[-1]) == (Sampled(0, 9, 0), Sampled(9, 9, rollouts[0].metrics.sampled_tokens))
+
+
 # Saved state
 
 
@@ -338,10 +382,10 @@ def test_a_saved_state_is_a_copy():
 
 def test_an_engine_that_dies_loses_nothing():
     class Dying(CountingEngine):
-        def generate(self, requests, sampling, *, version, token_budget=None):
+        def generate(self, requests, sampling, *, version, **rest):
             if self.calls:
                 raise RuntimeError("engine died")
-            return super().generate(requests, sampling, version=version, token_budget=token_budget)
+            return super().generate(requests, sampling, version=version, **rest)
 
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1)
     scheduler.admit([counted_group(0, 14), counted_group(1, 50)])
@@ -406,12 +450,12 @@ def test_versions_cannot_go_back():
 
 def test_an_engine_that_breaks_its_promises_is_named():
     class Short(CountingEngine):
-        def generate(self, requests, sampling, *, version, token_budget=None):
-            return super().generate(requests, sampling, version=version, token_budget=token_budget)[1:]
+        def generate(self, requests, sampling, *, version, **rest):
+            return super().generate(requests, sampling, version=version, **rest)[1:]
 
     class Old(CountingEngine):
-        def generate(self, requests, sampling, *, version, token_budget=None):
-            return super().generate(requests, sampling, version=version - 5, token_budget=token_budget)
+        def generate(self, requests, sampling, *, version, **rest):
+            return super().generate(requests, sampling, version=version - 5, **rest)
 
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=3)
     scheduler.admit([counted_group(0, 9)])

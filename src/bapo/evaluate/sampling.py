@@ -18,6 +18,7 @@ from bapo.rollout.scheduler import new_group
 from bapo.tasks.dataset import Scorer
 from bapo.tasks.task import Task
 from bapo.types import Message, Problem, Score, Status
+from bapo.watch import Watch
 
 __all__ = ["Evaluation", "Response", "evaluate", "mean", "sample"]
 
@@ -96,11 +97,12 @@ def evaluate(
     max_tokens: int,
     seed: int,
     version: int,
+    watch: Watch | None = None,
 ) -> Evaluation:
     """Sample k responses to every problem in one engine call, score and count them."""
     rows = sample(
         engine, encode, decode, task.scores, problems,
-        k=k, sampling=sampling, max_tokens=max_tokens, seed=seed, version=version,
+        k=k, sampling=sampling, max_tokens=max_tokens, seed=seed, version=version, watch=watch,
     )  # fmt: skip
     responses = [response for row in rows for response in row]
     rewards = [tuple(response.reward for response in row) for row in rows]
@@ -133,6 +135,7 @@ def sample(
     max_tokens: int,
     seed: int,
     version: int,
+    watch: Watch | None = None,
 ) -> list[list[Response]]:  # [problems][k]
     """k responses to every problem, from one engine call, scored.
 
@@ -155,7 +158,7 @@ def sample(
             _number(problem), problem, encode(problem.prompt), responses=k, seed=seed
         ).trajectories
     ]
-    segments = engine.generate(requests, sampling, version=version)
+    segments = engine.generate(requests, sampling, version=version, watch=watch)
     if len(segments) != len(requests):
         raise RuntimeError(f"{type(engine).__name__} returned {len(segments)} segments for {len(requests)} requests.")
 

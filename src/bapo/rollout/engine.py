@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bapo.types import Status
+from bapo.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,18 @@ class Engine(Protocol):
     """Samples tokens. Knows nothing about rewards, objectives or the learner."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, version: int, token_budget: int | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        version: int,
+        token_budget: int | None = None,
+        watch: Watch | None = None,
     ) -> list[Segment]:
         """Continue every request, first come first served; one segment per request, in the same order.
 
         Stops when all are complete or when `token_budget` tokens have been sampled in this call; what is unfinished
-        then comes back as PARKED with the tokens it got. `version` is stamped on every token sampled.
+        then comes back as PARKED with the tokens it got. `version` is stamped on every token sampled. `watch` may be
+        told how far it is, about once a second and from this thread; an engine that cannot tell ignores it.
         """
         ...

@@ -43,6 +43,7 @@ from bapo.rollout.kernels.sampling import SlotStatus, State, sample
 from bapo.rollout.local import LocalEngine, check_requests, max_positions, non_finite
 from bapo.rollout.randomness import stream
 from bapo.types import Status
+from bapo.watch import Teller, Watch
 
 LOOK = 16
 """Steps between two looks of the host."""
@@ -110,7 +111,13 @@ class GraphEngine:
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, version: int, token_budget: int | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        version: int,
+        token_budget: int | None = None,
+        watch: Watch | None = None,
     ) -> list[Segment]:
         """See `Engine.generate`."""
         check_requests(requests, sampling, token_budget, positions=max_positions(self.model))
@@ -119,7 +126,7 @@ class GraphEngine:
         device = self.decoder.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where Triton launches
-                return self._generate(requests, sampling, version, token_budget)
+                return self._generate(requests, sampling, version, token_budget, Teller(watch, len(requests)))
         except torch.cuda.OutOfMemoryError as error:
             raise RuntimeError(
                 f"no memory on the device to sample with {self.slots} slots: {error}. Lower rollout.slots or "
@@ -127,7 +134,7 @@ class GraphEngine:
             ) from error
 
     def _generate(
-        self, requests: Sequence[Request], sampling: Sampling, version: int, token_budget: int | None
+        self, requests: Sequence[Request], sampling: Sampling, version: int, token_budget: int | None, tell: Teller
     ) -> list[Segment]:
         self.decoder.refresh()
         reach = max(len(request.context) + request.max_new_tokens for request in requests)
@@ -136,7 +143,7 @@ class GraphEngine:
         sitting = _Sitting(self, pool, requests, token_budget)
         self.kept = {}  # a sitting that fails has overwritten who knows what
         try:
-            segments = sitting.run(version)
+            segments = sitting.run(version, tell)
         finally:
             pool.state[State.STATUS] = SlotStatus.IDLE
         self.kept = sitting.kept if self.parked == "keep" else {}
@@ -276,7 +283,7 @@ class _Sitting:
     def __init__(self, engine: GraphEngine, pool: Pool, requests: Sequence[Request], budget: int | None) -> None:
         self.engine, self.pool, self.requests = engine, pool, requests
         self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
-        self.next = 0
+        self.next = self.complete = 0
         self.seated: dict[int, _Seated] = {}
         self.kept = dict(engine.kept)
         self.asked = {_name(request) for request in requests}
@@ -284,8 +291,10 @@ class _Sitting:
         self.free = [slot for slot in reversed(range(pool.slots)) if slot not in reserved]
         self.results: dict[int, tuple[NDArray[np.int32], Status]] = {}
 
-    def run(self, version: int) -> list[Segment]:
+    def run(self, version: int, tell: Teller) -> list[Segment]:
+        given = self.budget
         while self.budget > 0:
+            tell(self.complete, given - self.budget)
             if self._wants_refill():
                 self._refill()
             if not self.seated:
@@ -295,6 +304,7 @@ class _Sitting:
             longest = max(seated.left for seated in self.seated.values())
             self.pool.advance(len(self.seated), min(LOOK, longest, self.budget // len(self.seated)))
             self._look()
+        tell(self.complete, given - self.budget, last=True)
         self._leave(dict.fromkeys(self.seated, Status.PARKED))
         return [self._segment(index, version) for index in range(len(self.requests))]
 
@@ -375,6 +385,7 @@ class _Sitting:
             if status != SlotStatus.RUNNING:
                 ended[slot] = STATUSES[status]
         if ended:
+            self.complete += len(ended)
             self._leave(ended)
             self.pool.seat(list(self.seated))
 

@@ -34,6 +34,7 @@ from bapo.rollout.columns import ColumnCache, padding_mask
 from bapo.rollout.engine import Request, Sampling, Segment
 from bapo.rollout.randomness import stream, uniforms
 from bapo.types import Status
+from bapo.watch import Teller, Watch
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _IDLE = -1
@@ -58,7 +59,13 @@ class LocalEngine:
         self.takes_logits_to_keep = "logits_to_keep" in accepted
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, version: int, token_budget: int | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        version: int,
+        token_budget: int | None = None,
+        watch: Watch | None = None,
     ) -> list[Segment]:
         """See `Engine.generate`."""
         check_requests(requests, sampling, token_budget, positions=max_positions(self.model))
@@ -66,7 +73,7 @@ class LocalEngine:
             return []
         # Not inference_mode: a buffer a model makes anew on the way (long-context rotary) must be usable in training.
         with torch.no_grad(), evaluating(self.model):
-            return _Sitting(self, requests, sampling, token_budget).run(version)
+            return _Sitting(self, requests, sampling, token_budget).run(version, Teller(watch, len(requests)))
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: ColumnCache) -> Tensor:
         """Logits after the last token of each row, [rows, vocabulary]."""
@@ -99,7 +106,7 @@ class _Sitting:
         self.cache = ColumnCache(slots, self.columns)
         self.column = self.longest_context - 1
 
-        self.next = 0
+        self.next = self.complete = 0
         self.slots, self.rows, self.alive = slots, 0, 0
         self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
         self.owner = np.full(slots, _IDLE, dtype=np.int64)
@@ -114,8 +121,10 @@ class _Sitting:
         self.owners: list[NDArray[np.int64]] = []
         self.tape: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def run(self, version: int) -> list[Segment]:
+    def run(self, version: int, tell: Teller) -> list[Segment]:
+        given = self.budget
         while self.budget > 0:
+            tell(self.complete, given - self.budget)
             if self._wants_refill():
                 self._refill()
             if self.alive == 0:
@@ -125,6 +134,7 @@ class _Sitting:
             if self.column == self.columns:
                 self._shift()
             self._step()
+        tell(self.complete, given - self.budget, last=True)
         return self._segments(version)
 
     # Who sits where.
@@ -250,6 +260,7 @@ class _Sitting:
         if ended.any():
             for index, by_stop in zip(owner[ended].tolist(), stopped[ended].tolist(), strict=True):
                 self.status[index] = Status.STOPPED if by_stop else Status.TRUNCATED
+            self.complete += int(ended.sum())
             self._vacate(np.flatnonzero(ended))
 
     def _segments(self, version: int) -> list[Segment]:

@@ -40,6 +40,7 @@ from typing import Any, Literal
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.randomness import response_seed
 from bapo.types import Group, Problem, Status, Trajectory, group_from_state, group_state
+from bapo.watch import Sampled, Watch
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,11 @@ class Scheduler:
             self._groups[group.id] = group
             self._next_id = group.id + 1
 
-    def run(self, engine: Engine, *, version: int) -> Rollout:
+    def run(self, engine: Engine, *, version: int, watch: Watch | None = None) -> Rollout:
         """Continue the admitted responses within the budget and return the groups that became complete.
 
         If the engine raises, nothing is lost: every response keeps the tokens of the engine calls that returned.
+        `watch` is told how far the run is, over all its engine calls.
         """
         if self._version is not None and version < self._version:
             raise ValueError(
@@ -178,13 +180,20 @@ class Scheduler:
         touched: set[int] = set()
 
         _give_up(group for group in self._groups.values() if self._too_old(group, version))
-        self._complete_due(engine, version, touched)
+        asked = len(self._unfinished())
+
+        def tell(now: Sampled) -> None:
+            earlier = self._totals.sampled_tokens - before.sampled_tokens
+            if watch is not None:
+                watch(Sampled(asked - len(self._unfinished()) + now.responses, asked, earlier + now.tokens))
+
+        self._complete_due(engine, version, touched, tell)
         spent = self._totals.sampled_tokens - before.sampled_tokens
         if self.token_budget is None or spent < self.token_budget:
             left = None if self.token_budget is None else self.token_budget - spent
             waiting = sorted(self._unfinished(), key=lambda trajectory: not trajectory.tokens)
-            self._generate(engine, waiting, version, left, touched)
-        self._complete_due(engine, version, touched)
+            self._generate(engine, waiting, version, left, touched, tell)
+        self._complete_due(engine, version, touched, tell)
         _give_up(group for group in self._groups.values() if _any_dropped(group))
 
         finished = self._take(Status.STOPPED, Status.TRUNCATED)
@@ -244,7 +253,7 @@ class Scheduler:
             return False
         return self._too_old(group, version + self.versions_per_run)
 
-    def _complete_due(self, engine: Engine, version: int, touched: set[int]) -> None:
+    def _complete_due(self, engine: Engine, version: int, touched: set[int], watch: Watch) -> None:
         """Complete the groups whose last chance this is, whatever it takes."""
         due = [
             trajectory
@@ -253,11 +262,17 @@ class Scheduler:
             for trajectory in group.trajectories
             if trajectory.status is Status.PARKED
         ]
-        self._generate(engine, due, version, None, touched)
+        self._generate(engine, due, version, None, touched, watch)
         self._count(forced=len(due))
 
     def _generate(
-        self, engine: Engine, trajectories: list[Trajectory], version: int, budget: int | None, touched: set[int]
+        self,
+        engine: Engine,
+        trajectories: list[Trajectory],
+        version: int,
+        budget: int | None,
+        touched: set[int],
+        watch: Watch,
     ) -> None:
         """Continue these responses, in this order. Those that get any token are added to `touched`."""
         if not trajectories:
@@ -271,7 +286,7 @@ class Scheduler:
             )
             for trajectory in trajectories
         ]
-        segments = engine.generate(requests, self.sampling, version=version, token_budget=budget)
+        segments = engine.generate(requests, self.sampling, version=version, token_budget=budget, watch=watch)
         if len(segments) != len(requests):
             raise RuntimeError(
                 f"{type(engine).__name__} returned {len(segments)} segments for {len(requests)} requests; it must "
