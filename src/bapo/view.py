@@ -4,6 +4,8 @@
         view.step(1, {"reward": 0.41, "entropy": 0.49}, {"seconds": 1.2, "tokens_per_second": 5100.0})
         view.sample("3,7,2=13:", "7+3*2=13.", 1.0)
         view.note("checkpoint saved")
+        with view.doing("sampling") as watch:
+            watch(Sampled(responses=412, asked=2048, tokens=96_400))
 
 A view shows and never decides: it keeps nothing that the metrics log does not have, takes whatever metrics there are,
 and no text a model writes can break it (markup, control characters, letters the stream cannot spell). The live view is
@@ -18,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
@@ -31,6 +34,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from bapo.watch import OnScreen, Watch, in_lines
 
 __all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
 
@@ -137,6 +142,10 @@ class View:
     def note(self, text: str) -> None:
         """An evaluation, a checkpoint, a warning."""
 
+    def doing(self, what: str) -> AbstractContextManager[Watch | None]:
+        """Something that may take long, and a watch to tell how far it is meanwhile."""
+        return nullcontext()
+
     def remaining(self) -> str:
         """`eta 1:32`, or nothing while no step has told how long it took."""
         return f"eta {eta(self.total_steps - self.current, self.seconds)}" if self.seconds else ""
@@ -178,6 +187,10 @@ class PlainView(View):
         """See `View.note`."""
         _write(self.stream, _printable(text))
 
+    def doing(self, what: str) -> AbstractContextManager[Watch]:
+        """See `View.doing`."""
+        return in_lines(what, self.note, self.clock)
+
     def _print_step(self) -> None:
         self.line_at, self.waiting = self.clock(), False
         cells = [f"step {self.current:>{len(str(self.total_steps))}}/{self.total_steps}"]
@@ -199,6 +212,7 @@ class LiveView(View):
         self.samples = samples
         self.last: tuple[str, str, float] | None = None
         self.lock = Lock()
+        self.work = OnScreen(clock)
         self.progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}", style="bold"),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
@@ -233,13 +247,24 @@ class LiveView(View):
         """See `View.note`."""
         self.console.print(Text(_printable(text)))
 
+    def doing(self, what: str) -> AbstractContextManager[Watch]:
+        """See `View.doing`."""
+        return self.work.doing(what)
+
     def frame(self) -> RenderableType:
         """The screen as it is now; its height changes only when a new metric appears."""
         width, height = self.console.size
         with self.lock:
             table = _metrics_table(self.history, columns=2 if width >= 76 else 1, sparks=width >= 40)
             last = self.last
-        top = Panel(Group(self.progress, table), title=Text(self.title), title_align="left", border_style="cyan")
+        top = Panel(
+            Group(self.progress, table),
+            title=Text(self.title),
+            title_align="left",
+            subtitle=Text(self.work.line) or None,  # in the border: it comes and goes without moving anything
+            subtitle_align="left",
+            border_style="cyan",
+        )
         lines = min(8, height - table.row_count - 6)  # the borders of two panels, the bar, the line below
         return Group(top, _sample_panel(last, self.console, lines)) if lines > 0 and self.samples else top
 

@@ -1,6 +1,7 @@
 """Training that really learns, and off-policy switches that really switch."""
 
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -130,6 +131,18 @@ def identical(one, other):
 def test_one_seed_is_one_result_bit_for_bit(plain, tmp_path):
     identical(plain, run(tmp_path, "again"))
     assert run(tmp_path, "other", seed=1, steps=1)[0][1] != plain[0][1]
+
+
+def test_being_watched_changes_nothing(plain, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.watch.LINE_SECONDS", 0)
+    identical(plain, run(tmp_path, "watched"))
+    told = capsys.readouterr().out
+    asked = [("sampling", str(4 * line["rollout/admitted"])) for line in rollouts(plain[0])]
+    asked = [("evaluating", "8"), *asked, ("evaluating", "8")]  # 4 problems, 2 responses each
+    assert re.findall(r"^(\w+): 0/(\d+) responses, 0 tokens, 0 tokens/s$", told, re.MULTILINE) == asked
+    for what, count in asked:
+        assert f"{what}: {count}/{count} responses" in told
 
 
 def test_a_budget_larger_than_any_response_is_the_plain_loop(plain, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from bapo.view import SHOWN, LiveView, PlainView, eta, make_view, sparkline, summary_table
+from bapo.watch import Sampled
 
 METRICS = {
     "reward": 0.4321, "entropy": 0.49, "share": 0.41, "clip_low": 0.8, "clip_high": 1.25,
@@ -116,6 +117,20 @@ def test_plain_samples_take_one_line_and_come_seldom():
     assert first.startswith("  sample  reward 1.00  a\\nb  ->  ·[2J[red]0\\nxxx")
     assert "[red]20" in second
     assert len(first) < 400
+
+
+def test_plain_view_tells_of_long_work_only():
+    clock = Clock()
+    view, stream = plain_view(clock=clock)
+    for seconds in (10, 65):
+        with view.doing("evaluating") as watch:
+            for second in range(seconds):
+                clock.time += 1
+                watch(Sampled(second, 2048, 1_240 * (second + 1)))
+    assert stream.getvalue().splitlines() == [
+        "evaluating: 29/2048 responses, 37,200 tokens, 1,240 tokens/s",
+        "evaluating: 59/2048 responses, 74,400 tokens, 1,240 tokens/s",
+    ]
 
 
 def test_plain_view_replaces_letters_the_stream_cannot_spell():
@@ -230,12 +245,40 @@ def test_live_screen_takes_any_terminal(width, height):
         view.sample("3,7,2=13:", "word " * 300, 0.0)
 
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height)
-    with LiveView(60, title="title", console=console, clock=Clock()) as view:
+    clock = Clock()
+    with LiveView(60, title="title", console=console, clock=clock) as view, view.doing("sampling") as watch:
         tell(view)
+        watch(Sampled(412, 2048, 96_400))
+        clock.time += 3
+        view.live.refresh()
     if width >= 40:
         lines = screen(tell, width=width, height=height)
         assert "reward" in "".join(lines)
         assert len(lines) < max(height, 18)
+
+
+def test_live_screen_has_a_line_for_long_work_that_moves_nothing():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system=None)
+    clock = Clock()
+    view = LiveView(60, title="run", console=console, clock=clock)
+    view.step(1, METRICS, TIMING)
+
+    def lines():
+        with console.capture() as capture:
+            console.print(view.frame())
+        return [re.sub(r"\d:\d\d:\d\d", "", line) for line in capture.get().splitlines()]  # without the time elapsed
+
+    before = lines()
+    with view.doing("sampling") as watch:
+        watch(Sampled(0, 2048, 0))
+        assert lines() == before
+        clock.time += 77.75
+        watch(Sampled(412, 2048, 96_400))
+        during = lines()
+    assert lines() == before
+    ((old, new),) = [(a, b) for a, b in zip(before, during, strict=True) if a != b]  # one line differs: the border
+    assert set(old) == set("╰─╯")
+    assert "─ sampling: 412/2048 responses, 96,400 tokens, 1,240 tokens/s ─" in new
 
 
 def test_live_screen_before_the_first_step():

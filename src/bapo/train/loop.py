@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.scoring import Failure, response_metrics, score
 from bapo.types import Group
+from bapo.watch import Watch
 
 
 @dataclass
@@ -69,20 +71,27 @@ class StepRecord:
     timing: dict[str, float]
 
 
-def train(parts: Parts, progress: Progress, *, after_step: Callable[[StepRecord], bool]) -> None:
+Watching = Callable[[], AbstractContextManager[Watch | None]]
+"""Entered around every rollout, which tells the watch how far it is."""
+
+
+def train(
+    parts: Parts, progress: Progress, *, after_step: Callable[[StepRecord], bool], sampling: Watching = nullcontext
+) -> None:
     """Steps until the configured number is done, or until `after_step` returns True."""
     for step in range(progress.step, parts.config.steps):
-        record = take_step(parts, progress, step)
+        record = take_step(parts, progress, step, sampling)
         progress.step = step + 1
         if after_step(record):
             return
 
 
-def take_step(parts: Parts, progress: Progress, step: int) -> StepRecord:
+def take_step(parts: Parts, progress: Progress, step: int, sampling: Watching) -> StepRecord:
     """One rollout and the updates on it."""
     began = time.perf_counter()
     admitted = admit(parts, progress)
-    rollout = parts.scheduler.run(parts.engine, version=parts.learner.version)
+    with sampling() as watch:
+        rollout = parts.scheduler.run(parts.engine, version=parts.learner.version, watch=watch)
     scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong)
     filtered_before = parts.buffer.metrics().filtered
     parts.buffer.add(scored.groups, version=parts.learner.version)

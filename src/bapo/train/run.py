@@ -83,7 +83,7 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
         if progress.step == 0:
             _save(run, parts, progress)
             view.note(f"evaluating on {config.eval.problems} held-out problems before training")
-            _evaluate_fully(run, parts, progress)
+            _evaluate_fully(run, parts, progress, view)
         else:
             view.note(f"resumed at step {progress.step}")
 
@@ -91,20 +91,21 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
             _log(run, record, parts, view)
             last = progress.step == config.steps
             if config.eval.every and progress.step % config.eval.every == 0 and not last:
-                result = _evaluate(run, parts, progress, max(1, config.eval.problems // 4), config.eval.temperature)
+                problems = max(1, config.eval.problems // 4)
+                result = _evaluate(run, parts, progress, view, problems, config.eval.temperature)
                 view.note(f"step {progress.step}: held-out avg@{config.eval.k} {result['eval/avg']:.3f}")
             if progress.step % config.checkpoint_every == 0 or last or stopping:
                 _save(run, parts, progress)
             return bool(stopping)
 
         with stop_on_signal(stopping):
-            train(parts, progress, after_step=after_step)
+            train(parts, progress, after_step=after_step, sampling=lambda: view.doing("sampling"))
         if stopping:
             raise Interrupted(
                 f"stopped after step {progress.step}, which is saved. Continue with: bapo resume {run.path}"
             )
         view.note(f"evaluating on {config.eval.problems} held-out problems after training")
-        _evaluate_fully(run, parts, progress)
+        _evaluate_fully(run, parts, progress, view)
         summary = _summarize(run, config)
         _export(run, parts, summary)
     run.write("summary.json", summary)
@@ -132,28 +133,32 @@ def _restore(parts: Parts, progress: Progress, state: dict[str, Any]) -> None:
     progress.step, progress.groups, progress.owed = (state["progress"][k] for k in ("step", "groups", "owed"))
 
 
-def _evaluate_fully(run: RunDirectory, parts: Parts, progress: Progress) -> None:
+def _evaluate_fully(run: RunDirectory, parts: Parts, progress: Progress, view: View) -> None:
     """On all problems, at every temperature asked for."""
     config = parts.config.eval
     for temperature in (config.temperature, *config.also_at):
-        _evaluate(run, parts, progress, config.problems, temperature)
+        _evaluate(run, parts, progress, view, config.problems, temperature)
 
 
-def _evaluate(run: RunDirectory, parts: Parts, progress: Progress, problems: int, temperature: float) -> dict[str, Any]:
+def _evaluate(
+    run: RunDirectory, parts: Parts, progress: Progress, view: View, problems: int, temperature: float
+) -> dict[str, Any]:
     config = parts.config
     greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
-    result = evaluate(
-        parts.engine,
-        parts.policy.encode,
-        parts.policy.decode,
-        parts.task,
-        list(parts.task.test)[:problems],
-        k=1 if greedy_again else config.eval.k,
-        sampling=Sampling(temperature, parts.policy.stop_ids),
-        max_tokens=config.rollout.max_tokens,
-        seed=config.seed,
-        version=parts.learner.version,
-    )
+    with view.doing("evaluating") as watch:
+        result = evaluate(
+            parts.engine,
+            parts.policy.encode,
+            parts.policy.decode,
+            parts.task,
+            list(parts.task.test)[:problems],
+            k=1 if greedy_again else config.eval.k,
+            sampling=Sampling(temperature, parts.policy.stop_ids),
+            max_tokens=config.rollout.max_tokens,
+            seed=config.seed,
+            version=parts.learner.version,
+            watch=watch,
+        )
     if result.failures == result.problems * result.k:
         raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {progress.step}")
     line = {"kind": "eval", "step": progress.step, "version": parts.learner.version}
