@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from math import nan
 
 import pytest
+from rich.console import Console
 
 from bapo.config import ConfigError
 from bapo.evaluate import avg_at_k, maj_at_k, pass_at_k
@@ -15,6 +16,7 @@ from bapo.evaluation.figures import figures, powers_up_to, problem_figures, resu
 from bapo.evaluation.page import page
 from bapo.evaluation.progress import LiveProgress, PlainProgress, failure_note, make_progress, results_table
 from bapo.evaluation.settings import Settings
+from bapo.watch import Sampled
 
 IDENTITY = {"model": "m", "k": 4, "temperature": 0.6, "max_tokens": 9, "seed": 0, "versions": {"bapo": "0"}}
 
@@ -221,6 +223,41 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     assert "avg@4 0.375" in stream.getvalue()
     monkeypatch.setenv("TERM", "dumb")
     assert type(make_progress(settings, "out", 2, [], stream)) is PlainProgress
+
+
+def test_progress_within_a_chunk_in_lines():
+    now = [0.0]
+    stream = io.StringIO()
+    with PlainProgress(Settings("m", ("d",), k=4), "out", 2, [], stream, clock=lambda: now[0]) as progress:
+        for seconds in (20, 50):
+            with progress.sampling() as watch:
+                now[0] += seconds
+                watch(Sampled(3, 8, 1_000))
+    assert stream.getvalue().splitlines()[1:] == ["sampling: 3/8 responses, 1,000 tokens, 20 tokens/s"]
+
+
+def test_progress_within_a_chunk_below_the_bar():
+    now = [0.0]
+    stream = Terminal()
+
+    def shown():
+        console = Console(file=io.StringIO(), width=100)
+        with console.capture() as capture:
+            console.print(progress.progress.get_renderable())
+        return capture.get().splitlines()
+
+    settings = Settings("m", ("d",), k=4)
+    with LiveProgress(settings, "out", 2, [], stream, clock=lambda: now[0]) as progress:
+        assert [line.strip() for line in shown()[1:]] == [""]
+        with progress.sampling() as watch:
+            watch(Sampled(0, 8, 0))
+            assert [line.strip() for line in shown()[1:]] == [""]
+            now[0] += 10
+            watch(Sampled(3, 8, 1_000))
+            assert [line.strip() for line in shown()[1:]] == ["sampling: 3/8 responses, 1,000 tokens, 100 tokens/s"]
+        assert [line.strip() for line in shown()[1:]] == [""]
+        progress.saved([EASY] * 2)
+        assert len(shown()) == 1  # no empty line is left behind
 
 
 # The directory

@@ -1,4 +1,5 @@
 """What a person sees while an evaluation runs: a bar on a terminal, a line per chunk anywhere else; a table at the end.
+A chunk that takes long says how far it is: below the bar, or in a line now and then.
 
 The time left is the problems left over the rate of this sitting, so that what was saved before does not flatter it:
 
@@ -9,16 +10,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from bapo.evaluation.settings import Settings
+from bapo.watch import OnScreen, Watch, in_lines
 
 __all__ = ["PlainProgress", "failure_note", "make_progress", "results_table"]
 
@@ -65,6 +68,10 @@ class PlainProgress:
         """The next chunk is of this data set."""
         self.name = name
 
+    def sampling(self) -> AbstractContextManager[Watch]:
+        """While a chunk is sampled and scored: a watch to tell how far it is."""
+        return in_lines("sampling", self.say, self.clock)
+
     def saved(self, rows: Sequence[dict[str, Any]]) -> None:
         """A chunk is on the disk."""
         self.done += len(rows)
@@ -98,14 +105,15 @@ class LiveProgress(PlainProgress):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self.progress = Progress(
+        self.chunk = OnScreen(self.clock)
+        self.progress = _Bar(
+            self.chunk,
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total} problems"),
             TextColumn("{task.fields[score]}"),
             TimeElapsedColumn(),
             _Eta(),
             console=Console(file=self.stream, force_terminal=True, highlight=False),
-            expand=True,
         )
         self.task = self.progress.add_task("", total=self.total, completed=self.done, score="", ends=None)
         self.progress.start()
@@ -119,6 +127,10 @@ class LiveProgress(PlainProgress):
         super().working_on(name)
         self.progress.update(self.task, score=Text(self.score()).plain)
 
+    def sampling(self) -> AbstractContextManager[Watch]:
+        """While a chunk is sampled and scored: a watch to tell how far it is."""
+        return self.chunk.doing("sampling")
+
     def saved(self, rows: Sequence[dict[str, Any]]) -> None:
         """A chunk is on the disk."""
         self.done += len(rows)
@@ -126,6 +138,20 @@ class LiveProgress(PlainProgress):
         elapsed = self.clock() - self.began
         left = (self.total - self.done) * elapsed / (self.done - self.before)
         self.progress.update(self.task, completed=self.done, score=self.score(), ends=time.monotonic() + left)
+
+
+class _Bar(Progress):
+    """With a line below for the chunk at work, empty while there is nothing to tell, so that nothing moves."""
+
+    def __init__(self, chunk: OnScreen, *columns: ProgressColumn, console: Console) -> None:
+        self.chunk = chunk
+        super().__init__(*columns, console=console, expand=True)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, and until the end the line."""
+        yield from super().get_renderables()
+        if not self.finished:
+            yield Text(self.chunk.line, "dim", no_wrap=True, overflow="ellipsis")
 
 
 class _Eta(ProgressColumn):

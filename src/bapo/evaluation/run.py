@@ -28,6 +28,7 @@ from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.tasks.dataset import Scorer
 from bapo.types import Problem
+from bapo.watch import Watch
 
 __all__ = ["evaluate_model"]
 
@@ -59,7 +60,8 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
                 if done <= len(rows):
                     continue
                 progress.working_on(data.name)
-                new = _sampled(engine, policy, scorers[data.name], data.name, problems, plan)
+                with progress.sampling() as watch:
+                    new = _sampled(engine, policy, scorers[data.name], data.name, problems, plan, watch)
                 directory.append(new)
                 rows += new
                 progress.saved(new)
@@ -82,7 +84,7 @@ def _scorers(data_sets: list[DataSet], settings: Settings, policy: Policy, stack
 
 
 def _sampled(
-    engine: Engine, policy: Policy, scores: Scorer, name: str, problems: Sequence[Problem], plan: Plan
+    engine: Engine, policy: Policy, scores: Scorer, name: str, problems: Sequence[Problem], plan: Plan, watch: Watch
 ) -> list[dict[str, Any]]:
     """The rows of one chunk."""
     settings = plan.settings
@@ -98,6 +100,7 @@ def _sampled(
             max_tokens=plan.max_tokens,
             seed=settings.seed,
             version=0,
+            watch=watch,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
