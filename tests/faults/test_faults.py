@@ -126,7 +126,7 @@ def test_ctrl_c_saves_the_step_and_exits_130(uninterrupted, tmp_path):
     process = started(out)
     wait_for_steps(process, out, 2)
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=120)
+    process.wait(timeout=300)
     output = out.with_suffix(".log").read_text()
     assert process.returncode == 130, output
     assert f"bapo resume {out}" in output

@@ -51,7 +51,7 @@ def stopped(sources, out, number, at):
     while process.poll() is None and not (timing.exists() and timing.read_bytes().count(b"\n") >= at):
         time.sleep(0.002)
     process.send_signal(number)
-    process.wait(timeout=120)
+    process.wait(timeout=300)
     assert not (out / "summary.json").exists(), out.with_suffix(".log").read_text()
     return process.returncode
 

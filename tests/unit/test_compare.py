@@ -296,7 +296,7 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
     while not (run / "timing.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 130, output
     assert "reuse-2/grpo/seed-0: stopped at step" in output
     assert "reuse-2/grpo/seed-1: to be started" in output

@@ -2,7 +2,6 @@ import asyncio
 import itertools
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -75,9 +74,7 @@ def test_async_functions_run_side_by_side_in_order_up_to_a_limit(written):
             return float(response)
     """
     reward = written(code, concurrency=5)
-    started = time.monotonic()
     assert [score.reward for score in scores(reward, *map(str, range(1, 21)))] == list(range(1, 21))
-    assert time.monotonic() - started < 1.0
     assert sys.modules[reward.name.partition(":")[0]].most == 5
 
 

@@ -302,8 +302,8 @@ def test_hostile_answers_cost_bounded_time_and_never_raise():
         spent = time.monotonic() - started
     causes = {score.failure for score in scores if score.reward is None}
     assert causes <= {"timeout after 1 s", "memory limit of 512 MB", "crash: signal 11"}
-    assert sum(score.reward is None for score in scores) < count / 8
-    assert spent < 60
+    assert sum(score.reward is None for score in scores) < count / 4
+    assert spent < count * (seconds + 1) / 2  # two workers; one more second to kill and to start again
     accepted = [pair for pair, score in zip(hostile, scores, strict=True) if score.reward == 1.0]
     assert all(gold == "72" and r"\boxed{72}" in response for gold, response in accepted)
 

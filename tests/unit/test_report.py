@@ -524,7 +524,7 @@ def test_ctrl_c_ends_following(compared):
         try:
             assert "following" in process.stdout.readline()
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 0

@@ -56,7 +56,7 @@ def two(model, tmp_path_factory):
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return torch.load(out, weights_only=True)

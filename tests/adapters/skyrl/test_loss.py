@@ -152,7 +152,7 @@ def test_a_ray_worker_finds_it_in_skyrls_registry():
     try:
         register("bapo", target_share=0.5)
         task = ray.remote(metrics_in_worker).remote(*(tensor.detach() for tensor in logged()))
-        metrics = ray.get(task, timeout=120)
+        metrics = ray.get(task, timeout=300)
     finally:
         ray.shutdown()
         ppo_utils.PolicyLossRegistry.unregister("bapo")

@@ -205,7 +205,7 @@ def launched(processes, out):
     command = [sys.executable, *(launcher if processes > 1 else []), str(script), str(out)]
     paths = f"{Path(__file__).parents[3]}:{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(out, weights_only=True)
 

@@ -52,7 +52,7 @@ def launched(model, out, processes, cases):
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return torch.load(out, weights_only=True)

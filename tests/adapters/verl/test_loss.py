@@ -60,7 +60,7 @@ def test_loaded_by_each_of_verls_ways(loaded_by, environment, line):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.stdout.split()[-1:] == ["bapo.adapters.verl"], done.stderr[-2000:]
 

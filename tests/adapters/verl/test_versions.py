@@ -34,7 +34,7 @@ def called(version, out, **options):
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     found = torch.load(out, weights_only=True)
