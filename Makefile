@@ -88,12 +88,16 @@ $(VERL)/.installed: pyproject.toml constraints-verl.txt
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints-verl.txt trinity-rft
 	@touch $@
 
-# SkyRL, OpenRLHF, AReaL and Tinker without their dependencies, and older verls beside the installed one: 0.6.0 is the
-# last whose actors want four values from a policy loss, and needs the transformers of its day.
+# SkyRL, OpenRLHF, AReaL and Tinker without their dependencies (OpenRLHF is all Python, but its wheel names one kind of
+# machine), and older verls beside the installed one: 0.6.0 is the last whose actors want four values from a policy loss,
+# and needs the transformers of its day.
+SITE = $(shell $(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 OLDER = $(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VERL)/older
 $(VERL)/.frameworks: $(VERL)/.installed requirements-frameworks.txt
 	DS_BUILD_OPS=0 $(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		-r requirements-frameworks.txt
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--platform manylinux1_x86_64 --target $(SITE) openrlhf==0.11.2
 	$(OLDER)/verl-0.6.0 verl==0.6.0 transformers==4.57.6 huggingface-hub==0.36.2
 	for version in 0.7.1 0.8.0 0.9.0; do $(OLDER)/verl-$$version verl==$$version || exit 1; done
 	@touch $@
