@@ -11,6 +11,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 USAGE = """\
 usage: bapo COMMAND ...
@@ -93,21 +97,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> None:
-    os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
-    import tyro
-
-    from bapo.config import Config, ConfigError, load_config, parse_config
+    from bapo.config import Config, load_config, parse_config
 
     default = Config()
     if arguments and not arguments[0].startswith("-"):
         default = load_config(arguments[0])
         arguments = arguments[1:]
-    try:
-        # Keys are checked one by one here and together below, so that a combination is judged once it is complete.
-        chosen = tyro.cli(Config, args=arguments, default=default, prog="bapo train [RECIPE.toml]")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    config = parse_config(chosen.model_dump(), source="configuration")
+    chosen = _keys(arguments, default, prog="bapo train [RECIPE.toml]")
+    config = parse_config(chosen, source="command line")
 
     from bapo.train.run import start
 
@@ -115,25 +112,49 @@ def _train(arguments: list[str]) -> None:
 
 
 def _sft(arguments: list[str]) -> None:
-    os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
-    import tyro
-
-    from bapo.config import ConfigError
     from bapo.sft_config import SftConfig, load_sft_config, parse_sft_config
 
     default = SftConfig()
     if arguments and not arguments[0].startswith("-"):
         default = load_sft_config(arguments[0])
         arguments = arguments[1:]
-    try:
-        chosen = tyro.cli(SftConfig, args=arguments, default=default, prog="bapo sft [RECIPE.toml]")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    config = parse_sft_config(chosen.model_dump(), source="configuration")
+    chosen = _keys(arguments, default, prog="bapo sft [RECIPE.toml]")
+    config = parse_sft_config(chosen, source="command line")
 
     from bapo.train.sft import start
 
     start(config)
+
+
+def _keys(arguments: list[str], default: BaseModel, *, prog: str) -> dict[str, Any]:
+    """The keys of a configuration with those on the command line put in, not yet checked.
+
+    tyro would build every section by itself and frame what it cannot be. Here a section is a dict, so that values are
+    judged once, together, in the words that a recipe gets.
+    """
+    import tyro
+    from pydantic import BaseModel
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.struct_rule
+    def _section(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+        if not (isinstance(info.type, type) and issubclass(info.type, BaseModel)):
+            return None
+
+        def values(**given: Any) -> dict[str, Any]:
+            return given
+
+        values.__doc__ = info.type.__doc__  # the section's heading in --help
+        fields = tuple(
+            tyro.constructors.StructFieldSpec(
+                name, cast(Any, field.annotation), getattr(info.default, name), field.description
+            )
+            for name, field in info.type.model_fields.items()
+        )
+        return tyro.constructors.StructConstructorSpec(values, fields)
+
+    return cast(dict[str, Any], tyro.cli(type(default), args=arguments, default=default, prog=prog, registry=registry))
 
 
 def _resume(arguments: list[str]) -> None:

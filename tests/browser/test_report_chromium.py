@@ -248,6 +248,21 @@ def test_the_live_page_follows_without_reloading(opened, tmp_path):
             thread.join()
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_overview_fits_a_laptop_and_shows_where_it_goes_on_where_it_does_not(report, opened, scheme):
+    hidden = "[...document.querySelectorAll('.scroll')].map((box) => box.scrollWidth - box.clientWidth)"
+    for width in (1200, 1440):
+        page = opened(report, viewport={"width": width, "height": 900}, color_scheme=scheme)
+        assert page.evaluate(hidden) == [0]
+    page = opened(report, viewport={"width": 390, "height": 900}, color_scheme=scheme)
+    assert page.evaluate(hidden)[0] > 0
+    box = page.locator("#overview .scroll").bounding_box()
+    edge = {"x": box["x"] + box["width"] - 8, "y": box["y"] + box["height"] - 8, "width": 4, "height": 3}  # no text
+    there = page.screenshot(clip=edge)
+    page.locator("#overview .scroll").evaluate("(box) => { box.scrollLeft = box.scrollWidth; }")
+    assert page.screenshot(clip=edge) != there  # the shadow is gone where nothing is hidden
+
+
 @pytest.fixture(scope="module")
 def supervised(tmp_path_factory):
     """A tiny run of `bapo sft`."""
@@ -268,6 +283,9 @@ def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed
     paths = [supervised, COMPARED / "reuse-2"] if mixed else [supervised]
     write_report(paths, tmp_path / "report.html")
     page = opened((tmp_path / "report.html").as_uri())
+    assert page.locator("h1").inner_text() == ("compared, with supervised runs" if mixed else "sft, model")
+    facts = "4 runs, 2 objectives, 1 setting, 1 supervised run ·" if mixed else "1 supervised run ·"
+    assert page.locator(".top p").inner_text().startswith(facts)
     assert page.locator("#supervised-overview tbody tr").count() == 1
     assert page.locator("#overview").count() == mixed
     assert page.locator("#supervised .plot .scatterlayer .trace").count() >= 4

@@ -82,6 +82,23 @@ def test_kill_9_at_a_random_moment_then_resume_is_the_uninterrupted_run(attempt,
     assert "complete" in bapo("resume", out).stdout
 
 
+def test_a_run_at_work_is_not_resumed_and_does_not_notice(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    process = started(out)
+    wait_for_steps(process, out, 1)
+    process.send_signal(signal.SIGSTOP)  # at work for as long as the test needs
+    result = bapo("resume", out)
+    reported = bapo("report", out, "--out", tmp_path / "report.html")
+    process.send_signal(signal.SIGCONT)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"bapo: another process is at work on the run in {out}. Wait for it, or stop it, then give the command again.\n"
+    )
+    assert reported.returncode == 0
+    assert process.wait() == 0
+    assert_same_run(out, uninterrupted)
+
+
 def test_a_run_killed_before_its_first_step_or_after_its_export_can_be_completed(uninterrupted, tmp_path):
     early = tmp_path / "early"
     process = started(early)

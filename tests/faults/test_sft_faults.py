@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bapo.train.directory import RunDirectory
 from tests.supervised import saved_model, sums, write_rows
 
 UPDATES = 60
@@ -96,6 +97,16 @@ def test_a_run_killed_after_its_export_can_be_completed(uninterrupted, tmp_path)
     (out / "summary.json").unlink()
     assert bapo("resume", out).returncode == 0
     assert_same_run(out, uninterrupted)
+
+
+def test_a_run_at_work_is_not_resumed(uninterrupted, tmp_path):
+    out = shutil.copytree(uninterrupted, tmp_path / "run")
+    (out / "summary.json").unlink()
+    before = (out / "metrics.jsonl").read_bytes()
+    with RunDirectory(out).held():
+        result = bapo("resume", out)
+    assert (result.returncode, f"another process is at work on the run in {out}" in result.stderr) == (2, True)
+    assert (out / "metrics.jsonl").read_bytes() == before
 
 
 def test_changed_data_and_damaged_checkpoints_are_refused(sources, uninterrupted, tmp_path):

@@ -86,6 +86,7 @@ def test_the_run_is_read_and_reported(learned, tmp_path):
     assert values["held_out_before"] > 2
     assert bapo("report", run, "--out", tmp_path / "one.html").returncode == 0
     page = embedded(tmp_path / "one.html")
+    assert page["title"] == "sft, model"
     assert [figure["id"] for figure in page["figures"]] == ["supervised"]
     train, held_out = page["figures"][0]["panels"][:2]
     assert (train["key"], held_out["key"]) == ("imitation/loss", "held_out/loss")
@@ -103,6 +104,7 @@ def test_a_report_of_both_kinds_of_runs(learned, tmp_path):
     assert [(arm.objective, arm.supervised) for arm in found.arms] == [("bapo", False), ("sft", True)]
     assert found.problems == []
     page = embedded(here / "report.html")
+    assert page["title"] == "bapo, reuse 2, with supervised runs"  # not "bapo against sft"
     assert [row["arm"] for row in page["table"]["rows"]] == [0]
     assert [row["arm"] for row in page["supervised"]["rows"]] == [1]
     arms = {series["arm"] for figure in page["figures"] for panel in figure["panels"] for series in panel["series"]

@@ -272,7 +272,7 @@ def test_what_a_plan_makes_of_half_written_directories(again):
     shutil.rmtree(run / "checkpoints")
     assert planned()[0] is State.DAMAGED  # logs, but nothing to resume from
     for path in run.iterdir():
-        if path.name != "config.json":
+        if path.name not in ("config.json", "lock"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     (run / "checkpoints" / "step-000000.partial").mkdir(parents=True)
     assert planned() == (State.WAITING, "train")  # killed before its first checkpoint: nothing is lost

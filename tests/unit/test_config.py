@@ -1,6 +1,17 @@
 import pytest
 
-from bapo.config import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config, ConfigError, all_keys, load_config, parse_config
+from bapo.cli import run
+from bapo.config import (
+    ADVANTAGE_NAMES,
+    OBJECTIVE_NAMES,
+    Config,
+    ConfigError,
+    all_keys,
+    available_cores,
+    load_config,
+    parse_config,
+    placed,
+)
 
 
 def refused(values):
@@ -119,6 +130,28 @@ def test_device_and_dtype_are_decided_once_and_kept():
     if not cuda:
         with pytest.raises(ConfigError, match=r"device='cuda', but torch sees no CUDA device here.*device='cpu'"):
             resolve(parse_config({"device": "cuda"}, source="test"))
+
+
+def test_what_is_left_open_is_decided_by_the_machine(monkeypatch):
+    import torch
+
+    for present, device, dtype in ((False, "cpu", "float32"), (True, "cuda", "bfloat16")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda present=present: present)
+        assert placed("auto", "auto", 3) == (device, dtype, 3)
+        assert placed("cpu", "auto", None) == ("cpu", "float32", available_cores())
+        assert placed("cpu", "bfloat16", 0) == ("cpu", "bfloat16", available_cores())
+
+
+@pytest.mark.parametrize("command", [["train"], ["eval", "--model", "demo", "--data", "countdown"]])
+def test_a_device_that_is_not_there_is_refused_in_one_sentence(command, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run([*command, "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == (
+        "bapo: device='cuda', but torch sees no CUDA device here. Run on a machine with one and a CUDA build of torch; "
+        "what is begun anew can also have device='cpu'.\n"
+    )
 
 
 def test_what_needs_the_cuda_engine_is_refused_on_cpu():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -192,6 +193,34 @@ def test_a_template_survives_braces_and_is_put_once(tmp_path):
     assert with_it.id == without.id
     with pytest.raises(ValueError, match=r"no place for the problem. Write {prompt} where it goes"):
         load_problems([path], template="Think hard.")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "place"),
+    [
+        (
+            '{"prompt": "p", "answer": 1}\n{"prompt" 3}\n',
+            "bad.jsonl",
+            "line 2 is not valid JSON: Expecting ':' delimiter at column 11.",
+        ),
+        ('\n\n{"prompt": "p\r\n', "bad.jsonl", "line 3 is not valid JSON: Unterminated string starting at column 12."),
+        (
+            '{"prompt": "p", "answer": 1}\n{"prompt":\n',
+            "bad.json",
+            "line 2 is not valid JSON: Expecting value at column 11.",
+        ),
+        (
+            '[\n{"prompt": "p", "answer": 1},\n{"prompt" 3}]',
+            "bad.json",
+            "line 3 is not valid JSON: Expecting ':' delimiter at column 11.",
+        ),
+    ],
+)
+def test_broken_json_is_placed_once_by_line_and_column_of_the_file(tmp_path, content, name, place):
+    message = refusal(tmp_path, content, name)
+    assert f"{name}, {place} " in message
+    assert len(re.findall(r"\bline \d", message)) == 1
+    assert re.search(r"[Rr]epair", message)
 
 
 def test_broken_files_are_refused_with_place_reason_and_remedy(tmp_path):

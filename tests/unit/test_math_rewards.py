@@ -182,7 +182,7 @@ def test_another_number_is_refused_however_like_it_looks(gold, answers):
                 "5 feet squared",
             ],
         ),
-        ("7", ["3+4=7", "x = 7"]),
+        ("7", ["3+4=7", "x = 7", "7 = x", "7=7", "7=3+4", "x=7=7"]),
         ("50", ["50 percent", "50 Percent"]),
         ("C", [r"\text{(C)}", "(C)", r"\textbf{C}"]),
     ],
@@ -191,6 +191,38 @@ def test_the_same_number_is_accepted_whatever_stands_beside_it(gold, answers):
     for answer in answers:
         for response in (rf"\boxed{{{answer}}}", f"The answer is {answer}.", f"#### {answer}"):
             assert reward(gold, response) == 1.0, response
+
+
+@pytest.mark.parametrize(
+    ("gold", "left", "right"),
+    [
+        *(("5", "5", "x"), ("5", "10/2", "x_1"), ("5", r"5\text{ cm}", "N"), ("1/2", r"\frac{1}{2}", r"\theta")),
+        *(("2x+1", "2x+1", "y"), ("52_8", "52_8", "x"), ("x=5", "5", "x"), ("5=x", "5", "x"), ("x+y=z", "x+y", "z")),
+    ],
+)
+def test_a_name_may_stand_on_either_side(gold, left, right):
+    for response in (r"\boxed{%s=%s}", "The answer is %s = %s.", "#### %s=%s", r"So it is \(%s=%s\)."):
+        if "So it" in response and "text" in left:
+            continue  # without a box, units inside a formula are letters
+        scores = [verify(gold, response % sides) for sides in ((left, right), (right, left))]
+        assert [score.reward for score in scores] == [1.0, 1.0], response
+        assert scores[0].answer == scores[1].answer
+
+
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        ("5", ["7=x", "5=x=6", "6=5=x", "x=5=6", "5=x^2", "5=x+y", "3, 5=x", "5=x, 6=y", "5 million=x", "1 5=x"]),
+        ("5", [r"5\neq x", "5>=x", r"5 \le x", "5=2"]),
+        ("x", ["5=x", "x=5"]),
+        ("x+1", ["x+1=x"]),
+        ("x+y=z", ["x+y"]),
+    ],
+)
+def test_turning_an_equation_round_makes_nothing_right_that_is_wrong(gold, answers):
+    for answer in answers:
+        for response in (rf"\boxed{{{answer}}}", f"The answer is {answer}.", f"#### {answer}"):
+            assert reward(gold, response) == 0.0, response
 
 
 @pytest.mark.parametrize(
@@ -220,7 +252,7 @@ def test_only_what_follows_the_thinking_counts():
 @pytest.mark.parametrize(
     "equal",
     [
-        ["72", "72.0", "72.", "+72", r"72\text{ apples}", "x = 72"],
+        ["72", "72.0", "72.", "+72", r"72\text{ apples}", "x = 72", "72 = x"],
         [r"\frac{1}{2}", "0.5", "1/2", r"\frac{2}{4}", ".5", r"50\%"],
         ["1234", "1,234", r"1{,}234", r"\$1,234.00"],
         [r"\sqrt{2}", r"\frac{2}{\sqrt{2}}", r"2^{1/2}"],

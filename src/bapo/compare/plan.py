@@ -152,7 +152,7 @@ def _unused(path: Path) -> bool:
     if not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
-    if not names <= {"config.json", "config.json.partial", "checkpoints"}:
+    if not names <= {"config.json", "config.json.partial", "checkpoints", "lock"}:
         return False
     checkpoints = path / "checkpoints"
     return not checkpoints.exists() or all(entry.name.endswith(".partial") for entry in checkpoints.iterdir())

@@ -1,4 +1,4 @@
-"""What only machine, model and data together can tell: where it runs, how long a response may be, what it all is.
+"""What only model and data together can tell: how long a response may be, and what an evaluation is.
 
 `Plan.identity` is everything that determines the result. Two evaluations with the same identity give the same bytes, so
 it names the directory, and a directory with another one is not continued. Weights are known by all their values,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ import torch
 import transformers
 
 import bapo
-from bapo.config import ConfigError, available_cores
+from bapo.config import ConfigError
 from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.evaluation.data import DataSet, verifier_identity
 from bapo.evaluation.settings import DEFAULT_MAX_TOKENS, Settings
 from bapo.models import Policy, hush, load_policy
 from bapo.rollout.local import max_positions
 
-__all__ = ["Plan", "default_directory", "fingerprint_of_weights", "load_model", "make_plan", "placed"]
+__all__ = ["Plan", "default_directory", "fingerprint_of_weights", "load_model", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,8 @@ class Plan:
         return [(data, slice(i, i + size)) for data in data_sets for i in range(0, len(data.problems), size)]
 
 
-def placed(settings: Settings) -> Settings:
-    """The settings with device, precision and threads decided."""
-    device, dtype = settings.device, settings.dtype
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch sees no CUDA device here. Leave it out, or set --device cpu.")
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    return replace(settings, device=device, dtype=dtype, threads=settings.threads or available_cores())
-
-
 def load_model(settings: Settings) -> Policy:
-    """The model, quietly. `settings` are placed."""
+    """The model, quietly. `settings` have a device, a precision and threads."""
     hush()
     assert settings.threads is not None
     torch.set_num_threads(settings.threads)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from bapo.config import ConfigError
+from bapo.config import ConfigError, placed
 from bapo.evaluate import Response, mean, sample
 from bapo.evaluation.data import DataSet, load_data_sets, scorer
 from bapo.evaluation.directory import opened
 from bapo.evaluation.figures import results
 from bapo.evaluation.page import page
-from bapo.evaluation.parts import Plan, default_directory, load_model, make_plan, placed
+from bapo.evaluation.parts import Plan, default_directory, load_model, make_plan
 from bapo.evaluation.progress import make_progress
 from bapo.evaluation.settings import Settings
 from bapo.models import Policy, prompt_text
@@ -36,7 +37,8 @@ __all__ = ["evaluate_model"]
 def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tuple[Path, dict[str, Any]]:
     """Do what is missing of an evaluation; returns its directory and results."""
     try:
-        settings = placed(settings)
+        device, dtype, threads = placed(settings.device, settings.dtype, settings.threads)
+        settings = replace(settings, device=device, dtype=dtype, threads=threads)
         data_sets = load_data_sets(settings)
         policy = load_model(settings)
         plan = make_plan(settings, policy, data_sets)

@@ -2,6 +2,7 @@
 
     policy      a model with its tokenizer: text in, tokens out, and back
     loading     transformers directories, hub ids, GGUF files, the embedded model
+    hub         whether the hub has a model of that name
     gguf        a GGUF file as a model that trains like any other
     lora        low-rank additions in place of all weights (peft)
     weights     those that training changes

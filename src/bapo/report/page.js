@@ -235,9 +235,15 @@
   // Sections
 
   function header() {
-    const runs = values.arms.reduce((sum, arm) => sum + arm.runs.length, 0);
     const several = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
-    const facts = [several(runs, "run"), several(values.objectives.length, "objective"), several(values.settings.length, "setting")];
+    const runs = (arms) => arms.reduce((sum, arm) => sum + arm.runs.length, 0);
+    const different = (arms, key) => new Set(arms.map((arm) => arm[key])).size;
+    const supervised = values.supervised.rows.map((row) => values.arms[row.arm]);
+    const compared = values.arms.filter((arm) => !supervised.includes(arm));
+    const facts = [
+      ...(compared.length || !supervised.length ? [several(runs(compared), "run"), several(different(compared, "objective"), "objective"), several(different(compared, "setting"), "setting")] : []),
+      ...(supervised.length ? [several(runs(supervised), "supervised run")] : []),
+    ];
     const state = live ? make("span", { class: "state following", id: "state" }, progress()) : `written ${values.written} by ${values.by}`;
     return make("div", { class: "top" },
       make("div", {}, make("h1", {}, values.title), make("p", {}, `${facts.join(", ")} · `, state)),

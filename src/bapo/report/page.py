@@ -51,7 +51,7 @@ def contents(found: Found) -> dict[str, Any]:
     first = configs[0] if configs else {}
     common = {key: value for key, value in first.items() if all(config.get(key) == value for config in configs)}
     return {
-        "title": (grid_name(arms) if len(arms) > 1 else None) or _title(settings, objectives),
+        "title": _title(arms),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "by": f"bapo {bapo.__version__}",
         "settings": settings,
@@ -125,9 +125,16 @@ def _samples(arm: Arm) -> dict[str, Any]:
     return samples(arm.runs[0].path)
 
 
-def _title(settings: Sequence[str], objectives: Sequence[str]) -> str:
-    if not objectives:
+def _title(arms: Sequence[Arm]) -> str:
+    """The grid or what is compared in it. Supervised runs compare with nothing: beside others they are only named."""
+    compared = [arm for arm in arms if not arm.supervised]
+    if compared and len(compared) < len(arms):
+        return f"{_title(compared)}, with supervised runs"
+    if not arms:
         return "No runs"
+    if len(arms) > 1 and (grid := grid_name(arms)):
+        return grid
+    settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
     if len(objectives) == 1 and len(settings) == 1:
         return f"{objectives[0]}, {settings[0]}"
     if len(objectives) == 1:

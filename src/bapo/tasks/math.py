@@ -19,6 +19,9 @@ read as another number, so that only the same text is equal to them: a number th
 5 minus one; but quarters are coins), digits with a space between them that are no thousands (1 2; but 1 1/2 is 3/2),
 and an equation of two different numbers (7 = 5).
 
+A response that answers with an equation gives its right side, or its left one if the right is only a name: x = 5, 5 = x
+and 5 cm = x are all 5. So are 3 + 2 = 5 and 5 = 5, which are true; x = 5 = 6 and 6 = 5 = x cannot be, and are nothing.
+
 math-verify's own time limits are off, because signals work in a main thread only: call this through
 `bapo.tasks.sandbox`. `verify` depends on nothing but its arguments, and raises over a ground truth only, never a text.
 """
@@ -29,7 +32,7 @@ import functools
 import logging
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -143,15 +146,17 @@ def _find(text: str) -> _Answer | None:
     if clear is None:
         clear = after_hashes(text)
     if clear is not None:
-        return _read(clear) if 0 < len(clear) <= MAX_ANSWER else None
+        return _read_name_first(clear) if 0 < len(clear) <= MAX_ANSWER else None
     said = sentence(text)
     if said and len(said) <= MAX_ANSWER:
-        answer = _read(said)
+        answer = _read_name_first(said)
         prose = _LETTERS.search(_COMMAND.sub("", answer.text))
         if answer.number is not None or answer.misread or (answer.value is not None and not prose):
             return answer
     extracted = _parse(text[-MAX_ANSWER:], ExprExtractionConfig())
     if extracted is not None:
+        if _names_last(extracted):
+            extracted = sympy.Eq(extracted.rhs, extracted.lhs, evaluate=False)
         return _parsed("", extracted)
     return _Answer(_clean(said), words=True) if said and len(said) <= MAX_ANSWER else None
 
@@ -170,6 +175,23 @@ def _read(text: str) -> _Answer:
         return _Answer(shown, misread=True)
     value = _parse(rf"\boxed{{{_PERCENT.sub('percent', text.replace('$', ''))}}}")
     return _Answer(shown, misread=True) if _is_false(shown, value) else _parsed(shown, value)
+
+
+def _read_name_first(text: str) -> _Answer:
+    """The same, 5 = x as x = 5, because math-verify compares with the right side of an equation. Not for ground truths:
+    x + y = z is an equation that was asked for."""
+    answer = _read(text)
+    if not _names_last(answer.value) or text.count("=") != 1:
+        return answer
+    left, right = text.split("=")
+    return replace(_read(f"{right} = {left}"), text=answer.text)
+
+
+def _names_last(value: Any) -> bool:
+    """Whether it is an equation of something and a name, in this order, and the name does not occur in the former."""
+    if not isinstance(value, sympy.Eq) or not isinstance(value.rhs, sympy.Symbol):
+        return False
+    return not isinstance(value.lhs, sympy.Symbol) and value.rhs not in value.lhs.free_symbols
 
 
 def _is_false(shown: str, value: Any) -> bool:

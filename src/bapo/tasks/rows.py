@@ -83,8 +83,10 @@ def _json(path: Path) -> Iterator[Row]:
     try:
         items = json.loads(text)
     except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else None
         raise ValueError(
-            f"{path} is not valid JSON: {error}. Write it again as a list of objects, or as .jsonl with one per line."
+            f"{_invalid(error, path, line)} Repair it, or write the file again: a list of objects, or .jsonl with one "
+            "per line."
         ) from None
     for number, item in enumerate(items, 1):
         yield Row(_checked_object(item, path, "item", number), str(path), "item", number)
@@ -157,13 +159,21 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _json_object(line: str, path: Path, unit: str, number: int) -> dict[str, Any]:
     try:
-        item = json.loads(line)
+        item = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path}, {unit} {number} is not valid JSON: {error}. It begins with {line.strip()[:60]!r}. "
+            f"{_invalid(error, path, number)} It begins with {line.strip()[:60]!r}. "
             "Every line must be one whole object; repair this one or remove it."
         ) from None
     return _checked_object(item, path, unit, number)
+
+
+def _invalid(error: Exception, path: Path, line: int | None) -> str:
+    """What is wrong and where in the file; json itself counts lines in the text that it was given."""
+    what = str(error)
+    if isinstance(error, json.JSONDecodeError):
+        what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    return f"{path}{f', line {line}' if line else ''} is not valid JSON: {what}."
 
 
 def _checked_object(item: object, path: Path, unit: str, number: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from bapo.buffer import Buffer
-from bapo.config import Config, ConfigError, available_cores
+from bapo.config import Config, ConfigError, placed
 from bapo.core.objectives import OBJECTIVES
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
@@ -31,19 +31,8 @@ Kind = TypeVar("Kind", Config, SftConfig)
 
 def resolve(config: Kind) -> Kind:
     """The configuration with everything decided that depends on this machine."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device='cuda', but torch sees no CUDA device here. Run on a machine with one and a CUDA build of torch; "
-            "a new run can also have device='cpu'."
-        )
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
+    device, dtype, threads = placed(config.device, config.model.dtype, config.threads)
     model = config.model.model_copy(update={"dtype": dtype})
-    threads = config.threads or available_cores()
     return config.model_copy(update={"device": device, "model": model, "threads": threads})
 
 

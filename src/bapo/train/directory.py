@@ -1,14 +1,17 @@
 """The directory of a run, and how a run ends: what reinforcement learning and supervised training share.
 
 Logs are appended line by line and flushed, so that others can follow them; everything else is written whole or not at
-all. What the files mean is said where they are written: run.py and sft.py.
+all. What the files mean is said where they are written: run.py and sft.py. The process at work holds a lock on the file
+`lock`, which ends with the process however that ends; others may read meanwhile.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +69,25 @@ class RunDirectory:
             raise checkpoint.CheckpointError(
                 f"{self.path} has no config.json, so it is not a run directory. Give the one that a run printed."
             ) from None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Work in the directory, and nobody else does. Where files cannot be locked, a note says so."""
+        with (self.path / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process is at work on the run in {self.path}. Wait for it, or stop it, then give the "
+                    "command again."
+                ) from None
+            except OSError as error:
+                print(
+                    f"bapo: {self.path} is in a file system without locks ({error.strerror}): make sure that no other "
+                    "process works on this run.",
+                    file=sys.stderr,
+                )
+            yield
 
     def summary(self) -> dict[str, Any] | None:
         """What a complete run wrote last; None if it is not complete."""

@@ -9,6 +9,7 @@ checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format, with a card
 adapter/         low-rank additions by themselves, in peft's format, if those were trained
 summary.json     evaluation before and after; written last, so its presence means the run is complete
+lock             held by the process at work
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
     config = resolve(config)
     parts = _built(config)
     run = RunDirectory.create(config)
-    return _go(run, parts, Progress(), plain=plain)
+    with run.held():
+        return _go(run, parts, Progress(), plain=plain)
 
 
 def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
@@ -52,12 +54,17 @@ def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
     config = run.config(Config)
     if (finished := run.summary()) is not None:
         return finished
-    source = checkpoint.newest(path / "checkpoints")
+    with run.held():
+        return _continue(run, config, plain=plain)
+
+
+def _continue(run: RunDirectory, config: Config, *, plain: bool | None) -> dict[str, Any]:
+    source = checkpoint.newest(run.path / "checkpoints")
     parts, progress = _built(config), Progress()
     state = checkpoint.load(source, parts.learner)
     if state["problems"] != fingerprint([*parts.task.train, *parts.task.test]):
         raise checkpoint.CheckpointError(
-            f"the problems to train or test on (task.name={config.task.name!r}) changed since {path} began, so it "
+            f"the problems to train or test on (task.name={config.task.name!r}) changed since {run.path} began, so it "
             "cannot be continued as it was. Restore the data, or start a new run."
         )
     _restore(parts, progress, state)

@@ -13,6 +13,7 @@ checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format: `bapo train --model.path RUN/model`
 adapter/         low-rank additions by themselves, in peft's format, if those were trained
 summary.json     held-out loss before and after; written last, so its presence means the run is complete
+lock             held by the process at work
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def start(config: SftConfig, *, plain: bool | None = None) -> dict[str, Any]:
     config = resolve(config)
     parts = _built(config)
     run = RunDirectory.create(config)
-    run.write("data.json", parts.examples.counts | {"updates": parts.batches.total})
-    return _go(run, parts, plain=plain)
+    with run.held():
+        run.write("data.json", parts.examples.counts | {"updates": parts.batches.total})
+        return _go(run, parts, plain=plain)
 
 
 def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
@@ -70,14 +72,19 @@ def resume(path: Path, *, plain: bool | None = None) -> dict[str, Any]:
     config = run.config(SftConfig)
     if (finished := run.summary()) is not None:
         return finished
-    source = checkpoint.newest(path / "checkpoints")
+    with run.held():
+        return _continue(run, config, plain=plain)
+
+
+def _continue(run: RunDirectory, config: SftConfig, *, plain: bool | None) -> dict[str, Any]:
+    source = checkpoint.newest(run.path / "checkpoints")
     parts = _built(resolve(config))
     state = checkpoint.load(source, parts.learner)
     if state["examples"] != parts.examples.fingerprint:
         named = ", ".join((*config.data.sources, *config.data.held_out))
         raise checkpoint.CheckpointError(
-            f"{named} or the tokenizer of {config.model.path} changed since {path} began, so it cannot be continued as "
-            "it was. Restore them, or start a new run."
+            f"{named} or the tokenizer of {config.model.path} changed since {run.path} began, so it cannot be "
+            "continued as it was. Restore them, or start a new run."
         )
     run.cut(state["logs"])
     return _go(run, parts, plain=plain)
