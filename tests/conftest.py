@@ -1,8 +1,15 @@
-"""Without CUDA, Triton kernels run under Triton's interpreter. It must be chosen before the first kernel is defined."""
+"""What holds for every test.
+
+Without CUDA, Triton kernels run under Triton's interpreter; it must be chosen before the first kernel is defined.
+Ctrl-C is heeded: a background job of a shell ignores it, and so would the processes that tests start and interrupt.
+"""
 
 import os
+import signal
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

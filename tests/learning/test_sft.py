@@ -65,7 +65,7 @@ def test_the_run_directory_tells_what_happened(learned):
     measured = [line for line in logged if line["kind"] == "held_out"]
     assert [line["step"] for line in updates] == list(range(1, 481))
     assert [line["step"] for line in measured] == [0, 100, 200, 300, 400, 480]
-    assert updates[-1]["imitation/loss"] < 0.1 < 2 < updates[0]["imitation/loss"]
+    assert updates[-1]["imitation/loss"] < 0.3 < 2 < updates[0]["imitation/loss"]
     assert updates[-1]["imitation/epoch"] == 60
     assert max(line["lr"] for line in updates) == pytest.approx(5e-3)
     assert updates[-1]["lr"] < 1e-6  # cosine, to the end
@@ -73,7 +73,7 @@ def test_the_run_directory_tells_what_happened(learned):
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["before"], summary["after"]) == (measured[0], measured[-1])
     assert "100 rows read, 95 to learn from, 5 held out" in output
-    assert f"bapo train --model.path {run / 'model'}" in output
+    assert f"bapo train RECIPE.toml --model.path {run / 'model'}" in output
 
 
 def test_the_run_is_read_and_reported(learned, tmp_path):

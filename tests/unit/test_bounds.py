@@ -377,7 +377,7 @@ def test_weighing_the_remainder_reaches_the_target_wherever_there_is_a_positive_
     signal = torch.where(mask, advantages, 0.0)
     weighed = torch.where(signal < 0, signal * bounds.negative_weight, signal)
     share = positive_share(ratio, weighed, bounds.low, bounds.high).item()
-    if 0 < bounds.share < 0.45:
+    if LEAST_WEIGHT < bounds.negative_weight < 1:
         assert share == pytest.approx(0.45, rel=1e-9)
     elif bounds.share >= 0.45:
         assert bounds.negative_weight == 1.0

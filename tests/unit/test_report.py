@@ -518,9 +518,7 @@ def test_a_port_in_use_is_said_or_passed_over(compared, capsys):
 def test_ctrl_c_ends_following(compared):
     command = [sys.executable, "-m", "bapo.cli", "report", "--live", str(compared), "--port", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A background job of a shell ignores Ctrl-C, and so would its children.
-    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with subprocess.Popen(command, **pipes, **heeds) as process:
+    with subprocess.Popen(command, **pipes) as process:
         try:
             assert "following" in process.stdout.readline()
             process.send_signal(signal.SIGINT)
