@@ -34,7 +34,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=15
 
 # Warnings of the libraries that an adapter drives are not ours to fix: -W default.
 test-integrations: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SMOLLM2)  ## a real model on CPU, vLLM, and the adapters inside TRL, verl and others, in environments of their own
