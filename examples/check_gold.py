@@ -4,9 +4,8 @@
 
 Reads GSM8K's own files, files with an `answer` column, and verl's parquet files. The data set's own solutions, if it
 has them, and every ground truth in a box, as a sentence and as a #### line must be accepted. Then come responses that
-must be refused: the
-answer of the next problem, the answer plus one, with its sign turned, in the thinking only, boxed before another one,
-in a list of candidates, and nothing at all. What was accepted or refused wrongly is listed.
+must be refused: the answer of the next problem, the answer plus one, with its sign turned, in the thinking only, boxed
+before another one, in a list of candidates, and nothing at all. What was accepted or refused wrongly is listed.
 """
 
 import json
