@@ -17,6 +17,8 @@ because a quantile or a mean threshold of a part is not that of the whole. Gradi
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -177,7 +179,7 @@ def ratio_profile(tokens: Tokens, entropy: Tensor) -> dict[str, Tensor]:  # each
     order every time.
     """
     log_ratio = tokens.log_ratio.detach().flatten()
-    edges = torch.tensor(LOG_RATIO_EDGES, dtype=log_ratio.dtype, device=log_ratio.device)
+    edges = _edges(log_ratio.dtype, log_ratio.device)
     bins = torch.bucketize(log_ratio, edges, right=True)
     inside = bins == torch.arange(len(edges) + 1, device=bins.device)[:, None]
     mask = tokens.mask.flatten()
@@ -189,6 +191,12 @@ def ratio_profile(tokens: Tokens, entropy: Tensor) -> dict[str, Tensor]:  # each
         "ratio_prob": prob / count.clamp(min=1),
         "ratio_entropy": nats / count.clamp(min=1),
     }
+
+
+@cache
+def _edges(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Kept, because numbers of the host that become a tensor of the device make the host wait for it."""
+    return torch.tensor(LOG_RATIO_EDGES, dtype=dtype, device=device)
 
 
 def diagnose(
