@@ -241,6 +241,15 @@ def test_a_heading_is_no_answer(response):
     assert reward("2", response) == 0.0
 
 
+@pytest.mark.parametrize(
+    "response",
+    ["5^{9^{8", "so 5^{2", "with x_5 and", "we have a5", "a 2^{5}", "a power, 2^5", "it is 2^{ -5", "an index a_{5}"],
+)
+def test_a_number_that_is_only_a_part_of_something_else_is_no_answer(response):
+    assert verify("5", response).reward == 0
+    assert verify("5", f"{response} which is 5, then").reward == 1  # and once by itself
+
+
 def test_only_what_follows_the_thinking_counts():
     assert reward("5", r"<think>\boxed{4}</think> \boxed{5}") == 1.0
     assert reward("5", r"\boxed{4}</think> \boxed{5} <think> \boxed{6}") == 1.0
