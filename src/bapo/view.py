@@ -35,7 +35,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from bapo.watch import OnScreen, Watch, in_lines
+from bapo.watch import OnScreen, Tell, in_lines
 
 __all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
 
@@ -142,7 +142,7 @@ class View:
     def note(self, text: str) -> None:
         """An evaluation, a checkpoint, a warning."""
 
-    def doing(self, what: str) -> AbstractContextManager[Watch | None]:
+    def doing(self, what: str) -> AbstractContextManager[Tell | None]:
         """Something that may take long, and a watch to tell how far it is meanwhile."""
         return nullcontext()
 
@@ -187,7 +187,7 @@ class PlainView(View):
         """See `View.note`."""
         _write(self.stream, _printable(text))
 
-    def doing(self, what: str) -> AbstractContextManager[Watch]:
+    def doing(self, what: str) -> AbstractContextManager[Tell]:
         """See `View.doing`."""
         return in_lines(what, self.note, self.clock)
 
@@ -247,7 +247,7 @@ class LiveView(View):
         """See `View.note`."""
         self.console.print(Text(_printable(text)))
 
-    def doing(self, what: str) -> AbstractContextManager[Watch]:
+    def doing(self, what: str) -> AbstractContextManager[Tell]:
         """See `View.doing`."""
         return self.work.doing(what)
 

@@ -1,6 +1,7 @@
-"""How far sampling is, while it goes on: what an engine tells, how often, and the words a person reads.
+"""How far sampling and learning are, while they go on: what is told, how often, and the words a person reads.
 
     engine -> Teller -> scheduler or evaluation -> a line in a log, or on a screen
+    loop                                        -> the same, after every update
 
 A watch only looks. Nothing that is sampled, scored or learned depends on whether there is one, nor on any clock.
 """
@@ -11,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
-__all__ = ["OnScreen", "Sampled", "Teller", "Watch", "in_lines"]
+__all__ = ["Learned", "OnScreen", "Sampled", "Tell", "Teller", "Watch", "in_lines"]
 
 TELL_SECONDS = 1.0
 """Least time between two calls of a watch by an engine."""
@@ -39,7 +41,36 @@ class Sampled:
         return f"{what}: {self.responses}/{self.asked} responses, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
 
 
+@dataclass(frozen=True)
+class Learned:
+    """How far the passes over a rollout are."""
+
+    updates: int
+    """Taken."""
+    groups: int
+    """Visited, counted once per pass."""
+    asked: int
+    """Visits of all passes."""
+    tokens: int
+    """Trained on."""
+
+    def line(self, what: str, seconds: float) -> str:
+        """`learning: 48/128 groups, 3 updates, 96,400 tokens, 1,240 tokens/s`, so many seconds after the beginning."""
+        rate = self.tokens / seconds if seconds > 0 else 0.0
+        done = f"{self.groups}/{self.asked} groups, {self.updates} update{'s' if self.updates != 1 else ''}"
+        return f"{what}: {done}, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+
+
+class Told(Protocol):
+    """Anything that can say how far it is."""
+
+    def line(self, what: str, seconds: float) -> str:
+        """In words, so many seconds after the beginning."""
+
+
 Watch = Callable[[Sampled], None]
+Tell = Callable[[Told], None]
+"""A watch of anything; also a Watch."""
 
 
 class Teller:
@@ -57,16 +88,16 @@ class Teller:
 
 
 @contextmanager
-def in_lines(what: str, say: Callable[[str], None], clock: Callable[[], float]) -> Iterator[Watch]:
+def in_lines(what: str, say: Callable[[str], None], clock: Callable[[], float]) -> Iterator[Tell]:
     """A watch that says a line now and then, for a log."""
     began = said = clock()
 
-    def watch(sampled: Sampled) -> None:
+    def watch(told: Told) -> None:
         nonlocal said
         now = clock()
         if now - said >= LINE_SECONDS:
             said = now
-            say(sampled.line(what, now - began))
+            say(told.line(what, now - began))
 
     yield watch
 
@@ -79,12 +110,12 @@ class OnScreen:
         self.now: tuple[float, str] | None = None  # since when, and how far it is; replaced whole, so no lock
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[Watch]:
+    def doing(self, what: str) -> Iterator[Tell]:
         """A watch for as long as this goes on."""
         began = self.clock()
 
-        def watch(sampled: Sampled) -> None:
-            self.now = began, sampled.line(what, self.clock() - began)
+        def watch(told: Told) -> None:
+            self.now = began, told.line(what, self.clock() - began)
 
         try:
             yield watch

@@ -143,6 +143,12 @@ def test_being_watched_changes_nothing(plain, tmp_path, monkeypatch, capsys):
     assert re.findall(r"^(\w+): 0/(\d+) responses, 0 tokens, 0 tokens/s$", told, re.MULTILINE) == asked
     for what, count in asked:
         assert f"{what}: {count}/{count} responses" in told
+    learned = re.findall(r"^learning: (\d+)/(\d+) groups, (\d+) update", told, re.MULTILINE)
+    updates = [line for line in plain[0] if line["kind"] == "update"]
+    assert len(learned) == len(updates)
+    for update, (done, asked, number) in zip(updates, learned, strict=True):
+        assert int(done) == int(number) * update["groups"] <= int(asked)
+        assert int(asked) == 4 * update["groups"]  # passes; these steps are one batch each
 
 
 def test_a_budget_larger_than_any_response_is_the_plain_loop(plain, tmp_path):

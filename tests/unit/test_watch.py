@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bapo.watch import OnScreen, Sampled, Teller, in_lines
+from bapo.watch import Learned, OnScreen, Sampled, Teller, in_lines
 
 
 class Clock:
@@ -21,6 +21,9 @@ def test_the_line_by_hand():
         == "sampling: 412/2048 responses, 96,400 tokens, 1,240 tokens/s"
     )
     assert Sampled(0, 4, 0).line("evaluating", 0.0) == "evaluating: 0/4 responses, 0 tokens, 0 tokens/s"
+    line = "learning: 48/128 groups, 3 updates, 96,400 tokens, 1,240 tokens/s"
+    assert Learned(3, 48, 128, 96_400).line("learning", 77.75) == line
+    assert Learned(1, 2, 2, 8).line("learning", 0.0) == "learning: 2/2 groups, 1 update, 8 tokens, 0 tokens/s"
 
 
 def test_a_teller_passes_on_the_first_the_last_and_one_a_second(monkeypatch):

@@ -13,7 +13,7 @@ run repeats an uninterrupted one bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.scoring import Failure, response_metrics, score
 from bapo.types import Group
-from bapo.watch import Watch
+from bapo.watch import Learned, Tell
 
 
 @dataclass
@@ -71,26 +71,32 @@ class StepRecord:
     timing: dict[str, float]
 
 
-Watching = Callable[[], AbstractContextManager[Watch | None]]
-"""Entered around every rollout, which tells the watch how far it is."""
+Watching = Callable[[str], AbstractContextManager[Tell | None]]
+"""Entered around every "sampling" and "learning", which tell the watch how far they are."""
+
+
+def unwatched(what: str) -> AbstractContextManager[None]:
+    """Nobody looks."""
+    del what
+    return nullcontext()
 
 
 def train(
-    parts: Parts, progress: Progress, *, after_step: Callable[[StepRecord], bool], sampling: Watching = nullcontext
+    parts: Parts, progress: Progress, *, after_step: Callable[[StepRecord], bool], watching: Watching = unwatched
 ) -> None:
     """Steps until the configured number is done, or until `after_step` returns True."""
     for step in range(progress.step, parts.config.steps):
-        record = take_step(parts, progress, step, sampling)
+        record = take_step(parts, progress, step, watching)
         progress.step = step + 1
         if after_step(record):
             return
 
 
-def take_step(parts: Parts, progress: Progress, step: int, sampling: Watching) -> StepRecord:
+def take_step(parts: Parts, progress: Progress, step: int, watching: Watching) -> StepRecord:
     """One rollout and the updates on it."""
     began = time.perf_counter()
     admitted = admit(parts, progress)
-    with sampling() as watch:
+    with watching("sampling") as watch:
         rollout = parts.scheduler.run(parts.engine, version=parts.learner.version, watch=watch)
     scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong)
     filtered_before = parts.buffer.metrics().filtered
@@ -99,9 +105,8 @@ def take_step(parts: Parts, progress: Progress, step: int, sampling: Watching) -
     progress.owed = parts.buffer.metrics().filtered - filtered_before + unusable
     sampled = time.perf_counter()
 
-    updates = []
-    while groups := parts.buffer.draw(version=parts.learner.version):
-        updates.append(update_on(groups, parts))
+    with watching("learning") as tell:
+        updates = list(learn(parts, tell))
     ended = time.perf_counter()
     tokens = rollout.metrics.sampled_tokens + sum(update.tokens for update in updates)
     return StepRecord(
@@ -135,6 +140,18 @@ def admit(parts: Parts, progress: Progress) -> int:
         parts.scheduler.admit([group])
         progress.groups += 1
     return count
+
+
+def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
+    """The updates of all passes over the latest rollout, as they are taken."""
+    asked = parts.buffer.metrics().to_visit
+    updates = tokens = 0
+    while groups := parts.buffer.draw(version=parts.learner.version):
+        update = update_on(groups, parts)
+        updates, tokens = updates + 1, tokens + update.tokens
+        if tell is not None:
+            tell(Learned(updates, asked - parts.buffer.metrics().to_visit, asked, tokens))
+        yield update
 
 
 def update_on(groups: Sequence[Group], parts: Parts) -> Update:

@@ -106,7 +106,7 @@ def _go(run: RunDirectory, parts: Parts, progress: Progress, *, plain: bool | No
             return bool(stopping)
 
         with stop_on_signal(stopping):
-            train(parts, progress, after_step=after_step, sampling=lambda: view.doing("sampling"))
+            train(parts, progress, after_step=after_step, watching=view.doing)
         if stopping:
             raise Interrupted(
                 f"stopped after step {progress.step}, which is saved. Continue with: bapo resume {run.path}"
