@@ -241,8 +241,9 @@ class LearnConfig(_Section):
     """Fresh groups per update; replayed ones come on top."""
     advantages: str = "grpo"
     """One of: grpo, dr_grpo, rloo."""
-    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """How token losses become one number; fixed_length divides by rollout.max_tokens."""
+    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
+    """How token losses become one number. token_mean: the paper's, in which long responses weigh more. sequence_mean:
+    every response weighs the same (docs/results.md says why). fixed_length: sums divided by rollout.max_tokens."""
     lr: float = Field(3e-5, gt=0)
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -144,11 +144,17 @@ def test_being_watched_changes_nothing(plain, tmp_path, monkeypatch, capsys):
     for what, count in asked:
         assert f"{what}: {count}/{count} responses" in told
     learned = re.findall(r"^learning: (\d+)/(\d+) groups, (\d+) update", told, re.MULTILINE)
-    updates = [line for line in plain[0] if line["kind"] == "update"]
-    assert len(learned) == len(updates)
-    for update, (done, asked, number) in zip(updates, learned, strict=True):
-        assert int(done) == int(number) * update["groups"] <= int(asked)
-        assert int(asked) == 4 * update["groups"]  # passes; these steps are one batch each
+    counts = [[0]]  # updates so far, step by step: 0 at the beginning of each
+    for line in plain[0]:
+        if line["kind"] == "rollout":
+            counts.append([0])
+        elif line["kind"] == "update":
+            counts[-1].append(counts[-1][-1] + 1)
+    assert [int(number) for *_, number in learned] == [number for step in counts if len(step) > 1 for number in step]
+    groups = [int(line["groups"]) for line in plain[0] if line["kind"] == "update"]
+    visited = [int(done) for done, _, number in learned if int(number)]
+    assert visited == [number * n for number, n in zip([n for step in counts for n in step[1:]], groups, strict=True)]
+    assert {int(asked) for _, asked, _ in learned} == {4 * n for n in groups}  # passes; these steps are one batch each
 
 
 def test_a_budget_larger_than_any_response_is_the_plain_loop(plain, tmp_path):

@@ -207,7 +207,7 @@ def test_one_failed_run_does_not_stop_the_rest(first):
     assert "objective.options.hihg is not an option of 'grpo', which takes: high, low" in output
     results = json.loads((directory / "out" / "results.json").read_text())
     assert results["settings"]["reuse-2"]["grpo"]["seeds"] == 1
-    assert results["settings"]["reuse-2"]["wrong"] == {"seeds": 0, "measures": {}}
+    assert results["settings"]["reuse-2"]["wrong"]["seeds"] == 0
     assert [(missing["objective"], missing["kind"]) for missing in results["missing"]] == [("wrong", "missing")]
     row = results["settings"]["reuse-2"]["grpo"]["measures"]
     assert row["avg"] == {"mean": results["runs"][0]["measures"]["avg"], "half_width": None}
@@ -379,18 +379,45 @@ def test_the_live_table_shows_every_run_or_those_that_matter(tmp_path):
     assert "seed-30" not in shown
 
 
+def scored(run, path, avg):
+    """A copy of a finished run, with another score."""
+    shutil.copytree(run, path)
+    log = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    log[-1]["eval/avg"] = avg
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    (path / "summary.json").write_text(json.dumps(summary | {"after": log[-1]}))
+
+
 def test_tables_have_mean_and_interval_over_seeds(first, tmp_path):
     grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4, 5]"))
     for cell, avg in zip(grid.cells, (0.1, 0.2, 0.3), strict=True):
-        shutil.copytree(first[0] / "out/reuse-2/grpo/seed-3", cell.path)
-        log = [json.loads(line) for line in (cell.path / "metrics.jsonl").read_text().splitlines()]
-        log[-1]["eval/avg"] = avg
-        summary = json.loads((cell.path / "summary.json").read_text())
-        (cell.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
-        (cell.path / "summary.json").write_text(json.dumps(summary | {"after": log[-1]}))
+        scored(first[0] / "out/reuse-2/grpo/seed-3", cell.path, avg)
     results = collect(grid)
     row = results["settings"]["reuse-2"]["grpo"]
     assert row["seeds"] == 3
     assert row["measures"]["avg"]["mean"] == pytest.approx(0.2)
     assert row["measures"]["avg"]["half_width"] == pytest.approx(0.24841, abs=1e-5)  # 4.3027 · 0.1 / √3
     assert any("0.200 ± 0.248" in line and line.startswith("  grpo") for line in table_lines(results))
+
+
+def test_differences_are_taken_within_a_seed(first, tmp_path):
+    """grpo .1 .2 .3 and bapo .2 .35 .4: means that overlap, differences .1 .15 .1 that do not include 0."""
+    text = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4, 5]").read_text()
+    (tmp_path / "grid.toml").write_text(text + '[[objective]]\nlabel = "bapo"\nobjective.name = "bapo"\n')
+    grid = load_grid(tmp_path / "grid.toml")
+    scores = {"grpo": {3: 0.1, 4: 0.2, 5: 0.3}, "bapo": {3: 0.2, 4: 0.35, 5: 0.4}}
+    for cell in grid.cells:
+        scored(first[0] / "out/reuse-2/grpo/seed-3", cell.path, scores[cell.objective][cell.seed])
+    rows = collect(grid)["settings"]["reuse-2"]
+    assert "differences" not in rows["grpo"]
+    difference = rows["bapo"]["differences"]
+    assert difference["seeds"] == [3, 4, 5]
+    assert difference["measures"]["avg"]["mean"] == pytest.approx(0.35 / 3)
+    assert difference["measures"]["avg"]["half_width"] == pytest.approx(0.07171, abs=1e-5)  # 4.3027 · 0.028868 / √3
+    lines = table_lines(collect(grid))
+    assert any(line.startswith("  bapo - grpo") and "3  +0.117 ± 0.072*" in line for line in lines)
+    shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 4)))
+    assert collect(grid)["settings"]["reuse-2"]["bapo"]["differences"]["seeds"] == [3, 5]
+    shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 5)))
+    assert not any("difference" in line for line in table_lines(collect(grid)))  # one seed has no interval

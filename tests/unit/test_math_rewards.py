@@ -241,13 +241,29 @@ def test_a_heading_is_no_answer(response):
     assert reward("2", response) == 0.0
 
 
-@pytest.mark.parametrize(
-    "response",
-    ["5^{9^{8", "so 5^{2", "with x_5 and", "we have a5", "a 2^{5}", "a power, 2^5", "it is 2^{ -5", "an index a_{5}"],
-)
-def test_a_number_that_is_only_a_part_of_something_else_is_no_answer(response):
+@pytest.mark.parametrize("response", ["5^{9^{8", "so 5^{2", "step 5: so 5^{9^{8", "that is 5 ^ {-2", "5^(3"])
+def test_the_base_of_a_power_that_cannot_be_read_is_no_answer(response):
     assert verify("5", response).reward == 0
-    assert verify("5", f"{response} which is 5, then").reward == 1  # and once by itself
+    assert verify("5", f"{response} and we get 5, then").reward == 1  # and once by itself
+
+
+@pytest.mark.parametrize(
+    ("gold", "response"),
+    [
+        ("45", r"so the angle is $45^\circ$"),
+        (r"45^\circ", r"Hence \(45^\circ\)."),
+        ("45", r"The angle measures 45^\circ"),
+        ("20", r"rises by $20^\circ\text{C}$"),
+        ("52_8", "Converting, $52_8$."),
+        ("101", "it is 101_{2}"),
+        ("5", "We get 5\n\n___"),
+        ("10", "10^{th} in line"),
+        ("25", "so it is $5^2$"),
+        ("5", "Total: ____ 5 apples"),
+    ],
+)
+def test_what_else_may_stand_above_below_and_beside_a_number(gold, response):
+    assert verify(gold, response).reward == 1
 
 
 def test_only_what_follows_the_thinking_counts():

@@ -2,6 +2,9 @@
 
 Only finished runs count, and the number of them stands in the row. The interval is Student's t over seeds: what other
 seeds of the same grid would give, which the intervals over problems in each run do not say. A single seed has none.
+
+A seed gives every objective the same problems in the same order, so that a difference within a seed has less noise than
+the two means: a second table has the differences to the grid's first objective, seed by seed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
 
 
 def collect(grid: Grid) -> dict[str, Any]:
-    """What results.json says: every run's measures, and setting -> objective -> measure -> mean and half_width."""
+    """What results.json says: every run's measures, and setting -> objective -> measure -> mean and half_width.
+
+    The same of the differences to the first objective, over the seeds that both have.
+    """
     runs, missing = [], []
     for cell in grid.cells:
         found = read_run(cell.path)
@@ -30,9 +36,15 @@ def collect(grid: Grid) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for setting in grid.settings:
         settings[setting] = {}
+        first = _by_seed(runs, setting, grid.objectives[0])
         for objective in grid.objectives:
-            mine = [run["measures"] for run in runs if (run["setting"], run["objective"]) == (setting, objective)]
-            settings[setting][objective] = {"seeds": len(mine), "measures": _over_seeds(mine)}
+            mine = _by_seed(runs, setting, objective)
+            row = {"seeds": len(mine), "measures": _over_seeds(list(mine.values()))}
+            if objective != grid.objectives[0]:
+                both = [seed for seed in mine if seed in first]
+                less = [_less(mine[seed], first[seed]) for seed in both]
+                row["differences"] = {"seeds": both, "measures": _over_seeds(less)}
+            settings[setting][objective] = row
     ks = {cell.config.eval.k for cell in grid.cells}
     return {
         "name": grid.name,
@@ -47,19 +59,52 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
     """The tables, as lines of text."""
     lines = []
     for setting, rows in results["settings"].items():
-        columns = _columns(results["k"] or "k", {name for row in rows.values() for name in row["measures"]})
+        names = {name for row in rows.values() for name in row["measures"]}
+        columns = _columns(results["k"] or "k", names)
         cells = [["", "seeds", *columns]]
         for objective, row in rows.items():
             cells.append([objective, str(row["seeds"]), *(show(row["measures"]) for show in columns.values())])
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines += ["", f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval"]
-        for first, *others in cells:
-            texts = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
-            lines.append("  ".join(["", first.ljust(widths[0]), *texts]).rstrip())
+        lines += [
+            "",
+            f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval",
+            *_aligned(cells),
+        ]
+        lines += _difference_lines(rows, _scores(results["k"] or "k", names))
     if any("stop_start" in row["measures"] for rows in results["settings"].values() for row in rows.values()):
         reasons = ", ".join(name.replace("_", " ") for name in STOP_REASONS)
         lines += ["", f"stops: updates whose search for bounds ended by {reasons}, in %"]
     return [*lines, ""]
+
+
+def _difference_lines(rows: Mapping[str, Any], scores: Mapping[str, str]) -> list[str]:
+    """The table of differences to the first row, if any row has two seeds in common with it."""
+    first, *others = rows
+    cells = [["", "seeds", *scores]]
+    for objective in others:
+        differences = rows[objective]["differences"]
+        if len(differences["seeds"]) > 1:
+            shown = [_difference(differences["measures"].get(name)) for name in scores.values()]
+            cells.append([f"{objective} - {first}", str(len(differences["seeds"])), *shown])
+    if len(cells) == 1:
+        return []
+    title = f"difference to {first}, seed by seed, ± half width of its 95% interval; * where that excludes 0"
+    return ["", f"  {title}", *_aligned(cells)]
+
+
+def _difference(value: Row | None) -> str:
+    if value is None or value["half_width"] is None:
+        return "–"
+    mean, half = value["mean"], value["half_width"]
+    return f"{mean:+.3f} ± {half:.3f}{'*' if abs(mean) > half else ' '}"
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for first, *others in cells:
+        texts = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(["", first.ljust(widths[0]), *texts]).rstrip())
+    return lines
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -73,6 +118,16 @@ def _place(cell: Cell) -> dict[str, Any]:
     return {"setting": cell.setting, "objective": cell.objective, "seed": cell.seed, "path": str(cell.path)}
 
 
+def _by_seed(runs: Sequence[Mapping[str, Any]], setting: str, objective: str) -> dict[int, Mapping[str, float]]:
+    """Seed -> measures, of one cell of the grid."""
+    mine = [run for run in runs if (run["setting"], run["objective"]) == (setting, objective)]
+    return {run["seed"]: run["measures"] for run in mine}
+
+
+def _less(run: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - other[name] for name, value in run.items() if name in other}
+
+
 def _over_seeds(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Each measure that all of these runs have."""
     result = {}
@@ -84,12 +139,20 @@ def _over_seeds(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return result
 
 
+def _scores(k: int | str, names: set[str]) -> dict[str, str]:
+    """Heading -> measure, of what held-out problems say after training; greedily, by one sample each."""
+    scores = {f"avg@{k}": "avg", f"pass@{k}": "pass"}
+    for temperature in sorted(name.removeprefix("avg_at_") for name in names if name.startswith("avg_at_")):
+        scores[f"avg, temp. {temperature}"] = f"avg_at_{temperature}"
+        if float(temperature):
+            scores[f"pass, temp. {temperature}"] = f"pass_at_{temperature}"
+    return scores | {"entropy": "entropy"}
+
+
 def _columns(k: int | str, names: set[str]) -> dict[str, Callable[[Row], str]]:
     """Heading -> what stands below it, for the measures there are."""
-    columns: dict[str, Callable[[Row], str]] = {f"avg@{k}": _shower("avg"), f"pass@{k}": _shower("pass")}
-    for name in sorted(name for name in names if name.startswith("avg_at_")):
-        columns[f"avg, temp. {name.removeprefix('avg_at_')}"] = _shower(name)
-    columns |= {"entropy before": _shower("entropy_before"), "after": _shower("entropy")}
+    columns = {title: _shower(name) for title, name in _scores(k, names).items()}
+    columns |= {"before": _shower("entropy_before")}
     columns |= {"max grad norm": _shower("max_grad_norm"), "share": _shower("share")}
     if "stop_start" in names:
         columns["stops"] = _stops

@@ -58,8 +58,7 @@ _SPACE = re.compile(r"\\[,;: ]|~")
 _NUMBER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d{1,100})?(?:\.(\d{0,100}))?")
 _FORMULA_WORDS = "percent|percentage|pct|sin|cos|tan|log|sqrt|exp|and|mod|plus|minus|over"
 _DIGITS = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
-_GLUED_BEFORE = re.compile(r"(?:[A-Za-z\\]|[\^_]\s*\{?\s*-?)\Z")
-_GLUED_AFTER = re.compile(r"\s*[\^_]")
+_TO_A_POWER = re.compile(r" ?\^ ?\{? ?[-+(]?\d")
 _UNIT = re.compile(
     r"(?:\^\{?\s*(?:\\circ|°)\s*\}?|°"  # degrees
     rf"|(?<=\d)\s+(?!(?i:{_FORMULA_WORDS})\b)[a-zA-Z]{{3,}}(?: [a-zA-Z]+)*)$"  # any other word after a number
@@ -157,23 +156,20 @@ def _find(text: str) -> _Answer | None:
         if answer.number is not None or answer.misread or (answer.value is not None and not prose):
             return answer
     extracted = _parse(text[-MAX_ANSWER:], ExprExtractionConfig())
-    if extracted is not None and not _within_another(extracted, text[-MAX_ANSWER:]):
+    if extracted is not None and not _is_a_base(extracted, text[-MAX_ANSWER:]):
         if _names_last(extracted):
             extracted = sympy.Eq(extracted.rhs, extracted.lhs, evaluate=False)
         return _parsed("", extracted)
     return _Answer(_clean(said), words=True) if said and len(said) <= MAX_ANSWER else None
 
 
-def _within_another(value: Any, text: str) -> bool:
-    """Whether a number is written in a text, but only as a part of something else: as a base, an exponent, an index."""
+def _is_a_base(value: Any, text: str) -> bool:
+    """Whether a number is that of a power which could not be read: the 5 of 5^{9^{8."""
     if not isinstance(value, sympy.Integer | sympy.Float):
         return False
     number = abs(Fraction(int(value)) if isinstance(value, sympy.Integer) else Fraction(str(value)))
     places = [place for place in _DIGITS.finditer(text) if _number(place[0]) == number]
-    return bool(places) and all(
-        _GLUED_BEFORE.search(text[max(0, place.start() - 8) : place.start()]) or _GLUED_AFTER.match(text, place.end())
-        for place in places
-    )
+    return bool(places) and _TO_A_POWER.match(text, places[-1].end()) is not None
 
 
 def _read(text: str) -> _Answer:

@@ -144,13 +144,15 @@ def admit(parts: Parts, progress: Progress) -> int:
 
 def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
     """The updates of all passes over the latest rollout, as they are taken."""
-    asked = parts.buffer.metrics().to_visit
-    updates = tokens = 0
-    while groups := parts.buffer.draw(version=parts.learner.version):
+    buffer, updates, tokens = parts.buffer, 0, 0
+    asked, before = buffer.metrics().to_visit, buffer.metrics().fresh
+    while True:
+        if tell is not None and asked:
+            tell(Learned(updates, buffer.metrics().fresh - before, asked, tokens))
+        if not (groups := buffer.draw(version=parts.learner.version)):
+            return
         update = update_on(groups, parts)
         updates, tokens = updates + 1, tokens + update.tokens
-        if tell is not None:
-            tell(Learned(updates, asked - parts.buffer.metrics().to_visit, asked, tokens))
         yield update
 
 
