@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Learned", "OnScreen", "Sampled", "Tell", "Teller", "Watch", "in_lines"]
+__all__ = ["Learned", "OnScreen", "Sampled", "Tell", "Teller", "Watch", "Watching", "in_lines", "unwatched"]
 
 TELL_SECONDS = 1.0
 """Least time between two calls of a watch by an engine."""
@@ -71,6 +71,14 @@ class Told(Protocol):
 Watch = Callable[[Sampled], None]
 Tell = Callable[[Told], None]
 """A watch of anything; also a Watch."""
+Watching = Callable[[str], AbstractContextManager[Tell | None]]
+"""Entered around what goes on, by its name ("sampling", "learning"), which tells the watch how far it is."""
+
+
+def unwatched(what: str) -> AbstractContextManager[None]:
+    """Nobody looks."""
+    del what
+    return nullcontext()
 
 
 class Teller:

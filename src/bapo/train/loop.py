@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.scoring import Failure, response_metrics, score
 from bapo.types import Group
-from bapo.watch import Learned, Tell
+from bapo.watch import Learned, Tell, Watching, unwatched
 
 
 @dataclass
@@ -71,16 +70,6 @@ class StepRecord:
     timing: dict[str, float]
 
 
-Watching = Callable[[str], AbstractContextManager[Tell | None]]
-"""Entered around every "sampling" and "learning", which tell the watch how far they are."""
-
-
-def unwatched(what: str) -> AbstractContextManager[None]:
-    """Nobody looks."""
-    del what
-    return nullcontext()
-
-
 def train(
     parts: Parts, progress: Progress, *, after_step: Callable[[StepRecord], bool], watching: Watching = unwatched
 ) -> None:
@@ -104,7 +93,6 @@ def take_step(parts: Parts, progress: Progress, step: int, watching: Watching) -
     unusable = len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
     progress.owed = parts.buffer.metrics().filtered - filtered_before + unusable
     sampled = time.perf_counter()
-
     with watching("learning") as tell:
         updates = list(learn(parts, tell))
     ended = time.perf_counter()
@@ -144,16 +132,14 @@ def admit(parts: Parts, progress: Progress) -> int:
 
 def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
     """The updates of all passes over the latest rollout, as they are taken."""
-    buffer, updates, tokens = parts.buffer, 0, 0
-    asked, before = buffer.metrics().to_visit, buffer.metrics().fresh
+    begun, updates, tokens = parts.buffer.metrics(), 0, 0
     while True:
-        if tell is not None and asked:
-            tell(Learned(updates, buffer.metrics().fresh - before, asked, tokens))
-        if not (groups := buffer.draw(version=parts.learner.version)):
+        if tell is not None and begun.to_visit:
+            tell(Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens))
+        if not (groups := parts.buffer.draw(version=parts.learner.version)):
             return
-        update = update_on(groups, parts)
+        yield (update := update_on(groups, parts))
         updates, tokens = updates + 1, tokens + update.tokens
-        yield update
 
 
 def update_on(groups: Sequence[Group], parts: Parts) -> Update:
