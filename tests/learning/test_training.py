@@ -23,8 +23,9 @@ from bapo.rollout.scheduler import Scheduler
 from bapo.sft_config import load_sft_config
 from bapo.tasks.stream import ProblemStream
 from bapo.train.build import build, learner_settings
-from bapo.train.loop import Parts, Progress, train
+from bapo.train.loop import Parts, Progress, admit, learn, train
 from bapo.train.run import resume, start
+from bapo.train.scoring import score
 from bapo.types import Problem, Score
 
 SMALL = {
@@ -55,8 +56,8 @@ class FirstCharacter:
         return [Score(float(response[:1] == str(problem.answer))) for problem, response in responses]
 
 
-@pytest.mark.parametrize("objective", ["bapo", "grpo"])
-def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
+def tiny_parts(objective, buffer):
+    """A model that knows nothing, and a trivial task."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     model = LlamaForCausalLM(
@@ -83,7 +84,7 @@ def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
         source="test",
     )
     task = FirstCharacter()
-    parts = Parts(
+    return Parts(
         config=config,
         task=task,
         policy=Policy(model, tokenizer, frozenset({tokenizer.eos_token_id})),
@@ -92,13 +93,42 @@ def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
         engine=LocalEngine(model),
         stream=ProblemStream(task.train, seed=0),
         scheduler=Scheduler(Sampling(1.0, frozenset({tokenizer.eos_token_id})), max_response_tokens=2),
-        buffer=Buffer(batch_groups=8, reuse=4, max_staleness=16),
+        buffer=buffer,
         learner=Learner(model, learner_settings(config)),
     )
+
+
+@pytest.mark.parametrize("objective", ["bapo", "grpo"])
+def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
+    parts = tiny_parts(objective, Buffer(batch_groups=8, reuse=4, max_staleness=16))
     rewards = []
     train(parts, Progress(), after_step=lambda record: rewards.append(record.rollout["reward"]))
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-3:]) / 3 > 0.7
+
+
+def test_groups_that_grow_too_old_are_not_told_as_learned():
+    """Two passes at versions 1 and 2, nothing older than 1: groups sampled at version 0 miss the second one."""
+    parts = tiny_parts("grpo", Buffer(batch_groups=99, reuse=2, max_staleness=1))
+    told, counts, rollout = [], [], []
+    for version in (0, 1):
+        admit(parts, Progress(groups=100 * version))
+        groups = parts.scheduler.run(parts.engine, version=version).groups
+        groups = score(groups, parts.task, parts.policy.decode, parts.overlong).groups
+        varied = [group for group in groups if len({t.reward for t in group.trajectories}) > 1]
+        counts.append(len(varied))
+        rollout += varied
+    old, new = counts
+    parts.learner.version = 1
+    parts.buffer.add(rollout, version=1)
+    assert len(list(learn(parts, told.append))) == 2
+    assert parts.buffer.metrics().lost_fresh == old > 0
+    everything = 2 * (old + new)
+    assert [(t.groups, t.asked) for t in told] == [
+        (0, everything),
+        (old + new, everything),
+        (old + 2 * new, everything),
+    ]
 
 
 def run(tmp_path, name, **sections):

@@ -207,7 +207,8 @@ def test_one_failed_run_does_not_stop_the_rest(first):
     assert "objective.options.hihg is not an option of 'grpo', which takes: high, low" in output
     results = json.loads((directory / "out" / "results.json").read_text())
     assert results["settings"]["reuse-2"]["grpo"]["seeds"] == 1
-    assert results["settings"]["reuse-2"]["wrong"]["seeds"] == 0
+    nothing = {"seeds": 0, "measures": {}, "differences": {"seeds": [], "measures": {}}}
+    assert results["settings"]["reuse-2"]["wrong"] == nothing
     assert [(missing["objective"], missing["kind"]) for missing in results["missing"]] == [("wrong", "missing")]
     row = results["settings"]["reuse-2"]["grpo"]["measures"]
     assert row["avg"] == {"mean": results["runs"][0]["measures"]["avg"], "half_width": None}

@@ -64,11 +64,8 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
         cells = [["", "seeds", *columns]]
         for objective, row in rows.items():
             cells.append([objective, str(row["seeds"]), *(show(row["measures"]) for show in columns.values())])
-        lines += [
-            "",
-            f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval",
-            *_aligned(cells),
-        ]
+        lines += ["", f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval"]
+        lines += _aligned(cells)
         lines += _difference_lines(rows, _scores(results["k"] or "k", names))
     if any("stop_start" in row["measures"] for rows in results["settings"].values() for row in rows.values()):
         reasons = ", ".join(name.replace("_", " ") for name in STOP_REASONS)

@@ -155,8 +155,9 @@ def _find(text: str) -> _Answer | None:
         prose = _LETTERS.search(_COMMAND.sub("", answer.text))
         if answer.number is not None or answer.misread or (answer.value is not None and not prose):
             return answer
-    extracted = _parse(text[-MAX_ANSWER:], ExprExtractionConfig())
-    if extracted is not None and not _is_a_base(extracted, text[-MAX_ANSWER:]):
+    tail = text[-MAX_ANSWER:]
+    extracted = _parse(tail, ExprExtractionConfig())
+    if extracted is not None and not _is_a_base(extracted, tail):
         if _names_last(extracted):
             extracted = sympy.Eq(extracted.rhs, extracted.lhs, evaluate=False)
         return _parsed("", extracted)
