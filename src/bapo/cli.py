@@ -97,7 +97,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> None:
-    from bapo.config import Config, load_config, parse_config
+    from bapo.config import Config
+    from bapo.recipe import load_config, parse_config
 
     default = Config()
     if arguments and not arguments[0].startswith("-"):

@@ -7,13 +7,9 @@ the embedded run: a laptop, minutes, no network.
 
 from __future__ import annotations
 
-import json
-import os
-import tomllib
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from bapo.core.settings import ClipSettings, Measure, Order, Preset, Remainder, Weight, require_choice
 from bapo.demo import MAX_RESPONSE_TOKENS
@@ -24,9 +20,6 @@ OBJECTIVE_NAMES = (
 )  # fmt: skip
 CLIP_KEYS = ("target_share", "low", "high", "measure", "weight", "order", "remainder")
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
-
-
-Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class ConfigError(ValueError):
@@ -387,89 +380,3 @@ class Config(_Section):
                 "so none could ever be resumed. Raise offpolicy.max_staleness (and partial_max_age), or lower reuse."
             )
         return self
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def placed(device: str, dtype: str, threads: int | None) -> tuple[str, str, int]:
-    """Device, precision and threads on this machine, where they were left open. The first thing to need torch."""
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device='cuda', but torch sees no CUDA device here. Run on a machine with one and a CUDA build of torch; "
-            "what is begun anew can also have device='cpu'."
-        )
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    return device, dtype, threads or available_cores()
-
-
-def load_config(path: str | Path) -> Config:
-    """The configuration in a recipe, TOML or JSON."""
-    values = read_recipe(path)
-    if isinstance(values.get("objective"), list):
-        raise ConfigError(f"{path} is a grid of runs, not a recipe for one. Run it with `bapo compare {path}`.")
-    if values.get("kind") == "sft":
-        raise ConfigError(f"{path} is a recipe for supervised training. Run it with `bapo sft {path}`.")
-    return parse_config(values, source=str(path))
-
-
-def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The keys of a recipe, TOML or JSON by its name, not yet checked."""
-    path = Path(path)
-    language = "JSON" if path.suffix == ".json" else "TOML"
-    try:
-        text = path.read_text()
-        values = json.loads(text) if language == "JSON" else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Check the path.") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid {language}: {error}. See recipes/ for examples.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
-    return values
-
-
-def parse_config(values: dict[str, Any], *, source: str) -> Config:
-    """A checked configuration, or one ConfigError that lists everything wrong with it."""
-    return parse_as(Config, values, source=source, command="bapo train")
-
-
-def parse_as(schema: type[Schema], values: dict[str, Any], *, source: str, command: str) -> Schema:
-    """The same for any kind of configuration; `command --help` lists its keys."""
-    try:
-        return schema.model_validate(values)
-    except ValidationError as error:
-        explained = "\n".join(f"  {_explain(item, all_keys(schema), command)}" for item in error.errors())
-        raise ConfigError(f"{source}:\n{explained}") from None
-
-
-def _explain(item: Any, known: list[str], command: str) -> str:
-    """One pydantic error in our words."""
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        import difflib
-
-        near = difflib.get_close_matches(key, known, n=1) or [
-            k for k in known if k.split(".")[-1] == key.split(".")[-1]
-        ]
-        hint = f" Did you mean {near[0]}?" if near else f" `{command} --help` lists all keys."
-        return f"{key} is not a known key.{hint}"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{key} = {item['input']!r}: {message}" if key and item["type"] != "value_error" else message
-
-
-def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every key of a configuration, dotted."""
-    keys = []
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
-        keys += all_keys(kind, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]  # type: ignore[arg-type]
-    return keys

@@ -12,7 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from bapo.config import ModelConfig, parse_as, read_recipe
+from bapo.config import ModelConfig
+from bapo.recipe import parse_as, read_recipe
 
 
 class _Section(BaseModel):

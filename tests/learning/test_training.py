@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bapo.buffer import Buffer
 from bapo.compare.grid import load_grid
-from bapo.config import load_config, parse_config
 from bapo.demo import model_path
 from bapo.learn.learner import Learner
 from bapo.models import Policy
+from bapo.recipe import load_config, parse_config
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler

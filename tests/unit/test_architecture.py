@@ -28,12 +28,15 @@ MAY_IMPORT = {
     "view": {"types", "watch"},
     "watch": set(),
     "config": {"types", "core.settings", "tasks", "demo"},
-    "sft_config": {"config"},
+    "recipe": {"config"},
+    "placement": {"config"},
+    "lock": {"config"},
+    "sft_config": {"config", "recipe"},
     "models": {"types", "demo"},
     "evaluate": {"types", "tasks", "rollout", "metrics", "watch"},
-    "evaluation": {"types", "config", "demo", "tasks", "rollout", "evaluate", "models", "watch"},
-    "runs": {"types", "config", "sft_config", "metrics"},
-    "compare": {"types", "config", "metrics", "numbers", "runs"},
+    "evaluation": {"types", "config", "placement", "lock", "demo", "tasks", "rollout", "evaluate", "models", "watch"},
+    "runs": {"types", "config", "recipe", "sft_config", "metrics"},
+    "compare": {"types", "config", "recipe", "placement", "lock", "metrics", "numbers", "runs"},
     "report": {"types", "config", "metrics", "numbers", "runs"},
 }
 # The core is pure: torch and these parts of the standard library.
@@ -48,7 +51,8 @@ ONE_FILE = {
 }
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
-    *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.metrics", "bapo.view", "bapo.runs"),
+    *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.recipe", "bapo.placement"),
+    *("bapo.metrics", "bapo.view", "bapo.runs", "bapo.lock"),
     *("bapo.compare", "bapo.report", "bapo.report.live", "bapo.cli", "bapo.sft_config"),
     *("bapo.dumps.updates", "bapo.diagnose.command", "bapo.tasks.dataset", "bapo.tasks.demonstrations"),
     *("bapo.tasks.sandbox", "bapo.tasks.worker", "bapo.tasks.math", "bapo.evaluate", "bapo.evaluation.command"),

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from bapo.compare import compare, load_grid
-from bapo.compare.execute import held
 from bapo.compare.grid import merged
 from bapo.compare.plan import State, default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress, duration
 from bapo.compare.results import collect, table_lines
-from bapo.config import ConfigError, available_cores
+from bapo.config import ConfigError
+from bapo.lock import held
+from bapo.placement import available_cores
 
 ROOT = Path(__file__).parents[2]
 BASE = """
@@ -283,7 +284,7 @@ def test_what_a_plan_makes_of_half_written_directories(again):
 
 def test_only_one_comparison_at_a_time(again):
     out, grid = again
-    with held(out / "lock"), pytest.raises(ConfigError, match="still at work"):
+    with held(out / "lock", busy="test"), pytest.raises(ConfigError, match="still at work"):
         compare(grid, stream=io.StringIO())
 
 

@@ -1,17 +1,9 @@
 import pytest
 
 from bapo.cli import run
-from bapo.config import (
-    ADVANTAGE_NAMES,
-    OBJECTIVE_NAMES,
-    Config,
-    ConfigError,
-    all_keys,
-    available_cores,
-    load_config,
-    parse_config,
-    placed,
-)
+from bapo.config import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config, ConfigError
+from bapo.placement import available_cores, placed
+from bapo.recipe import all_keys, load_config, parse_config
 
 
 def refused(values):

@@ -16,8 +16,8 @@ from statistics import fmean
 import pytest
 
 from bapo.cli import run as cli
-from bapo.config import parse_config
 from bapo.metrics import METRICS
+from bapo.recipe import parse_config
 from bapo.report import contents, find, write_report
 from bapo.report.arms import arms_of
 from bapo.report.figures import MAX_POINTS, curves, figures

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from bapo.config import parse_config
 from bapo.evaluation.directory import FORMAT
+from bapo.recipe import parse_config
 from bapo.runs import Problem, Run, aggregate, find_runs, last_step, measures, read_run, student_quantile, tail, worst
 
 TINY = {

@@ -16,12 +16,13 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from bapo.compare.execute import State, execute, held
+from bapo.compare.execute import State, execute
 from bapo.compare.grid import Grid, load_grid
 from bapo.compare.plan import default_parallel, make_plan, threads_for
 from bapo.compare.progress import make_progress
 from bapo.compare.results import collect, table_lines, write_json
 from bapo.config import ConfigError
+from bapo.lock import held
 
 __all__ = ["Grid", "compare", "load_grid"]
 
@@ -49,7 +50,10 @@ def compare(
             _say(stream, f"{job.cell.name:<40} {job.describe()}")
         return 0
     grid.out.mkdir(parents=True, exist_ok=True)
-    with held(grid.out / "lock") as lock:
+    busy = (
+        f"another `bapo compare`, or a run that one started, is still at work in {grid.out}. Wait for it, or stop it."
+    )
+    with held(grid.out / "lock", busy=busy) as lock:
         jobs = make_plan(grid)  # again, now that nobody else can change it
         write_json(grid.out / "grid.json", grid.record())
         with make_progress(grid, jobs, parallel, stream) as progress:

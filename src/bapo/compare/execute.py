@@ -11,7 +11,6 @@ second comparison can resume it under its feet.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -25,10 +24,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bapo.compare.plan import Job, State, clear_unused, set_aside
-from bapo.config import ConfigError
 from bapo.runs import Problem, last_step, read_run
 
-__all__ = ["Progress", "State", "execute", "held"]
+__all__ = ["Progress", "State", "execute"]
 
 POLL_SECONDS = 0.2
 TAIL_LINES = 4
@@ -56,20 +54,6 @@ class _Process:
     handle: subprocess.Popen[bytes]
     began: float
     log_began: int  # bytes in the log before this process wrote to it
-
-
-@contextmanager
-def held(path: Path) -> Iterator[int]:
-    """A lock on a directory, by a file in it; yields the descriptor that children must inherit to share it."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another `bapo compare`, or a run that one started, is still at work in {path.parent}. Wait for "
-                "it, or stop it first."
-            ) from None
-        yield file.fileno()
 
 
 def execute(

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo.config import Config, ConfigError, parse_config, read_recipe
+from bapo.config import Config, ConfigError
+from bapo.recipe import parse_config, read_recipe
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo.compare.grid import Cell, Grid
-from bapo.config import ConfigError, available_cores
+from bapo.config import ConfigError
+from bapo.placement import available_cores
 from bapo.runs import Problem, last_step, read_run
 
 GPU_PARALLEL = 4

@@ -13,7 +13,6 @@ continued has the same bytes as one that was not.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.config import ConfigError
+from bapo.lock import held
 
 __all__ = ["Chunk", "DamagedError", "Directory", "opened"]
 
@@ -50,14 +50,10 @@ def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
     """A directory, new or to be continued, that nobody else works in."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("w")
+        (path / "lock").touch()
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written to: {error.strerror}. Choose another place.") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"--out {path}: another process is at work there. Wait for it, or stop it.") from None
+    with held(path / "lock", busy=f"--out {path}: another process is at work there. Wait for it, or stop it."):
         directory = Directory(path)
         directory._claim(json.loads(json.dumps(identity)))
         yield directory

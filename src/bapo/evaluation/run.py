@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from bapo.config import ConfigError, placed
+from bapo.config import ConfigError
 from bapo.evaluate import Response, mean, sample
 from bapo.evaluation.data import DataSet, load_data_sets, scorer
 from bapo.evaluation.directory import opened
@@ -25,6 +25,7 @@ from bapo.evaluation.parts import Plan, default_directory, load_model, make_plan
 from bapo.evaluation.progress import make_progress
 from bapo.evaluation.settings import Settings
 from bapo.models import Policy, prompt_text
+from bapo.placement import placed
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.tasks.dataset import Scorer

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from bapo.buffer import Buffer
-from bapo.config import Config, ConfigError, placed
+from bapo.config import Config, ConfigError
 from bapo.core.objectives import OBJECTIVES
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
+from bapo.placement import placed
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler

@@ -7,19 +7,18 @@ all. What the files mean is said where they are written: run.py and sft.py. The 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bapo.config import Config, ConfigError
 from bapo.learn.learner import Learner
+from bapo.lock import held
 from bapo.sft_config import SftConfig
 from bapo.train import checkpoint
 
@@ -70,24 +69,13 @@ class RunDirectory:
                 f"{self.path} has no config.json, so it is not a run directory. Give the one that a run printed."
             ) from None
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Work in the directory, and nobody else does. Where files cannot be locked, a note says so."""
-        with (self.path / "lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"another process is at work on the run in {self.path}. Wait for it, or stop it, then give the "
-                    "command again."
-                ) from None
-            except OSError as error:
-                print(
-                    f"bapo: {self.path} is in a file system without locks ({error.strerror}): make sure that no other "
-                    "process works on this run.",
-                    file=sys.stderr,
-                )
-            yield
+    def held(self) -> AbstractContextManager[int]:
+        """Work in the directory, and nobody else does."""
+        return held(
+            self.path / "lock",
+            busy=f"another process is at work on the run in {self.path}. Wait for it, or stop it, then give the "
+            "command again.",
+        )
 
     def summary(self) -> dict[str, Any] | None:
         """What a complete run wrote last; None if it is not complete."""

@@ -1,0 +1,31 @@
+"""One process at a time: a lock on a file, held as long as any process has it open."""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bapo.config import ConfigError
+
+
+@contextmanager
+def held(path: Path, *, busy: str) -> Iterator[int]:
+    """Inside, nobody else holds this file; a ConfigError that says `busy` if somebody does.
+
+    Yields the descriptor, which children must inherit to share the lock. Where files cannot be locked, a note says so.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(busy) from None
+        except OSError as error:
+            print(
+                f"bapo: {path.parent} is in a file system without locks ({error.strerror}): make sure that no other "
+                "process works there.",
+                file=sys.stderr,
+            )
+        yield file.fileno()

@@ -1,0 +1,79 @@
+"""From a file to a checked configuration: a recipe in, a `Config` out, or one error that lists what is wrong."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from bapo.config import Config, ConfigError
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def load_config(path: str | Path) -> Config:
+    """The configuration in a recipe, TOML or JSON."""
+    values = read_recipe(path)
+    if isinstance(values.get("objective"), list):
+        raise ConfigError(f"{path} is a grid of runs, not a recipe for one. Run it with `bapo compare {path}`.")
+    if values.get("kind") == "sft":
+        raise ConfigError(f"{path} is a recipe for supervised training. Run it with `bapo sft {path}`.")
+    return parse_config(values, source=str(path))
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The keys of a recipe, TOML or JSON by its name, not yet checked."""
+    path = Path(path)
+    language = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        text = path.read_text()
+        values = json.loads(text) if language == "JSON" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Check the path.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {language}: {error}. See recipes/ for examples.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
+    return values
+
+
+def parse_config(values: dict[str, Any], *, source: str) -> Config:
+    """A checked configuration, or one ConfigError that lists everything wrong with it."""
+    return parse_as(Config, values, source=source, command="bapo train")
+
+
+def parse_as(schema: type[Schema], values: dict[str, Any], *, source: str, command: str) -> Schema:
+    """The same for any kind of configuration; `command --help` lists its keys."""
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        explained = "\n".join(f"  {_explain(item, all_keys(schema), command)}" for item in error.errors())
+        raise ConfigError(f"{source}:\n{explained}") from None
+
+
+def _explain(item: Any, known: list[str], command: str) -> str:
+    """One pydantic error in our words."""
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        import difflib
+
+        near = difflib.get_close_matches(key, known, n=1) or [
+            k for k in known if k.split(".")[-1] == key.split(".")[-1]
+        ]
+        hint = f" Did you mean {near[0]}?" if near else f" `{command} --help` lists all keys."
+        return f"{key} is not a known key.{hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key} = {item['input']!r}: {message}" if key and item["type"] != "value_error" else message
+
+
+def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every key of a configuration, dotted."""
+    keys = []
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
+        keys += all_keys(kind, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]  # type: ignore[arg-type]
+    return keys
