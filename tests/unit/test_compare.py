@@ -421,5 +421,6 @@ def test_differences_are_taken_within_a_seed(first, tmp_path):
     assert any(line.startswith("  bapo - grpo") and "3  +0.117 ± 0.072*" in line for line in lines)
     shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 4)))
     assert collect(grid)["settings"]["reuse-2"]["bapo"]["differences"]["seeds"] == [3, 5]
+    assert any("2  +0.100 ± 0.000 " in f"{line} " for line in table_lines(collect(grid)))  # .1 and .1: no mark for two
     shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 5)))
     assert not any("difference" in line for line in table_lines(collect(grid)))  # one seed has no interval

@@ -19,6 +19,8 @@ from bapo.numbers import strict
 from bapo.runs import STOP_REASONS, Run, aggregate, measures, read_run
 
 Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
+MARKED_SEEDS = 3
+"""Fewest seeds for a difference to be marked: two that happen to agree have an interval of no width."""
 
 
 def collect(grid: Grid) -> dict[str, Any]:
@@ -80,19 +82,20 @@ def _difference_lines(rows: Mapping[str, Any], scores: Mapping[str, str]) -> lis
     for objective in others:
         differences = rows[objective]["differences"]
         if len(differences["seeds"]) > 1:
-            shown = [_difference(differences["measures"].get(name)) for name in scores.values()]
+            marked = len(differences["seeds"]) >= MARKED_SEEDS
+            shown = [_difference(differences["measures"].get(name), marked=marked) for name in scores.values()]
             cells.append([f"{objective} - {first}", str(len(differences["seeds"])), *shown])
     if len(cells) == 1:
         return []
-    title = f"difference to {first}, seed by seed, ± half width of its 95% interval; * where that excludes 0"
+    title = f"difference to {first}, seed by seed, ± half width of its 95% interval; * where three seeds exclude 0"
     return ["", f"  {title}", *_aligned(cells)]
 
 
-def _difference(value: Row | None) -> str:
+def _difference(value: Row | None, *, marked: bool) -> str:
     if value is None or value["half_width"] is None:
         return "–"
     mean, half = value["mean"], value["half_width"]
-    return f"{mean:+.3f} ± {half:.3f}{'*' if abs(mean) > half else ' '}"
+    return f"{mean:+.3f} ± {half:.3f}{'*' if marked and abs(mean) > half else ' '}"
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
