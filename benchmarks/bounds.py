@@ -22,7 +22,8 @@ from timing import interleaved, ratio, table
 from torch import Tensor
 
 from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
-from bapo.core.bounds import DEVICE_CHUNK, _compared_sums, _first_to_reach, _grids_of, positive_share
+from bapo.core.bounds import _first_to_reach, positive_share
+from bapo.core.table import DEVICE_CHUNK, compared_sums, grids_of
 
 
 def header(device: str) -> list[str]:
@@ -55,9 +56,9 @@ def step_search(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipS
 
 def torch_only(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings) -> tuple[Tensor, Tensor]:
     """The solver in torch operations alone, as it runs on an accelerator without Triton."""
-    grids = _grids_of(settings, ratio.dtype, ratio.device)
+    grids = grids_of(settings, ratio.dtype, ratio.device)
     columns = torch.where(mask, ratio, 0.0).split(DEVICE_CHUNK), torch.where(mask, advantages, 0.0).split(DEVICE_CHUNK)
-    table = _compared_sums(zip(*columns, strict=True), grids, settings.measure)
+    table = compared_sums(zip(*columns, strict=True), grids, settings.measure)
     bounds = _first_to_reach(table, settings, grids, ratio.dtype)
     return bounds.low, bounds.high
 

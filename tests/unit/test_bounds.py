@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import (
-    CPU_CHUNK,
-    LEAST_WEIGHT,
-    _binned_sums,
-    _compared_sums,
-    _grids_of,
-    fixed_bounds,
-    positive_share,
-    weight_of_remainder,
-)
+from bapo.core.bounds import LEAST_WEIGHT, fixed_bounds, positive_share, weight_of_remainder
+from bapo.core.table import CPU_CHUNK, binned_sums, compared_sums, grids_of
 from tests.reference import search
 
 COMBINATIONS = list(itertools.product(["gradient", "surrogate"], ["none", "rollout_prob"], ["high_first", "low_first"]))
@@ -123,10 +115,10 @@ def test_solver_equals_the_loop_even_at_exact_ties_when_arithmetic_is_exact(meas
 @given(batch=st.lists(token, min_size=1, max_size=60), ranges=st.sampled_from(RANGES))
 def test_the_two_ways_to_fill_a_table_agree(measure, batch, ranges):
     ratio, advantages, mask, _ = tensors(batch, torch.float32)
-    grids = _grids_of(ClipSettings(measure=measure, **ranges), torch.float32, torch.device("cpu"))
+    grids = grids_of(ClipSettings(measure=measure, **ranges), torch.float32, torch.device("cpu"))
     signal = torch.where(mask, advantages, 0.0)
-    binned = _binned_sums([(ratio, signal)], grids, measure)
-    compared = _compared_sums([(ratio, signal)], grids, measure)
+    binned = binned_sums([(ratio, signal)], grids, measure)
+    compared = compared_sums([(ratio, signal)], grids, measure)
     assert_close(binned, compared, rtol=1e-12, atol=1e-12 * float((ratio * signal).abs().sum() + 1))
 
 
@@ -235,8 +227,8 @@ def test_nonfinite_ratio_names_the_first_offending_sequence():
 def test_a_nonfinite_table_gives_nan_bounds_never_plausible_ones():
     settings = ClipSettings()
     for bad in (math.nan, math.inf):
-        grids = _grids_of(settings, torch.float32, torch.device("cpu"))
-        table = _compared_sums([(torch.tensor([bad, 1.0]), torch.tensor([1.0, -1.0]))], grids, settings.measure)
+        grids = grids_of(settings, torch.float32, torch.device("cpu"))
+        table = compared_sums([(torch.tensor([bad, 1.0]), torch.tensor([1.0, -1.0]))], grids, settings.measure)
         bounds = bounds_from_table(table, settings)
         assert bounds.low.isnan()
         assert bounds.high.isnan()
@@ -346,10 +338,10 @@ def test_an_infinite_table_has_no_plausible_share():
 
 
 def test_caches_survive_another_default_device():
-    import bapo.core.bounds as bounds_module
+    import bapo.core.table as table_module
 
-    bounds_module._lanes.cache_clear()
-    bounds_module._grids.cache_clear()
+    table_module._lanes.cache_clear()
+    table_module._grids.cache_clear()
     ones = torch.ones(3)
     with torch.device("meta"):
         inside = solve_bounds(ones, ones, ALL, ClipSettings())

@@ -11,9 +11,10 @@ import torch
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import bounds_from_parts, table_parts
+from bapo.core.bounds import bounds_from_parts
 from bapo.core.kernels.bounds import BLOCK_TOKENS, MAX_PROGRAMS
 from bapo.core.objectives import MAX_LOG_RATIO, Tokens
+from bapo.core.table import table_parts
 from tests.reference import search
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -29,9 +29,7 @@ from bapo.core.bounds import (
     bounds_from_parts,
     bounds_from_table,
     poison_peers,
-    signal_table,
     solve_bounds,
-    table_parts,
 )
 from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
@@ -39,6 +37,7 @@ from bapo.core.kernels import usable
 from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, TokenLoss, Tokens
 from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
 from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.table import signal_table, table_parts
 
 DEFAULT_SETTINGS = ClipSettings()
 REDUCTIONS = get_args(Reduction)

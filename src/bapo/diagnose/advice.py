@@ -117,7 +117,7 @@ def _about_bapo(numbers: Numbers) -> list[str]:
         )
     lines += [
         _balance(numbers),
-        "Expect what this project's small trials showed: entropy and pass@k kept up, not a higher mean score at once.",
+        "Expect what this project's study showed: entropy and pass@k kept up; with a token mean, no higher avg@k.",
     ]
     return lines
 
@@ -139,7 +139,10 @@ def _balance(numbers: Numbers) -> str:
         f"{positive:.0f} tokens)"
     )
     if even.share > share + 0.05:
-        return f"{text}: a loss averaged per response (sequence_mean) would have a share of {even.share:.2f}."
+        return (
+            f"{text}: a loss averaged per response (sequence_mean) would have a share of {even.share:.2f}. In this "
+            "project's study that did more for avg@k than any clip."
+        )
     return (
         f"{text}, which is not the cause: averaged per response the share is {even.share:.2f}. Look at the advantages."
     )

@@ -5,7 +5,7 @@ float64; each program leaves one column of partial sums, so there are no atomics
 order in which programs run. The second, a single program, adds the columns and walks the path. Nothing in between: no
 candidates x tokens temporaries, no look from the host.
 
-Comparisons are those of `bapo.core.bounds`: with thresholds rounded to the ratio's dtype, on signed ratios r sign(A),
+Comparisons are those of `bapo.core.table`: with thresholds rounded to the ratio's dtype, on signed ratios r sign(A),
 where one `<` serves both signs. A value that is not finite turns the whole table into NaN.
 """
 
@@ -39,7 +39,7 @@ def signal_partials(
     behavior_logprobs: Tensor | None = None,  # like ratio
     log_ratio_limit: float | None = None,
 ) -> Tensor:  # [highs + lows + 1, programs] float64: the sum of its columns is the signal table
-    """The signal table of `bapo.core.bounds.signal_table`, in as many parts as programs filled it.
+    """The signal table of `bapo.core.table.signal_table`, in as many parts as programs filled it.
 
     Inputs may have any floating dtype, and hold anything where the mask is off. With `log_ratio_limit`, ratios are
     computed on the way from log-probs, and tokens past the limit are left out.
