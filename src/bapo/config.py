@@ -22,10 +22,6 @@ CLIP_KEYS = ("target_share", "low", "high", "measure", "weight", "order", "remai
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names key, value, reason and remedy."""
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

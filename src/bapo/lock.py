@@ -1,4 +1,4 @@
-"""One process at a time: a lock on a file, held as long as any process has it open."""
+"""One process at a time: a lock on a file, kept until all who inherited its descriptor have closed it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 
 
 def available_cores() -> int:

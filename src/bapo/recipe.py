@@ -1,4 +1,4 @@
-"""From a file to a checked configuration: a recipe in, a `Config` out, or one error that lists what is wrong."""
+"""From keys, in a file or given otherwise, to a checked configuration, or to one error that lists all that is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from bapo.config import Config, ConfigError
+from bapo.config import Config
+from bapo.errors import ConfigError
+from bapo.sft_config import SftConfig
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -42,11 +44,21 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 def parse_config(values: dict[str, Any], *, source: str) -> Config:
     """A checked configuration, or one ConfigError that lists everything wrong with it."""
-    return parse_as(Config, values, source=source, command="bapo train")
+    return _parse_as(Config, values, source=source, command="bapo train")
 
 
-def parse_as(schema: type[Schema], values: dict[str, Any], *, source: str, command: str) -> Schema:
-    """The same for any kind of configuration; `command --help` lists its keys."""
+def load_sft_config(path: str | Path) -> SftConfig:
+    """The configuration of supervised training in a recipe, TOML or JSON."""
+    return parse_sft_config(read_recipe(path), source=str(path))
+
+
+def parse_sft_config(values: dict[str, Any], *, source: str) -> SftConfig:
+    """The same of supervised training."""
+    return _parse_as(SftConfig, values, source=source, command="bapo sft")
+
+
+def _parse_as(schema: type[Schema], values: dict[str, Any], *, source: str, command: str) -> Schema:
+    """The same of any kind; `command --help` lists its keys."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:

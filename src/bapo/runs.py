@@ -26,9 +26,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from bapo.config import ConfigError
-from bapo.recipe import parse_config
-from bapo.sft_config import parse_sft_config
+from bapo.errors import ConfigError
+from bapo.recipe import parse_config, parse_sft_config
 
 __all__ = ["STOP_REASONS", "Problem", "Run", "aggregate", "find_runs", "measures", "read_run"]
 

@@ -7,13 +7,11 @@ here: the data says.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bapo.config import ModelConfig
-from bapo.recipe import parse_as, read_recipe
 
 
 class _Section(BaseModel):
@@ -97,13 +95,3 @@ class SftConfig(_Section):
         if self.learn.compile and self.device == "cpu":
             raise ValueError("learn.compile=true is for CUDA, but device='cpu'. Set learn.compile=false.")
         return self
-
-
-def parse_sft_config(values: dict[str, Any], *, source: str) -> SftConfig:
-    """A checked configuration, or one ConfigError that lists everything wrong with it."""
-    return parse_as(SftConfig, values, source=source, command="bapo sft")
-
-
-def load_sft_config(path: str | Path) -> SftConfig:
-    """The configuration in a recipe, TOML or JSON."""
-    return parse_sft_config(read_recipe(path), source=str(path))

@@ -202,7 +202,7 @@ def test_a_supervised_recipe_is_no_recipe_for_training(tmp_path):
 def test_without_anything_held_out(tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", sums())
     model = saved_model(tmp_path / "model")
-    from bapo.sft_config import parse_sft_config
+    from bapo.recipe import parse_sft_config
     from bapo.train.sft import start
 
     threads = torch.get_num_threads()

@@ -16,11 +16,10 @@ from bapo.compare.grid import load_grid
 from bapo.demo import model_path
 from bapo.learn.learner import Learner
 from bapo.models import Policy
-from bapo.recipe import load_config, parse_config
+from bapo.recipe import load_config, load_sft_config, parse_config
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local import LocalEngine
 from bapo.rollout.scheduler import Scheduler
-from bapo.sft_config import load_sft_config
 from bapo.tasks.stream import ProblemStream
 from bapo.train.build import build, learner_settings
 from bapo.train.loop import Parts, Progress, admit, learn, train

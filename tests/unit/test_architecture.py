@@ -27,17 +27,18 @@ MAY_IMPORT = {
     "numbers": set(),
     "view": {"types", "watch"},
     "watch": set(),
+    "errors": set(),
+    "lock": {"errors"},
+    "placement": {"errors"},
     "config": {"types", "core.settings", "tasks", "demo"},
-    "recipe": {"config"},
-    "placement": {"config"},
-    "lock": {"config"},
-    "sft_config": {"config", "recipe"},
+    "sft_config": {"config"},
+    "recipe": {"errors", "config", "sft_config"},
     "models": {"types", "demo"},
     "evaluate": {"types", "tasks", "rollout", "metrics", "watch"},
-    "evaluation": {"types", "config", "placement", "lock", "demo", "tasks", "rollout", "evaluate", "models", "watch"},
-    "runs": {"types", "config", "recipe", "sft_config", "metrics"},
-    "compare": {"types", "config", "recipe", "placement", "lock", "metrics", "numbers", "runs"},
-    "report": {"types", "config", "metrics", "numbers", "runs"},
+    "evaluation": {"types", "errors", "placement", "lock", "demo", "tasks", "rollout", "evaluate", "models", "watch"},
+    "runs": {"types", "errors", "recipe", "metrics"},
+    "compare": {"types", "errors", "config", "recipe", "placement", "lock", "metrics", "numbers", "runs"},
+    "report": {"types", "errors", "config", "metrics", "numbers", "runs"},
 }
 # The core is pure: torch and these parts of the standard library.
 CORE_MAY_USE = {
@@ -52,7 +53,7 @@ ONE_FILE = {
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.core.settings", "bapo.config", "bapo.recipe", "bapo.placement"),
-    *("bapo.metrics", "bapo.view", "bapo.runs", "bapo.lock"),
+    *("bapo.metrics", "bapo.view", "bapo.runs", "bapo.lock", "bapo.errors"),
     *("bapo.compare", "bapo.report", "bapo.report.live", "bapo.cli", "bapo.sft_config"),
     *("bapo.dumps.updates", "bapo.diagnose.command", "bapo.tasks.dataset", "bapo.tasks.demonstrations"),
     *("bapo.tasks.sandbox", "bapo.tasks.worker", "bapo.tasks.math", "bapo.evaluate", "bapo.evaluation.command"),

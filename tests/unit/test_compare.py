@@ -17,7 +17,7 @@ from bapo.compare.grid import merged
 from bapo.compare.plan import State, default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress, duration
 from bapo.compare.results import collect, table_lines
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.lock import held
 from bapo.placement import available_cores
 

@@ -1,7 +1,8 @@
 import pytest
 
 from bapo.cli import run
-from bapo.config import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config, ConfigError
+from bapo.config import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
+from bapo.errors import ConfigError
 from bapo.placement import available_cores, placed
 from bapo.recipe import all_keys, load_config, parse_config
 

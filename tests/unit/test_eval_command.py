@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bapo.cli import run
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.evaluate import evaluate, maj_at_k
 from bapo.evaluation.parts import fingerprint_of_weights
 from bapo.evaluation.settings import Settings, data_names

@@ -9,7 +9,7 @@ from math import nan
 import pytest
 from rich.console import Console
 
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.evaluate import avg_at_k, maj_at_k, pass_at_k
 from bapo.evaluation.directory import DamagedError, opened
 from bapo.evaluation.figures import figures, powers_up_to, problem_figures, results
@@ -321,4 +321,10 @@ def test_the_key_that_differs_is_named_even_in_depth(tmp_path):
         pytest.raises(ConfigError, match=r"new=None, but this one has 3"),
         opened(tmp_path, {"k": 1, "versions": {"torch": "1"}, "new": 3}),
     ):
+        pass
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be written to: .*Choose another place"), opened(tmp_path, {"k": 1}):
         pass

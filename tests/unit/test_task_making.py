@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from bapo.config import ConfigError
 from bapo.demo import model_path
+from bapo.errors import ConfigError
 from bapo.models import Policy
 from bapo.recipe import parse_config
 from bapo.train.tasks import make_task

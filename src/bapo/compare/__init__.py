@@ -21,7 +21,7 @@ from bapo.compare.grid import Grid, load_grid
 from bapo.compare.plan import default_parallel, make_plan, threads_for
 from bapo.compare.progress import make_progress
 from bapo.compare.results import collect, table_lines, write_json
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.lock import held
 
 __all__ = ["Grid", "compare", "load_grid"]

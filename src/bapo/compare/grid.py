@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo.config import Config, ConfigError
+from bapo.config import Config
+from bapo.errors import ConfigError
 from bapo.recipe import parse_config, read_recipe
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo.compare.grid import Cell, Grid
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.placement import available_cores
 from bapo.runs import Problem, last_step, read_run
 

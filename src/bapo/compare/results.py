@@ -4,7 +4,8 @@ Only finished runs count, and the number of them stands in the row. The interval
 seeds of the same grid would give, which the intervals over problems in each run do not say. A single seed has none.
 
 A seed gives every objective the same problems in the same order, so that a difference within a seed has less noise than
-the two means: a second table has the differences to the grid's first objective, seed by seed.
+the two means: a second table has the differences to the grid's first objective, seed by seed, and marks those whose
+interval excludes zero.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from bapo.numbers import strict
 from bapo.runs import STOP_REASONS, Run, aggregate, measures, read_run
 
 Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
-MARKED_SEEDS = 3
-"""Fewest seeds for a difference to be marked: two that happen to agree have an interval of no width."""
+FEWEST_SEEDS_TO_MARK = 3
+"""Two that happen to agree have an interval of no width."""
 
 
 def collect(grid: Grid) -> dict[str, Any]:
@@ -82,20 +83,21 @@ def _difference_lines(rows: Mapping[str, Any], scores: Mapping[str, str]) -> lis
     for objective in others:
         differences = rows[objective]["differences"]
         if len(differences["seeds"]) > 1:
-            marked = len(differences["seeds"]) >= MARKED_SEEDS
-            shown = [_difference(differences["measures"].get(name), marked=marked) for name in scores.values()]
+            enough = len(differences["seeds"]) >= FEWEST_SEEDS_TO_MARK
+            shown = [_difference(differences["measures"].get(name), markable=enough) for name in scores.values()]
             cells.append([f"{objective} - {first}", str(len(differences["seeds"])), *shown])
     if len(cells) == 1:
         return []
-    title = f"difference to {first}, seed by seed, ± half width of its 95% interval; * where three seeds exclude 0"
+    title = f"difference to {first}, seed by seed, ± half width of its 95% interval"
+    title += f"; * where it excludes 0, from {FEWEST_SEEDS_TO_MARK} seeds on"
     return ["", f"  {title}", *_aligned(cells)]
 
 
-def _difference(value: Row | None, *, marked: bool) -> str:
+def _difference(value: Row | None, *, markable: bool) -> str:
     if value is None or value["half_width"] is None:
         return "–"
     mean, half = value["mean"], value["half_width"]
-    return f"{mean:+.3f} ± {half:.3f}{'*' if marked and abs(mean) > half else ' '}"
+    return f"{mean:+.3f} ± {half:.3f}{'*' if markable and abs(mean) > half else ' '}"
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:

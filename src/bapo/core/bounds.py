@@ -1,14 +1,15 @@
 """BAPO's clip bounds, solved exactly in one pass (arXiv:2510.18927, Algorithm 1).
 
 The paper's search re-measures the positive share after every small move of a bound. But its path is fixed in advance:
-high goes up to its end, then low does (or the other way round). So the signal at every candidate is filled in first,
-and the path is walked afterwards:
+high goes up to its end, then low does (or the other way round). So the signal is summed at every candidate first, and
+the path is walked afterwards:
 
     signal_table         tokens -> a vector of P at each high, N at each low       (table.py; tables of parts add up)
     bounds_from_table    table -> the first candidate on the path with P / (P + N) >= target_share
 
 On CUDA each of the two is one kernel (`table_parts`, `bounds_from_parts`); the torch code says what they compute.
-Nothing here waits for the device: bounds stay 0-d tensors. The answer equals the step-by-step loop's on every input.
+Nothing here waits for the device: bounds stay 0-d tensors. The answer equals the step-by-step loop's on every input,
+with comparisons and sums carried out as in float64.
 """
 
 from __future__ import annotations
@@ -21,21 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.checks import check_not_empty
+from bapo.core.checks import check_not_empty, working_dtype
 from bapo.core.kernels import usable
 from bapo.core.settings import ClipSettings, Measure
-from bapo.core.table import Grids, check_signal, grids_of, signal_table, table_parts, working_dtype
-
-__all__ = [
-    "ClipBounds",
-    "ClipSettings",
-    "StopReason",
-    "bounds_from_table",
-    "clip",
-    "fixed_bounds",
-    "positive_share",
-    "solve_bounds",
-]
+from bapo.core.table import Grids, check_signal, grids_of, signal_table, table_parts
 
 LEAST_WEIGHT = 1e-12
 """Of negative tokens, where nothing positive is left to hold a share."""
@@ -60,7 +50,7 @@ class StopReason(IntEnum):
 class ClipBounds:
     """Bounds on the ratio, and the positive share they give: 0-d tensors on the inputs' device.
 
-    The last three fields describe the search, and are None where the bounds were given.
+    `share_at_start`, `share_at_end` and `stop` describe the search, and are None where the bounds were given.
     """
 
     low: Tensor
@@ -74,7 +64,8 @@ class ClipBounds:
     stop: Tensor | None = None
     """A StopReason, as an integer."""
     negative_weight: Tensor | None = None
-    """Factor on the advantages of negative tokens, which makes up what the bounds could not (`weight_of_remainder`)."""
+    """Factor on the advantages of negative tokens, which makes up what the bounds could not (`weight_of_remainder`);
+    None with remainder="leave"."""
 
 
 def solve_bounds(

@@ -160,3 +160,8 @@ def _first(values: Tensor, bad: Tensor, sequence_ids: Tensor | None) -> tuple[st
     if sequence_ids is not None:
         return f"sequence {int(sequence_ids[position])}, packed token {int(position)}", value
     return f"packed token {int(position)}", value
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 stays; everything coarser is worked on in float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, clip, fixed_bounds
-from bapo.core.checks import zero_outside
+from bapo.core.checks import working_dtype, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -44,8 +44,8 @@ class Tokens:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Working precision: float64 stays, everything coarser is worked on in float32."""
-        return torch.float64 if self.given_logprobs.dtype == torch.float64 else torch.float32
+        """Working precision."""
+        return working_dtype(self.given_logprobs)
 
     @cached_property
     def logprobs(self) -> Tensor:

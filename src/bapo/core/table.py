@@ -1,9 +1,9 @@
-"""The signal of an update at every candidate bound, filled in one pass over its tokens.
+"""The signal table of an update: what its tokens weigh at every candidate bound, in one pass over them.
 
 The share at a candidate pair needs only P(high), the signal of positive tokens, and N(low), that of negative ones; and
-P at *every* high and N at *every* low are sums over tokens. Tables of parts add up: micro-batches are accumulated by
-adding theirs, ranks by one all-reduce. On CUDA one kernel fills a table (`table_parts`); the torch code here says what
-it computes. Comparisons and sums are carried out as in float64.
+P at *every* high and N at *every* low are sums over tokens. So tables add up: micro-batches are accumulated by adding
+theirs, ranks by one all-reduce. On CUDA one kernel fills a table (`table_parts`); the torch code here says what it
+computes. Comparisons and sums are carried out as in float64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bapo.core.checks import check_finite, check_mask, check_not_negative, check_shapes
+from bapo.core.checks import check_finite, check_mask, check_not_negative, check_shapes, working_dtype
 from bapo.core.kernels import usable
 from bapo.core.settings import ClipSettings, Measure, Order
 
@@ -30,12 +30,12 @@ LANES = 4
 
 @torch.no_grad()
 def signal_table(
-    ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    ratio: Tensor,  # [tokens] or [sequences, tokens]: r = pi_theta / pi_behavior
+    advantages: Tensor,  # same shape: A
+    mask: Tensor,  # same shape; which tokens count
     settings: ClipSettings,
     *,
-    behavior_logprobs: Tensor | None = None,
+    behavior_logprobs: Tensor | None = None,  # same shape; w = exp of them for weight="rollout_prob", else w = 1
 ) -> Tensor:  # [highs + lows + 1], float64
     """P at every candidate high, N at every candidate low, and the number of tokens with a signal.
 
@@ -50,28 +50,29 @@ def signal_table(
         return table_parts(ratio, advantages, mask, settings, behavior_logprobs).sum(1)
     on_cpu = mask.device.type == "cpu"
     named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
+    # A list, so that every one of them is checked.
     finite = on_cpu and all([check_finite(name, x, mask) for name, x in named.items() if x is not None])  # noqa: C419
     if on_cpu:
         check_not_negative("ratio", ratio, mask)
     dtype = working_dtype(ratio)
     grids = grids_of(settings, dtype, mask.device)
-    flat = [x.flatten() for x in (ratio, advantages, mask)]
+    flat_ratio, flat_advantages, flat_mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
 
-    def parts(size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def chunks(size: int) -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, mask.numel(), size):
-            part = slice(start, start + size)
-            ratios, signal, chosen = flat[0][part].to(dtype), flat[1][part].to(dtype), flat[2][part]
+            chunk = slice(start, start + size)
+            ratios, signal, chosen = flat_ratio[chunk].to(dtype), flat_advantages[chunk].to(dtype), flat_mask[chunk]
             if flat_behavior is not None:  # in float64, where probabilities down to 1e-300 do not underflow
-                signal = signal.double() * flat_behavior[part].double().exp()
+                signal = signal.double() * flat_behavior[chunk].double().exp()
             if finite:  # on CPU a product is several times faster than a select; without signal a ratio does no harm
                 yield ratios, signal * chosen.view(torch.int8)
             else:
                 yield torch.where(chosen, ratios, 0.0), torch.where(chosen, signal, 0.0)
 
     if on_cpu:
-        return binned_sums(parts(CPU_CHUNK), grids, settings.measure)
-    return compared_sums(parts(DEVICE_CHUNK), grids, settings.measure)
+        return binned_sums(chunks(CPU_CHUNK), grids, settings.measure)
+    return compared_sums(chunks(DEVICE_CHUNK), grids, settings.measure)
 
 
 def table_parts(
@@ -88,6 +89,7 @@ def table_parts(
     """
     from bapo.core.kernels.bounds import signal_partials
 
+    assert log_ratio_limit is None or behavior_logprobs is not None, "ratios of log-probs need both policies"
     grids = grids_of(settings, working_dtype(ratio), ratio.device)
     return signal_partials(
         ratio,
@@ -127,7 +129,7 @@ class Grids:
     high_step: float
     low: Tensor  # [lows] float64
     high: Tensor  # [highs] float64
-    thresholds: Tensor  # [lows + 1 + highs]: -low descending in size, 0, high ascending; see binned_sums
+    thresholds: Tensor  # [lows + 1 + highs] of the ratios' dtype: -low, 0, high, ascending; see binned_sums
     path_low: Tensor  # [candidates] index into low
     path_high: Tensor  # [candidates] index into high
 
@@ -143,7 +145,7 @@ class Grids:
 
 
 def grids_of(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> Grids:
-    """The grids do not depend on target, measure or weight: a target that moves finds them ready."""
+    """The grids of a path. They do not depend on target, measure or weight: a target that moves finds them ready."""
     return _grids(settings.low, settings.high, settings.low_step, settings.high_step, settings.order, dtype, device)
 
 
@@ -157,7 +159,7 @@ def _grids(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Grids:
-    """Built once per path and device, so that no call copies from the host."""
+    """Built once per path, dtype and device, so that no call copies from the host."""
     settings = ClipSettings(low=low_range, high=high_range, low_step=low_step, high_step=high_step, order=order)
     low = torch.tensor(settings.low_grid, dtype=torch.float64, device="cpu")
     high = torch.tensor(settings.high_grid, dtype=torch.float64, device="cpu")
@@ -177,26 +179,27 @@ def _grids(
     )
 
 
-def binned_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure: Measure) -> Tensor:
+def binned_sums(chunks: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure: Measure) -> Tensor:
     """Sums by histogram: for CPUs, where a scatter is cheap and a pass per candidate is not.
 
     The signed ratio u = r * sign(A) puts both signs on one line, negative tokens left of 0, positive ones right of it.
     With thresholds -low and high on that line, a token is clipped by a candidate exactly if threshold <= u (on its own
-    side of 0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know.
+    side of 0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know. A chunk has at most
+    CPU_CHUNK tokens.
     """
     lows, highs = grids.low.numel(), grids.high.numel()
     signed_tokens = torch.zeros(1, dtype=torch.float64, device="cpu")
     weighted_cells, plain_cells = torch.zeros(2, grids.cells, dtype=torch.float64, device="cpu")
-    for ratio, signal in parts:
+    for ratio, signal in chunks:
         sign = torch.sgn(signal).to(ratio.dtype)
         cells = _cells(ratio * sign, sign, grids)
-        signal = signal.double()
+        signal = signal.to(torch.float64, copy=True)
         if measure == "surrogate":
             plain_cells.scatter_add_(0, cells, signal)
         weighted_cells.scatter_add_(0, cells, signal.mul_(ratio))
         signed_tokens += torch.dot(sign, sign)
 
-    # Bins 0..lows hold negative tokens (0 where |r| is largest), the rest positive ones.
+    # Bins 0..lows hold negative tokens (0 where r is largest), the rest positive ones.
     weighted = _sum_by_bin(weighted_cells)
     negative = -weighted[: lows + 1].cumsum(0)[:lows].flip(0)
     positive = weighted[lows + 1 :].cumsum(0)[:highs]
@@ -210,8 +213,8 @@ def binned_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure: M
 def _cells(signed_ratio: Tensor, sign: Tensor, grids: Grids) -> Tensor:
     """Below threshold k is cell 2k, at it 2k + 1, above it 2k + 2; LANES places for each.
 
-    The nearest threshold on the token's own side of 0 is found by arithmetic (right of 0 the first term is at its end,
-    left of 0 the second one is), then compared with exactly. Neighbouring tokens add to different lanes of a cell,
+    The nearest threshold on the token's own side of 0 is found by arithmetic (right of 0 the first term is lows - 1,
+    left of 0 the second one is 0), then compared with exactly. Neighbouring tokens add to different lanes of a cell,
     because a CPU must finish one addition to an address before it starts the next.
     """
     lows, highs = grids.low.numel(), grids.high.numel()
@@ -234,12 +237,12 @@ def _lanes(dtype: torch.dtype) -> Tensor:
     return (LANES + torch.arange(CPU_CHUNK, device="cpu") % LANES).to(dtype)
 
 
-def compared_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure: Measure) -> Tensor:
+def compared_sums(chunks: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure: Measure) -> Tensor:
     """Sums by comparing every token with every candidate: for accelerators, where atomics on few bins would queue."""
     lows = grids.low.numel()
     high_thresholds, low_thresholds = grids.thresholds[lows + 1 :, None], -grids.thresholds[:lows].flip(0)[:, None]
     table = torch.zeros(grids.size, dtype=torch.float64, device=grids.low.device)
-    for ratio, signal in parts:
+    for ratio, signal in chunks:
         weighted = ratio.double() * signal.double()
 
         def contribution(kept: Tensor, side: Tensor, bounds: Tensor) -> Tensor:
@@ -251,11 +254,6 @@ def compared_sums(parts: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure:
         positive = contribution(ratio < high_thresholds, signal > 0, grids.high)
         negative = -contribution(ratio > low_thresholds, signal < 0, grids.low)
         signed_tokens = (signal != 0).sum(dtype=torch.float64).reshape(1)
-        poison = weighted.sum() * 0  # a NaN or infinite ratio fails every comparison; it must not vanish from the sums
+        poison = weighted.sum() * 0  # NaN fails every comparison, an infinite ratio is clipped: neither may vanish
         table += torch.cat([positive, negative, signed_tokens]) + poison
     return table
-
-
-def working_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 stays; everything coarser is worked on in float32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -117,7 +117,8 @@ def _about_bapo(numbers: Numbers) -> list[str]:
         )
     lines += [
         _balance(numbers),
-        "Expect what this project's study showed: entropy and pass@k kept up; with a token mean, no higher avg@k.",
+        "Expect what this project's study showed: more entropy than GRPO and at least its pass@k; with a token mean, a "
+        "lower avg@k at temperature 1.",
     ]
     return lines
 

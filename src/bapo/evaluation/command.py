@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.evaluation.directory import DamagedError
 from bapo.evaluation.settings import DEFAULT_K, DEFAULT_MAX_TOKENS, Settings, data_names
 

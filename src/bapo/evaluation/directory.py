@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.lock import held
 
 __all__ = ["Chunk", "DamagedError", "Directory", "opened"]
@@ -50,7 +50,7 @@ def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
     """A directory, new or to be continued, that nobody else works in."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "lock").touch()
+        (path / "lock").open("a").close()
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written to: {error.strerror}. Choose another place.") from None
     with held(path / "lock", busy=f"--out {path}: another process is at work there. Wait for it, or stop it."):

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 import bapo
-from bapo.config import ConfigError
 from bapo.demo import MAX_RESPONSE_TOKENS
+from bapo.errors import ConfigError
 from bapo.evaluation.data import DataSet, verifier_identity
 from bapo.evaluation.settings import DEFAULT_MAX_TOKENS, Settings
 from bapo.models import Policy, hush, load_policy

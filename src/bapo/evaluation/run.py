@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.evaluate import Response, mean, sample
 from bapo.evaluation.data import DataSet, load_data_sets, scorer
 from bapo.evaluation.directory import opened

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 
 __all__ = ["DEFAULT_K", "Settings", "data_names"]
 

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from bapo.buffer import Buffer
-from bapo.config import Config, ConfigError
+from bapo.config import Config
 from bapo.core.objectives import OBJECTIVES
+from bapo.errors import ConfigError
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings

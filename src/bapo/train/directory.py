@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bapo.config import Config, ConfigError
+from bapo import lock
+from bapo.config import Config
+from bapo.errors import ConfigError
 from bapo.learn.learner import Learner
-from bapo.lock import held
 from bapo.sft_config import SftConfig
 from bapo.train import checkpoint
 
@@ -71,7 +72,7 @@ class RunDirectory:
 
     def held(self) -> AbstractContextManager[int]:
         """Work in the directory, and nobody else does."""
-        return held(
+        return lock.held(
             self.path / "lock",
             busy=f"another process is at work on the run in {self.path}. Wait for it, or stop it, then give the "
             "command again.",

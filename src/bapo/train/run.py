@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo import __version__
-from bapo.config import Config, ConfigError
+from bapo.config import Config
+from bapo.errors import ConfigError
 from bapo.evaluate import evaluate
 from bapo.metrics import check_declared
 from bapo.models import prompt_text

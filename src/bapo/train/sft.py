@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bapo import __version__
-from bapo.config import ConfigError
+from bapo.errors import ConfigError
 from bapo.learn.imitation import fit, imitate
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.learn.packing import pack_demonstrations
