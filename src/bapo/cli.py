@@ -251,6 +251,8 @@ def _follow(paths: list[Path], port: int | None) -> int:
 
     with serve(paths, port) as server:
         try:
+            for path in (path for path in paths if not path.exists()):
+                print(f"{path} does not exist yet; waiting for it", flush=True)
             print(f"following {', '.join(map(str, paths))} on {server.url} (Ctrl-C ends)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:

@@ -23,7 +23,7 @@ ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class LoraConfig(_Section):
@@ -141,7 +141,7 @@ class ObjectiveConfig(_Section):
     options: dict[str, float] = Field(default_factory=dict)
     """Options of that objective, such as low and high of grpo."""
     preset: Preset | None = "weak-model"
-    """BAPO's published settings to start from; none (in TOML "none") means the paper's numbers with the gradient
+    """BAPO's published settings to start from; None (in TOML "none") means the paper's numbers with the gradient
     measure."""
     target_share: float | None = None
     """Overrides the preset: share of the signal that positive tokens should hold."""

@@ -211,7 +211,7 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["train", "--objective.name", "bappo"], 2, "Did you mean 'bapo'"),
         (["train", "nowhere.toml"], 2, "cannot read the recipe nowhere.toml"),
         (["train", "--model.path", "/nowhere", "--out", "unused"], 2, "model.path='/nowhere' cannot be loaded"),
-        (["train", "--out", "."], 2, "exists already"),
+        (["train", "--out", "."], 2, "exists already. Choose another directory; this one holds no run."),
         (["train", "--out", "/proc/nowhere"], 2, "cannot create /proc/nowhere"),
         (["train", "--eval.problems", "513"], 2, "the task holds out 512"),
         (["train", "--rollout.max-tokens", "400"], 2, "positions. Set rollout.max_tokens <="),

@@ -171,6 +171,9 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ("seeds = [1, 1]", ["seeds = [1, 1]"]),
         ("seeds = true", ["seeds = True"]),
         ("seeds = [1.5]", ["seeds = [1.5]"]),
+        ("seeds = [-1]", ["seeds = [-1]", "whole numbers from 0"]),
+        ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
+        ("kind = 'sft'\nepochs = 3", ["a recipe for one run", "Run it with `bapo sft"]),
         ("base = 3", ["base = 3: give a table"]),
         ("[base]\nseed = 3\nrecipe = 'no.toml'", ["[base]: seed is the grid's", "Set seeds at the top", "no.toml"]),
         ("[[objective]]\nlabel = '../up'", ["label = '../up' names a directory"]),
@@ -252,6 +255,7 @@ def test_a_damaged_run_is_left_alone_until_a_retry(again):
     stream = io.StringIO()
     assert compare(grid, stream=stream) == 1
     assert "reuse-2/grpo/seed-3: damaged: metrics.jsonl ends in the middle of line 1." in stream.getvalue()
+    assert "or start them anew with --retry" in stream.getvalue()
     assert ran(out) == before
     assert (run / "metrics.jsonl").stat().st_size == 100
 
@@ -318,7 +322,9 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
 def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
     grid = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="2")
     assert compare(grid, dry_run=True) == 0
-    assert capsys.readouterr().out.count("to be started") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("to be started") == 2
+    assert printed.startswith(f"2 runs in {tmp_path / 'out'}, ")
     assert not (tmp_path / "out").exists()
 
 

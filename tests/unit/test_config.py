@@ -163,3 +163,9 @@ def test_a_grid_is_no_recipe(tmp_path):
     path.write_text('seeds = 2\n[[objective]]\nlabel = "grpo"\n')
     with pytest.raises(ConfigError, match=r"is a grid of runs, not a recipe for one\. Run it with `bapo compare"):
         load_config(path)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_are_finite(value):
+    with pytest.raises(ConfigError, match=r"learn\.lr"):
+        parse_config({"learn": {"lr": value}}, source="test")

@@ -285,7 +285,7 @@ def advice(*updates):
         ),
         (
             batch(drift=0.4, longer=2.0),
-            ["BAPO would change these updates", "ClipSettings()", "in 1 of 1 updates", "which raise entropy"],
+            ["BAPO would change these updates", "ClipSettings()", "in 1 of 1 updates", "that raises entropy"],
         ),
         (BROKEN["low_ess"], ["Reduce staleness first: the effective sample size is 0."]),
         (BROKEN["same_logprobs"], ["Every ratio is 1, so no clip does anything here"]),

@@ -46,6 +46,7 @@ def compare(
     parallel = parallel or default_parallel(grid)
     jobs = make_plan(grid)
     if dry_run:
+        _say(stream, f"{len(jobs)} runs in {grid.out}, {parallel} at a time")
         for job in jobs:
             _say(stream, f"{job.cell.name:<40} {job.describe()}")
         return 0
@@ -72,6 +73,8 @@ def compare(
     bad = [job for job in jobs if job.state is not State.FINISHED]
     for job in bad:
         _say(stream, f"{job.cell.name}: {job.describe()}")
+    if any(job.state is State.DAMAGED for job in bad):
+        _say(stream, "damaged runs are left alone; repair them as it says above, or start them anew with --retry")
     _say(stream, f"results   {grid.out / 'results.json'}")
     if stopped:
         _say(stream, f"stopped; the same command continues: bapo compare {path}")

@@ -75,6 +75,9 @@ def load_grid(path: str | Path) -> Grid:
     """The grid in a TOML file, or one ConfigError that lists all that is wrong with it."""
     path = Path(path)
     values = read_recipe(path)
+    if not values.keys() & {"seeds", "base", "setting"} and values.keys() - set(KEYS):
+        command = "bapo sft" if values.get("kind") == "sft" else "bapo train"
+        raise ConfigError(f"{path} is a recipe for one run, not a grid of runs. Run it with `{command} {path}`.")
     wrong = [f"{key} is not a key of a grid; those are {', '.join(KEYS)}." for key in values if key not in KEYS]
     name, out = values.get("name", path.stem), values.get("out", f"runs/{path.stem}")
     wrong += [f"{key} = {value!r}: give a string." for key, value in (("name", name), ("out", out)) if not _text(value)]
@@ -106,8 +109,8 @@ def _text(value: Any) -> bool:
 def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
     counted = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
     seeds = tuple(counted) if isinstance(counted, range | list) else ()
-    if not seeds or not all(type(seed) is int for seed in seeds) or len(set(seeds)) < len(seeds):
-        wrong.append(f"seeds = {value!r}: give a count such as 3, or a list of different whole numbers.")
+    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
+        wrong.append(f"seeds = {value!r}: give a count such as 3, or a list of different whole numbers from 0.")
     return seeds
 
 

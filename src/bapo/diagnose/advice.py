@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean, median
+from typing import cast
 
 from bapo.diagnose.measure import SETTINGS, Numbers
 from bapo.diagnose.problems import FEW_RESPONSES, LOW_ESS, Problem
@@ -26,6 +27,10 @@ MOST = 2 / 3
 """Share of the updates with a signal that have to agree before one case is advised on."""
 MOVES = 0.02
 """Least gain of share over the whole path that is worth adaptive bounds."""
+NOTABLE = 0.01
+"""Least share of a quadrant's gradient whose blocking is worth a sentence."""
+RAISES_ENTROPY = ("low_prob_high_adv", "high_prob_low_adv")
+LOWERS_ENTROPY = ("high_prob_high_adv", "low_prob_low_adv")
 ADVISED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "ClipSettings()"}
 """BAPO's settings that are advised. Where both meet their target equally often the first: it starts at (0.8, 1.2)."""
 
@@ -152,14 +157,20 @@ def _balance(numbers: Numbers) -> str:
 def _about_entropy(numbers: Numbers) -> list[str]:
     if numbers.quadrants is None:
         return []
-    grpo, bapo = numbers.quadrants["grpo"], numbers.quadrants["bapo"]
-    raising = grpo["low_prob_high_adv_retained"] + grpo["low_prob_high_adv_blocked"]
-    if raising == 0 or grpo["low_prob_high_adv_blocked"] < 0.01 * raising:
+
+    def blocked(objective: str, quadrants: Sequence[str]) -> float:
+        masses = cast(dict[str, dict[str, float]], numbers.quadrants)[objective]
+        stopped = sum(masses[f"{name}_blocked"] for name in quadrants)
+        total = stopped + sum(masses[f"{name}_retained"] for name in quadrants)
+        return stopped / total if total else 0.0
+
+    fixed, adaptive = ([blocked(name, part) for part in (RAISES_ENTROPY, LOWERS_ENTROPY)] for name in ("grpo", "bapo"))
+    if max(*fixed, *adaptive) < NOTABLE:
         return []
-    fixed, adaptive = (masses["low_prob_high_adv_blocked"] / raising for masses in (grpo, bapo))
     return [
-        f"A fixed (0.8, 1.2) blocks {fixed:.1%} of the gradient on improbable tokens of high advantage, which raise "
-        f"entropy; BAPO's bounds block {adaptive:.1%}."
+        f"By the Entropy-Clip Rule a fixed (0.8, 1.2) blocks {fixed[0]:.1%} of the gradient that raises entropy and "
+        f"{fixed[1]:.1%} of that which lowers it; BAPO's bounds {adaptive[0]:.1%} and {adaptive[1]:.1%}. The rule is "
+        "of first order: expect a hint, not a forecast."
     ]
 
 

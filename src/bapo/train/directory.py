@@ -45,10 +45,9 @@ class RunDirectory:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            raise ConfigError(
-                f"out={config.out}: {path} exists already. Choose another directory, or continue that run with "
-                f"`bapo resume {path}`."
-            ) from None
+            is_run = (path / "config.json").exists()
+            other = f", or continue that run with `bapo resume {path}`." if is_run else "; this one holds no run."
+            raise ConfigError(f"out={config.out}: {path} exists already. Choose another directory{other}") from None
         except OSError as error:
             raise ConfigError(
                 f"out={config.out}: cannot create {path}: {error.strerror}. Choose another place."
