@@ -23,7 +23,7 @@ ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class LoraConfig(_Section):
@@ -233,7 +233,7 @@ class LearnConfig(_Section):
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
     """How token losses become one number. token_mean: the paper's, in which long responses weigh more. sequence_mean:
     every response weighs the same (docs/results.md says why). fixed_length: sums divided by rollout.max_tokens."""
-    lr: float = Field(3e-5, gt=0)
+    lr: float = Field(3e-5, gt=0, allow_inf_nan=False)
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)

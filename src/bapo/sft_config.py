@@ -15,7 +15,7 @@ from bapo.config import ModelConfig
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class SftDataConfig(_Section):
@@ -46,7 +46,7 @@ class SftLearnConfig(_Section):
     batch_sequences: int = Field(32, ge=1)
     """Demonstrations per update. An epoch is cut into the nearest whole number of batches, all alike: of few
     demonstrations a batch may have up to half as many again (47 of 32 make one)."""
-    lr: float = Field(2e-5, gt=0)
+    lr: float = Field(2e-5, gt=0, allow_inf_nan=False)
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)

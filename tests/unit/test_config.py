@@ -166,6 +166,6 @@ def test_a_grid_is_no_recipe(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_numbers_are_finite(value):
+def test_the_learning_rate_is_finite(value):
     with pytest.raises(ConfigError, match=r"learn\.lr"):
         parse_config({"learn": {"lr": value}}, source="test")
