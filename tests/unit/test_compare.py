@@ -173,6 +173,7 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ("seeds = [1.5]", ["seeds = [1.5]"]),
         ("seeds = [-1]", ["seeds = [-1]", "whole numbers from 0"]),
         ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
+        ("steps = 3\n[[objective]]\nlabel = 'a'", ["steps is not a key of a grid"]),
         ("kind = 'sft'\nepochs = 3", ["a recipe for one run", "Run it with `bapo sft"]),
         ("base = 3", ["base = 3: give a table"]),
         ("[base]\nseed = 3\nrecipe = 'no.toml'", ["[base]: seed is the grid's", "Set seeds at the top", "no.toml"]),

@@ -275,6 +275,20 @@ def advice(*updates):
     return " ".join(diagnose(Dump(list(updates), {"behavior_logprobs": "behavior_logprobs"})).advice)
 
 
+def test_advice_on_entropy_counts_both_quadrants_of_each_side():
+    """The gradient raises entropy on improbable good tokens and on probable bad ones."""
+    update = batch(drift=0.4, longer=2.0)
+    expected = []
+    for objective in ("grpo", "bapo"):
+        masses = measure(update).quadrants[objective]
+        for sides in (("low_prob_high_adv", "high_prob_low_adv"), ("high_prob_high_adv", "low_prob_low_adv")):
+            blocked = sum(masses[f"{side}_blocked"] for side in sides)
+            expected.append(f"{blocked / (blocked + sum(masses[f'{side}_retained'] for side in sides)):.1%}")
+    assert len(set(expected)) == 4
+    text = advice(update)
+    assert re.findall(r"[\d.]+%", text[text.index("Entropy-Clip Rule") :])[:4] == expected
+
+
 @pytest.mark.parametrize(
     ("update", "said"),
     [

@@ -75,7 +75,8 @@ def load_grid(path: str | Path) -> Grid:
     """The grid in a TOML file, or one ConfigError that lists all that is wrong with it."""
     path = Path(path)
     values = read_recipe(path)
-    if not values.keys() & {"seeds", "base", "setting"} and values.keys() - set(KEYS):
+    of_a_grid = values.keys() & {"seeds", "base", "setting"} or isinstance(values.get("objective"), list)
+    if not of_a_grid and values.keys() - set(KEYS):
         command = "bapo sft" if values.get("kind") == "sft" else "bapo train"
         raise ConfigError(f"{path} is a recipe for one run, not a grid of runs. Run it with `{command} {path}`.")
     wrong = [f"{key} is not a key of a grid; those are {', '.join(KEYS)}." for key in values if key not in KEYS]

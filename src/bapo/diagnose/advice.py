@@ -15,9 +15,8 @@ for a bound to pass tokens. Hence, in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import cast
 
 from bapo.diagnose.measure import SETTINGS, Numbers
 from bapo.diagnose.problems import FEW_RESPONSES, LOW_ESS, Problem
@@ -157,14 +156,8 @@ def _balance(numbers: Numbers) -> str:
 def _about_entropy(numbers: Numbers) -> list[str]:
     if numbers.quadrants is None:
         return []
-
-    def blocked(objective: str, quadrants: Sequence[str]) -> float:
-        masses = cast(dict[str, dict[str, float]], numbers.quadrants)[objective]
-        stopped = sum(masses[f"{name}_blocked"] for name in quadrants)
-        total = stopped + sum(masses[f"{name}_retained"] for name in quadrants)
-        return stopped / total if total else 0.0
-
-    fixed, adaptive = ([blocked(name, part) for part in (RAISES_ENTROPY, LOWERS_ENTROPY)] for name in ("grpo", "bapo"))
+    masses = [numbers.quadrants[objective] for objective in ("grpo", "bapo")]
+    fixed, adaptive = ([_blocked(m, part) for part in (RAISES_ENTROPY, LOWERS_ENTROPY)] for m in masses)
     if max(*fixed, *adaptive) < NOTABLE:
         return []
     return [
@@ -172,6 +165,13 @@ def _about_entropy(numbers: Numbers) -> list[str]:
         f"{fixed[1]:.1%} of that which lowers it; BAPO's bounds {adaptive[0]:.1%} and {adaptive[1]:.1%}. The rule is "
         "of first order: expect a hint, not a forecast."
     ]
+
+
+def _blocked(masses: Mapping[str, float], quadrants: Sequence[str]) -> float:
+    """What the clip blocks of the gradient in these quadrants."""
+    stopped = sum(masses[f"{name}_blocked"] for name in quadrants)
+    total = stopped + sum(masses[f"{name}_retained"] for name in quadrants)
+    return stopped / total if total else 0.0
 
 
 def unknowns(dump: Dump) -> list[str]:
