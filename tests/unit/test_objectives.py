@@ -158,26 +158,44 @@ def test_asymre_lowers_the_baseline():
     assert gradient == pytest.approx([-1.1, 0.9])
 
 
-def test_m2po_masks_the_largest_second_moments_until_the_mean_is_within_the_threshold():
-    # (log r)^2 = 0.01, 0.04, 0.09, 1: means 0.01, 0.025, 0.0467, 0.285. Threshold 0.04 keeps the first two.
-    ratios = [exp(1.0), exp(0.1), exp(-0.3), exp(-0.2)]
+def test_m2po_clips_where_the_capped_second_moment_meets_the_threshold():
+    # Outward: log r = 1 and .1 (A > 0), -.3 (A < 0). With tau = 1/2: (.25 + .01 + .09) / 3 = 7/60, the threshold. The
+    # inward ones (log r = -2 at A > 0, 3 at A < 0) have no say and keep their gradient.
+    ratios = [exp(1.0), exp(0.1), exp(-0.3), exp(-2.0), exp(3.0)]
+    advantages = [1.0, 1.0, -1.0, 1.0, -1.0]
     check(
         "m2po",
-        [0, -exp(0.1), 0, exp(-0.2)],
-        [0, -exp(0.1), 0, exp(-0.2)],
-        [False, True, False, True],
+        [-exp(0.5), -exp(0.1), exp(-0.3), -exp(-2.0), exp(3.0)],
+        [0, -exp(0.1), exp(-0.3), -exp(-2.0), exp(3.0)],
+        [False, True, True, True, True],
         ratios=ratios,
-        advantages=[1.0, 1.0, -1.0, -1.0],
+        advantages=advantages,
+        threshold=7 / 60,
     )
-    assert evaluate("m2po", ratios=[exp(1.0), exp(2.0)], advantages=[1.0, 1.0])[2] == [False, False]
 
 
-def test_m2po_ignores_masked_tokens():
+def test_m2po_is_never_tighter_than_its_floor_and_clips_nothing_within_the_threshold():
+    far = {"ratios": [exp(1.0), exp(-1.0), 1.45, 0.72], "advantages": [1.0, -1.0, 1.0, -1.0]}
+    assert evaluate("m2po", **far, threshold=1e-6)[2] == [False, False, True, True]  # clipped at (0.7, 1.5)
+    assert evaluate("m2po", **far, threshold=1e-6, low=1.0, high=1.0)[2] == [False, False, False, False]
+    assert evaluate("m2po", **far, threshold=1.0)[2] == [True, True, True, True]
+
+
+def test_m2po_ignores_masked_tokens_and_reports_its_bounds():
     behavior = torch.full((3,), BEHAVIOR)
-    logprobs = (behavior + torch.tensor([0.0, 5.0, 0.1])).requires_grad_()
+    logprobs = (behavior + torch.tensor([0.0, 5.0, 0.5])).requires_grad_()
     mask = torch.tensor([True, False, True])
-    policy_loss(logprobs, behavior, torch.ones(3), mask, objective="m2po").loss.backward()
-    assert_close(logprobs.grad, torch.tensor([-1.0, 0.0, -exp(0.1)]) / 2)
+    out = policy_loss(logprobs, behavior, torch.ones(3), mask, objective="m2po")
+    out.loss.backward()
+    # One outward token: tau^2 = 0.04, so high = max(exp(0.2), 1.5) and exp(0.5) is past it.
+    assert_close(logprobs.grad, torch.tensor([-0.5, 0.0, 0.0]))
+    assert (float(out.bounds.low), float(out.bounds.high)) == pytest.approx((0.7, 1.5))
+    assert float(out.bounds.share) == 1
+
+
+def test_m2po_passes_a_nan_on():
+    tokens = Tokens(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]), torch.ones(2), torch.ones(2).bool())
+    assert OBJECTIVES["m2po"](tokens).bounds.high.isnan()
 
 
 # Objectives with a stopped weight (cispo, topr) have no value whose slope is their gradient.

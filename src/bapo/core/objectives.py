@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, clip, fixed_bounds
+from bapo.core.bounds import ClipBounds, clip, fixed_bounds, positive_share
 from bapo.core.checks import working_dtype, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
@@ -102,8 +102,11 @@ class TokenLoss(NamedTuple):
 
 
 def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """X_t of the Entropy-Clip Rule: A > 0 and r < high, or A < 0 and r > low (and always where A = 0)."""
-    return torch.where(advantages > 0, ratio < high, (ratio > low) | (advantages == 0))
+    """X_t of the Entropy-Clip Rule: A > 0 and r < high, or A < 0 and r > low (and always where A = 0).
+
+    A NaN, in a ratio or a bound, is never past a bound, so that it reaches the gradient.
+    """
+    return torch.where(advantages > 0, ~(ratio >= high), ~(ratio <= low) | (advantages == 0))
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
@@ -279,20 +282,35 @@ def asymre(tokens: Tokens, *, shift: float = -0.1) -> TokenLoss:
     return TokenLoss(-(tokens.advantages - shift) * tokens.logprobs, torch.ones_like(tokens.mask))
 
 
-def m2po(tokens: Tokens, *, threshold: float = 0.04) -> TokenLoss:
-    """Mask the tokens of largest (log r)^2 until the mean of the rest is within `threshold` (M2PO, arXiv:2510.01161).
+def m2po(tokens: Tokens, *, threshold: float = 0.04, low: float = 0.7, high: float = 1.5) -> Clipped:
+    """A symmetric clip of log r, as wide as a second moment allows (M2PO, arXiv:2510.01161, as its authors' code has it).
 
-        L_t = -M_t r_t A_t,   mean of (log r)^2 over M = 1 at most threshold
+        mean of min((log r)^2, tau^2) = threshold   over the tokens a clip can act on: A > 0, r > 1 or A < 0, r < 1
+        bounds = exp(-tau), exp(tau),   and never tighter than (low, high)
 
-    The mask is found over the tokens of this call; masked tokens still count in the denominator.
+    The bounds are found over the tokens of this call.
     """
     _check_positive(threshold=threshold)
-    second_moment = torch.where(tokens.mask, tokens.log_ratio.detach() ** 2, torch.inf).flatten()
-    ascending, order = second_moment.sort()
-    counts = torch.arange(1, len(order) + 1, device=order.device, dtype=torch.float64)
-    within = ascending.cumsum(0, dtype=torch.float64) / counts <= threshold
-    retained = torch.zeros_like(within).scatter(0, order, within).view(tokens.mask.shape)
-    return TokenLoss(-tokens.ratio * tokens.advantages * retained, retained)
+    _check_bounds(low, high)
+    reach = _second_moment_reach(tokens, threshold)
+    lower, upper = (-reach).exp().clamp(max=low), reach.exp().clamp(min=high)
+    share = positive_share(tokens.ratio.detach(), tokens.advantages, lower, upper).to(tokens.dtype)
+    return Clipped(tokens, lower, upper, solved=ClipBounds(lower, upper, share))
+
+
+def _second_moment_reach(tokens: Tokens, threshold: float) -> Tensor:  # 0-d
+    """tau of `m2po`, by bisection: sums over all tokens are exact enough, need no order and repeat bit for bit."""
+    log_ratio = tokens.log_ratio.detach().double()
+    outward = tokens.mask & (log_ratio * tokens.advantages > 0)
+    moments = torch.where(outward, log_ratio**2, 0)
+    allowed = threshold * outward.sum()
+    within = 0 * log_ratio.sum()  # NaN where a ratio is
+    beyond = within + MAX_LOG_RATIO**2
+    for _ in range(52):  # as many as a float64 has bits
+        middle = (within + beyond) / 2
+        fits = torch.minimum(moments, middle).sum() <= allowed
+        within, beyond = torch.where(fits, middle, within), torch.where(fits, beyond, middle)
+    return within.sqrt().to(tokens.dtype)
 
 
 Objective = Callable[..., TokenLoss | Clipped]

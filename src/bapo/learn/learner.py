@@ -8,8 +8,7 @@ The model stays in eval mode: dropout would make the learner's log-probs differ 
 learner never samples and does not know who did.
 
 On a GPU the host waits once per update, for the gradient norm and all metrics together. Passes and loss use
-deterministic algorithms only, so that the same update gives the same weights, bit for bit (m2po's excepted: see
-`_backward`).
+deterministic algorithms only, so that the same update gives the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -136,7 +135,7 @@ class Learner:
         self.optimizer.forget_gradients()  # of a step that failed half-way
         if settings.objective == "m2po" and len(batches) > 1:
             raise ValueError(
-                f"objective m2po finds its mask over all tokens of an update, but this one is cut into {len(batches)} "
+                f"objective m2po finds its bounds over all tokens of an update, but this one is cut into {len(batches)} "
                 "micro-batches. Raise learn.micro_tokens until it fits into one."
             )
         denominator = sum(
@@ -208,8 +207,7 @@ class Learner:
     def _backward(self, batch: TokenBatch, bounds: ClipBounds | None, denominator: Tensor) -> _Output:
         settings = self.settings
         logprobs, entropy = self.logprobs(batch)
-        # A running sum, which m2po's mask needs, has no deterministic form on CUDA.
-        with deterministic(self.device) if settings.objective != "m2po" else nullcontext():
+        with deterministic(self.device):
             result = policy_loss(
                 logprobs,
                 batch.behavior_logprobs,
