@@ -241,8 +241,8 @@ def _write_report(paths: list[Path], out: Path | None) -> int:
         print(f"bapo: {problem}", file=sys.stderr)
     if not found.arms:
         return _fail(2, "there is no run to report on, so nothing was written.")
-    runs = sum(len(arm.runs) for arm in found.arms)
-    print(f"{out}: {runs} {'run' if runs == 1 else 'runs'} of {len(found.arms)} configurations")
+    runs, arms = sum(len(arm.runs) for arm in found.arms), len(found.arms)
+    print(f"{out}: {runs} run{'s' * (runs != 1)} of {arms} configuration{'s' * (arms != 1)}")
     return 0
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from bapo.core.settings import ClipSettings, Measure, Order, Preset, Remainder, Weight, require_choice
 from bapo.demo import MAX_RESPONSE_TOKENS
@@ -24,6 +25,15 @@ ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`steps = true` is a slip of the pen, and pydantic would read it as 1."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
+            raise PydanticCustomError("switch", "give a number, not a switch")
+        return value
 
 
 class LoraConfig(_Section):
@@ -181,6 +191,11 @@ class ObjectiveConfig(_Section):
             raise ValueError(
                 f"objective.{overrides[0]} belongs to objective.name='bapo', not to {self.name!r}, which ignores it. "
                 f"Options of {self.name!r} go into objective.options."
+            )
+        if self.name != "bapo" and self.preset not in (None, "weak-model"):
+            raise ValueError(
+                f"objective.preset={self.preset!r} belongs to objective.name='bapo', not to {self.name!r}, which "
+                "ignores it. Leave it out."
             )
         if self.name != "bapo" and self.scope != "update":
             raise ValueError(

@@ -181,6 +181,12 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ("[[objective]]\nlabel = 'a'\nout = 'b'\n[[objective]]\nlabel = 'a'", ["out is the grid's", "'a' is taken"]),
         ("[[objective]]\nlabel = 'a'\n[[setting]]\noffpolicy.reuse = 2", ["[[setting]] 1: label = None"]),
         ("objective = 3", ["[[objective]]: give at least one"]),
+        ("[[objective]]\nlabel = 'a'\n[setting]\nlabel = 'b'", ["write [[setting]], with two brackets"]),
+        ("seeds = 2\n[objective]\nlabel = 'a'", ["write [[objective]], with two brackets"]),
+        (
+            "[[objective]]\nlabel = 'a'\n[[objective]]\nlabel = 'b'\n[[objective]]\nlabel = 'c'\nsteps = 3",
+            ["default/a and default/b have the same keys", "Make them differ"],
+        ),
         ("a = = 3", ["not valid TOML"]),
     ],
 )
@@ -327,6 +333,12 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
     assert printed.count("to be started") == 2
     assert printed.startswith(f"2 runs in {tmp_path / 'out'}, ")
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with held(tmp_path / "out" / "lock", busy=""):
+        assert compare(grid, dry_run=True) == 0
+    assert "is still at work" in capsys.readouterr().out
+    assert compare(grid, dry_run=True) == 0
+    assert "is still at work" not in capsys.readouterr().out
 
 
 def test_exit_codes_of_the_command_line(tmp_path, capsys):

@@ -222,6 +222,16 @@ def test_the_same_command_finds_its_directory_again(tmp_path, monkeypatch, capsy
     assert len(list((tmp_path / "evals").glob("demo-*"))) == 2
 
 
+def test_more_problems_than_there_are_is_said(tmp_path, capsys):
+    data = tmp_path / "two.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    arguments = ["eval", "--model", "demo", "--data", f"two={data}", "--k", "1", "--max-tokens", "2", "--threads", "1"]
+    assert run([*arguments, "--problems", "3", "--out", str(tmp_path / "three")]) == 0
+    assert "two: has 2 problems, fewer than --problems 3" in capsys.readouterr().out
+    assert run([*arguments, "--problems", "2", "--out", str(tmp_path / "two")]) == 0
+    assert "fewer than" not in capsys.readouterr().out
+
+
 def test_greedy_takes_one_response(tmp_path, capsys):
     out = tmp_path / "greedy"
     arguments = ["eval", "--model", "demo", "--data", "countdown", "--problems", "3", "--threads", "1"]

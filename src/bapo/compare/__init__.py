@@ -22,7 +22,7 @@ from bapo.compare.plan import default_parallel, make_plan, threads_for
 from bapo.compare.progress import make_progress
 from bapo.compare.results import collect, table_lines, write_json
 from bapo.errors import ConfigError
-from bapo.lock import held
+from bapo.lock import held, is_held
 
 __all__ = ["Grid", "compare", "load_grid"]
 
@@ -45,15 +45,17 @@ def compare(
         raise ConfigError(f"--parallel {parallel}: at least one run at a time. Leave it out for a choice that fits.")
     parallel = parallel or default_parallel(grid)
     jobs = make_plan(grid)
+    busy = (
+        f"another `bapo compare`, or a run that one started, is still at work in {grid.out}. Wait for it, or stop it."
+    )
     if dry_run:
         _say(stream, f"{len(jobs)} runs in {grid.out}, {parallel} at a time")
         for job in jobs:
             _say(stream, f"{job.cell.name:<40} {job.describe()}")
+        if is_held(grid.out / "lock"):
+            _say(stream, busy)
         return 0
     grid.out.mkdir(parents=True, exist_ok=True)
-    busy = (
-        f"another `bapo compare`, or a run that one started, is still at work in {grid.out}. Wait for it, or stop it."
-    )
     with held(grid.out / "lock", busy=busy) as lock:
         jobs = make_plan(grid)  # again, now that nobody else can change it
         write_json(grid.out / "grid.json", grid.record())

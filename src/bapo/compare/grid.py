@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,9 @@ def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
 
 def _entries(value: Any, kind: str, wrong: list[str]) -> dict[str, dict[str, Any]]:
     """Label -> keys, of the [[objective]] or [[setting]] entries."""
+    if isinstance(value, dict):
+        wrong.append(f"[{kind}] is one table, but a grid lists them: write [[{kind}]], with two brackets, and a label.")
+        return {}
     if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
         wrong.append(f"[[{kind}]]: give at least one, each with a label and the keys that make it different.")
         return {}
@@ -181,6 +185,15 @@ def _cells(
             for message, where in errors.items()
         ]
         raise ConfigError(f"{source}: nothing was started.\n" + "\n".join(lines))
+    twins = [
+        f"  {'/'.join(one)} and {'/'.join(other)} have the same keys, so that their runs would be copies."
+        for one, other in combinations(configs, 2)
+        if configs[one] == configs[other]
+    ]
+    if twins:
+        raise ConfigError(
+            f"{source}: nothing was started.\n" + "\n".join(twins) + "\nMake them differ, or remove one of them."
+        )
     for seed in seeds:
         for (setting, objective), config in configs.items():
             path = out / setting / objective / f"seed-{seed}"

@@ -283,7 +283,7 @@ def asymre(tokens: Tokens, *, shift: float = -0.1) -> TokenLoss:
 
 
 def m2po(tokens: Tokens, *, threshold: float = 0.04, low: float = 0.7, high: float = 1.5) -> Clipped:
-    """A symmetric clip of log r, as wide as a second moment allows (M2PO, arXiv:2510.01161, as its authors' code has it).
+    """A symmetric clip of log r, as wide as a second moment allows (M2PO, arXiv:2510.01161, after its authors' code).
 
         mean of min((log r)^2, tau^2) = threshold   over the tokens a clip can act on: A > 0, r > 1 or A < 0, r < 1
         bounds = exp(-tau), exp(tau),   and never tighter than (low, high)

@@ -59,15 +59,24 @@ def load_data_sets(settings: Settings) -> list[DataSet]:
 def _load(name: str, settings: Settings) -> DataSet:
     if name == "countdown":
         task = Countdown()
-        return DataSet(name, list(task.test)[: settings.problems], task.scores)
+        problems = list(task.test)
+        return DataSet(name, problems[: settings.problems], task.scores, note=_short(name, problems, settings))
     problems, report = load_problems(
         [name],
         prompt_column=settings.prompt_column,
         answer_column=settings.answer_column,
         template=settings.template,
     )
-    note = f"{resolve(name).label}: {report}" if report.read > report.kept else ""
-    return DataSet(resolve(name).label, problems[: settings.problems], note=note)
+    label = resolve(name).label
+    notes = [f"{label}: {report}" if report.read > report.kept else "", _short(label, problems, settings)]
+    return DataSet(label, problems[: settings.problems], note="\n".join(filter(None, notes)))
+
+
+def _short(label: str, problems: Sequence[Problem], settings: Settings) -> str:
+    """A word about a data set that has fewer problems than were asked for."""
+    if settings.problems is None or len(problems) >= settings.problems:
+        return ""
+    return f"{label}: has {len(problems)} problems, fewer than --problems {settings.problems}"
 
 
 @contextmanager

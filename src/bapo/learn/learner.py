@@ -135,8 +135,8 @@ class Learner:
         self.optimizer.forget_gradients()  # of a step that failed half-way
         if settings.objective == "m2po" and len(batches) > 1:
             raise ValueError(
-                f"objective m2po finds its bounds over all tokens of an update, but this one is cut into {len(batches)} "
-                "micro-batches. Raise learn.micro_tokens until it fits into one."
+                f"objective m2po finds its bounds over all tokens of an update, but this one is cut into "
+                f"{len(batches)} micro-batches. Raise learn.micro_tokens until it fits into one."
             )
         denominator = sum(
             denominator_of(
