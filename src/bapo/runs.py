@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -99,11 +99,11 @@ class _Damage(Exception):  # noqa: N818
         self.name = name
 
 
-def read_run(path: str | Path, *, finished: bool = True) -> Run | Problem:
+def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int] | None = None) -> Run | Problem:
     """The run in a directory, or what is wrong with it. Never raises for anything found on the disk.
 
     With `finished=False` a run that is still going on, or was stopped, is a Run too, with an empty summary; a last line
-    that is only half written is then left out.
+    that is only half written is then left out. `sizes`: bytes of each log to read, by name, where not all of it.
     """
     path = Path(path)
     try:
@@ -121,8 +121,9 @@ def read_run(path: str | Path, *, finished: bool = True) -> Run | Problem:
             message = f"it has no summary.json; {done} of {planned} steps are logged. `bapo resume {path}`."
             return Problem(path, "unfinished", message, ("summary.json",))
         summary = _read_object(path / "summary.json") if complete else {}
-        metrics = _read_lines(path / "metrics.jsonl", whole=complete)
-        timing = _read_lines(path / "timing.jsonl", whole=complete)
+        sizes = sizes or {}
+        metrics = _read_lines(path / "metrics.jsonl", whole=complete, size=sizes.get("metrics.jsonl"))
+        timing = _read_lines(path / "timing.jsonl", whole=complete, size=sizes.get("timing.jsonl"))
         update, rollout, evaluation = KINDS[config.get("kind")]
         run = Run(
             path=path,
@@ -331,13 +332,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_lines(path: Path, *, whole: bool) -> list[dict[str, Any]]:
+def _read_lines(path: Path, *, whole: bool, size: int | None) -> list[dict[str, Any]]:
     if not path.exists():
         if whole:
             raise _Damage(path.name, "is missing")
         return []
-    data = path.read_bytes()
-    *lines, rest = data.split(b"\n")
+    *lines, rest = path.read_bytes()[:size].split(b"\n")
     if rest and whole:
         raise _Damage(path.name, f"ends in the middle of line {len(lines) + 1}")
     values = [_parse(line, f"{path.name} line {number}") for number, line in enumerate(lines, start=1)]

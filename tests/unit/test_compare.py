@@ -282,6 +282,13 @@ def test_what_a_plan_makes_of_half_written_directories(again):
     assert planned()[0] is State.FINISHED
     (run / "summary.json").unlink()
     assert planned() == (State.WAITING, "resume")
+    metrics = run / "metrics.jsonl"
+    sound = metrics.read_bytes()
+    metrics.write_bytes(sound + b"\0\0\0\n")  # logged after the checkpoint: forgotten on resuming
+    assert planned() == (State.WAITING, "resume")
+    metrics.write_bytes(b"\0" + sound[1:])  # before it
+    assert planned()[0] is State.DAMAGED
+    metrics.write_bytes(sound)
     shutil.rmtree(run / "checkpoints")
     assert planned()[0] is State.DAMAGED  # logs, but nothing to resume from
     for path in run.iterdir():

@@ -1,7 +1,8 @@
 """What of a grid is done already, can be continued, or must not be touched.
 
     nothing there, or a run that never got to its first checkpoint     start
-    stopped, with the configuration of the grid                        resume
+    stopped, with the configuration of the grid                        resume, even if what was logged after its last
+                                                                       checkpoint is damaged
     finished, with the configuration of the grid                       finished
     files that contradict themselves                                   damaged: left alone, unless asked to retry
     another configuration                                              an error: the grid was changed under its runs
@@ -11,6 +12,7 @@ What depends on the machine (threads, and device and dtype where the grid leaves
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -137,6 +139,8 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
     if not path.exists() or _unused(path):
         return Job(cell, State.WAITING), []
     run = read_run(path, finished=False)
+    if isinstance(run, Problem) and (sizes := _remembered(path)):
+        run = read_run(path, finished=False, sizes=sizes)  # what comes after them is forgotten on resuming
     if isinstance(run, Problem):
         return Job(cell, State.DAMAGED, note=run.message), []
     different = list(_differences(cell.config.model_dump(mode="json"), run.config))
@@ -146,6 +150,17 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
         return Job(cell, State.DAMAGED, note="it has logs but no checkpoint to resume from."), different
     step = last_step(path)
     return Job(cell, State.WAITING, action="resume", before=step, step=step), different
+
+
+def _remembered(path: Path) -> dict[str, int]:
+    """How long the logs of an unfinished run were at its newest checkpoint; empty if it has none that says so."""
+    newest = max((path / "checkpoints").glob("step-??????"), default=None)
+    if newest is None or (path / "summary.json").exists():
+        return {}
+    try:
+        return dict(json.loads((newest / "state.json").read_bytes())["logs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _unused(path: Path) -> bool:
