@@ -159,18 +159,26 @@ def test_asymre_lowers_the_baseline():
 
 
 def test_m2po_clips_where_the_capped_second_moment_meets_the_threshold():
-    # Outward: log r = 1 and .1 (A > 0), -.3 (A < 0). With tau = 1/2: (.25 + .01 + .09) / 3 = 7/60, the threshold. The
-    # inward ones (log r = -2 at A > 0, 3 at A < 0) have no say and keep their gradient.
-    ratios = [exp(1.0), exp(0.1), exp(-0.3), exp(-2.0), exp(3.0)]
-    advantages = [1.0, 1.0, -1.0, 1.0, -1.0]
+    # Outward: log r = 1 and .1 (A > 0), -.3 (A < 0). With tau = 1/2: (.25 + .01 + .09) / 3 = 7/60, the threshold. Those
+    # that move inward (log r = -2 at A > 0, 3 at A < 0), stand still or have no advantage have no say.
     check(
         "m2po",
-        [-exp(0.5), -exp(0.1), exp(-0.3), -exp(-2.0), exp(3.0)],
-        [0, -exp(0.1), exp(-0.3), -exp(-2.0), exp(3.0)],
-        [False, True, True, True, True],
-        ratios=ratios,
-        advantages=advantages,
+        [-exp(0.5), -exp(0.1), exp(-0.3), -exp(-2.0), exp(3.0), -1.0, 0],
+        [0, -exp(0.1), exp(-0.3), -exp(-2.0), exp(3.0), -1.0, 0],
+        [False, True, True, True, True, True, True],
+        ratios=[exp(1.0), exp(0.1), exp(-0.3), exp(-2.0), exp(3.0), 1.0, exp(2.0)],
+        advantages=[1.0, 1.0, -1.0, 1.0, -1.0, 1.0, 0.0],
         threshold=7 / 60,
+    )
+    # The same downwards: log r = -1 is clipped at -1/2, -.49 is not. (.25 + .01 + .2401) / 3 is the threshold.
+    check(
+        "m2po",
+        [exp(-0.5), exp(-0.1), exp(-0.49)],
+        [0, exp(-0.1), exp(-0.49)],
+        [False, True, True],
+        ratios=[exp(-1.0), exp(-0.1), exp(-0.49)],
+        advantages=[-1.0, -1.0, -1.0],
+        threshold=0.5001 / 3,
     )
 
 
@@ -179,23 +187,27 @@ def test_m2po_is_never_tighter_than_its_floor_and_clips_nothing_within_the_thres
     assert evaluate("m2po", **far, threshold=1e-6)[2] == [False, False, True, True]  # clipped at (0.7, 1.5)
     assert evaluate("m2po", **far, threshold=1e-6, low=1.0, high=1.0)[2] == [False, False, False, False]
     assert evaluate("m2po", **far, threshold=1.0)[2] == [True, True, True, True]
+    for log_ratio, kept in ((0.19, True), (0.21, False)):  # the paper's threshold is 0.2 squared
+        assert evaluate("m2po", ratios=[exp(log_ratio)], advantages=[1.0], low=1.0, high=1.0)[2] == [kept]
 
 
-def test_m2po_ignores_masked_tokens_and_reports_its_bounds():
-    behavior = torch.full((3,), BEHAVIOR)
-    logprobs = (behavior + torch.tensor([0.0, 5.0, 0.5])).requires_grad_()
-    mask = torch.tensor([True, False, True])
-    out = policy_loss(logprobs, behavior, torch.ones(3), mask, objective="m2po")
-    out.loss.backward()
-    # One outward token: tau^2 = 0.04, so high = max(exp(0.2), 1.5) and exp(0.5) is past it.
-    assert_close(logprobs.grad, torch.tensor([-0.5, 0.0, 0.0]))
-    assert (float(out.bounds.low), float(out.bounds.high)) == pytest.approx((0.7, 1.5))
-    assert float(out.bounds.share) == 1
+def test_m2po_ignores_masked_tokens_and_those_past_the_ratio_limit():
+    # (.01 + .09) / 2 is within .055: nothing is clipped. With the masked token (5) or the one past the limit (25),
+    # .01 + 2 tau^2 = 3 * .055, tau = .278, and .3 would be.
+    behavior = torch.full((4,), -30.0, dtype=torch.float64)
+    logprobs = (behavior + torch.tensor([0.1, 0.3, 5.0, 25.0])).requires_grad_()
+    mask = torch.tensor([True, True, False, True])
+    options = {"objective": "m2po", "threshold": 0.055, "low": 1.0, "high": 1.0}
+    policy_loss(logprobs, behavior, torch.ones(4), mask, **options).loss.backward()
+    assert logprobs.grad.tolist() == pytest.approx([-exp(0.1) / 3, -exp(0.3) / 3, 0, 0])
 
 
-def test_m2po_passes_a_nan_on():
-    tokens = Tokens(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]), torch.ones(2), torch.ones(2).bool())
-    assert OBJECTIVES["m2po"](tokens).bounds.high.isnan()
+def test_a_nan_bound_reaches_every_gradient():
+    ratio = torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
+    loss = clipped_surrogate(ratio, torch.tensor([-1.0, 1.0, 1.0]), torch.tensor(math.nan), torch.tensor(math.nan))
+    loss.sum().backward()
+    assert loss.isnan().all()
+    assert ratio.grad.isnan().all()
 
 
 # Objectives with a stopped weight (cispo, topr) have no value whose slope is their gradient.

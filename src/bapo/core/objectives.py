@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, clip, fixed_bounds, positive_share
+from bapo.core.bounds import ClipBounds, clip, fixed_bounds
 from bapo.core.checks import working_dtype, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
@@ -102,11 +102,8 @@ class TokenLoss(NamedTuple):
 
 
 def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """X_t of the Entropy-Clip Rule: A > 0 and r < high, or A < 0 and r > low (and always where A = 0).
-
-    A NaN, in a ratio or a bound, is never past a bound, so that it reaches the gradient.
-    """
-    return torch.where(advantages > 0, ~(ratio >= high), ~(ratio <= low) | (advantages == 0))
+    """X_t of the Entropy-Clip Rule: A > 0 and r < high, or A < 0 and r > low (and always where A = 0)."""
+    return torch.where(advantages > 0, ratio < high, (ratio > low) | (advantages == 0))
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
@@ -114,10 +111,12 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
 
     L_t = -min(r_t A_t, clip(r_t, low, high) A_t)
 
-    At a bound itself the token counts as clipped: its gradient is 0.
+    At a bound itself the token counts as clipped: its gradient is 0. A bound that is NaN makes it NaN, like the loss.
     """
     retained = retained_by(ratio, advantages, low, high)
-    return -torch.where(retained, ratio, clip(ratio.detach(), low, high)) * advantages
+    clipped = clip(ratio.detach(), low, high)
+    poison = 0 * clipped * ratio
+    return -(torch.where(retained, ratio, clipped) + poison) * advantages
 
 
 @dataclass(frozen=True)
@@ -282,28 +281,28 @@ def asymre(tokens: Tokens, *, shift: float = -0.1) -> TokenLoss:
     return TokenLoss(-(tokens.advantages - shift) * tokens.logprobs, torch.ones_like(tokens.mask))
 
 
-def m2po(tokens: Tokens, *, threshold: float = 0.04, low: float = 0.7, high: float = 1.5) -> Clipped:
+def m2po(tokens: Tokens, *, threshold: float = 0.04, low: float = 0.7, high: float = 1.5) -> TokenLoss:
     """A symmetric clip of log r, as wide as a second moment allows (M2PO, arXiv:2510.01161, after its authors' code).
 
         mean of min((log r)^2, tau^2) = threshold   over the tokens a clip can act on: A > 0, r > 1 or A < 0, r < 1
         bounds = exp(-tau), exp(tau),   and never tighter than (low, high)
 
-    The bounds are found over the tokens of this call.
+    The bounds are found over the tokens of this call. The authors round tau down to the |log r| of a token.
     """
     _check_positive(threshold=threshold)
     _check_bounds(low, high)
     reach = _second_moment_reach(tokens, threshold)
     lower, upper = (-reach).exp().clamp(max=low), reach.exp().clamp(min=high)
-    share = positive_share(tokens.ratio.detach(), tokens.advantages, lower, upper).to(tokens.dtype)
-    return Clipped(tokens, lower, upper, solved=ClipBounds(lower, upper, share))
+    retained = retained_by(tokens.ratio, tokens.advantages, lower, upper) & tokens.within
+    return TokenLoss(clipped_surrogate(tokens.ratio, tokens.advantages, lower, upper), retained)
 
 
 def _second_moment_reach(tokens: Tokens, threshold: float) -> Tensor:  # 0-d
-    """tau of `m2po`, by bisection: sums over all tokens are exact enough, need no order and repeat bit for bit."""
+    """tau of `m2po`, by bisection: sums over all tokens need no order and repeat bit for bit."""
     log_ratio = tokens.log_ratio.detach().double()
-    outward = tokens.mask & (log_ratio * tokens.advantages > 0)
+    outward = (log_ratio * tokens.advantages > 0) & tokens.within
     moments = torch.where(outward, log_ratio**2, 0)
-    allowed = threshold * outward.sum()
+    allowed = threshold * outward.sum(dtype=torch.float64)
     within = 0 * log_ratio.sum()  # NaN where a ratio is
     beyond = within + MAX_LOG_RATIO**2
     for _ in range(52):  # as many as a float64 has bits
