@@ -295,7 +295,7 @@ class Config(_Section):
 
     steps: int = Field(60, ge=1)
     """Rollout steps; each takes `offpolicy.reuse` passes over what it sampled."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Of everything random. One seed, one machine, one thread count: one result, bit for bit."""
     out: str = "runs/{time}"
     """Run directory; {time} becomes the start time. Must not exist yet."""

@@ -14,6 +14,12 @@ from bapo.errors import ConfigError
 from bapo.sft_config import SftConfig
 
 Schema = TypeVar("Schema", bound=BaseModel)
+WORDS = {
+    "tuple_type": "give a list, in brackets",
+    "model_type": "give a table of keys",
+    "dict_type": "give a table of keys",
+}
+"""Kinds of pydantic errors whose own message speaks of Python."""
 
 
 def load_config(path: str | Path) -> Config:
@@ -34,9 +40,11 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         text = path.read_text()
         values = json.loads(text) if language == "JSON" else tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Check the path.") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Check the path.") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid {language}: {error}. See recipes/ for examples.") from None
+        again = language == "TOML" and any(word in str(error) for word in ("twice", "overwrite"))
+        hint = "A list of tables is written [[name]], with two brackets." if again else "See recipes/ for examples."
+        raise ConfigError(f"{path} is not valid {language}: {error}. {hint}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
     return values
@@ -70,15 +78,21 @@ def _explain(item: Any, known: list[str], command: str) -> str:
     """One pydantic error in our words."""
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        import difflib
-
-        near = difflib.get_close_matches(key, known, n=1) or [
-            k for k in known if k.split(".")[-1] == key.split(".")[-1]
-        ]
-        hint = f" Did you mean {near[0]}?" if near else f" `{command} --help` lists all keys."
+        near = _near(key, known, table=isinstance(item["input"], dict))
+        hint = f" Did you mean {near}?" if near else f" `{command} --help` lists all keys."
         return f"{key} is not a known key.{hint}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
     return f"{key} = {item['input']!r}: {message}" if key and item["type"] != "value_error" else message
+
+
+def _near(key: str, known: list[str], *, table: bool) -> str:
+    """Known keys that may have been meant: of the same kind, spelt alike, or the same in another table."""
+    import difflib
+
+    tables = list(dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name))
+    alike = difflib.get_close_matches(key, tables if table else known, n=1)
+    last = key.rpartition(".")[2]
+    return " or ".join(alike or [name for name in known if name.rpartition(".")[2] == last])
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:

@@ -209,7 +209,7 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["train", "--offpolicy.reuse", "0"], 2, "greater than or equal to 1"),
         (["train", "--offpolicy.reuse", "40"], 2, "max_staleness >= 39"),
         (["train", "--objective.name", "bappo"], 2, "Did you mean 'bapo'"),
-        (["train", "nowhere.toml"], 2, "cannot read the recipe nowhere.toml"),
+        (["train", "nowhere.toml"], 2, "cannot read nowhere.toml"),
         (["train", "--model.path", "/nowhere", "--out", "unused"], 2, "model.path='/nowhere' cannot be loaded"),
         (["train", "--out", "."], 2, "exists already. Choose another directory; this one holds no run."),
         (["train", "--out", "/proc/nowhere"], 2, "cannot create /proc/nowhere"),

@@ -179,7 +179,10 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ("[base]\nseed = 3\nrecipe = 'no.toml'", ["[base]: seed is the grid's", "Set seeds at the top", "no.toml"]),
         ("[[objective]]\nlabel = '../up'", ["label = '../up' names a directory"]),
         ("[[objective]]\nlabel = 'a'\nout = 'b'\n[[objective]]\nlabel = 'a'", ["out is the grid's", "'a' is taken"]),
-        ("[[objective]]\nlabel = 'a'\n[[setting]]\noffpolicy.reuse = 2", ["[[setting]] 1: label = None"]),
+        (
+            "[[objective]]\nlabel = 'a'\n[[setting]]\noffpolicy.reuse = 2",
+            ["[[setting]] 1: has no label, which names a directory"],
+        ),
         ("objective = 3", ["[[objective]]: give at least one"]),
         ("[[objective]]\nlabel = 'a'\n[setting]\nlabel = 'b'", ["write [[setting]], with two brackets"]),
         ("seeds = 2\n[objective]\nlabel = 'a'", ["write [[objective]], with two brackets"]),
@@ -187,7 +190,9 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
             "[[objective]]\nlabel = 'a'\n[[objective]]\nlabel = 'b'\n[[objective]]\nlabel = 'c'\nsteps = 3",
             ["default/a and default/b have the same keys", "Make them differ"],
         ),
-        ("a = = 3", ["not valid TOML"]),
+        ("a = = 3", ["not valid TOML", "See recipes/"]),
+        ("[objective]\nlabel = 'a'\n[objective]\nlabel = 'b'", ["not valid TOML", "with two brackets"]),
+        ("[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
     ],
 )
 def test_bad_grids_say_what_to_do(tmp_path, text, parts):

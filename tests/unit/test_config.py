@@ -60,6 +60,11 @@ def test_presets_and_overrides_make_clip_settings():
         ({"offpolicy": {"partial_budget": 9, "partial_max_age": 0}}, ["none could ever be resumed"]),
         ({"objective": {"name": "grpo", "low": [0.5, 0.9]}}, ["objective.low belongs to objective.name='bapo'"]),
         ({"objective": {"name": "grpo", "preset": "paper"}}, ["objective.preset='paper' belongs to", "Leave it out"]),
+        ({"seed": -1}, ["seed = -1"]),
+        ({"name": "grpo"}, ["Did you mean task.name or objective.name?"]),
+        ({"evall": {"k": 3}}, ["evall is not a known key. Did you mean eval?"]),
+        ({"objective": {"low": 0.9}}, ["objective.low = 0.9: give a list, in brackets"]),
+        ({"objective": "grpo"}, ["objective = 'grpo': give a table of keys"]),
         ({"steps": True}, ["steps = True: give a number, not a switch"]),
         ({"offpolicy": {"partial_budget": True}}, ["offpolicy.partial_budget = True: give a number"]),
         ({"learn": {"lr": False}}, ["learn.lr = False: give a number"]),
@@ -87,7 +92,7 @@ def test_recipes_are_toml(tmp_path):
     recipe.write_text("steps = = 7")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(recipe)
-    with pytest.raises(ConfigError, match="cannot read the recipe"):
+    with pytest.raises(ConfigError, match=r"cannot read .*Check the path"):
         load_config(tmp_path / "nowhere.toml")
 
 

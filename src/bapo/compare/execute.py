@@ -167,7 +167,8 @@ def _tell(running: Sequence[_Process], times: int) -> str:
     for process in running:
         process.handle.kill() if times > 2 else process.handle.terminate()
     if times == 1:
-        return f"stopping {len(running)} runs after their step; once more to stop them at once"
+        runs = "the run" if len(running) == 1 else f"{len(running)} runs"
+        return f"stopping {runs} after this step; once more to stop at once"
     return "stopping at once" if times == 2 else "killed"
 
 

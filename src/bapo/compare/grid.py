@@ -77,7 +77,9 @@ def load_grid(path: str | Path) -> Grid:
     path = Path(path)
     values = read_recipe(path)
     of_a_grid = values.keys() & {"seeds", "base", "setting"} or isinstance(values.get("objective"), list)
-    if not of_a_grid and values.keys() - set(KEYS):
+    objective = values.get("objective")
+    of_a_run = values.keys() - set(KEYS) or (isinstance(objective, dict) and "label" not in objective)
+    if not of_a_grid and of_a_run:
         command = "bapo sft" if values.get("kind") == "sft" else "bapo train"
         raise ConfigError(f"{path} is a recipe for one run, not a grid of runs. Run it with `{command} {path}`.")
     wrong = [f"{key} is not a key of a grid; those are {', '.join(KEYS)}." for key in values if key not in KEYS]
@@ -128,9 +130,8 @@ def _entries(value: Any, kind: str, wrong: list[str]) -> dict[str, dict[str, Any
     for number, entry in enumerate(value, start=1):
         label = entry.get("label")
         if not isinstance(label, str) or not _LABEL.fullmatch(label):
-            wrong.append(
-                f"[[{kind}]] {number}: label = {label!r} names a directory: give one of letters, digits and . _ + -"
-            )
+            found_as = "has no label, which" if label is None else f"label = {label!r}"
+            wrong.append(f"[[{kind}]] {number}: {found_as} names a directory: give one of letters, digits and . _ + -")
         elif label in found:
             wrong.append(f"[[{kind}]] {number}: label = {label!r} is taken. Give every {kind} its own.")
         else:
