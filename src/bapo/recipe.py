@@ -86,13 +86,13 @@ def _explain(item: Any, known: list[str], command: str) -> str:
 
 
 def _near(key: str, known: list[str], *, table: bool) -> str:
-    """Known keys that may have been meant: of the same kind, spelt alike, or the same in another table."""
+    """Known keys that may have been meant: the same in another table, or else one that is spelt alike."""
     import difflib
 
-    tables = list(dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name))
-    alike = difflib.get_close_matches(key, tables if table else known, n=1)
-    last = key.rpartition(".")[2]
-    return " or ".join(alike or [name for name in known if name.rpartition(".")[2] == last])
+    if table:
+        known = list(dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name))
+    same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    return " or ".join(same or difflib.get_close_matches(key, known, n=1))
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
