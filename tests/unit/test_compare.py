@@ -290,7 +290,17 @@ def test_what_a_plan_makes_of_half_written_directories(again):
     metrics = run / "metrics.jsonl"
     sound = metrics.read_bytes()
     metrics.write_bytes(sound + b"\0\0\0\n")  # logged after the checkpoint: forgotten on resuming
+    timing = run / "timing.jsonl"
+    timing.write_bytes(timing.read_bytes() + b"x\n")
     assert planned() == (State.WAITING, "resume")
+    (job,) = make_plan(load_grid(grid))
+    assert (job.before, job.step) == (1, 1)
+    state = max((run / "checkpoints").glob("step-*")) / "state.json"
+    remembered = state.read_bytes()
+    for nonsense in (b"[]", b'{"logs": [1]}', b'{"logs": {"metrics.jsonl": "long"}}', b"\0"):
+        state.write_bytes(nonsense)
+        assert planned()[0] is State.DAMAGED
+    state.write_bytes(remembered)
     metrics.write_bytes(b"\0" + sound[1:])  # before it
     assert planned()[0] is State.DAMAGED
     metrics.write_bytes(sound)

@@ -49,7 +49,7 @@ def compare(
         f"another `bapo compare`, or a run that one started, is still at work in {grid.out}. Wait for it, or stop it."
     )
     if dry_run:
-        _say(stream, f"{len(jobs)} runs in {grid.out}, {parallel} at a time")
+        _say(stream, f"{len(jobs)} run{'s' * (len(jobs) != 1)} in {grid.out}, {parallel} at a time")
         for job in jobs:
             _say(stream, f"{job.cell.name:<40} {job.describe()}")
         if is_held(grid.out / "lock"):

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from bapo.compare.grid import Cell, Grid
 from bapo.errors import ConfigError
 from bapo.placement import available_cores
-from bapo.runs import Problem, last_step, read_run
+from bapo.runs import Problem, read_run
 
 GPU_PARALLEL = 4
 """Runs at a time on one GPU: a small model leaves most of it idle, and each run needs a few GiB of its memory."""
@@ -148,7 +148,7 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
         return Job(cell, State.FINISHED, before=cell.config.steps, step=cell.config.steps), different
     if not any((path / "checkpoints").glob("step-??????")):
         return Job(cell, State.DAMAGED, note="it has logs but no checkpoint to resume from."), different
-    step = last_step(path)
+    step = len(run.timing)
     return Job(cell, State.WAITING, action="resume", before=step, step=step), different
 
 
@@ -158,8 +158,9 @@ def _remembered(path: Path) -> dict[str, int]:
     if newest is None or (path / "summary.json").exists():
         return {}
     try:
-        return dict(json.loads((newest / "state.json").read_bytes())["logs"])
-    except (OSError, ValueError, KeyError, TypeError):
+        logs = json.loads((newest / "state.json").read_bytes())["logs"]
+        return {name: int(size) for name, size in logs.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
