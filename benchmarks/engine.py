@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 
 VOCABULARY, EOS, PAD, LIMIT, TEMPERATURE = 32, 1, 0, 256, 1.0
 

@@ -52,10 +52,10 @@ SECTIONS = ("engine", "learner", "bounds", "step")
 
 def our_engine(model: Any, slots: int) -> Engine:
     if model.device.type == "cuda":
-        from bapo.rollout.graphs import GraphEngine
+        from bapo.rollout.cuda.graphs import GraphEngine
 
         return GraphEngine(model, slots=slots)
-    from bapo.rollout.local import LocalEngine
+    from bapo.rollout.local.engine import LocalEngine
 
     return LocalEngine(model, slots=slots)
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from bapo.tasks.sandbox import VerifierPool
+from bapo.tasks.verify.sandbox import VerifierPool
 
 RIGHT = {
     "boxed": lambda gold: f"We add them up.\nThe answer is $\\boxed{{{gold}}}$.",
@@ -46,7 +46,7 @@ def ground_truths(path: Path) -> tuple[list[str], list[str]]:
 
 
 def main(paths: list[str]) -> None:
-    with VerifierPool("bapo.tasks.math:verify") as pool:
+    with VerifierPool("bapo.tasks.verify.math:verify") as pool:
         for path in map(Path, paths):
             golds, solutions = ground_truths(path)
             print(f"{path}: {len(golds)} answers")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.compare.results import write_json
-from bapo.recipe import parse_config
+from bapo.config.recipe import parse_config
 
 COMPARED = Path(__file__).parent / "data" / "compared"
 TINY = {

@@ -125,11 +125,11 @@ def draws(count, seed=0):
 
 
 def main(count, seconds):
-    from bapo.tasks.sandbox import VerifierPool
+    from bapo.tasks.verify.sandbox import VerifierPool
 
     pools = queue.SimpleQueue()
     for _ in range(2):
-        pools.put(VerifierPool("bapo.tasks.math:verify", workers=1, seconds=seconds))
+        pools.put(VerifierPool("bapo.tasks.verify.math:verify", workers=1, seconds=seconds))
 
     def timed(draw):
         pool, started = pools.get(), time.perf_counter()

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from bapo.rollout.engine import Request, Segment
+from bapo.screen.watch import Sampled
 from bapo.types import Status
-from bapo.watch import Sampled
 
 VOCABULARY, STOP, POSITIONS = 32, 3, 96
 SIZES = {

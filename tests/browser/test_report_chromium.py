@@ -266,7 +266,7 @@ def test_the_overview_fits_a_laptop_and_shows_where_it_goes_on_where_it_does_not
 @pytest.fixture(scope="module")
 def supervised(tmp_path_factory):
     """A tiny run of `bapo sft`."""
-    from bapo.recipe import parse_sft_config
+    from bapo.config.recipe import parse_sft_config
     from bapo.train.sft import start
     from tests.supervised import saved_model, sums, write_rows
 

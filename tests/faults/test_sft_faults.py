@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bapo.train.directory import RunDirectory
+from bapo.runs.write import RunDirectory
 from tests.supervised import saved_model, sums, write_rows
 
 UPDATES = 60

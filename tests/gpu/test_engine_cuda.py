@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bapo.rollout.cuda.graphs import GraphEngine, in_process_engine
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.graphs import GraphEngine, in_process_engine
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import (
     STOP,
@@ -84,7 +84,7 @@ def test_a_budget_is_never_exceeded_and_parked_responses_go_on_where_they_stoppe
 
 @pytest.mark.parametrize("budget", [None, 200])
 def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
-    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
     engine, requests, told = GraphEngine(tiny("llama").cuda(), slots=8), ragged_requests(30), []
     expected = engine.generate(requests, SAMPLING, version=0, token_budget=budget)
     assert engine.generate(requests, SAMPLING, version=0, token_budget=budget, watch=told.append) == expected

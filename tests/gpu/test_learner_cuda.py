@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from bapo.config.recipe import parse_config
 from bapo.learn.forward import can_pack, hidden_states
 from bapo.learn.learner import Learner, LearnerSettings, deterministic
-from bapo.recipe import parse_config
 from tests.small_models import MODELS, batch_of, flat_batch, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bapo.config.recipe import parse_config
 from bapo.models import load_policy
 from bapo.models.lora import LoraSettings
-from bapo.recipe import parse_config
 from bapo.tasks.countdown import Countdown
 from bapo.train import build as build_module
 from bapo.train.run import resume, start

@@ -13,8 +13,9 @@ import torch
 from bapo.models import load_policy
 from bapo.report import find, write_report
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.local import LocalEngine
-from bapo.runs import Problem, Run, measures, read_run
+from bapo.rollout.local.engine import LocalEngine
+from bapo.runs.read import Problem, Run, read_run
+from bapo.runs.statistics import measures
 from tests.compared_runs import COMPARED
 from tests.supervised import saved_model, sums, write_rows
 
@@ -202,7 +203,7 @@ def test_a_supervised_recipe_is_no_recipe_for_training(tmp_path):
 def test_without_anything_held_out(tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", sums())
     model = saved_model(tmp_path / "model")
-    from bapo.recipe import parse_sft_config
+    from bapo.config.recipe import parse_sft_config
     from bapo.train.sft import start
 
     threads = torch.get_num_threads()

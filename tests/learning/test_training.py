@@ -13,12 +13,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bapo.buffer import Buffer
 from bapo.compare.grid import load_grid
+from bapo.config.recipe import load_config, load_sft_config, parse_config
 from bapo.demo import model_path
 from bapo.learn.learner import Learner
 from bapo.models import Policy
-from bapo.recipe import load_config, load_sft_config, parse_config
 from bapo.rollout.engine import Sampling
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.stream import ProblemStream
 from bapo.train.build import build, learner_settings
@@ -163,8 +163,8 @@ def test_one_seed_is_one_result_bit_for_bit(plain, tmp_path):
 
 
 def test_being_watched_changes_nothing(plain, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
-    monkeypatch.setattr("bapo.watch.LINE_SECONDS", 0)
+    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.screen.watch.LINE_SECONDS", 0)
     identical(plain, run(tmp_path, "watched"))
     told = capsys.readouterr().out
     asked = [("sampling", str(4 * line["rollout/admitted"])) for line in rollouts(plain[0])]
@@ -266,7 +266,7 @@ def test_activation_checkpointing_is_the_plain_run(plain, tmp_path):
 
 
 def test_every_objective_trains(tmp_path):
-    from bapo.config import OBJECTIVE_NAMES
+    from bapo.config.run import OBJECTIVE_NAMES
 
     for name in OBJECTIVE_NAMES:
         lines = run(tmp_path, name, objective={"name": name}, steps=1)[0]

@@ -17,9 +17,9 @@ from bapo.compare.grid import merged
 from bapo.compare.plan import State, default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress, duration
 from bapo.compare.results import collect, table_lines
-from bapo.errors import ConfigError
-from bapo.lock import held
-from bapo.placement import available_cores
+from bapo.config.errors import ConfigError
+from bapo.config.placement import available_cores
+from bapo.runs.lock import held
 
 ROOT = Path(__file__).parents[2]
 BASE = """

@@ -1,10 +1,10 @@
 import pytest
 
 from bapo.cli import run
-from bapo.config import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
-from bapo.errors import ConfigError
-from bapo.placement import available_cores, placed
-from bapo.recipe import all_keys, load_config, parse_config
+from bapo.config.errors import ConfigError
+from bapo.config.placement import available_cores, placed
+from bapo.config.recipe import all_keys, load_config, parse_config
+from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 
 
 def refused(values):

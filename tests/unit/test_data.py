@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.benchmarks import BOXED
-from bapo.tasks.data import LoadReport, fingerprint, load_problems, within, without_overlap
+from bapo.tasks.data.benchmarks import BOXED
+from bapo.tasks.data.problems import LoadReport, fingerprint, load_problems, within, without_overlap
+from bapo.tasks.data.prompts import fill
 from bapo.tasks.dataset import DataTask
-from bapo.tasks.prompts import fill
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.types import Problem, Score

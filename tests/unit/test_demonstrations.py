@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.benchmarks import BOXED
-from bapo.tasks.demonstrations import load_demonstrations
+from bapo.tasks.data.benchmarks import BOXED
+from bapo.tasks.data.demonstrations import load_demonstrations
 
 REAL = Path(__file__).parents[1] / "data" / "problems"
 

@@ -16,12 +16,12 @@ from bapo import ClipSettings, policy_loss
 from bapo.core.bounds import StopReason, positive_share, solve_bounds
 from bapo.core.objectives import OBJECTIVES
 from bapo.diagnose.diagnosis import as_json, diagnose
+from bapo.diagnose.dumps import Dump, Update, read_dump
 from bapo.diagnose.measure import SETTINGS, Fate, Signal, measure, total
 from bapo.diagnose.page import html_page
 from bapo.diagnose.problems import CHECKS, find_problems
 from bapo.diagnose.tables import bounds
 from bapo.diagnose.text import print_diagnosis
-from bapo.dumps.updates import Dump, Update, read_dump
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

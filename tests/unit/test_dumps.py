@@ -8,8 +8,8 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-from bapo.dumps.files import DumpError
-from bapo.dumps.updates import NAMES, read_dump
+from bapo.config.errors import DumpError
+from bapo.diagnose.dumps import NAMES, read_dump
 
 MASK = np.array([[1, 1, 0], [1, 1, 1]])
 LOGPROBS = np.array([[-0.5, -1.0, 0.0], [-0.25, -2.0, -0.125]], dtype=np.float32)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from bapo.cli import run
-from bapo.errors import ConfigError
+from bapo.config.errors import ConfigError
 from bapo.evaluate import evaluate, maj_at_k
-from bapo.evaluation.parts import fingerprint_of_weights
-from bapo.evaluation.settings import Settings, data_names
+from bapo.evaluate.parts import fingerprint_of_weights
+from bapo.evaluate.settings import Settings, data_names
 from bapo.models import load_policy
 from bapo.rollout.engine import Sampling
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 from bapo.tasks.countdown import Countdown
 
 FILES = ("config.json", "responses.jsonl", "results.json", "report.html")

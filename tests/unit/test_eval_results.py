@@ -9,14 +9,14 @@ from math import nan
 import pytest
 from rich.console import Console
 
-from bapo.errors import ConfigError
+from bapo.config.errors import ConfigError, DamagedError
 from bapo.evaluate import avg_at_k, maj_at_k, pass_at_k
-from bapo.evaluation.directory import DamagedError, opened
-from bapo.evaluation.figures import figures, powers_up_to, problem_figures, results
-from bapo.evaluation.page import page
-from bapo.evaluation.progress import LiveProgress, PlainProgress, failure_note, make_progress, results_table
-from bapo.evaluation.settings import Settings
-from bapo.watch import Sampled
+from bapo.evaluate.directory import opened
+from bapo.evaluate.figures import figures, powers_up_to, problem_figures, results
+from bapo.evaluate.page import page
+from bapo.evaluate.progress import LiveProgress, PlainProgress, failure_note, make_progress, results_table
+from bapo.evaluate.settings import Settings
+from bapo.screen.watch import Sampled
 
 IDENTITY = {"model": "m", "k": 4, "temperature": 0.6, "max_tokens": 9, "seed": 0, "versions": {"bapo": "0"}}
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bapo.demo import MAX_RESPONSE_TOKENS, model_path
 from bapo.evaluate import avg_at_k, evaluate, maj_at_k, pass_at_k
 from bapo.rollout.engine import Sampling, Segment
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
+from bapo.screen.watch import Sampled
 from bapo.tasks.countdown import Countdown
 from bapo.types import Problem, Score, Status
-from bapo.watch import Sampled
 
 STOP = 0
 bits = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=7)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, disagreement, hidden_states, layers_of
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 from tests.small_models import MODELS, SIZES, flat_batch, made, windowed
 
 

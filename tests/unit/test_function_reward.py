@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from bapo.tasks.function import FunctionReward
+from bapo.tasks.verify.function import FunctionReward
 from bapo.types import Problem, Score
 
 PROBLEM = Problem("p", "2+2=", "4", extra={"level": 3})

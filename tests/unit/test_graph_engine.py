@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bapo.rollout.decoder import unsupported
+from bapo.rollout.cuda.decoder import unsupported
+from bapo.rollout.cuda.graphs import GraphEngine, batch_sizes, in_process_engine
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.graphs import GraphEngine, batch_sizes, in_process_engine
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import (
     STOP,
@@ -65,8 +65,8 @@ def test_parked_responses_go_on_where_they_stopped(parked):
 
 @pytest.mark.parametrize("budget", [None, 5])
 def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
-    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
-    monkeypatch.setattr("bapo.rollout.graphs.LOOK", 1)
+    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.rollout.cuda.graphs.LOOK", 1)
     requests, told = short_requests(3), []
     engine = GraphEngine(tiny("llama"), slots=2)
     watched = engine.generate(requests, SAMPLING, version=0, token_budget=budget, watch=told.append)
@@ -96,7 +96,7 @@ def test_equal_contexts_are_prefilled_once_and_diverge():
 
 
 def test_the_cache_grows_when_longer_responses_come(monkeypatch):
-    monkeypatch.setattr("bapo.rollout.graphs.REACH_STEP", 4)
+    monkeypatch.setattr("bapo.rollout.cuda.graphs.REACH_STEP", 4)
     engine = GraphEngine(tiny("llama"), slots=1)
     engine.generate([Request([5], 0, 1, 2)], SAMPLING, version=0)
     small = engine.pool

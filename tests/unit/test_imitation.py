@@ -8,9 +8,9 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from bapo.learn.imitation import fit, imitate, imitation_loss, most_likely
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.learn.packing import pack_demonstrations
+from bapo.learn.sft import fit, imitate, imitation_loss, most_likely
 from tests.small_models import made
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def test_fit_is_the_same_however_it_is_cut_and_changes_nothing():
 def test_the_most_likely_token_is_found_in_chunks_as_at_once(monkeypatch):
     states, weight, bias = torch.randn(7, 5), torch.randn(11, 5), torch.randn(11)
     expected = (states @ weight.T + bias).argmax(1)
-    monkeypatch.setattr("bapo.learn.imitation.CHUNK_LOGITS", 22)
+    monkeypatch.setattr("bapo.learn.sft.CHUNK_LOGITS", 22)
     assert torch.equal(most_likely(states, weight, bias), expected)
 
 

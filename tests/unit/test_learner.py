@@ -12,7 +12,7 @@ from bapo.core.settings import ClipSettings
 from bapo.learn.learner import Learner, LearnerSettings, learning_rate
 from bapo.learn.packing import pack
 from bapo.rollout.engine import Sampling
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.types import Group, Problem, Status, Trajectory
 

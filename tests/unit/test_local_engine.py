@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from bapo.rollout.engine import Request, Sampling, Segment
-from bapo.rollout.local import LocalEngine, draw
+from bapo.rollout.local.engine import LocalEngine, draw
 from bapo.rollout.randomness import mix, response_seed, stream, uniforms
+from bapo.screen.watch import Sampled
 from bapo.types import Status
-from bapo.watch import Sampled
 from tests.rollouts import (
     STOP,
     VOCABULARY,
@@ -339,7 +339,7 @@ def test_models_without_keys_and_values_are_refused():
 
 @pytest.mark.parametrize("budget", [None, 0, 60])
 def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
-    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
     sampling, requests, told = Sampling(stop_ids=frozenset({STOP})), ragged_requests(), []
     engine = LocalEngine(LLAMA, slots=4)
     watched = engine.generate(requests, sampling, version=0, token_budget=budget, watch=told.append)

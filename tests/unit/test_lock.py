@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from bapo.errors import ConfigError
-from bapo.lock import held
+from bapo.config.errors import ConfigError
+from bapo.runs.lock import held
 
 
 def test_only_one_at_a_time_and_free_again_afterwards(tmp_path):

@@ -11,7 +11,7 @@ from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
 from bapo.models.lora import LoraSettings, add_lora, merged_weights
 from bapo.models.weights import FINGERPRINT, restore_weights, trained_weights
-from bapo.rollout.decoder import unsupported
+from bapo.rollout.cuda.decoder import unsupported
 from tests.chat_models import make_model, publish
 from tests.unit.test_models import batches, sampled_groups
 

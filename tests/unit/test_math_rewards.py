@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from bapo.tasks.final import TAIL, after_hashes, boxed, sentence, visible
-from bapo.tasks.math import MAX_ANSWER, verify, verify_thinking
-from bapo.tasks.sandbox import VerifierPool
+from bapo.tasks.verify.final import TAIL, after_hashes, boxed, sentence, visible
+from bapo.tasks.verify.math import MAX_ANSWER, verify, verify_thinking
+from bapo.tasks.verify.sandbox import VerifierPool
 from tests.hostile_answers import draws
 
 # Ground truths as data sets have them: GSM8K's numbers, MATH's LaTeX, AIME's three digits.
@@ -352,7 +352,7 @@ def test_where_answers_are():
 
 def test_hostile_answers_cost_bounded_time_and_never_raise():
     count, seconds = 200, 1.0
-    with VerifierPool("bapo.tasks.math:verify", workers=2, seconds=seconds, memory_mb=512) as pool:
+    with VerifierPool("bapo.tasks.verify.math:verify", workers=2, seconds=seconds, memory_mb=512) as pool:
         started = time.monotonic()
         hostile = list(draws(count, seed=1))
         scores = pool.scores(hostile)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo.metrics import METRICS, check_declared, markdown
+from bapo.runs.metrics import METRICS, check_declared, markdown
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from bapo.learn.packing import pack
 from bapo.models import Policy, find_stop_ids, load_policy
 from bapo.models.export import save_policy
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Group, Problem, Status, Trajectory
 from tests.chat_models import FAMILIES, make_model, make_tokenizer, publish, soft_capped
 

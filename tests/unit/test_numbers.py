@@ -1,7 +1,7 @@
 import json
 from math import inf, nan
 
-from bapo.numbers import number, numbers, strict
+from bapo.runs.numbers import number, numbers, strict
 
 
 def test_a_page_gets_six_digits_or_null():

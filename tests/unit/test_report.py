@@ -16,15 +16,15 @@ from statistics import fmean
 import pytest
 
 from bapo.cli import run as cli
-from bapo.metrics import METRICS
-from bapo.recipe import parse_config
+from bapo.config.recipe import parse_config
 from bapo.report import contents, find, write_report
 from bapo.report.arms import arms_of
 from bapo.report.figures import MAX_POINTS, curves, figures
 from bapo.report.live import serve
 from bapo.report.samples import samples
 from bapo.report.table import estimate, table
-from bapo.runs import Run, read_run
+from bapo.runs.metrics import METRICS
+from bapo.runs.read import Run, read_run
 from tests.compared_runs import COMPARED, TINY
 
 

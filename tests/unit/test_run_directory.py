@@ -2,9 +2,9 @@
 
 import pytest
 
-from bapo.config import Config
-from bapo.errors import ConfigError
-from bapo.train.directory import RunDirectory
+from bapo.config.errors import ConfigError
+from bapo.config.run import Config
+from bapo.runs.write import RunDirectory
 
 
 def test_a_directory_is_held_once_and_free_again_afterwards(tmp_path):

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-from bapo.evaluation.directory import FORMAT
-from bapo.recipe import parse_config
-from bapo.runs import Problem, Run, aggregate, find_runs, last_step, measures, read_run, student_quantile, tail, worst
+from bapo.config.recipe import parse_config
+from bapo.evaluate.directory import FORMAT
+from bapo.runs.read import Problem, Run, find_runs, last_step, read_run, tail
+from bapo.runs.statistics import aggregate, measures, student_quantile, worst
 
 TINY = {
     "steps": 2,

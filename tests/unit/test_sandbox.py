@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.sandbox import VerifierPool, call_once
+from bapo.tasks.verify.sandbox import VerifierPool, call_once
 from bapo.types import Score
 
 HOSTILE = "tests.hostile_verifiers:verify"
@@ -37,7 +37,7 @@ def processes():
                 state = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            found.append((int(entry.name), state[0], int(state[1]), b"bapo.tasks.worker" in command))
+            found.append((int(entry.name), state[0], int(state[1]), b"bapo.tasks.verify.worker" in command))
     return found
 
 
@@ -183,7 +183,7 @@ def test_a_forgotten_pool_ends_its_workers():
 def owner(body):
     """A program that owns a pool, started as a process; its first line of output tells the worker's pid."""
     code = f"""
-        from bapo.tasks.sandbox import VerifierPool
+        from bapo.tasks.verify.sandbox import VerifierPool
         pool = VerifierPool({HOSTILE!r}, workers=1, seconds=3)
         print(int(pool.scores([("a", "pid")])[0].reward), flush=True)
         {body}

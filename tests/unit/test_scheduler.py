@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bapo.rollout.engine import Request, Sampling, Segment
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.randomness import response_seed
 from bapo.rollout.scheduler import Rollout, Scheduler, SchedulerMetrics, new_group
+from bapo.screen.watch import Sampled, Watch
 from bapo.types import Group, Problem, Status
-from bapo.watch import Sampled, Watch
 
 STOP = 3
 SAMPLING = Sampling(stop_ids=frozenset({STOP}))
@@ -330,7 +330,7 @@ def test_a_watch_hears_of_all_engine_calls_of_a_run_together():
 
 
 def test_a_watch_changes_nothing_and_ends_with_all(monkeypatch):
-    monkeypatch.setattr("bapo.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
     rollouts, told = [], []
     for watch in (None, told.append):
         scheduler = Scheduler(SAMPLING, max_response_tokens=20)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from bapo.config.sft import SftDataConfig
 from bapo.models import Policy, find_stop_ids
-from bapo.sft_config import SftDataConfig
-from bapo.tasks.demonstrations import Demonstration
-from bapo.train.examples import (
+from bapo.tasks.data.demonstrations import Demonstration
+from bapo.train.demonstrations import (
     Batches,
     Encoder,
     Example,

@@ -5,10 +5,10 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from bapo.config.errors import ConfigError
+from bapo.config.recipe import parse_config
 from bapo.demo import model_path
-from bapo.errors import ConfigError
 from bapo.models import Policy
-from bapo.recipe import parse_config
 from bapo.train.tasks import make_task
 
 GSM8K = [

@@ -9,8 +9,8 @@ from math import inf, nan
 import pytest
 from rich.console import Console
 
-from bapo.view import SHOWN, LiveView, PlainView, eta, make_view, sparkline, summary_table
-from bapo.watch import Sampled
+from bapo.screen.view import SHOWN, LiveView, PlainView, eta, make_view, sparkline, summary_table
+from bapo.screen.watch import Sampled
 
 METRICS = {
     "reward": 0.4321, "entropy": 0.49, "share": 0.41, "clip_low": 0.8, "clip_high": 1.25,
@@ -358,5 +358,5 @@ def test_summary_table_on_a_terminal(monkeypatch):
 
 
 def test_importing_the_view_loads_no_torch():
-    code = "import sys, bapo.view; sys.exit('torch' in sys.modules)"
+    code = "import sys, bapo.screen.view; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bapo.watch import Learned, OnScreen, Sampled, Teller, in_lines
+from bapo.screen.watch import Learned, OnScreen, Sampled, Teller, in_lines
 
 
 class Clock:
@@ -28,7 +28,7 @@ def test_the_line_by_hand():
 
 def test_a_teller_passes_on_the_first_the_last_and_one_a_second(monkeypatch):
     clock, told = Clock(), []
-    monkeypatch.setattr("bapo.watch.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("bapo.screen.watch.time", SimpleNamespace(monotonic=clock))
     tell = Teller(told.append, 9)
     for step in range(12):  # 0.25 s each
         tell(step // 4, step)

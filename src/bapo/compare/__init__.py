@@ -21,8 +21,8 @@ from bapo.compare.grid import Grid, load_grid
 from bapo.compare.plan import default_parallel, make_plan, threads_for
 from bapo.compare.progress import make_progress
 from bapo.compare.results import collect, table_lines, write_json
-from bapo.errors import ConfigError
-from bapo.lock import held, is_held
+from bapo.config.errors import ConfigError
+from bapo.runs.lock import held, is_held
 
 __all__ = ["Grid", "compare", "load_grid"]
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bapo.compare.plan import Job, State, clear_unused, set_aside
-from bapo.runs import Problem, last_step, read_run
+from bapo.runs.read import Problem, last_step, read_run
 
 __all__ = ["Progress", "State", "execute"]
 

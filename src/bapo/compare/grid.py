@@ -29,9 +29,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from bapo.config import Config
-from bapo.errors import ConfigError
-from bapo.recipe import parse_config, read_recipe
+from bapo.config.errors import ConfigError
+from bapo.config.recipe import parse_config, read_recipe
+from bapo.config.run import Config
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo.compare.grid import Cell, Grid
-from bapo.errors import ConfigError
-from bapo.placement import available_cores
-from bapo.runs import Problem, read_run
+from bapo.config.errors import ConfigError
+from bapo.config.placement import available_cores
+from bapo.runs.read import Problem, read_run
 
 GPU_PARALLEL = 4
 """Runs at a time on one GPU: a small model leaves most of it idle, and each run needs a few GiB of its memory."""
@@ -120,7 +120,7 @@ def gpu_present() -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Move a damaged directory out of the way, under a name that `bapo.runs.is_set_aside` knows."""
+    """Move a damaged directory out of the way, under a name that `bapo.runs.read.is_set_aside` knows."""
     number = 1
     while (place := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from bapo.compare.grid import Grid
 from bapo.compare.plan import Job, State
-from bapo.runs import tail
+from bapo.runs.read import tail
 
 LINE_SECONDS = 30.0
 """Time between two lines of plain progress; changes are always printed."""

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from bapo.compare.grid import Cell, Grid
-from bapo.numbers import strict
-from bapo.runs import STOP_REASONS, Run, aggregate, measures, read_run
+from bapo.runs.numbers import strict
+from bapo.runs.read import STOP_REASONS, Run, read_run
+from bapo.runs.statistics import aggregate, measures
 
 Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
 FEWEST_SEEDS_TO_MARK = 3

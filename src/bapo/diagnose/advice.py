@@ -18,9 +18,9 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
+from bapo.diagnose.dumps import NAMES, Dump
 from bapo.diagnose.measure import SETTINGS, Numbers
 from bapo.diagnose.problems import FEW_RESPONSES, LOW_ESS, Problem
-from bapo.dumps.updates import NAMES, Dump
 
 MOST = 2 / 3
 """Share of the updates with a signal that have to agree before one case is advised on."""

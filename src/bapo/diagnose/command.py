@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from bapo.dumps.files import DumpError
+from bapo.config.errors import DumpError
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
             if out is not None and not out.resolve().parent.is_dir():
                 raise DumpError(f"{out} cannot be written: {out.resolve().parent} is no directory. Create it first.")
 
-        from bapo.dumps.updates import read_dump
+        from bapo.diagnose.dumps import read_dump
 
         dump = read_dump(list(chosen.dump), mapping)
     except DumpError as error:

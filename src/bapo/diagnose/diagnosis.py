@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bapo.diagnose.advice import advise, unknowns
+from bapo.diagnose.dumps import Dump
 from bapo.diagnose.measure import Numbers, measure, total
 from bapo.diagnose.problems import Problem, find_problems
-from bapo.dumps.updates import Dump
-from bapo.numbers import strict
+from bapo.runs.numbers import strict
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from bapo.core.entropy_rule import quadrant_masses
 from bapo.core.loss import clean_tokens, policy_loss
 from bapo.core.objectives import OBJECTIVES, Tokens, retained_by
 from bapo.core.settings import PRESETS, ClipSettings
+from bapo.diagnose.dump_files import Array
+from bapo.diagnose.dumps import Update
 from bapo.diagnose.pooled import Pooled, join, lengths, mismatch, pool, ratios, share_error
-from bapo.dumps.files import Array
-from bapo.dumps.updates import Update
 
 SETTINGS: dict[str, ClipSettings] = {
     "bapo": ClipSettings(),

@@ -14,7 +14,7 @@ import torch
 
 from bapo.core.entropy_rule import ratio_statistics
 from bapo.core.objectives import Tokens
-from bapo.dumps.files import Array
+from bapo.diagnose.dump_files import Array
 
 WIDE = (0.8, 1.2)
 """A ratio outside of these counts as wide: the symmetric clip that most trainers start from."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapo.core.checks import LOGPROB_SLACK
+from bapo.diagnose.dump_files import Array
+from bapo.diagnose.dumps import Update
 from bapo.diagnose.measure import usable
 from bapo.diagnose.pooled import mismatch
-from bapo.dumps.files import Array
-from bapo.dumps.updates import Update
 
 MEAN_RATIO_OFF = 0.03
 """How far the mean ratio may be from 1. Truncated sampling (top-p 0.95) puts it near 0.95."""

@@ -12,8 +12,8 @@ from statistics import median
 
 from bapo.core.entropy_rule import QUADRANTS
 from bapo.diagnose.diagnosis import Diagnosis
+from bapo.diagnose.dumps import NAMES
 from bapo.diagnose.measure import SETTINGS, Numbers
-from bapo.dumps.updates import NAMES
 
 EFFECT = {
     "high_prob_high_adv": "probable, high A: lowers entropy",

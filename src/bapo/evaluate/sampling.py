@@ -15,10 +15,10 @@ from statistics import fmean
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, pass_at_k
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.scheduler import new_group
+from bapo.screen.watch import Watch
 from bapo.tasks.dataset import Scorer
 from bapo.tasks.task import Task
 from bapo.types import Message, Problem, Score, Status
-from bapo.watch import Watch
 
 __all__ = ["Evaluation", "Response", "evaluate", "mean", "sample"]
 

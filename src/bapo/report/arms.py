@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from bapo.runs import Problem, Run, find_runs, is_set_aside, mean, read_run
+from bapo.runs.read import Problem, Run, find_runs, is_set_aside, read_run
+from bapo.runs.statistics import mean
 from bapo.types import LOG_RATIO_EDGES
 
 NOT_THE_EXPERIMENT = {"seed", "out", "device", "threads", "checkpoint_every", "checkpoint_keep", "sample_every"}

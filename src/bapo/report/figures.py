@@ -18,10 +18,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from bapo.config import Config
-from bapo.numbers import number, numbers
+from bapo.config.run import Config
 from bapo.report.arms import Arm, samples_per_problem
-from bapo.runs import Run, aggregate, mean, measures
+from bapo.runs.numbers import number, numbers
+from bapo.runs.read import Run
+from bapo.runs.statistics import aggregate, mean, measures
 from bapo.types import LOG_RATIO_EDGES
 
 Panel = dict[str, Any]

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import bapo
-from bapo.numbers import strict
 from bapo.report.arms import Arm, Found, find, flat, grid_name
 from bapo.report.figures import figures
 from bapo.report.samples import samples
-from bapo.report.supervised import supervised_figures, supervised_table
+from bapo.report.sft import supervised_figures, supervised_table
 from bapo.report.table import table
+from bapo.runs.numbers import strict
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "

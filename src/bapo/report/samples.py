@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bapo.numbers import number
+from bapo.runs.numbers import number
 
 RESPONSES = 4
 """Responses shown of each group."""

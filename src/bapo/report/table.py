@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bapo.numbers import number
 from bapo.report.arms import Arm, samples_per_problem
-from bapo.runs import STOP_REASONS, Run, aggregate, mean, measures, stop_shares, worst
+from bapo.runs.numbers import number
+from bapo.runs.read import STOP_REASONS, Run
+from bapo.runs.statistics import aggregate, mean, measures, stop_shares, worst
 
 
 def table(arms: Sequence[Arm]) -> dict[str, Any]:

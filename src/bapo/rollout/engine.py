@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from bapo.screen.watch import Watch
 from bapo.types import Status
-from bapo.watch import Watch
 
 
 @dataclass(frozen=True)

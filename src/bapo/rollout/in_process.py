@@ -7,7 +7,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from bapo.rollout.engine import Engine
-from bapo.rollout.local import LocalEngine
+from bapo.rollout.local.engine import LocalEngine
 
 __all__ = ["engine_for"]
 
@@ -16,6 +16,6 @@ def engine_for(model: PreTrainedModel, *, slots: int, parked: Literal["rebuild",
     """The fastest engine that can run this model on its device. `parked`: see `GraphEngine`; "keep" needs CUDA."""
     if model.device.type == "cpu" and parked == "rebuild":
         return LocalEngine(model, slots=slots)
-    from bapo.rollout.graphs import in_process_engine  # needs Triton, which a machine without a GPU may not have
+    from bapo.rollout.cuda.graphs import in_process_engine  # needs Triton, which a machine without a GPU may not have
 
     return in_process_engine(model, slots=slots, parked=parked)

@@ -39,8 +39,8 @@ from typing import Any, Literal
 
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.randomness import response_seed
+from bapo.screen.watch import Sampled, Watch
 from bapo.types import Group, Problem, Status, Trajectory, group_from_state, group_state
-from bapo.watch import Sampled, Watch
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bapo.tasks.data import without_overlap
+from bapo.tasks.data.problems import without_overlap
 from bapo.types import Problem, Score
 
 __all__ = ["DataTask", "Scorer"]
@@ -26,7 +26,7 @@ class DataTask:
             raise ValueError(
                 f"{len(shared)} of {len(train)} training problems are test problems too, first {shared[0].id} "
                 f"({shared[0].source}): {shown!r}. Scores on them would show memory, not skill. Remove them from one "
-                "side; bapo.tasks.data.without_overlap does it for the training side."
+                "side; bapo.tasks.data.problems.without_overlap does it for the training side."
             )
         for name, problems in (("training", train), ("test", test)):
             if len({problem.id for problem in problems}) < len(problems):

@@ -35,8 +35,8 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from bapo.tasks.final import visible
-from bapo.tasks.sandbox import VerifierPool, call_once
+from bapo.tasks.verify.final import visible
+from bapo.tasks.verify.sandbox import VerifierPool, call_once
 from bapo.types import Message, Problem, Score
 
 __all__ = ["INSTRUCTION", "Gym", "generate", "verify", "verify_thinking"]

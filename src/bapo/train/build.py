@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 import torch
 
 from bapo.buffer import Buffer
-from bapo.config import Config
+from bapo.config.errors import ConfigError
+from bapo.config.placement import placed
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
 from bapo.core.objectives import OBJECTIVES
-from bapo.errors import ConfigError
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
-from bapo.placement import placed
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
-from bapo.sft_config import SftConfig
 from bapo.tasks.overlong import overlong_penalty
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task

@@ -10,8 +10,8 @@ import json
 import shlex
 from typing import Any
 
-from bapo.config import Config, TaskConfig
-from bapo.sft_config import SftConfig
+from bapo.config.run import Config, TaskConfig
+from bapo.config.sft import SftConfig
 
 
 def model_card(

@@ -22,14 +22,11 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from bapo.config.errors import CheckpointError
 from bapo.learn.learner import Learner
 from bapo.models.weights import restore_weights, trained_weights
 
 MANIFEST = "manifest.json"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that is missing, incomplete or damaged; the message says which and what to do."""
 
 
 def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *, keep: int) -> Path:

@@ -18,17 +18,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bapo.buffer import Buffer
-from bapo.config import Config
+from bapo.config.run import Config
 from bapo.learn.learner import Learner, Update
 from bapo.learn.packing import pack
 from bapo.models import Policy
 from bapo.rollout.engine import Engine
 from bapo.rollout.scheduler import Scheduler, new_group
+from bapo.screen.watch import Learned, Tell, Watching, unwatched
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.scoring import Failure, response_metrics, score
 from bapo.types import Group
-from bapo.watch import Learned, Tell, Watching, unwatched
 
 
 @dataclass

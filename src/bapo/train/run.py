@@ -22,22 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from bapo import __version__
-from bapo.config import Config
-from bapo.errors import ConfigError
+from bapo.config.errors import CheckpointError, ConfigError, Interrupted, VerifierFailed
+from bapo.config.run import Config
 from bapo.evaluate import evaluate
-from bapo.metrics import check_declared
 from bapo.models import prompt_text
 from bapo.models.export import save_additions, save_policy
 from bapo.rollout.engine import Sampling
-from bapo.tasks.data import fingerprint
+from bapo.runs.metrics import check_declared
+from bapo.runs.write import RunDirectory
+from bapo.screen.view import View, make_view, summary_table
+from bapo.tasks.data.problems import fingerprint
 from bapo.train import checkpoint
 from bapo.train.build import build, resolve
 from bapo.train.card import model_card
-from bapo.train.directory import Interrupted, RunDirectory, stop_on_signal
+from bapo.train.life_cycle import save, stop_on_signal
 from bapo.train.loop import Parts, Progress, StepRecord, train
-from bapo.train.scoring import VerifierFailed
 from bapo.types import Trajectory
-from bapo.view import View, make_view, summary_table
 
 
 def start(config: Config, *, plain: bool | None = None) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _continue(run: RunDirectory, config: Config, *, plain: bool | None) -> dict[
     parts, progress = _built(config), Progress()
     state = checkpoint.load(source, parts.learner)
     if state["problems"] != fingerprint([*parts.task.train, *parts.task.test]):
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"the problems to train or test on (task.name={config.task.name!r}) changed since {run.path} began, so it "
             "cannot be continued as it was. Restore the data, or start a new run."
         )
@@ -130,7 +130,7 @@ def _save(run: RunDirectory, parts: Parts, progress: Progress) -> None:
         "scheduler": parts.scheduler.state_dict(),
         "buffer": parts.buffer.state_dict(),
     }
-    run.checkpoint(progress.step, parts.learner, state, keep=parts.config.checkpoint_keep)
+    save(run, progress.step, parts.learner, state, keep=parts.config.checkpoint_keep)
 
 
 def _restore(parts: Parts, progress: Progress, state: dict[str, Any]) -> None:

@@ -15,16 +15,6 @@ from bapo.tasks.task import Task
 from bapo.types import Group, Status, Trajectory
 
 
-class VerifierFailed(RuntimeError):  # noqa: N818
-    """A verifier that failed on every response: nothing can be learned or measured with it."""
-
-    def __init__(self, responses: int, cause: str, when: str) -> None:
-        super().__init__(
-            f"the verifier failed on all {responses} responses {when}; the first time with: {cause}. Nothing was "
-            "learned from them. Check task.reward, and the answers in the data."
-        )
-
-
 @dataclass(frozen=True)
 class Failure:
     """A response without a reward."""

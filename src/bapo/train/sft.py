@@ -28,21 +28,22 @@ from typing import Any
 import torch
 
 from bapo import __version__
-from bapo.errors import ConfigError
-from bapo.learn.imitation import fit, imitate
+from bapo.config.errors import CheckpointError, ConfigError, Interrupted
+from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.learn.packing import pack_demonstrations
-from bapo.metrics import check_declared
+from bapo.learn.sft import fit, imitate
 from bapo.models import Policy
 from bapo.models.export import save_additions, save_policy
-from bapo.sft_config import SftConfig
+from bapo.runs.metrics import check_declared
+from bapo.runs.write import RunDirectory
+from bapo.screen.view import View, make_view, summary_table
 from bapo.train import checkpoint
 from bapo.train.build import make_policy, resolve
 from bapo.train.card import sft_card
-from bapo.train.directory import Interrupted, RunDirectory, stop_on_signal
-from bapo.train.examples import Batches, Example, Examples, describe, load, make_examples
+from bapo.train.demonstrations import Batches, Example, Examples, describe, load, make_examples
+from bapo.train.life_cycle import save, stop_on_signal
 from bapo.types import TokenBatch
-from bapo.view import View, make_view, summary_table
 
 
 @dataclass
@@ -82,7 +83,7 @@ def _continue(run: RunDirectory, config: SftConfig, *, plain: bool | None) -> di
     state = checkpoint.load(source, parts.learner)
     if state["examples"] != parts.examples.fingerprint:
         named = ", ".join((*config.data.sources, *config.data.held_out))
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{named} or the tokenizer of {config.model.path} changed since {run.path} began, so it cannot be "
             "continued as it was. Restore them, or start a new run."
         )
@@ -209,7 +210,7 @@ def _packed(examples: list[Example], parts: SftParts) -> list[TokenBatch]:
 def _save(run: RunDirectory, parts: SftParts) -> None:
     """The learner's version is all the progress there is."""
     state = {"examples": parts.examples.fingerprint}
-    run.checkpoint(parts.learner.version, parts.learner, state, keep=parts.config.checkpoint_keep)
+    save(run, parts.learner.version, parts.learner, state, keep=parts.config.checkpoint_keep)
 
 
 def _summarize(run: RunDirectory) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from bapo.config import Config
+from bapo.config.run import Config
 from bapo.models import Policy
 from bapo.tasks.countdown import Countdown
-from bapo.tasks.data import load_problems, within, without_overlap
+from bapo.tasks.data.problems import load_problems, within, without_overlap
 from bapo.tasks.dataset import DataTask
-from bapo.tasks.scorers import check_answers, open_scorer
 from bapo.tasks.task import Task
+from bapo.tasks.verify.scorers import check_answers, open_scorer
 from bapo.types import Problem
 
 

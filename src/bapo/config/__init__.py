@@ -1,0 +1,1 @@
+"""Configuration: what a run is, checked before anything heavy is imported."""

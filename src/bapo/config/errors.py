@@ -1,0 +1,60 @@
+"""Every error of ours that a person can act on, each with the exit code of the command that ends with it.
+
+    0     done
+    1     an unexpected error, a verifier that fails on everything, a gradient that is not finite, or a comparison whose
+          runs did not all finish
+    2     bad usage, a bad configuration, or input that cannot be read
+    3     a checkpoint, or what an evaluation saved, is missing or damaged
+    4     the disk is full or cannot be written to (an OSError)
+    130   stopped by the user; everything is saved
+
+A message names what is wrong, why, and what to do instead. It is shown without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class BapoError(Exception):
+    """What a person can put right."""
+
+    exit_code = 1
+
+
+class ConfigError(BapoError, ValueError):
+    """Something was asked for that cannot be done."""
+
+    exit_code = 2
+
+
+class DumpError(BapoError, ValueError):
+    """A dump of logged batches cannot be read."""
+
+    exit_code = 2
+
+
+class CheckpointError(BapoError, RuntimeError):
+    """A checkpoint is missing, incomplete or damaged."""
+
+    exit_code = 3
+
+
+class DamagedError(BapoError):
+    """The directory of an evaluation holds something that cannot be continued."""
+
+    exit_code = 3
+
+
+class VerifierFailed(BapoError, RuntimeError):  # noqa: N818
+    """A verifier failed on every response: nothing can be learned or measured with it."""
+
+    def __init__(self, responses: int, cause: str, when: str) -> None:
+        super().__init__(
+            f"the verifier failed on all {responses} responses {when}; the first time with: {cause}. Nothing was "
+            "learned from them. Check task.reward, and the answers in the data."
+        )
+
+
+class Interrupted(BapoError):  # noqa: N818
+    """The run was asked to stop, and stopped after saving."""
+
+    exit_code = 130

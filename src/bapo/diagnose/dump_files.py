@@ -1,0 +1,167 @@
+"""Files of logged batches -> columns of numbers, whatever the format.
+
+.safetensors and .npz hold arrays, .parquet columns of numbers or of lists (one list per response). Pickles are refused:
+they run code when they are opened. Columns that hold no numbers (prompts, ids) are passed over.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bapo.config.errors import DumpError
+
+Array = npt.NDArray[Any]
+
+FORMATS = (".safetensors", ".npz", ".parquet")
+PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin")
+SAFETENSORS_DTYPES = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1",
+    "BOOL": "?",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A parquet column of lists: all values, and the length of each row."""
+
+    values: Array
+    lengths: Array
+
+
+Column = Array | Ragged
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """The files named, directories opened, in the order a person would count them."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted((p for p in path.rglob("*") if p.suffix in FORMATS), key=_natural)
+            if not inside:
+                present = sorted({p.suffix or p.name for p in path.iterdir()})
+                hint = _pickle_remedy() if set(present) & set(PICKLES) else ""
+                raise DumpError(
+                    f"{path} has no file that ends in {', '.join(FORMATS)}; it holds: "
+                    f"{', '.join(present) or 'nothing'}. {hint}".rstrip()
+                )
+            found += inside
+        elif not path.exists():
+            raise DumpError(f"{path} does not exist.")
+        else:
+            found.append(path)
+    return found
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def _pickle_remedy() -> str:
+    return (
+        "A pickle runs code when it is opened, so bapo does not open one. Convert it where you trust it: "
+        "data = torch.load(FILE); safetensors.torch.save_file({k: v.contiguous() for k, v in data.items()}, "
+        "'FILE.safetensors'). A verl DataProto keeps its tensors in data.batch."
+    )
+
+
+def read_columns(path: Path) -> dict[str, Column]:
+    """The columns of one file."""
+    if path.suffix in PICKLES:
+        raise DumpError(f"{path} is a pickle. {_pickle_remedy()}")
+    if path.suffix not in FORMATS:
+        raise DumpError(f"{path} ends in {path.suffix or 'nothing'}; a dump ends in {', '.join(FORMATS)}.")
+    try:
+        match path.suffix:
+            case ".safetensors":
+                return _read_safetensors(path)
+            case ".npz":
+                return _read_npz(path)
+            case _:
+                return _read_parquet(path)
+    except DumpError:
+        raise
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise DumpError(
+            f"{path} cannot be read: {error}. It is damaged, cut short, or no {path.suffix[1:]} file; write it again."
+        ) from error
+
+
+def _read_npz(path: Path) -> dict[str, Column]:
+    columns: dict[str, Column] = {}
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        for name in arrays.files:
+            try:
+                columns[name] = np.asarray(arrays[name])
+            except ValueError as error:
+                if "allow_pickle" not in str(error):
+                    raise
+                # Python objects: a pickle inside, which is passed over like every column that holds no numbers.
+    return columns
+
+
+def _read_safetensors(path: Path) -> dict[str, Column]:
+    from safetensors import SafetensorError, deserialize
+
+    try:
+        entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    columns: dict[str, Column] = {}
+    for name, entry in entries:
+        data, shape, dtype = entry["data"], entry["shape"], entry["dtype"]
+        if dtype == "BF16":  # the upper half of a float32
+            values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        elif dtype in SAFETENSORS_DTYPES:
+            values = np.frombuffer(data, SAFETENSORS_DTYPES[dtype])
+        else:
+            continue  # other kinds hold weights, not batches
+        columns[name] = values.reshape(shape)
+    return columns
+
+
+def _read_parquet(path: Path) -> dict[str, Column]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DumpError(
+            f"{path} is parquet, which needs pyarrow. Install it with `pip install 'bapo[parquet]'` or "
+            "`pip install pyarrow`, or write .safetensors or .npz instead."
+        ) from None
+    columns: dict[str, Column] = {}
+    for name, column in zip(*_arrow_columns(pq.read_table(path)), strict=True):
+        kind = column.type
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            lengths = column.value_lengths() if not pa.types.is_fixed_size_list(kind) else None
+            sizes = np.full(len(column), kind.list_size) if lengths is None else lengths.fill_null(0).to_numpy()
+            values = column.flatten()
+            if _is_number(pa, values.type):
+                columns[name] = Ragged(_no_nulls(path, name, values), np.asarray(sizes, dtype=np.int64))
+        elif _is_number(pa, kind):
+            columns[name] = _no_nulls(path, name, column)
+    return columns
+
+
+def _arrow_columns(table: Any) -> tuple[list[str], list[Any]]:
+    return table.column_names, [column.combine_chunks() for column in table.columns]
+
+
+def _is_number(pa: Any, kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _no_nulls(path: Path, name: str, values: Any) -> Array:
+    if values.null_count:
+        raise DumpError(
+            f"{path}: column {name!r} has {values.null_count} nulls. Every token needs a value; write 0 and mask it."
+        )
+    return np.asarray(values.to_numpy(zero_copy_only=False))

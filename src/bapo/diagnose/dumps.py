@@ -1,0 +1,378 @@
+"""Dumps: files of logged batches, from any trainer, read into one form.
+
+    read_dump([Path("dumps/")]) -> Dump: a list of Updates, each with its tokens under the mask laid end to end
+
+A file is .safetensors, .npz or .parquet and holds, per token, log-probs of the learner, log-probs of the policy that
+sampled, advantages and a mask; the rest is optional. Arrays are padded [sequences, tokens], packed [tokens] with
+sequence_ids, or (parquet) one list per response; what is equal for a whole response may be [sequences]. One file is one
+update, unless it says which update it belongs to (`update` or `step`: one number, or one per row): files of the same
+update, such as its micro-batches and ranks, are put together.
+
+Columns are recognised by the names in NAMES. Where a dump has both the sampler's own log-probs and ones recomputed by
+the trainer (TRL's and verl's `old_*`), the sampler's are the behaviour log-probs and the others are kept as `anchor`,
+so that the two can be compared. Nothing here judges values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bapo.config.errors import DumpError
+from bapo.diagnose.dump_files import Array, Column, Ragged, find_files, read_columns
+
+NAMES: dict[str, dict[str, str]] = {
+    "logprobs": {"logprobs": "bapo", "per_token_logps": "TRL", "log_prob": "verl", "log_probs": "verl"},
+    "behavior_logprobs": {
+        "behavior_logprobs": "bapo",
+        "sampling_per_token_logps": "TRL",
+        "rollout_log_probs": "verl",
+    },
+    "anchor": {"anchor": "bapo", "old_per_token_logps": "TRL", "old_log_probs": "verl", "old_log_prob": "verl"},
+    "advantages": {"advantages": "bapo, TRL, verl"},
+    "mask": {"mask": "bapo", "completion_mask": "TRL", "response_mask": "verl"},
+    "tool_mask": {"tool_mask": "TRL"},
+    "entropy": {"entropy": "bapo", "entropies": "TRL", "entropys": "verl"},
+    "versions": {"versions": "bapo"},
+    "version": {"version": "bapo"},
+    "staleness": {"staleness": "bapo"},
+    "sequence_ids": {"sequence_ids": "bapo"},
+    "rewards": {"rewards": "bapo, TRL", "token_level_rewards": "verl", "token_level_scores": "verl"},
+    "update": {"update": "bapo", "step": "bapo", "global_step": "TRL", "global_steps": "verl"},
+}
+"""What each array is, and the column names it is known by, in order of preference, with whose name that is."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The tokens of one update that were trained on, laid end to end."""
+
+    name: str
+    """The update's number where the dump has one, else the file's path below what all files have in common."""
+    logprobs: Array
+    """[tokens] under the learner."""
+    behavior_logprobs: Array
+    """[tokens] under the policy that sampled, as far as the dump knows."""
+    advantages: Array
+    """[tokens]"""
+    sequence_ids: Array | None = None
+    """[tokens] which response each token belongs to, from 0; None where the dump does not say."""
+    anchor: Array | None = None
+    """[tokens] log-probs recomputed by the trainer, where the dump also has the sampler's own."""
+    entropy: Array | None = None
+    """[tokens] of the learner's distribution."""
+    staleness: Array | None = None
+    """[tokens] updates between sampling and use."""
+    rewards: Array | None = None
+    """[sequences]"""
+
+    @property
+    def sequences(self) -> int | None:
+        """Responses with at least one token."""
+        return None if self.sequence_ids is None else int(self.sequence_ids.max(initial=-1)) + 1
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What was read, and from where."""
+
+    updates: list[Update]
+    columns: dict[str, str]
+    """Which column became what, e.g. {"mask": "response_mask"}."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader of the results should know about how the dump was read."""
+
+    @property
+    def dialect(self) -> str:
+        """Whose names the columns have."""
+        owners = [NAMES[role].get(column, "--map") for role, column in self.columns.items() if column not in ("", role)]
+        known = [name for name in ("TRL", "verl") if any(name in owner for owner in owners)]
+        return " and ".join(known) or "bapo"
+
+
+def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -> Dump:
+    """All updates in these files and directories; `mapping` adds names, e.g. {"logprobs": "my_column"}."""
+    unknown = sorted(set(mapping or {}) - set(NAMES))
+    if unknown:
+        raise DumpError(f"--map {unknown[0]}=… is not known. What can be mapped: {', '.join(NAMES)}.")
+    numbered: dict[float, list[Update]] = {}
+    unnumbered: list[Update] = []
+    columns: dict[str, str] = {}
+    notes: dict[str, None] = {}
+    files = find_files(paths)
+    for path, name in zip(files, _names(files), strict=True):
+        table = read_columns(path)
+        chosen = _choose(path, table, mapping or {}, notes)
+        _check_numbers(path, table, chosen)
+        columns |= {role: column for role, column in chosen.items() if role not in columns}
+        for number, update in _updates(path, name, {role: table[column] for role, column in chosen.items()}, notes):
+            if number is None:
+                unnumbered.append(update)
+            else:
+                numbered.setdefault(number, []).append(update)
+    updates = [_merge(numbered[number]) for number in sorted(numbered)] + unnumbered
+    if not any(len(update.logprobs) for update in updates):
+        raise DumpError(
+            f"the mask ({columns.get('mask', 'mask')}) selects no token in any of {len(updates)} updates, so there is "
+            "nothing to diagnose. Check the code that writes it; 1 marks a token that was trained on."
+        )
+    return Dump(updates, columns, list(notes))
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """What tells the files apart: paths below the directory that they have in common, endings only where needed."""
+    whole = [Path(os.path.abspath(file)) for file in files]
+    common = os.path.commonpath([file.parent for file in whole])
+    below = [file.relative_to(common) for file in whole]
+    short = [file.with_suffix("").as_posix() for file in below]
+    taken = Counter(short)
+    return [name if taken[name] == 1 else file.as_posix() for name, file in zip(short, below, strict=True)]
+
+
+def _choose(
+    path: Path, table: Mapping[str, Column], mapping: Mapping[str, str], notes: dict[str, None]
+) -> dict[str, str]:
+    """Which column is what: {role: column}. Raises if what is needed is not there."""
+    chosen: dict[str, str] = {}
+    for role, names in NAMES.items():
+        if role in mapping:
+            if mapping[role] not in table:
+                raise DumpError(f"{path} has no column {mapping[role]!r} (--map {role}=…). It has: {_listed(table)}.")
+            chosen[role] = mapping[role]
+            continue
+        present = [name for name in names if name in table and name not in mapping.values()]
+        if present:
+            chosen[role] = present[0]
+        if len(present) > 1:
+            notes[f"{present[0]} is read as {role}, not {', '.join(present[1:])}; choose with --map {role}=…"] = None
+    if "behavior_logprobs" not in chosen and "anchor" in chosen:
+        chosen["behavior_logprobs"] = chosen.pop("anchor")
+    if "logprobs" not in chosen and "anchor" in chosen:
+        chosen["logprobs"] = chosen["anchor"]
+        notes[
+            f"no log-probs of the learner in the update itself: {chosen['anchor']}, recomputed before its first step, "
+            "stand in for them, so the drift within the rollout batch is not seen"
+        ] = None
+    missing = [role for role in ("logprobs", "behavior_logprobs", "advantages") if role not in chosen]
+    if missing:
+        role = missing[0]
+        raise DumpError(
+            f"{path} has no column for {role}, which goes by: {', '.join(_known_names(role))}. It has: "
+            f"{_listed(table)}. If one of them is it, say so: --map {role}=COLUMN."
+        )
+    return chosen
+
+
+def _check_numbers(path: Path, table: Mapping[str, Column], chosen: Mapping[str, str]) -> None:
+    """Raise if a column that is used holds anything but real numbers."""
+    for role, name in chosen.items():
+        column = table[name]
+        kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
+        if kind.kind not in "biuf":
+            holds = {"U": "text", "S": "text", "c": "complex numbers"}.get(kind.kind, "no numbers")
+            raise DumpError(
+                f"{path}: column {name!r}, read as {role}, holds {holds} (dtype {kind}), not real numbers. Convert it "
+                f"where it is written, or say which column is meant: --map {role}=COLUMN."
+            )
+
+
+def _known_names(role: str) -> list[str]:
+    also = NAMES["anchor"] if role == "behavior_logprobs" else {}
+    return [*NAMES[role], *also]
+
+
+def _listed(table: Mapping[str, Column]) -> str:
+    shown = [
+        f"{name} {list(column.shape) if not isinstance(column, Ragged) else f'[{len(column.lengths)} lists]'}"
+        for name, column in sorted(table.items())
+    ]
+    return ", ".join(shown[:40]) or "no numeric column"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens of a file lie: its rows are responses."""
+
+    path: Path
+    tokens: int
+    shape: tuple[int, ...] | None  # of a padded or packed array; None for lists
+    rows: Array | None  # [tokens] the row of each token
+    row_count: int
+    lengths: Array | None  # of lists
+
+    def spread(self, role: str, column: Column) -> Array:
+        """One value per token, [tokens]."""
+        if isinstance(column, Ragged):
+            if self.lengths is not None and np.array_equal(column.lengths, self.lengths):
+                return column.values
+            raise self.mismatch(role, f"lists of other lengths ({int(column.lengths.sum())} values)")
+        if self.shape is not None and column.shape == self.shape:
+            return column.reshape(-1)
+        if column.size == 1:
+            return np.full(self.tokens, column.reshape(-1)[0])
+        if self.rows is not None and column.shape in ((self.row_count,), (self.row_count, 1)):
+            return np.asarray(column.reshape(-1)[self.rows])
+        raise self.mismatch(role, f"shape {list(column.shape)}")
+
+    def mismatch(self, role: str, what: str) -> DumpError:
+        """The error for a column that does not fit."""
+        here = (
+            f"shape {list(self.shape)}" if self.shape is not None else f"{self.row_count} lists, {self.tokens} values"
+        )
+        rows = "" if self.rows is None else f", or one per response ({self.row_count})"
+        return DumpError(
+            f"{self.path}: {role} has {what}, but logprobs has {here}. Each column holds one value per token{rows}; "
+            "slice all of them alike to the response tokens."
+        )
+
+
+def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
+    logprobs = columns["logprobs"]
+    if isinstance(logprobs, Ragged):
+        rows = np.repeat(np.arange(len(logprobs.lengths)), logprobs.lengths)
+        return _Layout(path, len(rows), None, rows, len(logprobs.lengths), logprobs.lengths)
+    if logprobs.ndim == 2:
+        rows = np.repeat(np.arange(logprobs.shape[0]), logprobs.shape[1])
+        return _Layout(path, logprobs.size, logprobs.shape, rows, logprobs.shape[0], None)
+    if logprobs.ndim != 1:
+        raise DumpError(
+            f"{path}: logprobs has shape {list(logprobs.shape)}; expected [sequences, tokens] (padded) or [tokens] "
+            "(packed)."
+        )
+    ids = columns.get("sequence_ids")
+    if ids is None:
+        return _Layout(path, logprobs.size, logprobs.shape, None, 0, None)
+    if isinstance(ids, Ragged) or ids.shape != logprobs.shape or not np.issubdtype(ids.dtype, np.integer):
+        raise DumpError(f"{path}: sequence_ids must be one integer per token, {list(logprobs.shape)}, as logprobs is.")
+    values, rows = np.unique(ids, return_inverse=True)
+    return _Layout(path, logprobs.size, logprobs.shape, rows, len(values), None)
+
+
+def _updates(
+    path: Path, file_name: str, columns: Mapping[str, Column], notes: dict[str, None]
+) -> list[tuple[float | None, Update]]:
+    """The updates in one file, each with its number if it has one."""
+    layout = _layout(path, columns)
+    rewards = columns.get("rewards")
+    tokens = {role: layout.spread(role, column) for role, column in columns.items() if role != "sequence_ids"}
+    mask = _mask(layout, tokens)
+    staleness = _staleness(path, tokens, mask, notes)
+    per_row = rewards is not None and not isinstance(rewards, Ragged) and rewards.size in (1, layout.row_count)
+    empty = 0 if layout.rows is None else layout.row_count - len(np.unique(layout.rows[mask]))
+    if empty and mask.any():
+        notes[f"{path.name}: {empty} of {layout.row_count} responses have no token under the mask and are left out"] = (
+            None
+        )
+    if rewards is not None and layout.rows is None:
+        notes["rewards are not used: packed tokens without sequence_ids do not say where a response ends"] = None
+
+    def build(name: str, here: npt.NDArray[np.bool_]) -> Update:
+        chosen = mask & here
+        ids: Array | None = None
+        row_rewards: Array | None = None
+        if layout.rows is not None:
+            present, ids = np.unique(layout.rows[chosen], return_inverse=True)
+            if rewards is not None and per_row:
+                first = np.unique(ids, return_index=True)[1]
+                row_rewards = tokens["rewards"][chosen][first].astype(np.float64)
+            elif rewards is not None:
+                row_rewards = np.bincount(ids, tokens["rewards"][chosen].astype(np.float64), minlength=len(present))
+        numbers = {role: _floats(tokens[role][chosen]) for role in ("logprobs", "behavior_logprobs", "advantages")}
+        optional = {role: _floats(tokens[role][chosen]) for role in ("anchor", "entropy") if role in tokens}
+        return Update(
+            name=name,
+            **numbers,
+            **optional,
+            sequence_ids=ids,
+            staleness=None if staleness is None else staleness[chosen],
+            rewards=row_rewards,
+        )
+
+    if "update" not in tokens:
+        return [(None, build(file_name, np.ones(layout.tokens, dtype=bool)))]
+    values = tokens["update"]
+    _check_finite(path, "update", values, mask)
+    found = np.unique(values[np.isfinite(values)])
+    return [(_exact(value), build(str(_exact(value)), values == value)) for value in found]
+
+
+def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
+    if "mask" not in tokens:
+        if layout.shape is not None and len(layout.shape) == 2:
+            raise DumpError(
+                f"{layout.path} has padded arrays {list(layout.shape)} and no mask, which goes by: "
+                f"{', '.join(NAMES['mask'])}. Without it padding cannot be told from tokens: dump it, or say "
+                "--map mask=COLUMN."
+            )
+        return np.ones(layout.tokens, dtype=bool)
+    mask = tokens["mask"] * tokens["tool_mask"] if "tool_mask" in tokens else tokens["mask"]
+    if not np.isin(mask, (0, 1)).all():
+        raise DumpError(
+            f"{layout.path}: mask holds values other than 0 and 1. It selects the tokens that were trained on; weights "
+            "belong into the advantages."
+        )
+    return np.asarray(mask != 0)
+
+
+def _staleness(
+    path: Path, tokens: Mapping[str, Array], mask: npt.NDArray[np.bool_], notes: dict[str, None]
+) -> Array | None:
+    """[tokens] in integers wide enough for a difference, whatever the dump has; 0 where masked out."""
+    roles = [role for role in ("staleness", "versions", "version") if role in tokens]
+    wide = {}
+    for role in roles:
+        _check_finite(path, role, tokens[role], mask)
+        wide[role] = np.where(mask, tokens[role], 0).astype(np.int64)
+    if "staleness" in wide:
+        return wide["staleness"]
+    if "versions" not in wide:
+        return None
+    if "version" in wide:
+        return np.asarray(wide["version"] - wide["versions"])
+    notes[
+        "versions without the learner's own version: staleness is counted from the newest token, so it is a lower bound"
+    ] = None
+    return np.asarray(np.where(mask, wide["versions"].max(initial=0) - wide["versions"], 0))
+
+
+def _check_finite(path: Path, role: str, values: Array, mask: npt.NDArray[np.bool_]) -> None:
+    bad = ~np.isfinite(values) & mask
+    if bad.any():
+        raise DumpError(
+            f"{path}: {role} is {values[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask. It "
+            "counts updates: write a whole number for each, or leave the column out."
+        )
+
+
+def _exact(value: Any) -> float:
+    """A number of an update without a digit lost, as an integer where it is one."""
+    return int(value) if value == np.floor(value) else float(value)
+
+
+def _floats(values: Array) -> Array:
+    return values if values.dtype in (np.float32, np.float64) else values.astype(np.float32)
+
+
+def _merge(parts: list[Update]) -> Update:
+    """The parts of one update (micro-batches, ranks) as one. What only some of them have is dropped."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(role: str) -> Array | None:
+        arrays = [getattr(part, role) for part in parts]
+        return None if any(array is None for array in arrays) else np.concatenate(arrays)
+
+    offsets = np.cumsum([0] + [part.sequences or 0 for part in parts])
+    parts = [
+        replace(part, sequence_ids=None if part.sequence_ids is None else part.sequence_ids + offset)
+        for part, offset in zip(parts, offsets, strict=False)
+    ]
+    roles = [one.name for one in fields(Update) if one.name != "name"]
+    return Update(parts[0].name, **{role: joined(role) for role in roles})  # type: ignore[arg-type]

@@ -1,1 +1,0 @@
-"""Reads logged batches of any trainer into one form. Imports no torch."""

@@ -1,0 +1,161 @@
+"""The directory of an evaluation: what it is, what was said, and the promise that nothing is done twice.
+
+config.json       everything that determines the result; written first and never changed
+responses.jsonl   one line per problem, in order; appended a chunk at a time
+results.json      all figures; written last, so its presence means the evaluation is complete
+report.html       the same for people
+lock              held by the process at work
+
+A chunk is what one engine call sampled. It is kept whole or not at all: a kill may leave half of a line or half of a
+chunk, which opening the directory cuts off. Chunks do not depend on where an evaluation was stopped, so one that was
+continued has the same bytes as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bapo.config.errors import ConfigError, DamagedError
+from bapo.runs.lock import held
+
+__all__ = ["Chunk", "Directory", "opened"]
+
+FORMAT = "bapo eval 1"
+Row = dict[str, Any]
+"""A line of responses.jsonl."""
+Chunk = tuple[str, Sequence[str]]
+"""Name of a data set, and the ids of some of its problems."""
+
+_WHY = {
+    "weights": "the model has other weights now",
+    "fingerprints": "its problems, or how they are put to the model, are others now",
+    "versions": "another version may round differently",
+    "threads": "another number of threads may round differently",
+    "slots": "another number of slots may round differently",
+    "chunk": "other chunks may round differently",
+}
+
+
+@contextmanager
+def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
+    """A directory, new or to be continued, that nobody else works in."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "lock").open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written to: {error.strerror}. Choose another place.") from None
+    with held(path / "lock", busy=f"--out {path}: another process is at work there. Wait for it, or stop it."):
+        directory = Directory(path)
+        directory._claim(json.loads(json.dumps(identity)))
+        yield directory
+
+
+class Directory:
+    """The files of an evaluation. Made by `opened`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.responses = path / "responses.jsonl"
+
+    def write(self, name: str, text: str) -> None:
+        """A file, whole or not at all."""
+        partial = self.path / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self.path / name)
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """The rows of one chunk; they are on the disk when this returns."""
+        with self.responses.open("ab") as file:
+            file.write(b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def complete(self, chunks: Sequence[Chunk]) -> list[Row]:
+        """The rows of all complete chunks, from the first on. Whatever follows them is cut off."""
+        if not self.responses.exists():
+            return []
+        rows, ends = self._read()
+        expected = [(name, id) for name, ids in chunks for id in ids]
+        if len(rows) > len(expected):
+            raise DamagedError(
+                f"{self.responses} has {len(rows)} lines for {len(expected)} problems. Somebody changed the file: "
+                "restore it, or start again in another directory."
+            )
+        for number, (row, place) in enumerate(zip(rows, expected, strict=False), start=1):
+            if (row.get("data"), row.get("id")) != place:
+                raise DamagedError(
+                    f"{self.responses}, line {number}: expected problem {place[1]!r} of {place[0]}, found "
+                    f"{row.get('id')!r} of {row.get('data')}. Somebody changed the file: restore it, or start again in "
+                    "another directory."
+                )
+        kept = 0
+        for _, ids in chunks:
+            if kept + len(ids) > len(rows):
+                break
+            kept += len(ids)
+        os.truncate(self.responses, ends[kept])
+        return rows[:kept]
+
+    def _read(self) -> tuple[list[Row], list[int]]:
+        """The rows, and where in the file the first 0, 1, 2, … of them end. A broken last line is no row."""
+        rows: list[Row] = []
+        ends = [0]
+        lines = self.responses.read_bytes().splitlines(keepends=True)
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                if number == len(lines):
+                    break
+                raise DamagedError(
+                    f"{self.responses}, line {number} is damaged: {line[:60]!r}. Restore the file, or cut it before "
+                    "that line to sample again from there."
+                )
+            rows.append(row)
+            ends.append(ends[-1] + len(line))
+        return rows, ends
+
+    def _claim(self, identity: dict[str, Any]) -> None:
+        """Write config.json, or see that it says the same."""
+        identity = {"format": FORMAT, **identity}
+        config = self.path / "config.json"
+        if not config.exists():
+            others = sorted(p.name for p in self.path.iterdir() if p.name != "lock" and p.suffix != ".partial")
+            if others:
+                raise ConfigError(
+                    f"--out {self.path}: it holds {others[0]}, but no config.json, so it is no evaluation. Choose "
+                    "another directory."
+                )
+            self.write("config.json", json.dumps(identity, indent=2) + "\n")
+            return
+        try:
+            there = json.loads(config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DamagedError(f"{config} is damaged: {error}. Restore it, or choose another directory.") from None
+        if not isinstance(there, dict) or there.get("format") != FORMAT:
+            raise ConfigError(f"--out {self.path}: what is in it is no evaluation of this version. Choose another.")
+        before, now = dict(_flat(there)), dict(_flat(identity))
+        for key in [*now, *before]:
+            if before.get(key) != now.get(key):
+                why = _WHY.get(key.split(".")[0])
+                raise ConfigError(
+                    f"--out {self.path} holds an evaluation with {key}={before.get(key)!r}, but this one has "
+                    f"{now.get(key)!r}{f': {why}' if why else ''}. Give the same options to continue it, or another "
+                    "--out."
+                )
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts by dotted key."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

@@ -1,0 +1,212 @@
+"""What a person sees while an evaluation runs: a bar on a terminal, a line per chunk anywhere else; a table at the end.
+A chunk that takes long says how far it is: below the bar, or in a line now and then.
+
+The time left is the problems left over the rate of this sitting, so that what was saved before does not flatter it:
+
+    eta = problems left · seconds since the start / problems done since the start
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self, TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from bapo.evaluate.settings import Settings
+from bapo.screen.watch import OnScreen, Watch, in_lines
+
+__all__ = ["PlainProgress", "failure_note", "make_progress", "results_table"]
+
+
+def make_progress(settings: Settings, path: Path, total: int, rows: Sequence[Any], stream: TextIO) -> PlainProgress:
+    """A bar that is redrawn if the stream is a terminal, otherwise lines."""
+    spells = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+    live = stream.isatty() and spells and os.environ.get("TERM") not in ("dumb", "unknown")
+    return (LiveProgress if live else PlainProgress)(settings, path, total, rows, stream)
+
+
+class PlainProgress:
+    """Lines for a log file or a pipe."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        path: Path,
+        total: int,
+        rows: Sequence[dict[str, Any]],  # saved before
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self.path, self.total, self.stream, self.clock = settings, path, total, stream, clock
+        self.before = self.done = len(rows)
+        self.rewards: dict[str, list[float]] = {}
+        self.name = ""
+        self.began = clock()
+        self._count(rows)
+
+    def __enter__(self) -> Self:
+        self.say(
+            f"{self.settings.model}: {self.total} problems, {self.settings.k} responses each, temperature "
+            f"{self.settings.temperature:g}, in {self.path}"
+        )
+        if self.before:
+            self.say(f"{self.before} of {self.total} problems were done before")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def working_on(self, name: str) -> None:
+        """The next chunk is of this data set."""
+        self.name = name
+
+    def sampling(self) -> AbstractContextManager[Watch]:
+        """While a chunk is sampled and scored: a watch to tell how far it is."""
+        return in_lines("sampling", self.say, self.clock)
+
+    def saved(self, rows: Sequence[dict[str, Any]]) -> None:
+        """A chunk is on the disk."""
+        self.done += len(rows)
+        self._count(rows)
+        self.say(f"{self.done}/{self.total} problems  {self.score()}  eta {self.remaining()}")
+
+    def say(self, text: str) -> None:
+        """A line."""
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
+        self.stream.flush()
+
+    def score(self) -> str:
+        """`gsm8k avg@16 0.412`: of the data set at work, so far."""
+        rewards = self.rewards.get(self.name)
+        return f"{self.name} avg@{self.settings.k} {fmean(rewards):.3f}" if rewards else self.name
+
+    def remaining(self) -> str:
+        """As m:ss or h:mm:ss; ? until there is something to go by."""
+        done = self.done - self.before
+        return duration((self.total - self.done) * (self.clock() - self.began) / done) if done else "?"
+
+    def _count(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            rewards = [response["reward"] or 0.0 for response in row["responses"]]
+            self.rewards.setdefault(row["data"], []).append(fmean(rewards))
+
+
+class LiveProgress(PlainProgress):
+    """A bar that is redrawn in place."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.chunk = OnScreen(self.clock)
+        self.progress = _Bar(
+            self.chunk,
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total} problems"),
+            TextColumn("{task.fields[score]}"),
+            TimeElapsedColumn(),
+            _Eta(),
+            console=Console(file=self.stream, force_terminal=True, highlight=False),
+        )
+        self.task = self.progress.add_task("", total=self.total, completed=self.done, score="", ends=None)
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def working_on(self, name: str) -> None:
+        """The next chunk is of this data set."""
+        super().working_on(name)
+        self.progress.update(self.task, score=Text(self.score()).plain)
+
+    def sampling(self) -> AbstractContextManager[Watch]:
+        """While a chunk is sampled and scored: a watch to tell how far it is."""
+        return self.chunk.doing("sampling")
+
+    def saved(self, rows: Sequence[dict[str, Any]]) -> None:
+        """A chunk is on the disk."""
+        self.done += len(rows)
+        self._count(rows)
+        elapsed = self.clock() - self.began
+        left = (self.total - self.done) * elapsed / (self.done - self.before)
+        self.progress.update(self.task, completed=self.done, score=self.score(), ends=time.monotonic() + left)
+
+
+class _Bar(Progress):
+    """With a line below for the chunk at work, empty while there is nothing to tell, so that nothing moves."""
+
+    def __init__(self, chunk: OnScreen, *columns: ProgressColumn, console: Console) -> None:
+        self.chunk = chunk
+        super().__init__(*columns, console=console, expand=True)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, and until the end the line."""
+        yield from super().get_renderables()
+        if not self.finished:
+            yield Text(self.chunk.line, "dim", no_wrap=True, overflow="ellipsis")
+
+
+class _Eta(ProgressColumn):
+    """Counts down between two chunks."""
+
+    def render(self, task: Task) -> Text:
+        """`eta 1:05`."""
+        ends = task.fields["ends"]
+        return Text("" if ends is None else f"eta {duration(max(0.0, ends - time.monotonic()))}", "dim")
+
+
+def duration(seconds: float) -> str:
+    """As m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def results_table(results: dict[str, Any]) -> str:
+    """The figures of every data set and of all together, with 95% intervals."""
+    k = results["k"]
+    table = [["", "problems", f"avg@{k}", f"pass@{k}", f"maj@{k}", "truncated", "length", "failures"]]
+    lines = dict(results["data_sets"]) | ({"overall": results["overall"]} if len(results["data_sets"]) > 1 else {})
+    for name, found in lines.items():
+        table.append(
+            [
+                name,
+                str(found["problems"]),
+                *(_interval(found[key]) for key in ("avg", "pass_k", "maj")),
+                f"{found['truncated']['value']:.1%}",
+                f"{found['length']:.1f}",
+                str(found["failures"]),
+            ]
+        )
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    )
+
+
+def failure_note(results: dict[str, Any]) -> str:
+    """What the verifier failed on most often, as a line; empty if it never did."""
+    found = results["overall"]
+    if not found["failures"]:
+        return ""
+    cause, count = next(iter(found["failure_causes"].items()))
+    said = " ".join(str(cause).split())
+    return (
+        f"the verifier failed on {found['failures']} of {found['responses']} responses, which count 0; {count} times: "
+        f"{said if len(said) <= 300 else said[:299] + '…'}"
+    )
+
+
+def _interval(estimate: dict[str, float] | None) -> str:
+    return "–" if estimate is None else f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"

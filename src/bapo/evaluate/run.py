@@ -1,0 +1,136 @@
+"""The work of `bapo eval`: chunk after chunk sampled, scored and saved, then figures and page.
+
+The engine is the only thing here that samples, so any `Engine` will do. Nothing is kept in memory that is not on the
+disk already, except the chunk at work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from bapo.config.errors import ConfigError
+from bapo.config.placement import placed
+from bapo.evaluate import Response, mean, sample
+from bapo.evaluate.data import DataSet, load_data_sets, scorer
+from bapo.evaluate.directory import opened
+from bapo.evaluate.figures import results
+from bapo.evaluate.page import page
+from bapo.evaluate.parts import Plan, default_directory, load_model, make_plan
+from bapo.evaluate.progress import make_progress
+from bapo.evaluate.settings import Settings
+from bapo.models import Policy, prompt_text
+from bapo.rollout.engine import Engine, Sampling
+from bapo.rollout.in_process import engine_for
+from bapo.screen.watch import Watch
+from bapo.tasks.dataset import Scorer
+from bapo.types import Problem
+
+__all__ = ["evaluate_model"]
+
+
+def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tuple[Path, dict[str, Any]]:
+    """Do what is missing of an evaluation; returns its directory and results."""
+    try:
+        device, dtype, threads = placed(settings.device, settings.dtype, settings.threads)
+        settings = replace(settings, device=device, dtype=dtype, threads=threads)
+        data_sets = load_data_sets(settings)
+        policy = load_model(settings)
+        plan = make_plan(settings, policy, data_sets)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for data in data_sets:
+        if data.note:
+            stream.write(f"{data.note}\n")
+    engine = engine_for(policy.model, slots=settings.slots)
+    path = out or default_directory(plan)
+    with opened(path, plan.identity) as directory:
+        chunks = plan.chunks(data_sets)
+        rows = directory.complete([(data.name, [p.id for p in data.problems[part]]) for data, part in chunks])
+        total = sum(len(data.problems) for data in data_sets)
+        with make_progress(settings, path, total, rows, stream) as progress, ExitStack() as stack:
+            scorers = _scorers(data_sets, settings, policy, stack) if len(rows) < total else {}
+            done = 0
+            for data, part in chunks:
+                problems = data.problems[part]
+                done += len(problems)
+                if done <= len(rows):
+                    continue
+                progress.working_on(data.name)
+                with progress.sampling() as watch:
+                    new = _sampled(engine, policy, scorers[data.name], data.name, problems, plan, watch)
+                directory.append(new)
+                rows += new
+                progress.saved(new)
+        found = results(rows, plan.identity)
+        directory.write("report.html", page(rows, found))
+        directory.write("results.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+    return path, found
+
+
+def _scorers(data_sets: list[DataSet], settings: Settings, policy: Policy, stack: ExitStack) -> dict[str, Scorer]:
+    """What scores each data set; processes that this starts end with the stack."""
+    chosen = {data.name: data.own_scorer for data in data_sets if data.own_scorer and settings.reward is None}
+    if len(chosen) < len(data_sets):
+        try:
+            shared = stack.enter_context(scorer(settings, opens_thinking=policy.opens_thinking))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        chosen |= {data.name: shared for data in data_sets if data.name not in chosen}
+    return chosen
+
+
+def _sampled(
+    engine: Engine, policy: Policy, scores: Scorer, name: str, problems: Sequence[Problem], plan: Plan, watch: Watch
+) -> list[dict[str, Any]]:
+    """The rows of one chunk."""
+    settings = plan.settings
+    try:
+        answers = sample(
+            engine,
+            policy.encode,
+            policy.decode,
+            scores,
+            problems,
+            k=settings.k,
+            sampling=Sampling(settings.temperature, policy.stop_ids),
+            max_tokens=plan.max_tokens,
+            seed=settings.seed,
+            version=0,
+            watch=watch,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--slots {settings.slots} and --max-tokens {plan.max_tokens} need more memory than the device has "
+            f"({str(error).splitlines()[0]}) Lower one of them; in another --out, because slots are part of what an "
+            "evaluation is."
+        ) from None
+    return [
+        {
+            "data": name,
+            "id": problem.id,
+            "source": problem.source,
+            "prompt": prompt_text(problem.prompt),
+            "reference": problem.answer,
+            "responses": [_line(response) for response in given],
+        }
+        for problem, given in zip(problems, answers, strict=True)
+    ]
+
+
+def _line(response: Response) -> dict[str, Any]:
+    return {
+        "text": response.text,
+        "tokens": len(response.segment.tokens),
+        "status": str(response.segment.status),
+        "reward": None if response.score.reward is None else float(response.score.reward),
+        "failure": response.score.failure,
+        "answer": response.score.answer,
+        "entropy": mean(response.segment.entropies),
+    }

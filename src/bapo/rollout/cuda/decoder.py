@@ -1,0 +1,155 @@
+"""The forward pass of Llama, Qwen2 and Qwen3, written for sampling: few launches, static shapes, a slotted cache.
+
+It holds the weights in the layout and dtype that sampling wants (query, key and value in one matrix, gate and up in
+another) as a copy that `refresh` brings up to date: one pass over the weights per sitting, and one more copy of them in
+memory, against a tenth of the launches per token. Everything else (rotation tables, norms, heads) is read from the
+transformers model; `unsupported` says why a model has to be sampled by the general engine instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
+
+from bapo.rollout.cuda.kernels.layers import add_norm, gate, rotate_and_store
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Those that depend on the position alone."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rotated qkv, keys, values of the layer) -> mixed values [tokens, heads * width]"""
+
+
+def unsupported(model: PreTrainedModel) -> str | None:
+    """Why this model cannot be run here; None if it can."""
+    config = model.config
+    if config.model_type not in FAMILIES:
+        return f"its architecture is {config.model_type}, not one of {', '.join(FAMILIES)}"
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        return "some of its layers have a sliding window"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotation not in ROTATIONS:
+        return f"its rotary embedding is {rotation}, which changes with the length"
+    if _first_layer(model).self_attn.head_dim % 2:
+        return "its heads have an odd width"
+    base: Any = model.base_model
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if type(head) is not torch.nn.Linear or type(base.embed_tokens) is not torch.nn.Embedding:
+        kinds = type(head).__name__, type(base.embed_tokens).__name__
+        return f"its head and embedding are {kinds[0]} and {kinds[1]}, not plain Linear and Embedding"
+    linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    strangers = {f"{type(m).__module__}.{type(m).__name__}" for m in linears if type(m) is not torch.nn.Linear}
+    if any(name.startswith("peft.") for name in strangers):
+        return "it has low-rank additions (model.lora), which the fused weights would leave out"
+    if strangers:
+        return f"its projections are {', '.join(sorted(strangers))}, not plain Linear"
+    return None
+
+
+class Decoder:
+    """A copy of a model's weights, and the forward pass over them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.dtype, self.device = model, model.dtype, model.device
+        config = model.config
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.width: int = _first_layer(model).self_attn.head_dim
+        self.layers: int = config.num_hidden_layers
+        self.eps: float = config.rms_norm_eps
+        with torch.no_grad():
+            self._weights = {
+                name: torch.cat(parts).to(self.dtype, copy=True) for name, parts in self._sources().items()
+            }
+        self._rotation: tuple[Tensor, Tensor] | None = None
+
+    def refresh(self) -> None:
+        """Copy the model's weights as they are now, in place: captured graphs go on reading the same addresses."""
+        sources = self._sources()
+        if sources.keys() != self._weights.keys():
+            raise ValueError(
+                "the model's weights are no longer those the engine was built for: "
+                f"{sources.keys() ^ self._weights.keys()} came or went (a head tied or untied?). Build a new engine."
+            )
+        for name, parts in sources.items():
+            begin = 0
+            for part in parts:
+                self._weights[name][begin : begin + len(part)].copy_(part)
+                begin += len(part)
+
+    def _sources(self) -> dict[str, list[Tensor]]:
+        """The model's parameters behind each of our matrices, stacked along the first axis."""
+        base: Any = self.model.base_model
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        sources: dict[str, list[Any]] = {"embedding": [base.embed_tokens.weight], "norm": [base.norm.weight]}
+        if head.weight is not base.embed_tokens.weight:
+            sources["head"] = [head.weight]
+        sources["head.bias"] = [getattr(head, "bias", None)]
+        for i, layer in enumerate(base.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            stacks = {
+                "qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
+                "out": (attention.o_proj,),
+                "gate_up": (mlp.gate_proj, mlp.up_proj),
+                "down": (mlp.down_proj,),
+            }
+            for name, modules in stacks.items():
+                sources[f"{i}.{name}"] = [module.weight for module in modules]
+                sources[f"{i}.{name}.bias"] = [module.bias for module in modules]
+            sources[f"{i}.before_attention"] = [layer.input_layernorm.weight]
+            sources[f"{i}.before_mlp"] = [layer.post_attention_layernorm.weight]
+            if hasattr(attention, "q_norm"):
+                sources[f"{i}.query_gain"] = [attention.q_norm.weight]
+                sources[f"{i}.key_gain"] = [attention.k_norm.weight]
+        return {name: parts for name, parts in sources.items() if parts[0] is not None}
+
+    @torch.no_grad()
+    def prepare(self, reach: int) -> None:
+        """Rotation tables for positions up to `reach`, as the model computes them."""
+        if self._rotation is not None and len(self._rotation[0]) >= reach:
+            return
+        like = torch.zeros(1, dtype=self.dtype, device=self.device)
+        base: Any = self.model.base_model
+        cos, sin = base.rotary_emb(like, torch.arange(reach, device=self.device)[None])
+        half = self.width // 2
+        self._rotation = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+    def cache(self, slots: int, reach: int) -> Tensor:
+        """An empty cache: [layers, keys and values, slots, kv_heads, reach, width]."""
+        shape = (self.layers, 2, slots, self.kv_heads, reach, self.width)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def forward(
+        self, ids: Tensor, slots: Tensor, positions: Tensor, cache: Tensor, attend: Attend, *, logits: bool = True
+    ) -> Tensor | None:
+        """Put the tokens' keys and values into the cache; logits after each token, [tokens, vocabulary], if wanted."""
+        assert self._rotation is not None
+        w = self._weights
+        residual, delta = embedding(ids, w["embedding"]), None
+        for i in range(self.layers):
+            keys, values = cache[i]
+            states = add_norm(residual, delta, w[f"{i}.before_attention"], self.eps)
+            qkv = linear(states, w[f"{i}.qkv"], w.get(f"{i}.qkv.bias"))
+            gains = (w[f"{i}.query_gain"], w[f"{i}.key_gain"]) if f"{i}.query_gain" in w else None
+            rotate_and_store(qkv, slots, positions, self._rotation, gains, keys, values, heads=self.heads, eps=self.eps)
+            if i == self.layers - 1 and not logits:
+                return None
+            delta = linear(attend(qkv, keys, values), w[f"{i}.out"], w.get(f"{i}.out.bias"))
+            states = add_norm(residual, delta, w[f"{i}.before_mlp"], self.eps)
+            opened = gate(linear(states, w[f"{i}.gate_up"], w.get(f"{i}.gate_up.bias")))
+            delta = linear(opened, w[f"{i}.down"], w.get(f"{i}.down.bias"))
+        states = add_norm(residual, delta, w["norm"], self.eps)
+        return linear(states, w.get("head", w["embedding"]), w.get("head.bias"))
+
+
+def _first_layer(model: PreTrainedModel) -> Any:
+    base: Any = model.base_model
+    return base.layers[0]

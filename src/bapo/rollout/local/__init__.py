@@ -1,0 +1,1 @@
+"""The engine that samples from any transformers model, on any device."""

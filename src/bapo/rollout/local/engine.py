@@ -1,0 +1,394 @@
+"""The in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
+
+It is given a loaded model and keeps no copy of it, so there is nothing to push after an update. Each call to `generate`
+is one sitting. Requests wait in line for a fixed number of slots; contexts are prefilled together; then every step
+feeds the last token of each slot and samples the next. A response that ends frees its slot for the next in line, so
+nobody waits for the longest. The rows have different positions and lengths; `columns.py` explains how they share a
+cache. Nothing survives a sitting: a parked response is prefilled again when it resumes, under the weights of that day.
+
+What is exact. Each log-prob is that of the sampled token under the distribution it was drawn from: the float32
+log-softmax of the model's logits over the temperature. The draw inverts the cumulative distribution at the uniform of
+(seed, position), see `randomness.py`. Greedy sampling is the limit of temperature 0: all mass on the best token, so
+log-prob and entropy are 0.
+
+What is not. Matrix kernels may round differently for different batch shapes, so log-probs can move by about 1e-6 with
+the company a response is in (4e-3 in bfloat16). A token changes only where its uniform falls that close to an edge of
+the cumulative distribution: rare in float32, likely somewhere in a long response in bfloat16.
+
+Left out: top-k and top-p (see `Sampling`), beams, and models whose state is not a list of keys and values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bapo.rollout.engine import Request, Sampling, Segment
+from bapo.rollout.local.columns import ColumnCache, padding_mask
+from bapo.rollout.randomness import stream, uniforms
+from bapo.screen.watch import Teller, Watch
+from bapo.types import Status
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_IDLE = -1
+"""Owner of a row that no request sits in."""
+
+
+class LocalEngine:
+    """Engine on a model in this process. Shares its weights; restores its train mode after every call."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384) -> None:
+        """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in a prefill of several rows."""
+        if slots < 1:
+            raise ValueError(f"slots={slots} leaves no place to sample in. Set slots >= 1.")
+        if prefill_tokens < 1:
+            raise ValueError(f"prefill_tokens={prefill_tokens} lets no context in. Set prefill_tokens >= 1.")
+        _check_model(model)
+        self.model = model
+        self.slots = slots
+        self.prefill_tokens = prefill_tokens
+        accepted = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in accepted
+        self.takes_logits_to_keep = "logits_to_keep" in accepted
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        version: int,
+        token_budget: int | None = None,
+        watch: Watch | None = None,
+    ) -> list[Segment]:
+        """See `Engine.generate`."""
+        check_requests(requests, sampling, token_budget, positions=max_positions(self.model))
+        if not requests:
+            return []
+        # Not inference_mode: a buffer a model makes anew on the way (long-context rotary) must be usable in training.
+        with torch.no_grad(), evaluating(self.model):
+            return _Sitting(self, requests, sampling, token_budget).run(version, Teller(watch, len(requests)))
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: ColumnCache) -> Tensor:
+        """Logits after the last token of each row, [rows, vocabulary]."""
+        extra: dict[str, object] = {}
+        if self.takes_positions:
+            extra["position_ids"] = positions
+        if self.takes_logits_to_keep:
+            extra["logits_to_keep"] = 1
+        output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+class _Sitting:
+    """One call of `generate`. A row is a place in the batch; the first `self.rows` of them run, owned or idle.
+
+    Host arrays, one entry per slot: `owner` (which request), `start` (column of its first token), `left` (tokens until
+    the length limit), `position` (response tokens so far), `stream`. Device: `last`, the token to feed next.
+    """
+
+    def __init__(
+        self, engine: LocalEngine, requests: Sequence[Request], sampling: Sampling, budget: int | None
+    ) -> None:
+        self.engine, self.requests, self.sampling = engine, requests, sampling
+        self.device = engine.model.device
+        slots = min(engine.slots, len(requests))
+        reach = max(len(request.context) + request.max_new_tokens for request in requests)
+        self.longest_context = max(len(request.context) for request in requests)
+        self.columns = reach + max(32, reach // 4)
+        self.cache = ColumnCache(slots, self.columns)
+        self.column = self.longest_context - 1
+
+        self.next = self.complete = 0
+        self.slots, self.rows, self.alive = slots, 0, 0
+        self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
+        self.owner = np.full(slots, _IDLE, dtype=np.int64)
+        self.start = np.zeros(slots, dtype=np.int64)
+        self.left = np.zeros(slots, dtype=np.int64)
+        self.position = np.zeros(slots, dtype=np.int64)
+        self.stream = np.zeros(slots, dtype=np.uint64)
+        self.last = torch.zeros(slots, dtype=torch.int64, device=self.device)
+
+        self.stop_ids = np.array(sorted(sampling.stop_ids), dtype=np.int64)
+        self.status = [Status.PARKED] * len(requests)
+        self.owners: list[NDArray[np.int64]] = []
+        self.tape: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def run(self, version: int, tell: Teller) -> list[Segment]:
+        given = self.budget
+        while self.budget > 0:
+            tell(self.complete, given - self.budget)
+            if self._wants_refill():
+                self._refill()
+            if self.alive == 0:
+                break
+            if self.alive > self.budget:
+                self._park_last(self.alive - self.budget)
+            if self.column == self.columns:
+                self._shift()
+            self._step()
+        tell(self.complete, given - self.budget, last=True)
+        return self._segments(version)
+
+    # Who sits where.
+
+    def _wants_refill(self) -> bool:
+        """A prefill costs about a step, so slots are refilled a few at a time."""
+        idle = self.slots - self.alive
+        return self.next < len(self.requests) and (self.alive == 0 or idle >= max(1, self.slots // 8))
+
+    def _refill(self) -> None:
+        idle = np.flatnonzero(self.owner == _IDLE)
+        count = min(len(idle), len(self.requests) - self.next, self.budget - self.alive)
+        if count <= 0:
+            return
+        rows = idle[:count]
+        newcomers = range(self.next, self.next + count)
+        self.next += count
+        self.owner = self.owner.copy()
+        self.owner[rows] = newcomers
+        for row, index in zip(rows.tolist(), newcomers, strict=True):
+            request = self.requests[index]
+            self.start[row] = self.column - len(request.context) + 1
+            self.left[row] = request.max_new_tokens
+            self.position[row] = request.position
+            self.stream[row] = stream(request.seed)
+        self.last[self._tensor(rows)] = self._tensor([self.requests[index].context[-1] for index in newcomers])
+        self._prefill(rows.tolist(), newcomers)
+        self._settle(max(self.rows, int(rows[-1]) + 1))
+
+    def _prefill(self, rows: Sequence[int], newcomers: Sequence[int]) -> None:
+        """Keys and values of all context tokens but the last, which the next step feeds. Equal ones are run once."""
+        seats: dict[tuple[int, ...], list[int]] = {}
+        for row, index in zip(rows, newcomers, strict=True):
+            context = tuple(self.requests[index].context[:-1])
+            if context:
+                seats.setdefault(context, []).append(row)
+        for batch in _batches(sorted(seats, key=len), self.engine.prefill_tokens):
+            width = max(map(len, batch))
+            ids = self._tensor([(0,) * (width - len(context)) + context for context in batch])
+            padding = self._tensor([width - len(context) for context in batch])
+            positions = (torch.arange(width, device=self.device) - padding[:, None]).clamp_(min=0)
+            ragged = len(batch[0]) < width
+            mask = padding_mask(padding, low=0, end=width) if ragged else None
+            targets = [(row, source) for source, context in enumerate(batch) for row in seats[context]]
+            into, come_from = self._tensor(targets).unbind(1)
+            self.cache.expect_prefill(into, come_from, end=self.column)
+            self.engine.forward(ids, positions, mask, self.cache)
+
+    def _park_last(self, count: int) -> None:
+        """Leave out the rows of the last requests in line: the budget has no token for them."""
+        seated = np.flatnonzero(self.owner >= 0)
+        self._vacate(seated[np.argsort(self.owner[seated])[-count:]])
+
+    def _vacate(self, rows: NDArray[np.int64]) -> None:
+        """Nobody owns these rows any more. They run along until refilled, attending to themselves."""
+        self.owner = self.owner.copy()
+        self.owner[rows] = _IDLE
+        self.start[rows] = self.column
+        alive = int((self.owner >= 0).sum())
+        if self.next == len(self.requests) and 0 < alive <= 0.75 * self.rows:
+            self._compact()
+        else:
+            self._settle(self.rows)
+
+    def _compact(self) -> None:
+        """Close the gaps that idle rows leave: the owned rows become the first ones."""
+        keep = np.flatnonzero(self.owner >= 0)
+        count = len(keep)
+        sources = self._tensor(keep)
+        self.cache.move(sources, low=int(self.start[keep].min()), end=self.column)
+        self.last[:count] = self.last[sources]
+        for array in (self.start, self.left, self.position, self.stream):
+            array[:count] = array[keep]
+        owner = np.full_like(self.owner, _IDLE)
+        owner[:count] = self.owner[keep]
+        self.owner = owner
+        self._settle(count)
+
+    def _shift(self) -> None:
+        """Move the window back to the left, as far as the longest row and the contexts still to come allow."""
+        home = max(self.column - self.low, self.longest_context - 1)
+        self.cache.shift(self.rows, low=self.low, end=self.column, to=home)
+        self.start -= self.column - home
+        self.column = home
+        self._settle(self.rows)
+
+    def _settle(self, rows: int) -> None:
+        """Derive what the steps until the next change of seats have in common."""
+        self.rows = rows
+        seated = self.owner[:rows] >= 0
+        self.alive = int(seated.sum())
+        self.start[:rows][~seated] = self.column
+        self.low = int(self.start[:rows].min()) if rows else self.column
+        self.ragged = bool((self.start[:rows] > self.low).any())
+        self.start_on_device = self._tensor(self.start[:rows])
+
+    # What they do there.
+
+    def _step(self) -> None:
+        rows, low, column = self.rows, self.low, self.column
+        mask = padding_mask(self.start_on_device, low=low, end=column + 1) if self.ragged else None
+        self.cache.expect_step(rows, low=low, column=column)
+        logits = self.engine.forward(self.last[:rows, None], (column - self.start_on_device)[:, None], mask, self.cache)
+        draws = torch.from_numpy(uniforms(self.stream[:rows], self.position[:rows])).to(self.device)
+        tokens, logprobs, entropies = draw(logits, draws, temperature=self.sampling.temperature)
+        self.last[:rows] = tokens
+
+        owner = self.owner[:rows]
+        seated = owner >= 0
+        sampled = tokens.cpu().numpy()
+        broken = seated & ~np.isfinite(logprobs.cpu().numpy())
+        if broken.any():
+            raise non_finite(self.requests, int(owner[broken][0]), int(self.position[:rows][broken][0]))
+        self.owners.append(owner)
+        self.tape.append((tokens, logprobs, entropies))
+
+        self.column += 1
+        self.position[:rows] += 1
+        self.left[:rows] -= 1
+        self.budget -= self.alive
+        stopped = seated & np.isin(sampled, self.stop_ids)
+        ended = stopped | (seated & (self.left[:rows] == 0))
+        if ended.any():
+            for index, by_stop in zip(owner[ended].tolist(), stopped[ended].tolist(), strict=True):
+                self.status[index] = Status.STOPPED if by_stop else Status.TRUNCATED
+            self.complete += int(ended.sum())
+            self._vacate(np.flatnonzero(ended))
+
+    def _segments(self, version: int) -> list[Segment]:
+        """Sort the tape by owner. Steps come in order, so a stable sort leaves every response in order."""
+        empty = np.zeros(0, dtype=np.int64)
+        owners = np.concatenate(self.owners) if self.owners else empty
+        order = np.argsort(owners, kind="stable")[(owners < 0).sum() :]
+        ends = np.cumsum(np.bincount(owners[owners >= 0], minlength=len(self.requests)))[:-1]
+        columns = [torch.cat(part).cpu().numpy() for part in zip(*self.tape, strict=True)] or [empty] * 3
+        parts = [np.split(column[order], ends) for column in columns]
+        return [
+            Segment(tokens.tolist(), logprobs.tolist(), entropies.tolist(), [version] * len(tokens), status)
+            for tokens, logprobs, entropies, status in zip(*parts, self.status, strict=True)
+        ]
+
+    def _tensor(self, values: object) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self.device)
+
+
+def draw(
+    logits: Tensor,  # [rows, vocabulary]
+    uniform: Tensor,  # [rows] float64 in [0, 1 - 2^-52]
+    *,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # token, its log-prob, entropy of the distribution; [rows] each
+    """One token per row by inversion: the first whose cumulative probability exceeds uniform * total.
+
+    With u <= 1 - 2^-52, u * total rounds to less than total, so a token of probability 0 is never drawn. The cumulative
+    sum is in float64: in float32 its error over a large vocabulary would exceed that of the logits. Non-finite logits
+    give a NaN log-prob, whatever the token.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        best, tokens = logits.max(dim=-1)
+        nothing = best - best  # 0, or NaN where `best` is not finite
+        return tokens, nothing, nothing
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    probs = logprobs.exp()
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0], torch.special.entr(probs).sum(-1)
+
+
+def non_finite(requests: Sequence[Request], index: int, position: int) -> ValueError:
+    """The error for logits that no token can be drawn from."""
+    request = requests[index]
+    return ValueError(
+        f"the model gave non-finite logits for request {index} (seed {request.seed}, context of "
+        f"{len(request.context)} tokens) at response position {position}; no token can be drawn from them. "
+        "Look for NaN or infinite weights after the last update, or sample in a wider dtype."
+    )
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; outside, every module is back in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence the model is made for; None if its config does not say."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(positions) if positions else None
+
+
+def _batches(contexts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
+    """Split contexts, sorted by length, so that rows times width is at most `tokens` in each batch of several rows."""
+    batch: list[tuple[int, ...]] = []
+    for context in contexts:
+        if batch and (len(batch) + 1) * len(context) > tokens:
+            yield batch
+            batch = []
+        batch.append(context)
+    if batch:
+        yield batch
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"LocalEngine got a {name}; it needs the transformers model itself. Pass the model inside the wrapper: "
+            "model.get_base_model() of a PEFT model (its adapters stay active), model.module of a parallel one."
+        )
+    config = model.config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
+    if getattr(model, "_is_stateful", False) or other:
+        raise ValueError(
+            f"{name} keeps state other than keys and values ({', '.join(sorted(other)) or 'recurrent'}), which rows of "
+            "different lengths cannot share. Use a model with attention layers only, or another engine."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; LocalEngine continues a context. Use a decoder-only model.")
+
+
+def check_requests(
+    requests: Sequence[Request], sampling: Sampling, token_budget: int | None, *, positions: int | None
+) -> None:
+    """Refuse what cannot be sampled, naming the request."""
+    if not sampling.temperature >= 0:
+        raise ValueError(
+            f"sampling.temperature={sampling.temperature} is not a temperature. Set 0 for greedy, or more to sample."
+        )
+    if token_budget is not None and token_budget < 0:
+        raise ValueError(f"token_budget={token_budget} is negative. Set None for no limit, or a number of tokens >= 0.")
+    for index, request in enumerate(requests):
+        if not request.context:
+            raise ValueError(
+                f"request {index} (seed {request.seed}) has an empty context; there is nothing to continue. "
+                "Start it with a beginning-of-sequence token."
+            )
+        if request.max_new_tokens < 1:
+            raise ValueError(
+                f"request {index} (seed {request.seed}) has max_new_tokens={request.max_new_tokens}; it is already as "
+                "long as it may be. Ask for at least 1, or leave it out."
+            )
+        length = len(request.context) + request.max_new_tokens
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"request {index} (seed {request.seed}) may grow to {length} tokens ({len(request.context)} of context "
+                f"and max_new_tokens={request.max_new_tokens}), but the model has {positions} positions. "
+                f"Lower max_new_tokens to {positions - len(request.context)}, shorten the prompt, or take a model with "
+                "a longer context."
+            )

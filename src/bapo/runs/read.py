@@ -1,0 +1,320 @@
+"""Run directories as others read them: finished runs whole, everything else as a named problem.
+
+    for path in find_runs("runs/quick"):
+        run = read_run(path)
+        if isinstance(run, Problem):
+            print(run)          # where, what is wrong, what to do
+        else:
+            run.summary["after"]["eval/avg"], run.series("grad_norm"), run.config["objective"]["name"]
+
+A comparison reads many directories, and some of them were killed, are still being written, or lost a file. Reading one
+never raises and never repairs: a directory is a `Run` or a `Problem`. Values are plain lists, dicts and floats, with
+keys that `bapo.runs.metrics` explains. A run of `bapo sft` is a Run, too: its updates are those of imitation, its
+evaluations those of the held-out loss, and it has no rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bapo.config.errors import ConfigError
+from bapo.config.recipe import parse_config, parse_sft_config
+
+__all__ = ["STOP_REASONS", "Problem", "Run", "find_runs", "read_run"]
+
+STOP_REASONS = ("start", "raising_high", "raising_low", "end", "no_signal")
+"""Names of the values of the metric `stop`."""
+KINDS: dict[str | None, tuple[str, str | None, str]] = {
+    None: ("update", "rollout", "eval"),
+    "sft": ("imitation", None, "held_out"),
+}
+"""Kinds of metrics lines by the kind of run: of updates, rollouts and evaluations."""
+DIGITS = 100
+"""Most digits of an integer in a log; sums of such integers are still numbers, and no metric is as large."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says. Lines are in the order they were logged; every line is a dict of metrics."""
+
+    path: Path
+    config: dict[str, Any]
+    """The resolved configuration, nested as in config.json; keys that it lacks have their defaults."""
+    updates: list[dict[str, Any]]
+    """One per optimizer step: grad_norm, entropy, share, clip_low, clip_high, stop (bapo only), staleness_mean, …"""
+    rollouts: list[dict[str, Any]]
+    """One per step: reward, length, truncated, rollout/…, buffer/…; reward is absent if no response finished."""
+    evals: list[dict[str, Any]]
+    """eval/avg, eval/pass, eval/entropy, …; step 0 is before training. Evaluations on the way use fewer problems
+    (eval/problems); eval/temperature tells those at eval.also_at apart."""
+    timing: list[dict[str, Any]]
+    """One per step: seconds, rollout_seconds, learn_seconds, tokens_per_second."""
+    summary: dict[str, Any]
+    """before and after (eval lines on all problems), also_at, updates, training_seconds, staleness_max. Empty if the
+    run is not finished, which only `read_run(…, finished=False)` gives."""
+    planned: int
+    """Steps the run will have when it is finished; 0 if it has not found out yet."""
+
+    @property
+    def supervised(self) -> bool:
+        """Whether it is a run of `bapo sft`."""
+        return self.config.get("kind") == "sft"
+
+    def series(self, key: str) -> list[float]:
+        """One metric over the updates that logged it."""
+        return [float(line[key]) for line in self.updates if isinstance(line.get(key), int | float)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a directory is not a finished run."""
+
+    path: Path
+    kind: Literal["missing", "unfinished", "damaged", "duplicate"]
+    """missing: no run at all. unfinished: still running, or stopped and resumable. damaged: files that contradict
+    themselves or cannot be read. duplicate: a copy of another run (only among several, so never from `read_run`)."""
+    message: str
+    """A sentence for a person: which file, what is wrong with it."""
+    files: tuple[str, ...] = field(default=())
+    """Names of the files concerned."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.kind}: {self.message}"
+
+
+class _Damage(Exception):  # noqa: N818
+    """Found while reading; becomes a Problem."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason.rstrip('.')}.")
+        self.name = name
+
+
+def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int] | None = None) -> Run | Problem:
+    """The run in a directory, or what is wrong with it. Never raises for anything found on the disk.
+
+    With `finished=False` a run that is still going on, or was stopped, is a Run too, with an empty summary; a last line
+    that is only half written is then left out. `sizes`: bytes of each log to read, by name, where not all of it.
+    """
+    path = Path(path)
+    try:
+        if not (path / "config.json").is_file():
+            reason = "there is no config.json in it" if path.is_dir() else "there is no such directory"
+            return Problem(path, "missing", f"not a run directory: {reason}.", ("config.json",))
+        if is_evaluation(path):
+            message = f"not a run but an evaluation, whose report is {path / 'report.html'}."
+            return Problem(path, "missing", message, ("config.json",))
+        config = _read_config(path)
+        complete = (path / "summary.json").exists()
+        planned = _planned(path, config, complete=complete)
+        if finished and not complete:
+            done = last_step(path)
+            message = f"it has no summary.json; {done} of {planned} steps are logged. `bapo resume {path}`."
+            return Problem(path, "unfinished", message, ("summary.json",))
+        summary = _read_object(path / "summary.json") if complete else {}
+        sizes = sizes or {}
+        metrics = _read_lines(path / "metrics.jsonl", whole=complete, size=sizes.get("metrics.jsonl"))
+        timing = _read_lines(path / "timing.jsonl", whole=complete, size=sizes.get("timing.jsonl"))
+        update, rollout, evaluation = KINDS[config.get("kind")]
+        run = Run(
+            path=path,
+            config=config,
+            updates=[line for line in metrics if line.get("kind") == update],
+            rollouts=[line for line in metrics if line.get("kind") == rollout],
+            evals=[line for line in metrics if line.get("kind") == evaluation],
+            timing=timing,
+            summary=summary,
+            planned=planned,
+        )
+        _check_lines(run, len(metrics))
+        if complete:
+            _check_summary(run)
+    except _Damage as damage:
+        return Problem(path, "damaged", str(damage), (damage.name,))
+    except OSError as error:
+        return Problem(path, "damaged", f"cannot be read: {error.strerror or error}.")
+    return run
+
+
+def find_runs(root: str | Path) -> list[Path]:
+    """Every run directory at or below a directory, sorted, without evaluations and what a retry has set aside."""
+    root = Path(root)
+    if (root / "config.json").is_file():
+        return [root]
+    found = (file.parent for file in root.rglob("config.json") if file.parent.name != "model")
+    return sorted(path for path in found if not is_set_aside(path) and not is_evaluation(path))
+
+
+def is_set_aside(path: Path) -> bool:
+    """Whether a directory was replaced by a new run: it is kept for its owner, under NAME.damaged-N, and not read."""
+    return re.search(r"\.damaged-\d+$", path.name) is not None
+
+
+def is_supervised(path: Path) -> bool:
+    """Whether a directory holds a run of `bapo sft`; False for anything that cannot be read."""
+    return bool(_said_in_config(path, "kind") == "sft")
+
+
+def is_evaluation(path: Path) -> bool:
+    """Whether a directory holds an evaluation of `bapo eval`; False for anything that cannot be read."""
+    return str(_said_in_config(path, "format")).startswith("bapo eval ")
+
+
+def _said_in_config(path: Path, key: str) -> Any:
+    try:
+        values = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values.get(key) if isinstance(values, dict) else None
+
+
+def last_step(path: Path) -> int:
+    """Steps that a run has logged so far; reads only the end of its log, so it can be asked often."""
+    step = tail(path / "timing.jsonl").get("step")
+    return step if isinstance(step, int) else 0
+
+
+def tail(path: Path, size: int = 8192) -> dict[str, Any]:
+    """The last whole line of a log that may be growing; empty if there is none yet."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is not whole
+        for line in reversed(lines):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    except (OSError, ValueError, RecursionError):
+        pass
+    return {}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    values = _read_object(path / "config.json")
+    parse = parse_sft_config if values.get("kind") == "sft" else parse_config
+    try:
+        config: dict[str, Any] = parse(values, source="config.json").model_dump(mode="json")
+    except ConfigError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise _Damage("config.json", f"is not a configuration of this version: {reason}") from None
+    return config
+
+
+def _planned(path: Path, config: dict[str, Any], *, complete: bool) -> int:
+    """Steps of the whole run; those of a supervised one depend on its data, and are written down once it is read."""
+    if config.get("kind") != "sft":
+        return int(config["steps"])
+    if not complete and not (path / "data.json").exists():
+        return 0
+    planned = _read_object(path / "data.json").get("updates")
+    if not isinstance(planned, int):
+        raise _Damage("data.json", "does not say how many updates there are")
+    return planned
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = _parse(path.read_bytes(), path.name)
+    if not isinstance(value, dict):
+        raise _Damage(path.name, "is not a JSON object")
+    return value
+
+
+def _read_lines(path: Path, *, whole: bool, size: int | None) -> list[dict[str, Any]]:
+    if not path.exists():
+        if whole:
+            raise _Damage(path.name, "is missing")
+        return []
+    *lines, rest = path.read_bytes()[:size].split(b"\n")
+    if rest and whole:
+        raise _Damage(path.name, f"ends in the middle of line {len(lines) + 1}")
+    values = [_parse(line, f"{path.name} line {number}") for number, line in enumerate(lines, start=1)]
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, dict):
+            raise _Damage(path.name, f"line {number} is not a JSON object")
+    return values
+
+
+def _parse(data: bytes, name: str) -> Any:
+    try:
+        return json.loads(data, parse_int=_integer)
+    except (ValueError, RecursionError) as error:
+        raise _Damage(name, f"is not JSON ({error})") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits is no number that a run can log")
+    return int(text)
+
+
+def _check_lines(run: Run, lines: int) -> None:
+    """Only known kinds, steps in order, one rollout line per timed step."""
+    if len(run.updates) + len(run.rollouts) + len(run.evals) != lines:
+        raise _Damage("metrics.jsonl", "has a line of unknown kind")
+    for line in (*run.updates, *run.rollouts, *run.evals):
+        if not isinstance(line.get("step"), int):
+            raise _Damage("metrics.jsonl", "has a line without its step")
+    for name, listed in _by_step(run):
+        if [line.get("step") for line in listed] != list(range(1, len(listed) + 1)):
+            raise _Damage(name, "skips or repeats a step")
+
+
+def _by_step(run: Run) -> tuple[tuple[str, list[dict[str, Any]]], ...]:
+    """Lines of which there is one per step, and the files they are in."""
+    return ("metrics.jsonl", run.updates if run.supervised else run.rollouts), ("timing.jsonl", run.timing)
+
+
+def _check_summary(run: Run) -> None:
+    """A finished run has every step, and its summary agrees with its log."""
+    (_check_supervised_summary if run.supervised else _check_evaluations)(run)
+    for name, listed in _by_step(run):
+        if len(listed) != run.planned:
+            raise _Damage(name, f"has {len(listed)} of {run.planned} steps, though the run is complete")
+    if run.summary.get("updates") != len(run.updates):
+        raise _Damage("metrics.jsonl", f"has {len(run.updates)} updates, summary.json {run.summary.get('updates')}")
+
+
+def _check_supervised_summary(run: Run) -> None:
+    """Held-out losses before and after, or None twice, and the time it took."""
+    keys = ("held_out/loss", "held_out/perplexity", "held_out/accuracy")
+    for when in ("before", "after"):
+        line = run.summary.get(when)
+        if line is None and not run.evals and when in run.summary:
+            continue
+        if not isinstance(line, dict) or not all(isinstance(line.get(key), int | float) for key in keys):
+            raise _Damage("summary.json", f"lacks the held-out loss {when} training")
+        if line not in run.evals:
+            raise _Damage("metrics.jsonl", "lacks a measurement that summary.json has")
+    if not isinstance(run.summary.get("training_seconds"), int | float):
+        raise _Damage("summary.json", "has training_seconds that are no number")
+
+
+def _check_evaluations(run: Run) -> None:
+    """Evaluations before and after, at every temperature."""
+    if not _is_evaluation(run.summary.get("before")) or not _is_evaluation(run.summary.get("after")):
+        raise _Damage("summary.json", "lacks the evaluation before or after training")
+    if not isinstance(run.summary.get("training_seconds"), int | float | None):
+        raise _Damage("summary.json", "has training_seconds that are no number")
+    others = run.summary.get("also_at", [])
+    if not isinstance(others, list) or not all(map(_is_pair, others)):
+        raise _Damage("summary.json", "has something else than evaluations in also_at")
+    if run.summary["before"] not in run.evals or run.summary["after"] not in run.evals:
+        raise _Damage("metrics.jsonl", "lacks an evaluation that summary.json has")
+
+
+def _is_evaluation(line: Any) -> bool:
+    wanted = ("eval/avg", "eval/pass", "eval/length")
+    if not isinstance(line, dict) or not isinstance(line.get("eval/entropy"), int | float | None):
+        return False
+    return all(isinstance(line.get(key), int | float) for key in wanted)
+
+
+def _is_pair(other: Any) -> bool:
+    if not isinstance(other, dict) or not isinstance(other.get("temperature"), int | float):
+        return False
+    return _is_evaluation(other.get("before")) and _is_evaluation(other.get("after"))

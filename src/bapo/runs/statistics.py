@@ -1,0 +1,116 @@
+"""The numbers that sum up a run, and the mean and interval of such numbers over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import fmean, stdev
+
+from bapo.runs.read import STOP_REASONS, Run
+
+__all__ = ["aggregate", "mean", "measures", "stop_shares", "student_quantile", "worst"]
+
+
+def measures(run: Run) -> dict[str, float]:
+    """One number per measure of a finished run; a measure the run does not have is absent.
+
+    avg, pass, entropy: on held-out problems after training (`_before`: before it). max_grad_norm: the largest of all
+    updates. share: mean over updates. stop_start, …: see `stop_shares`.
+    avg_at_T, pass_at_T: the same as avg and pass at a further temperature T of eval.also_at.
+
+    Of a supervised run: held_out, perplexity and accuracy (`_before`: before it), max_grad_norm, updates and
+    training_seconds.
+    """
+    if run.supervised:
+        return _supervised_measures(run)
+    before, after = run.summary["before"], run.summary["after"]
+    values = {
+        "avg": after["eval/avg"],
+        "avg_before": before["eval/avg"],
+        "pass": after["eval/pass"],
+        "pass_before": before["eval/pass"],
+        "entropy": after.get("eval/entropy"),
+        "entropy_before": before.get("eval/entropy"),
+        "length": after["eval/length"],
+        "updates": float(len(run.updates)),
+        "training_seconds": run.summary.get("training_seconds"),
+    }
+    for other in run.summary.get("also_at", ()):
+        values[f"avg_at_{other['temperature']:g}"] = other["after"]["eval/avg"]
+        values[f"pass_at_{other['temperature']:g}"] = other["after"]["eval/pass"]
+    if norms := run.series("grad_norm"):
+        values["max_grad_norm"] = worst(norms)
+    for key, name in (("share", "share"), ("staleness_mean", "staleness"), ("clip_fraction", "clip_fraction")):
+        if series := run.series(key):
+            values[name] = mean(series)
+    values |= stop_shares(run)
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _supervised_measures(run: Run) -> dict[str, float]:
+    values = {"updates": float(len(run.updates)), "training_seconds": float(run.summary["training_seconds"])}
+    for when, suffix in (("before", "_before"), ("after", "")):
+        if (line := run.summary[when]) is not None:
+            values[f"held_out{suffix}"] = float(line["held_out/loss"])
+            values[f"perplexity{suffix}"] = float(line["held_out/perplexity"])
+            values[f"accuracy{suffix}"] = float(line["held_out/accuracy"])
+    if norms := run.series("grad_norm"):
+        values["max_grad_norm"] = worst(norms)
+    return values
+
+
+def stop_shares(run: Run) -> dict[str, float]:
+    """stop_start, …: share of updates whose search for bounds ended for that reason; empty without a search."""
+    stops = run.series("stop")
+    return {f"stop_{name}": stops.count(number) / len(stops) for number, name in enumerate(STOP_REASONS) if stops}
+
+
+def worst(values: Sequence[float]) -> float:
+    """The largest value; NaN, which no comparison finds, where one of them is NaN."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of no values, and where one of them is not finite."""
+    return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
+
+
+def aggregate(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean over runs and the half width of its 95% interval (Student's t):
+
+        mean ± t(0.975, n - 1) s / √n
+
+    One value has no interval (None). No values, or one that is not finite, have the mean NaN and no interval.
+    """
+    if not values or not all(map(math.isfinite, values)):
+        return math.nan, None
+    if len(values) == 1:
+        return float(values[0]), None
+    return fmean(values), student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+@lru_cache
+def student_quantile(freedom: int) -> float:
+    """The t that |T| of Student's distribution stays below with probability 0.95, by bisection.
+
+    The distribution function for whole degrees of freedom n is a finite sum (Abramowitz & Stegun, 26.7.3 and 26.7.4).
+    """
+    low, high = 0.0, 13.0  # 12.7 for one degree of freedom, less for more
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """P(|T| < t)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, total = math.cos(angle), 0.0
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= (k + 1) / (k + 2) * cosine**2
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total

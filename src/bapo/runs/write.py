@@ -1,0 +1,107 @@
+"""The directory of a run, as the process at work writes it.
+
+Logs are appended line by line and flushed, so that others can follow them; everything else is written whole or not at
+all. What the files mean is said where they are written: run.py and sft.py. The process at work holds a lock on the file
+`lock`, which ends with the process however that ends; others may read meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bapo.config.errors import CheckpointError, ConfigError
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
+from bapo.runs import lock
+
+Kept = TypeVar("Kept", Config, SftConfig)
+
+LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "failures.jsonl")
+
+
+class RunDirectory:
+    """The files of a run. Logs are appended line by line and flushed, so that others can follow them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, config: Config | SftConfig) -> RunDirectory:
+        """A new directory; an existing one is never written over."""
+        path = Path(config.out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            is_run = (path / "config.json").exists()
+            other = f", or continue that run with `bapo resume {path}`." if is_run else "; this one holds no run."
+            raise ConfigError(f"out={config.out}: {path} exists already. Choose another directory{other}") from None
+        except OSError as error:
+            raise ConfigError(
+                f"out={config.out}: cannot create {path}: {error.strerror}. Choose another place."
+            ) from None
+        run = cls(path)
+        run.write("config.json", config.model_dump(mode="json"))
+        return run
+
+    def config(self, schema: type[Kept]) -> Kept:
+        """The configuration it was created with."""
+        try:
+            return schema.model_validate_json((self.path / "config.json").read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / 'config.json'} is damaged: {error}. Restore it to resume.") from None
+        except OSError:
+            raise CheckpointError(
+                f"{self.path} has no config.json, so it is not a run directory. Give the one that a run printed."
+            ) from None
+
+    def held(self) -> AbstractContextManager[int]:
+        """Work in the directory, and nobody else does."""
+        return lock.held(
+            self.path / "lock",
+            busy=f"another process is at work on the run in {self.path}. Wait for it, or stop it, then give the "
+            "command again.",
+        )
+
+    def summary(self) -> dict[str, Any] | None:
+        """What a complete run wrote last; None if it is not complete."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def write(self, name: str, value: Any) -> None:
+        """A JSON file, whole or not at all."""
+        partial = self.path / f"{name}.partial"
+        partial.write_text(json.dumps(value, indent=2) + "\n")
+        partial.rename(self.path / name)
+
+    def append(self, name: str, *values: dict[str, Any]) -> None:
+        """Lines to a log."""
+        with (self.path / name).open("a") as file:
+            file.writelines(json.dumps(value) + "\n" for value in values)
+
+    def sizes(self) -> dict[str, int]:
+        """How long each log is, in bytes."""
+        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in LOGS}
+
+    def cut(self, sizes: dict[str, int]) -> None:
+        """Forget what was logged after a checkpoint; those steps will be repeated."""
+        for name, size in sizes.items():
+            if self.sizes()[name] < size:
+                raise CheckpointError(
+                    f"{self.path / name} is shorter than its checkpoint recorded: {self.sizes()[name]} of {size} "
+                    "bytes, so the run cannot be continued without a gap. Restore the file, or start the run again."
+                )
+        for name, size in sizes.items():
+            if size < self.sizes()[name]:
+                os.truncate(self.path / name, size)
+
+    def flush(self) -> None:
+        """Logs to the disk, so that none is shorter than a checkpoint says."""
+        for name in LOGS:
+            if (self.path / name).exists():
+                with (self.path / name).open("a") as file:
+                    os.fsync(file.fileno())

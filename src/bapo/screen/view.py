@@ -1,0 +1,361 @@
+"""What a person sees while training: one screen on a terminal, one line per step anywhere else.
+
+    with make_view(60, title="bapo · countdown") as view:
+        view.step(1, {"reward": 0.41, "entropy": 0.49}, {"seconds": 1.2, "tokens_per_second": 5100.0})
+        view.sample("3,7,2=13:", "7+3*2=13.", 1.0)
+        view.note("checkpoint saved")
+        with view.doing("sampling") as watch:
+            watch(Sampled(responses=412, asked=2048, tokens=96_400))
+
+A view shows and never decides: it keeps nothing that the metrics log does not have, takes whatever metrics there are,
+and no text a model writes can break it (markup, control characters, letters the stream cannot spell). The live view is
+redrawn four times a second by a thread of rich's own, from state that a lock guards; nobody waits for it. Notes scroll
+away above it and stay in the terminal's history.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from math import isclose, isfinite, nan
+from statistics import fmean
+from threading import Lock
+from typing import Self, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from bapo.screen.watch import OnScreen, Tell, in_lines
+
+__all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
+
+SHOWN = {
+    "imitation/loss": ("loss", 3),
+    "reward": ("reward", 3),
+    "eval/avg": ("eval", 3),
+    "entropy": ("entropy", 3),
+    "length": ("length", 1),
+    "grad_norm": ("grad", 3),
+    "tokens_per_second": ("tok/s", 0),
+    "seconds": ("seconds", 2),
+    "share": ("share", 3),
+    "clip_low": ("low", 2),
+    "clip_high": ("high", 2),
+    "clip_fraction_positive": ("clipped+", 3),
+    "clip_fraction_negative": ("clipped-", 3),
+    "staleness_mean": ("stale", 1),
+    "staleness_max": ("stalest", 0),
+}
+"""Metrics and timings on show, in this order, with label and decimals; others are left to the log."""
+LINE_SECONDS = 2.0
+"""Least time between two lines of the plain view; notes, the first and the last step are always printed."""
+SAMPLE_SECONDS = 20.0
+"""The same between two of its samples."""
+RECENT_STEPS = 20
+"""Steps whose mean duration the ETA goes by."""
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def make_view(
+    total_steps: int,
+    *,
+    title: str,
+    samples: bool = True,
+    stream: TextIO | None = None,
+    plain: bool | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> View:
+    """A live view if the stream (standard output) is a terminal that can show one, otherwise plain lines.
+
+    `samples`: whether it keeps room for responses.
+    """
+    stream = stream or sys.stdout
+    if _is_plain(stream, plain):
+        return PlainView(total_steps, title=title, stream=stream, clock=clock)
+    return LiveView(total_steps, title=title, console=_console(stream), clock=clock, samples=samples)
+
+
+def summary_table(
+    title: str,
+    rows: Sequence[tuple[str, str, str]],
+    *,
+    columns: tuple[str, str, str] = ("", "before", "after"),
+    stream: TextIO | None = None,
+    plain: bool | None = None,
+) -> None:
+    """Print a small table of (name, before, after), for the end of a run."""
+    stream = stream or sys.stdout
+    lines = [tuple(_printable(cell, newline=" ") for cell in row) for row in (columns, *rows)]
+    if _is_plain(stream, plain):
+        name, before, after = (max(len(line[column]) for line in lines) for column in range(3))
+        _write(stream, _printable(title))
+        for line in lines:
+            _write(stream, f"  {line[0]:<{name}}  {line[1]:>{before}}  {line[2]:>{after}}")
+        return
+    table = Table(box=box.ROUNDED, title=Text(_printable(title), "bold"), title_justify="left", border_style="dim")
+    for heading, justify, style in zip(lines[0], ("left", "right", "right"), ("", "", "bold green"), strict=True):
+        table.add_column(Text(heading), justify=justify, style=style)  # type: ignore[arg-type]
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
+    _console(stream).print(table)
+
+
+class View:
+    """A context manager that is told what happens. This one remembers the numbers and shows nothing."""
+
+    def __init__(self, total_steps: int, *, title: str, clock: Callable[[], float]) -> None:
+        self.total_steps, self.title, self.clock = total_steps, _printable(title, newline=" "), clock
+        self.current = 0
+        self.now: dict[str, float] = {}
+        self.history: dict[str, list[float]] = {}
+        self.seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """Once per training step, counted from 1."""
+        given = {**metrics, **timing}
+        self.current = step
+        self.now = {key: float(given[key]) for key in SHOWN if key in given}
+        for key, value in self.now.items():
+            self.history.setdefault(key, []).append(value)
+        if isfinite(self.now.get("seconds", nan)):
+            self.seconds.append(self.now["seconds"])
+
+    def sample(self, problem: str, response: str, reward: float) -> None:
+        """A response to look at, now and then."""
+
+    def note(self, text: str) -> None:
+        """An evaluation, a checkpoint, a warning."""
+
+    def doing(self, what: str) -> AbstractContextManager[Tell | None]:
+        """Something that may take long, and a watch to tell how far it is meanwhile."""
+        return nullcontext()
+
+    def remaining(self) -> str:
+        """`eta 1:32`, or nothing while no step has told how long it took."""
+        return f"eta {eta(self.total_steps - self.current, self.seconds)}" if self.seconds else ""
+
+
+class PlainView(View):
+    """Lines for a log file or a pipe."""
+
+    def __init__(self, total_steps: int, *, title: str, stream: TextIO, clock: Callable[[], float]) -> None:
+        super().__init__(total_steps, title=title, clock=clock)
+        self.stream = stream
+        self.line_at = self.sample_at = float("-inf")
+        self.waiting = False
+
+    def __enter__(self) -> Self:
+        _write(self.stream, self.title)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.waiting:
+            self._print_step()
+
+    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """See `View.step`."""
+        super().step(step, metrics, timing)
+        self.waiting = True
+        if step >= self.total_steps or self.clock() - self.line_at >= LINE_SECONDS:
+            self._print_step()
+
+    def sample(self, problem: str, response: str, reward: float) -> None:
+        """See `View.sample`."""
+        if self.clock() - self.sample_at >= SAMPLE_SECONDS:
+            self.sample_at = self.clock()
+            asked, answered = (_printable(text, newline="\\n") for text in (problem, response))
+            answered = answered if len(answered) <= 300 else f"{answered[:100]} ... {answered[-200:]}"
+            _write(self.stream, f"  sample  reward {_number(reward, 2)}  {asked}  ->  {answered}")
+
+    def note(self, text: str) -> None:
+        """See `View.note`."""
+        _write(self.stream, _printable(text))
+
+    def doing(self, what: str) -> AbstractContextManager[Tell]:
+        """See `View.doing`."""
+        return in_lines(what, self.note, self.clock)
+
+    def _print_step(self) -> None:
+        self.line_at, self.waiting = self.clock(), False
+        cells = [f"step {self.current:>{len(str(self.total_steps))}}/{self.total_steps}"]
+        for key in (key for key in SHOWN if key in self.history):
+            label, decimals = SHOWN[key]
+            cell = f"{label} {_number(self.now.get(key, 0.0), decimals):<5}"
+            cells.append(cell if key in self.now else " " * len(cell))
+        _write(self.stream, "  ".join([*cells, self.remaining()]).rstrip())
+
+
+class LiveView(View):
+    """One screen that is redrawn in place. Built for 24 lines of 80; smaller ones get less of it."""
+
+    def __init__(
+        self, total_steps: int, *, title: str, console: Console, clock: Callable[[], float], samples: bool = True
+    ) -> None:
+        super().__init__(total_steps, title=title, clock=clock)
+        self.console = console
+        self.samples = samples
+        self.last: tuple[str, str, float] | None = None
+        self.lock = Lock()
+        self.work = OnScreen(clock)
+        self.progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}", style="bold"),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+            TextColumn("{task.fields[remaining]}", style="bold cyan"),
+            TimeElapsedColumn(),
+            console=console,
+            get_time=clock,
+            expand=True,
+        )
+        self.task = self.progress.add_task("", total=total_steps, remaining="")
+        self.live = Live(console=console, get_renderable=self.frame, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        self.live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """See `View.step`."""
+        with self.lock:
+            super().step(step, metrics, timing)
+        self.progress.update(self.task, completed=step, remaining=self.remaining())
+
+    def sample(self, problem: str, response: str, reward: float) -> None:
+        """See `View.sample`."""
+        with self.lock:
+            self.last = (_printable(problem), _printable(response), float(reward))
+
+    def note(self, text: str) -> None:
+        """See `View.note`."""
+        self.console.print(Text(_printable(text)))
+
+    def doing(self, what: str) -> AbstractContextManager[Tell]:
+        """See `View.doing`."""
+        return self.work.doing(what)
+
+    def frame(self) -> RenderableType:
+        """The screen as it is now; its height changes only when a new metric appears."""
+        width, height = self.console.size
+        with self.lock:
+            table = _metrics_table(self.history, columns=2 if width >= 76 else 1, sparks=width >= 40)
+            last = self.last
+        top = Panel(
+            Group(self.progress, table),
+            title=Text(self.title),
+            title_align="left",
+            subtitle=Text(self.work.line) or None,  # in the border: it comes and goes without moving anything
+            subtitle_align="left",
+            border_style="cyan",
+        )
+        lines = min(8, height - table.row_count - 6)  # the borders of two panels, the bar, the line below
+        return Group(top, _sample_panel(last, self.console, lines)) if lines > 0 and self.samples else top
+
+
+def _metrics_table(history: Mapping[str, Sequence[float]], *, columns: int, sparks: bool) -> Table:
+    """Label, value and history of each metric, running down one column and then the next."""
+    table = Table.grid(padding=(0, 1), expand=True)
+    for _ in range(columns):
+        table.add_column(style="dim", no_wrap=True, min_width=8)
+        table.add_column(style="bold", justify="right", no_wrap=True, min_width=7)
+        table.add_column(style="cyan", no_wrap=True, ratio=1)
+    cells = []
+    for key, (label, decimals) in SHOWN.items():
+        if key in history:
+            value = history[key][-1]
+            number = Text(_number(value, decimals), "" if isfinite(value) else "bold red")
+            cells.append((label, number, sparkline(history[key], 17) if sparks else ""))
+    rows = -(-len(cells) // columns)
+    for row in range(rows):
+        table.add_row(*(cell for three in cells[row::rows] for cell in three))
+    return table
+
+
+def _sample_panel(sample: tuple[str, str, float] | None, console: Console, lines: int) -> Panel:
+    title, body, border = Text("sample"), Text("no response yet", "dim"), "dim"
+    if sample is not None:
+        problem, response, reward = sample
+        width = max(1, console.width - 4)
+        asked = _fit(Text(problem, "dim"), console, width, max(1, lines // 3))
+        answered = _fit(Text(response), console, width, max(1, lines - len(asked)))
+        border = "green" if reward > 0.5 else "yellow"
+        title = Text.assemble("sample · reward ", (_number(reward, 2), f"bold {border}"))
+        body = Text("\n").join([*asked, *answered])
+    return Panel(body, title=title, title_align="left", border_style=border, height=lines + 2)
+
+
+def _fit(text: Text, console: Console, width: int, lines: int) -> list[Text]:
+    """At most this many lines: the beginning and the end, for the end holds the answer."""
+    wrapped = list(text.wrap(console, width, overflow="fold"))
+    if len(wrapped) <= lines:
+        return wrapped
+    head = (lines - 1) // 2
+    return [*wrapped[:head], Text("…", "dim"), *wrapped[len(wrapped) - (lines - 1 - head) :]]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The whole history in at most `width` bars, each the mean of its stretch, from lowest to highest; × if there is
+    nothing finite in it.
+    """
+    count = min(width, len(values))
+    ends = [index * len(values) // max(1, count) for index in range(count + 1)]
+    parts = [[value for value in values[a:b] if isfinite(value)] for a, b in pairwise(ends)]
+    means = [fmean(part) if part else nan for part in parts]
+    known = [mean for mean in means if isfinite(mean)] or [0.0]
+    low, high = min(known), max(known)
+    flat = isclose(low, high, rel_tol=1e-9)  # equal but for the rounding of the means
+    heights = [mean - mean + 0.4 if flat else (mean - low) / (high - low) for mean in means]
+    return "".join(_LEVELS[round(7 * height)] if isfinite(height) else "×" for height in heights)
+
+
+def eta(steps_left: int, recent_seconds: Collection[float]) -> str:
+    """Steps left times the mean of the recent durations, as m:ss or h:mm:ss."""
+    minutes, seconds = divmod(round(max(0, steps_left) * fmean(recent_seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _number(value: float, decimals: int) -> str:
+    """Fixed decimals, or two digits where those would show nothing or too much; nan and inf as they are."""
+    fits = value == 0 or 10.0**-decimals <= abs(value) < 1e6
+    return f"{value:.{decimals}f}" if fits else f"{value:.2g}"
+
+
+def _printable(text: str, *, newline: str = "\n") -> str:
+    """The text with nothing left in it that could move the cursor: controls and lone surrogates become dots."""
+    lines = text.expandtabs(4).splitlines()
+    return newline.join("".join(letter if letter.isprintable() else "·" for letter in line) for line in lines)
+
+
+def _write(stream: TextIO, line: str) -> None:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(line.encode(encoding, errors="replace").decode(encoding) + "\n")
+    stream.flush()
+
+
+def _is_plain(stream: TextIO, plain: bool | None) -> bool:
+    if plain is not None:
+        return plain
+    spells_bars = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+    return not (stream.isatty() and spells_bars and os.environ.get("TERM") not in ("dumb", "unknown"))
+
+
+def _console(stream: TextIO) -> Console:
+    return Console(file=stream, force_terminal=True, highlight=False)

@@ -1,0 +1,1 @@
+"""Data sets from anywhere, read into problems and demonstrations."""

@@ -1,0 +1,139 @@
+"""Which columns of a row hold the prompt, the answer, the response.
+
+A row is read by the columns it has, so one list of sources may mix layouts: verl's (`prompt` as chat messages,
+`reward_model.ground_truth`), GSM8K's (`question`, `answer`), MATH's (`problem`, `solution`), AIME's (`Problem`,
+`Answer`), Alpaca's (`instruction`, `input`, `output`) and plain ones. Names are tried in a fixed order, whatever their
+case; the first one with a value counts. A column named by the caller is the only one tried; dots lead into nested
+columns.
+
+A row that has none of the columns is an error, with what it has; a row that has them empty is the caller's to count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bapo.tasks.data.gold import as_answer
+from bapo.tasks.data.prompts import Prompt, as_prompt, check_text
+from bapo.tasks.data.rows import Row
+
+__all__ = ["ANSWERS", "PROMPTS", "RESPONSES", "answer_of", "extra_of", "look_up", "pair_of", "prompt_of"]
+
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages")
+ANSWERS = (
+    *("reward_model.ground_truth", "answer", "final_answer", "expected_answer", "ground_truth", "solution", "output"),
+)
+RESPONSES = ("response", "completion", "output", "solution", "answer", "messages")
+
+_ABSENT = object()
+
+
+def prompt_of(row: Row, column: str | None) -> Prompt | None:
+    """The row's prompt; None if it is empty."""
+    name, value = _first(row, PROMPTS, column, "prompt", "prompt_column")
+    prompt = as_prompt(value, row.place, name)
+    if name.lower() == "instruction" and isinstance(prompt, str):
+        given = look_up(row.values, "input")
+        return f"{prompt}\n\n{given}" if isinstance(given, str) and given.strip() else prompt
+    return prompt
+
+
+def answer_of(row: Row, column: str | None) -> Any:
+    """The row's answer, cut from the solution that holds it; None if it is empty."""
+    name, value = _first(row, ANSWERS, column, "answer", "answer_column")
+    return as_answer(value, worked=column is None and name.lower() == "solution")
+
+
+def pair_of(row: Row, prompt_column: str | None, response_column: str | None) -> tuple[Prompt | None, str | None]:
+    """The row's prompt and response; None for one that is empty.
+
+    The response of a chat is its last message, if that is the assistant's. One out of `messages` answers what stands
+    before it there, so that is its prompt, whatever other columns say: some data sets repeat the first turn in one.
+    """
+    name, value = _first(row, RESPONSES, response_column, "response", "response_column")
+    prompt = None
+    if prompt_column is None and name.lower() == "messages" and isinstance(value, list):
+        prompt = as_prompt(value, row.place, name)
+    return prompt or prompt_of(row, prompt_column), _as_response(value, row, name)
+
+
+def _as_response(value: Any, row: Row, name: str) -> str | None:
+    if isinstance(value, list):
+        last = value[-1] if value else None
+        value = last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None
+    if value is not None and not isinstance(value, str):
+        raise ValueError(
+            f"{row.place}: column {name!r} holds {str(value)[:60]!r} ({type(value).__name__}). A response is text, or "
+            "a chat whose last message is the assistant's. Name another column with response_column."
+        )
+    if value:
+        check_text(value, row.place, name)
+    return value if value and value.strip() else None
+
+
+def extra_of(row: Row, used: Sequence[str | None]) -> dict[str, Any]:
+    """What the row says besides prompts and answers, as far as JSON can hold it; verl's `extra_info` opened up."""
+    taken = {*PROMPTS, *ANSWERS, *used, "reward_model", "extra_info", "input", "data_source"}
+    said = {
+        name: value
+        for name, value in row.values.items()
+        if name.lower() not in taken and name not in taken and not name.startswith("__")
+    }
+    inner = row.values.get("extra_info")
+    if isinstance(inner, dict):
+        said.update(inner)
+    return {name: value for name, value in said.items() if value is not None and _is_json(value)}
+
+
+def look_up(values: dict[str, Any], column: str) -> Any:
+    """The value under a name, or under a path of names joined by dots; None if it is not there."""
+    found = _find(values, column)
+    return None if found is _ABSENT else found
+
+
+def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, key: str) -> tuple[str, Any]:
+    """The name and value of the first candidate that has one."""
+    present = None
+    lowered = {name.lower(): name for name in row.values}
+    for candidate in candidates if column is None else (column,):
+        name = candidate if column is not None else lowered.get(candidate, candidate)
+        value = _find(row.values, name)
+        if value is not _ABSENT:
+            present = present or name
+            if value is not None and value != "":
+                return name, value
+    if present is not None:
+        return present, None
+    wanted = f"named by {key}={column!r}" if column is not None else f"called {', '.join(candidates)}"
+    raise ValueError(
+        f"{row.place} has no {what}: none of its columns is {wanted}. It has {_columns(row.values)}. "
+        f"Name the right one with {key} (dots lead into nested columns)."
+    )
+
+
+def _find(values: dict[str, Any], column: str) -> Any:
+    if column in values:
+        return values[column]
+    inside: Any = values
+    for part in column.split("."):
+        if not isinstance(inside, dict) or part not in inside:
+            return _ABSENT
+        inside = inside[part]
+    return inside
+
+
+def _columns(values: dict[str, Any]) -> str:
+    names = [
+        f"{name} ({', '.join(f'{name}.{inner}' for inner in value)})" if isinstance(value, dict) and value else name
+        for name, value in values.items()
+    ]
+    return ", ".join(map(str, names)) or "no columns"
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(inner) for name, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float | bool)

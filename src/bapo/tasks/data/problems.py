@@ -1,0 +1,154 @@
+"""Data sets as problems: read, cleaned of what repeats, named so that a run can be resumed.
+
+A problem's id is a hash of what it asks, before any template. So the same question keeps its id whichever file it comes
+from, problems are found again after a file is reordered, and a training problem that is also a test problem is noticed
+even where the two are put differently.
+
+A question that comes again is left out: DAPO-Math-17k holds 17 thousand questions a hundred times each. If it comes
+again with another answer, the first answer stands, since nothing says which is right. Both are counted, never silent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from bapo.tasks.data.columns import answer_of, extra_of, look_up, prompt_of
+from bapo.tasks.data.prompts import Prompt, check_template, fill, question_id
+from bapo.tasks.data.rows import Row
+from bapo.tasks.data.sources import Source, resolve, source_rows
+from bapo.types import Problem
+
+__all__ = ["LoadReport", "fingerprint", "load_problems", "resolve_all", "within", "without_overlap"]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of the rows of a data set."""
+
+    read: int
+    kept: int
+    duplicates: int = 0
+    """The same again."""
+    conflicting: int = 0
+    """The same question again with another answer; the first one stands."""
+    without_prompt: int = 0
+    without_answer: int = 0
+    first_conflict: str = ""
+    """Where the first of them stands, and the two answers."""
+
+    def __str__(self) -> str:
+        parts = [
+            f"{count:,} {what}"
+            for count, what in (
+                (self.duplicates, "duplicates"),
+                (self.conflicting, f"repeated with another answer (first: {self.first_conflict})"),
+                (self.without_prompt, "without a prompt"),
+                (self.without_answer, "without an answer"),
+            )
+            if count
+        ]
+        return f"{self.read:,} rows read, {self.kept:,} kept" + (f"; left out: {', '.join(parts)}" if parts else "")
+
+
+def load_problems(
+    sources: Sequence[str],
+    *,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+    template: str | None = None,
+) -> tuple[list[Problem], LoadReport]:
+    """The problems of all sources, in order, and what became of their rows.
+
+    `sources` are files, directories, data sets of the hub and benchmarks, called as `sources.py` says. Without column
+    names, the usual layouts are recognised (`columns.py`). Without a template, benchmarks get their own and everything
+    else is put as it stands.
+    """
+    resolved = resolve_all(sources, template)
+    problems: dict[str, Problem] = {}
+    read = duplicates = conflicting = without_prompt = without_answer = 0
+    first_conflict = ""
+    for source in resolved:
+        for row in source_rows(source):
+            read += 1
+            prompt, answer = prompt_of(row, prompt_column), answer_of(row, answer_column)
+            if prompt is None or answer is None:
+                without_prompt += prompt is None
+                without_answer += prompt is not None
+                continue
+            question = question_id(prompt)
+            known = problems.get(question)
+            if known is None:
+                put = fill(template or source.template, prompt)
+                problems[question] = _problem(question, put, answer, source, row, (prompt_column, answer_column))
+            elif known.answer == answer:
+                duplicates += 1
+            else:
+                conflicting += 1
+                first_conflict = first_conflict or f"{row.place}: {known.answer!r}, then {answer!r}"
+    report = LoadReport(
+        read, len(problems), duplicates, conflicting, without_prompt, without_answer, first_conflict=first_conflict
+    )
+    if not problems:
+        raise ValueError(
+            f"{', '.join(sources)} gave no problem: {report}. Check which columns hold prompt and answer, and name "
+            "them with prompt_column and answer_column."
+        )
+    return list(problems.values()), report
+
+
+def within(
+    problems: Sequence[Problem], count_tokens: Callable[[Prompt], int], max_prompt_tokens: int
+) -> tuple[list[Problem], list[Problem]]:
+    """The problems whose prompts have at most so many tokens, and those left out."""
+    kept: list[Problem] = []
+    left_out: list[Problem] = []
+    for problem in problems:
+        (kept if count_tokens(problem.prompt) <= max_prompt_tokens else left_out).append(problem)
+    return kept, left_out
+
+
+def without_overlap(train: Sequence[Problem], test: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """The training problems that are in no test, and those left out because they are.
+
+    Compared by id and by what the prompt asks, so problems made elsewhere are compared too. A reworded problem is not
+    noticed.
+    """
+    held_out = {problem.id for problem in test} | {question_id(problem.prompt) for problem in test}
+    kept: list[Problem] = []
+    left_out: list[Problem] = []
+    for problem in train:
+        shared = problem.id in held_out or question_id(problem.prompt) in held_out
+        (left_out if shared else kept).append(problem)
+    return kept, left_out
+
+
+def fingerprint(problems: Sequence[Problem]) -> str:
+    """One value for a data set: ids, prompts, answers and extras. A resumed run must find the one it began with."""
+    digest = sha256()
+    for problem in problems:
+        said = [problem.id, problem.prompt, problem.answer, problem.extra]
+        digest.update(json.dumps(said, sort_keys=True, default=str).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def resolve_all(sources: Sequence[str], template: str | None) -> list[Source]:
+    """Where all sources lead; refuses a missing one, no source at all, and a template that would lose the prompt."""
+    if template is not None:
+        check_template(template)
+    if isinstance(sources, str) or not sources:
+        raise ValueError(f"sources={sources!r} is no list of names. Give files, directories, hub names or benchmarks.")
+    return [resolve(source) for source in sources]
+
+
+def _problem(
+    question: str, prompt: Prompt, answer: Any, source: Source, row: Row, used: tuple[str | None, ...]
+) -> Problem:
+    own = look_up(row.values, "data_source")
+    origin = own if isinstance(own, str) and own else source.label
+    extra = {**extra_of(row, used), "data_source": origin}
+    return Problem(question, prompt, answer, source.label if source.named else origin, extra)

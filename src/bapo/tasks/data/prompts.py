@@ -1,0 +1,109 @@
+"""Prompts: text to be continued, or the messages of a chat.
+
+A template is text with `{prompt}` in it, put around a text, or around the last user message of a chat. Nothing else in
+it is special, so that `\\boxed{}` can stand in a template and in a problem alike. A prompt that already begins and ends
+as its template does is left alone: some data sets bring the usual instruction with them and some do not. A template
+of punctuation only is no instruction, and always put.
+
+How a chat becomes tokens, and whether a system message goes before it, is the model's side and not decided here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from hashlib import sha256
+
+from bapo.tasks.data.benchmarks import BOXED
+from bapo.types import Message
+
+__all__ = ["Prompt", "as_prompt", "check_template", "check_text", "fill", "question_id"]
+
+Prompt = str | list[Message]
+
+SLOT = "{prompt}"
+
+
+def check_template(template: str) -> None:
+    """Refuse a template that would lose the prompt."""
+    if SLOT not in template:
+        raise ValueError(
+            f"template={template!r} has no place for the problem. Write {SLOT} where it goes, "
+            f"for example {SLOT + ' ' + BOXED!r}."
+        )
+
+
+def as_prompt(value: object, place: str, column: str) -> Prompt | None:
+    """A column's value as a prompt. None if it is empty: null, blank, or a chat without a user's turn."""
+    if isinstance(value, str):
+        check_text(value, place, column)
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{place}: column {column!r} holds {_shown(value)}. A prompt is text, or a list of messages with role and "
+            "content. Name another column with prompt_column."
+        )
+    messages = [_message(message, place, column) for message in value]
+    if messages and messages[-1]["role"] == "assistant":
+        messages.pop()  # what the model is to write itself
+    return messages if any(m["content"].strip() for m in messages if m["role"] != "assistant") else None
+
+
+def check_text(text: str, place: str, column: str) -> None:
+    """Refuse half a character, as JSON can hold it: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: column {column!r} holds the lone surrogate \\u{ord(text[error.start]):04x} at position "
+            f"{error.start + 1}, half of a character. Its text was cut or badly encoded; repair it or remove the row."
+        ) from None
+
+
+def fill(template: str, prompt: Prompt) -> Prompt:
+    """The prompt as the template puts it."""
+    if isinstance(prompt, str):
+        head, _, tail = template.partition(SLOT)
+        has_it = prompt.lstrip().startswith(head.strip()) and prompt.rstrip().endswith(tail.strip())
+        return prompt if has_it and re.search(r"\w", head + tail) else template.replace(SLOT, prompt)
+    last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
+    if last is None:
+        return prompt
+    filled = fill(template, prompt[last]["content"])
+    assert isinstance(filled, str)
+    return [*prompt[:last], {**prompt[last], "content": filled}, *prompt[last + 1 :]]
+
+
+def question_id(prompt: Prompt) -> str:
+    """A name for what is asked: 16 hex digits, the same on every machine.
+
+    White space and the usual instruction at the end do not count, and a chat of one user message is its text. So the
+    same question from two data sets has one name.
+    """
+    if isinstance(prompt, str):
+        text = _bare(prompt)
+    elif len(prompt) == 1 and prompt[0]["role"] == "user":
+        text = _bare(prompt[0]["content"])
+    else:
+        text = json.dumps([[message["role"], _bare(message["content"])] for message in prompt])
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _bare(text: str) -> str:
+    return " ".join(text.split()).removesuffix(BOXED).rstrip()
+
+
+def _message(message: object, place: str, column: str) -> Message:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError(
+            f"{place}: column {column!r} holds {_shown(message)} where a message should be. "
+            'Messages look like {"role": "user", "content": "text"}; only text can be read.'
+        )
+    check_text(content, place, column)
+    return {"role": role, "content": content}
+
+
+def _shown(value: object) -> str:
+    return f"{str(value)[:60]!r} ({type(value).__name__})"

@@ -1,0 +1,178 @@
+"""What a data source may be called, and where that leads.
+
+    data/problems.jsonl                 a file
+    data/dapo    data/gsm8k:train       a directory, or one split of it
+    openai/gsm8k:main:test              a data set of the hub: owner/name[[:config]:split]
+    aime24       gsm8k:train            a benchmark, from $BAPO_DATA/NAME if it is there, otherwise from the hub;
+                                        a directory of that name is ./aime24
+    aime24=/elsewhere/aime.parquet      any of the above under a name; a benchmark's name brings its prompt
+
+In a directory, `train.jsonl`, `train-00000-of-00004.parquet` and `train/0000.parquet` belong to the split `train`. A
+directory that holds several splits is never read as a whole: that would train on its test problems.
+
+Names are looked up when a source is resolved, so that a missing file is known before anything is read; the hub is asked
+only when rows are wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bapo.tasks.data.benchmarks import BENCHMARKS
+from bapo.tasks.data.hub import hub_rows, is_saved, saved_rows
+from bapo.tasks.data.rows import FORMATS, Row, data_format, read_rows
+
+__all__ = ["DATA_DIRECTORY", "Source", "resolve", "source_rows"]
+
+DATA_DIRECTORY = "BAPO_DATA"
+"""The environment variable that names the directory of benchmarks: $BAPO_DATA/aime24/*.parquet."""
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""File and directory names that name a split."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
+_LABEL = re.compile(r"[A-Za-z0-9][\w.-]*")
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from. One of `files`, `saved` and `hub` is set."""
+
+    label: str
+    """What its problems are called, unless a row names its own data set."""
+    named: bool = False
+    """Whether a person chose the label; then it holds for every row."""
+    template: str = "{prompt}"
+    """How its prompts are put, unless the caller says otherwise."""
+    files: tuple[Path, ...] = ()
+    saved: Path | None = None
+    hub: str = ""
+    config: str | None = None
+    split: str | None = None
+
+
+def resolve(name: str) -> Source:
+    """Where a name leads, as the module's docstring says. Refuses what leads nowhere."""
+    label, equals, rest = name.partition("=")
+    if equals and _LABEL.fullmatch(label) and not Path(name).exists():
+        source = replace(_unnamed(rest), label=label, named=True)
+        return replace(source, template=BENCHMARKS[label].template) if label in BENCHMARKS else source
+    return _unnamed(name)
+
+
+def source_rows(source: Source) -> Iterator[Row]:
+    """The rows of a source, file after file."""
+    if source.hub:
+        yield from hub_rows(source.hub, source.config, source.split)
+    elif source.saved is not None:
+        yield from saved_rows(source.saved, source.split)
+    for path in source.files:
+        yield from read_rows(path)
+
+
+def _unnamed(name: str) -> Source:
+    before, _, split = name.rpartition(":")
+    benchmark, _, wanted = name.partition(":")
+    path = _path(name)
+    if benchmark in BENCHMARKS:
+        return _benchmark(benchmark, wanted or None)
+    if name and path.exists():
+        return _local(path, None)
+    if before and _path(before).is_dir():
+        return _local(_path(before), split)
+    if _HUB_NAME.fullmatch(name) and data_format(path) not in FORMATS:
+        hub, *parts = name.split(":")
+        *config, last = [part or None for part in parts] or [None]
+        return Source(label=hub, hub=hub, config=config[0] if config else None, split=last)
+    raise ValueError(
+        f"data source {name!r} does not exist: it is no file or directory here, no benchmark "
+        f"({', '.join(BENCHMARKS)}) and no data set of the hub (owner/name, owner/name:split or "
+        f"owner/name:config:split). Paths are taken from {Path.cwd()}."
+    )
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"data source {name!r} is in the home directory of a user who is not known here: {error} "
+            "Write the whole path, or ./ before a name that begins with ~."
+        ) from error
+
+
+def _benchmark(name: str, split: str | None) -> Source:
+    benchmark = BENCHMARKS[name]
+    root = os.environ.get(DATA_DIRECTORY)
+    if root and not Path(root).is_dir():
+        raise ValueError(f"{DATA_DIRECTORY}={root} is no directory. Name the one that holds {name}/, or unset it.")
+    directory = Path(root) / name if root else None
+    if directory is not None and directory.is_dir():
+        found = _local(directory, split, default=benchmark.split)
+        return replace(found, label=name, named=True, template=benchmark.template)
+    return Source(
+        label=name, named=True, template=benchmark.template, hub=benchmark.hub, config=benchmark.config,
+        split=split or benchmark.split,
+    )  # fmt: skip
+
+
+def _local(path: Path, split: str | None, default: str | None = None) -> Source:
+    if not path.is_dir():
+        return Source(label=_label(path), files=(path,))
+    if is_saved(path):
+        return Source(label=path.name, saved=path, split=split)
+    inside = sorted(file for file in path.rglob("*") if _is_data(file, path))
+    if not inside:
+        present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise ValueError(f"{path} has no file that ends in {', '.join(FORMATS)} (or .gz); it holds: {present}.")
+    splits: dict[str, list[Path]] = {}
+    for file in inside:
+        splits.setdefault(_split(file, path), []).append(file)
+    if split is None and splits.keys() != {""}:
+        split = default
+    if split is None:
+        if len(splits) > 1:
+            choice = min(splits.keys() - {""})
+            raise ValueError(
+                f"{path} holds several splits: {_listed(splits)}. Name the one you mean, {path}:{choice}, or a file."
+            )
+        return Source(label=path.resolve().name, files=tuple(inside))
+    if split not in splits:
+        raise ValueError(f"{path} has no split {split!r}; it holds {_listed(splits)}. Name one of these, or a file.")
+    return Source(label=path.resolve().name, files=tuple(splits[split]))
+
+
+def _listed(splits: dict[str, list[Path]]) -> str:
+    named = [repr(split) for split in sorted(splits) if split]
+    unnamed = [f"{file.name} (in no split)" for file in splits.get("", [])[:2]]
+    return ", ".join(named + unnamed)
+
+
+def _is_data(file: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    return not hidden and file.is_file() and data_format(file) in FORMATS and file.name not in _NOT_DATA
+
+
+def _split(file: Path, root: Path) -> str:
+    """The split that a file's name or its directory's tells, or nothing."""
+    stem = _stem(file)
+    if shard := _SHARD.fullmatch(stem):
+        return shard[1]
+    if (first := re.split(r"[-_.]", stem)[0]) in SPLITS:
+        return first
+    return file.parent.name if file.parent != root and file.parent.name in SPLITS else ""
+
+
+def _label(file: Path) -> str:
+    """What a lone file is called: its name, or its directory's if its own only tells the split."""
+    stem = _stem(file)
+    return file.resolve().parent.name if stem in SPLITS or _SHARD.fullmatch(stem) else stem
+
+
+def _stem(file: Path) -> str:
+    return Path(file.name.removesuffix(".gz")).stem

@@ -1,0 +1,1 @@
+"""Verifiers: is a response right? They run in processes of their own."""

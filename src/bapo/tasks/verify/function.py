@@ -1,0 +1,158 @@
+"""A reward of your own: any function `module:function`, plain or async.
+
+    def reward(response, answer):
+        return float(answer in response)
+
+It is called with those of these keywords that it names, or with all of them if it takes **kwargs:
+
+    response    the text of the response, without its stop token
+    answer      the problem's ground truth
+    prompt      the problem's prompt: a text, or chat messages
+    extra       the other columns of its data set, a dict
+
+and returns a number, a bool, or a dict with "reward" (and, for majority votes, "answer"). Anything else, a NaN, a
+number too large for float32 or an exception is a failure of the verifier, not a reward of 0.
+
+It runs in the training process: a plain function is called for one response after the other, without a time limit, and
+what it breaks is broken. Async functions, such as calls of a judge model, run side by side in one event loop that lives
+as long as the reward, up to `concurrency` at a time with `seconds` each; clients they keep between calls stay valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import inspect
+import numbers
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bapo.tasks.verify.worker import LARGEST_REWARD, describe
+from bapo.types import Problem, Score
+
+__all__ = ["FunctionReward", "find_function"]
+
+KEYWORDS = ("response", "answer", "prompt", "extra")
+
+
+class FunctionReward:
+    """Scores by a function of the user's."""
+
+    def __init__(self, name: str, *, concurrency: int = 32, seconds: float = 60.0) -> None:
+        if concurrency < 1 or not seconds > 0:
+            raise ValueError(f"{name}: concurrency={concurrency} and seconds={seconds} must be positive.")
+        self.name, self.concurrency, self.seconds = name, concurrency, seconds
+        self._function = find_function(name)
+        self._keywords = _accepted(name, self._function)
+        self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        self._runner = asyncio.Runner()
+        self._finalizer = weakref.finalize(self, self._runner.close)
+
+    def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+        """What the function gives for each response, in order. Never raises over a text."""
+        if self._is_async:
+            return self._runner.run(self._all(responses))
+        return [self._one(problem, response) for problem, response in responses]
+
+    def close(self) -> None:
+        """Close the event loop. Does nothing the second time."""
+        self._finalizer()
+
+    def _one(self, problem: Problem, response: str) -> Score:
+        try:
+            return _score(self._function(**self._arguments(problem, response)))
+        except Exception as error:
+            return Score(None, failure=describe(error))
+
+    async def _all(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+        places = asyncio.Semaphore(self.concurrency)
+
+        async def one(problem: Problem, response: str) -> Score:
+            async with places:
+                try:
+                    async with asyncio.timeout(self.seconds) as limit:
+                        return _score(await self._function(**self._arguments(problem, response)))
+                except TimeoutError as error:
+                    return Score(None, f"timeout after {self.seconds:g} s" if limit.expired() else describe(error))
+                except Exception as error:
+                    return Score(None, failure=describe(error))
+
+        return await asyncio.gather(*(one(problem, response) for problem, response in responses))
+
+    def _arguments(self, problem: Problem, response: str) -> dict[str, Any]:
+        everything = {
+            "response": response,
+            "answer": problem.answer,
+            "prompt": problem.prompt,
+            "extra": problem.extra,
+        }
+        return {keyword: everything[keyword] for keyword in self._keywords}
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names, looked for in the current directory too.
+
+    Raises ValueError that says what was not found, and where.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (colon and module_name and function_name) or "/" in name or module_name.endswith(".py"):
+        raise ValueError(f"reward function {name!r}: write module:function, such as rewards:score for rewards.py.")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()  # its file may be new
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"reward function {name!r}: {module_name} itself imports {error.name}, which is missing."
+            ) from error
+        raise ValueError(
+            f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
+            "Run where its file is, or install its package."
+        ) from error
+    except Exception as error:
+        raise ValueError(f"reward function {name!r}: importing {module_name} failed: {describe(error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        defined = [key for key, value in vars(module).items() if callable(value)]
+        near = difflib.get_close_matches(function_name, defined, n=3)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"reward function {name!r}: {module_name} has no function {function_name!r}.{hint}")
+    return function  # type: ignore[no-any-return]
+
+
+def _accepted(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    """The keywords to call it with."""
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        wanted = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
+        if wanted and (parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY):
+            raise ValueError(
+                f"reward function {name!r} wants {parameter.name!r}, which we do not have. "
+                f"It is called by keyword with any of {', '.join(KEYWORDS)}; give other parameters a default."
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return KEYWORDS
+    return tuple(parameter.name for parameter in parameters if parameter.name in KEYWORDS)
+
+
+def _score(returned: Any) -> Score:
+    reward, answer = returned, None
+    if isinstance(returned, dict):
+        if "reward" not in returned:
+            raise TypeError(f"the reward function returned a dict without 'reward': {sorted(map(str, returned))}")
+        reward, answer = returned["reward"], returned.get("answer")
+    if not isinstance(reward, numbers.Real):
+        raise TypeError(f"the reward function returned a {type(reward).__name__}, not a number")
+    if not abs(float(reward)) <= LARGEST_REWARD:
+        raise ValueError(f"the reward function returned {reward}, which float32 cannot hold")
+    return Score(float(reward), answer=None if answer is None else str(answer))

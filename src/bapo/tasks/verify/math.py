@@ -1,0 +1,307 @@
+"""Is this answer to a mathematical problem right? math-verify decides, after rules of ours that it lacks.
+
+The final answer of a response is its last \\boxed{…}; else its last line, if that opens with ####; else what its last
+line says the answer is, if that is mathematics; else what math-verify extracts from the text (the last formula or
+number); else the words of that last line. Only what follows </think> counts, and of that the last 8,192 characters
+(`bapo.tasks.verify.final`). An answer of more than 1,000 characters is refused.
+
+Answer and ground truth are compared by the first rule that applies:
+
+    the same text       after removing what does not show: spaces (not between digits), \\left, \\!, $, \\text{…}, …
+    two rationals       exactly; if one of them is written as a decimal, within 1e-6 and a 1e-4th of the ground truth
+    words               \\text{Evelyn}, even, (C): only the same text is equal, in any case. To a computer algebra
+                        system a word is a product of letters, so that every anagram would do
+    52_8                the same digits, and the same base if both name one
+    mathematics         math-verify: values, expressions, tuples, sets, intervals, matrices, equations
+
+Units, currencies and degrees are ignored, and 50% is both 50 and 0.5, as in math-verify. Three things math-verify would
+read as another number, so that only the same text is equal to them: a number that a word changes (3 trillion, 3 fifths,
+5 minus one; but quarters are coins), digits with a space between them that are no thousands (1 2; but 1 1/2 is 3/2),
+and an equation of two different numbers (7 = 5).
+
+A response that answers with an equation gives its right side, or its left one if the right is only a name: x = 5, 5 = x
+and 5 cm = x are all 5. So are 3 + 2 = 5 and 5 = 5, which are true; x = 5 = 6 and 6 = 5 = x cannot be, and are nothing.
+
+math-verify's own time limits are off, because signals work in a main thread only: call this through `sandbox.py`.
+`verify` depends on nothing but its arguments, and raises over a ground truth only, never a text.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import warnings
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import math_verify
+import sympy
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+from bapo.tasks.verify.final import after_hashes, boxed, sentence, visible
+from bapo.tasks.verify.normal_form import normal_form
+from bapo.types import Score
+
+__all__ = ["MAX_ANSWER", "verify", "verify_thinking"]
+
+MAX_ANSWER = 1000
+"""Characters of the longest answer that is considered."""
+
+for _library in ("math_verify", "latex2sympy2_extended"):
+    logging.getLogger(_library).setLevel(logging.CRITICAL)
+
+_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{([^{}]*)\}")
+_UNSHOWN = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr)(?![a-zA-Z])|\\!\s*|\$")
+_SPACE = re.compile(r"\\[,;: ]|~")
+_NUMBER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d{1,100})?(?:\.(\d{0,100}))?")
+_FORMULA_WORDS = "percent|percentage|pct|sin|cos|tan|log|sqrt|exp|and|mod|plus|minus|over"
+_DIGITS = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+_TO_A_POWER = re.compile(r" ?\^ ?\{? ?[-+(]?\d")
+_UNIT = re.compile(
+    r"(?:\^\{?\s*(?:\\circ|°)\s*\}?|°"  # degrees
+    rf"|(?<=\d)\s+(?!(?i:{_FORMULA_WORDS})\b)[a-zA-Z]{{3,}}(?: [a-zA-Z]+)*)$"  # any other word after a number
+)
+_MULTIPLES = "hundred|thousand|million|billion|trillion|quadrillion|quintillion|dozen|googol|lakh|crore"
+_PARTS = (
+    "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|twentieth|hundredth|thousandth|"
+    "millionth|billionth|trillionth"
+)
+_COUNTS = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|"
+    "(?:twen|thir|for|fif|six|seven|eigh|nine)ty|half|quarter"
+)
+_OPERATIONS = "plus|minus|times|over|point|and|or|mod|modulo|choose|divided by|multiplied by|to the"
+_CHANGED = re.compile(  # a word after a number that makes another number of it
+    rf"\d *(?:(?:{_MULTIPLES})s?\b|(?:(?:{_PARTS})s|halves|tens|squared|cubed|factorial)\b|(?:{_PARTS})(?! ?[a-z])"
+    rf"|(?:{_OPERATIONS}) (?:an? )?(?:{_COUNTS}|{_PARTS}|{_MULTIPLES})s?\b)",
+    re.IGNORECASE,
+)
+_PERCENT = re.compile("percent", re.IGNORECASE)
+_APART = re.compile(r"\d \d")
+_MIXED = re.compile(r"([-+]?)(\d{1,100}) (\d{1,100})/(\d{1,100})")
+_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
+_CHOICE = re.compile(r"\(?[A-Z]\)?")
+_BASED = re.compile(r"\(?(\d[\da-zA-Z]{0,99})\)?_\{?(\d{1,2})\}?")
+_WORDS = re.compile(r"[^\W\d_][^\d\\^_{}=+*/<>|]*")
+_LETTERS = re.compile(r"[^\W\d_]{3}")
+_COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-zA-Z*]+\}|\\[a-zA-Z]+")
+
+
+def verify(answer: str | float | list[str | float], response: str) -> Score:
+    """1.0 if the final answer of the response is `answer`, otherwise 0.0; and that final answer in its normal form.
+
+    A list of answers means that any of them is right.
+    """
+    return _verify(answer, response, thinking=False)
+
+
+def verify_thinking(answer: str | float | list[str | float], response: str) -> Score:
+    """The same for models whose prompt already opens the thinking: without </think> there is no answer."""
+    return _verify(answer, response, thinking=True)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """One answer, read in every way that it can be."""
+
+    text: str
+    """Without what does not show."""
+    number: Fraction | None = None
+    decimal: bool = False
+    """Whether the number is written with a decimal point, and so perhaps rounded."""
+    words: bool = False
+    base: str = ""
+    """That of the number system, if it is written: the 8 of 52_8. The digits are then `text`."""
+    value: Any = None
+    """What math-verify parsed, unless it is number or words."""
+    misread: bool = False
+    """Whether math-verify would make another number of it than it says; then nothing was parsed."""
+
+
+def _verify(answer: str | float | list[str | float], response: str, *, thinking: bool) -> Score:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a library's opinion of a hostile text
+        golds = [_gold(_gold_text(one)) for one in (answer if isinstance(answer, list) and answer else [answer])]
+        found = _find(visible(response, thinking=thinking))
+        if found is None:
+            return Score(0.0)
+        return Score(float(any(_same(gold, found) for gold in golds)), answer=_shared_form(found))
+
+
+def _gold_text(answer: object) -> str:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise ValueError(f"the ground truth {answer!r} is not an answer; it must be a number or a text")
+    text = str(answer)
+    return (boxed(text) or after_hashes(text) or text).strip()
+
+
+@functools.lru_cache(maxsize=1024)
+def _gold(text: str) -> _Answer:
+    return _read(text)
+
+
+def _find(text: str) -> _Answer | None:
+    """The final answer of a response."""
+    clear = boxed(text)
+    if clear is None:
+        clear = after_hashes(text)
+    if clear is not None:
+        return _read_name_first(clear) if 0 < len(clear) <= MAX_ANSWER else None
+    said = sentence(text)
+    if said and len(said) <= MAX_ANSWER:
+        answer = _read_name_first(said)
+        prose = _LETTERS.search(_COMMAND.sub("", answer.text))
+        if answer.number is not None or answer.misread or (answer.value is not None and not prose):
+            return answer
+    tail = text[-MAX_ANSWER:]
+    extracted = _parse(tail, ExprExtractionConfig())
+    if extracted is not None and not _is_a_base(extracted, tail):
+        if _names_last(extracted):
+            extracted = sympy.Eq(extracted.rhs, extracted.lhs, evaluate=False)
+        return _parsed("", extracted)
+    return _Answer(_clean(said), words=True) if said and len(said) <= MAX_ANSWER else None
+
+
+def _is_a_base(value: Any, text: str) -> bool:
+    """Whether a number is that of a power which could not be read: the 5 of 5^{9^{8."""
+    if not isinstance(value, sympy.Integer | sympy.Float):
+        return False
+    number = abs(Fraction(int(value)) if isinstance(value, sympy.Integer) else Fraction(str(value)))
+    places = [place for place in _DIGITS.finditer(text) if _number(place[0]) == number]
+    return bool(places) and _TO_A_POWER.match(text, places[-1].end()) is not None
+
+
+def _read(text: str) -> _Answer:
+    shown = _clean(text)
+    based = _BASED.fullmatch(_squeezed(shown))
+    if based:
+        return _Answer(based[1], number=_number(based[1]), base=based[2])
+    number = _number(shown)
+    if number is not None:
+        return _Answer(shown, number=number, decimal="." in shown and number.denominator != 1)
+    if _is_words(text, shown):
+        return _Answer(shown, words=True)
+    if _CHANGED.search(shown) or _APART.search(shown):
+        return _Answer(shown, misread=True)
+    value = _parse(rf"\boxed{{{_PERCENT.sub('percent', text.replace('$', ''))}}}")
+    return _Answer(shown, misread=True) if _is_false(shown, value) else _parsed(shown, value)
+
+
+def _read_name_first(text: str) -> _Answer:
+    """The same, 5 = x as x = 5, because math-verify compares with the right side of an equation. Not for ground truths:
+    x + y = z is an equation that was asked for."""
+    answer = _read(text)
+    if not _names_last(answer.value) or text.count("=") != 1:
+        return answer
+    left, right = text.split("=")
+    return replace(_read(f"{right} = {left}"), text=answer.text)
+
+
+def _names_last(value: Any) -> bool:
+    """Whether it is an equation of something and a name, in this order, and the name does not occur in the former."""
+    if not isinstance(value, sympy.Eq) or not isinstance(value.rhs, sympy.Symbol):
+        return False
+    return not isinstance(value.lhs, sympy.Symbol) and value.rhs not in value.lhs.free_symbols
+
+
+def _is_false(shown: str, value: Any) -> bool:
+    """Whether it is an equation, or a chain of them, between two different numbers."""
+    first, *_, last = map(_number, shown.split("=")) if "=" in shown else (None, None)
+    if first is not None and last is not None and not _close(first, last):
+        return True
+    equations = value.args if isinstance(value, sympy.And) else [value]
+    sides = [equation.args for equation in equations if isinstance(equation, sympy.Eq)]
+    numbers = [pair for pair in sides if all(getattr(side, "is_number", False) for side in pair)]
+    return any(not math_verify.verify(*pair, timeout_seconds=None) for pair in numbers)
+
+
+def _parsed(shown: str, value: Any) -> _Answer:
+    if isinstance(value, sympy.Float):
+        return _Answer(shown, number=Fraction(str(value)), decimal=True)
+    if isinstance(value, sympy.Rational):
+        return _Answer(shown, number=Fraction(int(value.p), int(value.q)))
+    return _Answer(shown, value=value)
+
+
+def _clean(text: str) -> str:
+    """The text without what does not show, and with words unwrapped."""
+    text = _UNSHOWN.sub("", _SPACE.sub(" ", text).replace("\\$", "").replace("{,}", ",").replace("−", "-"))
+    text = _WRAPPED.sub(r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    return _GROUPS.sub(lambda group: group[0].replace(" ", ""), " ".join(text.split())).removesuffix(".")
+
+
+def _number(shown: str) -> Fraction | None:
+    """The number that a text is, units apart."""
+    if _CHANGED.search(shown):
+        return None
+    bare = _UNIT.sub("", shown.strip("€£¥ ")).strip()
+    mixed = _MIXED.fullmatch(bare)
+    if mixed and int(mixed[4]):
+        return int(f"{mixed[1]}1") * (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4])))
+    parts = _NUMBER.fullmatch(bare)
+    if parts is None or not (parts[2] or parts[3]):
+        return None
+    return Fraction(f"{parts[1]}{(parts[2] or '0').replace(',', '')}.{parts[3] or '0'}")
+
+
+def _is_words(text: str, shown: str) -> bool:
+    wrapped = _WRAPPED.fullmatch(text.strip()) or _CHOICE.fullmatch(shown)
+    return wrapped is not None or (_WORDS.fullmatch(shown) is not None and _LETTERS.search(shown) is not None)
+
+
+def _parse(text: str, *more: Any) -> Any:
+    """What math-verify makes of a text; None if nothing."""
+    found = math_verify.parse(
+        text,
+        [LatexExtractionConfig(boxed_match_priority=0), *more],
+        fallback_mode="no_fallback",
+        extraction_mode="any_match" if more else "first_match",  # a box is the whole answer: no looking for parts of it
+        parsing_timeout=None,
+    )
+    return found[0] if found else None
+
+
+def _same(gold: _Answer, found: _Answer) -> bool:
+    if gold.base and found.base and gold.base != found.base:
+        return False
+    if gold.text and _squeezed(gold.text) == _squeezed(found.text):
+        return True
+    if gold.number is not None and found.number is not None:
+        return _close(gold.number, found.number) if gold.decimal or found.decimal else gold.number == found.number
+    if gold.words or found.words:
+        return gold.words and _word(gold.text) == _word(found.text)
+    values = [_sympy_value(gold), _sympy_value(found)]
+    return None not in values and bool(math_verify.verify(*values, timeout_seconds=None))
+
+
+def _close(gold: Fraction, found: Fraction) -> bool:
+    return abs(gold - found) <= min(Fraction(1, 10**6), abs(gold) / 10**4)
+
+
+def _squeezed(text: str) -> str:
+    """Without spaces, but for those between digits."""
+    return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)
+
+
+def _word(text: str) -> str:
+    """Words without case, spaces or enclosing punctuation: (C) is c."""
+    return _squeezed(text).strip("().:,;\"'").casefold()
+
+
+def _sympy_value(answer: _Answer) -> Any:
+    if answer.number is None:
+        return answer.value
+    exact = sympy.Rational(answer.number.numerator, answer.number.denominator)
+    return sympy.Float(exact, 30) if answer.decimal else exact
+
+
+def _shared_form(answer: _Answer) -> str:
+    if answer.number is not None:
+        return str(answer.number)
+    form = _word(answer.text) if answer.words else normal_form(answer.value) or _squeezed(answer.text)
+    return form[:200].encode("utf-8", "replace").decode()
+
+
+verify("1", r"\boxed{\frac{1}{2}}")  # the grammar is built on first use: do it on import, outside anybody's time limit

@@ -1,0 +1,269 @@
+"""Verifiers in processes of their own, where no answer can stall or kill the training.
+
+    with VerifierPool("bapo.tasks.verify.math:verify", workers=4, seconds=5, memory_mb=1024) as pool:
+        pool.scores([("72", r"… \\boxed{72}"), …])          # a Score each, in order
+
+A model under training will sooner or later write 9^{9^{9^{9}}}, and a verifier that computes with answers will try.
+So a verifier is a pure function `verify(answer, response) -> Score`, named as module:function, and is called by
+workers (`bapo.tasks.verify.worker`) under a hard limit of wall-clock time and memory for each answer:
+
+    what happened                                   the Score's failure
+    out of time                                     timeout after 5 s
+    out of memory                                   memory limit of 1024 MB
+    the process died                                crash: signal 11
+    the function raised                             ValueError: …
+
+None of these is a reward of 0: the verifier could not tell. A verifier that catches its own MemoryError decides by
+itself. A worker imports its verifier once, never torch, and is used for as long as it lives. Equal pairs are verified
+once per call. One thread of ours per worker feeds it and waits for it; of several callers one is served at a time, and
+the others wait for it to return.
+
+What it does not do: run code written by a model (a worker has limits but no walls), or retry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from bapo.tasks.verify.worker import LARGEST_REWARD, OUT_OF_MEMORY, receive, send
+from bapo.types import Score
+
+__all__ = ["VerifierPool", "call_once", "default_workers"]
+
+WORKER = "bapo.tasks.verify.worker"
+START_SECONDS = 120.0
+"""How long a worker may take to import its verifier."""
+GRACE_SECONDS = 2.0
+"""How much later than a worker's own timer we stop waiting and kill it; also its time to leave when asked."""
+MAX_DEFAULT_WORKERS = 16
+
+
+def default_workers() -> int:
+    """One worker per core that this process may use, up to 16."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, MAX_DEFAULT_WORKERS))
+
+
+class VerifierPool:
+    """Workers that all call one verifier. Ends with `close`, with the `with` block, or with the process."""
+
+    def __init__(
+        self, verifier: str, *, workers: int | None = None, seconds: float = 5.0, memory_mb: int = 1024
+    ) -> None:
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers={workers}: a pool needs at least one. Leave it out for one per core.")
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"seconds={seconds}: the time limit of an answer must be positive and finite.")
+        if memory_mb < 64:
+            raise ValueError(f"memory_mb={memory_mb} is too little for any verifier. Allow at least 64.")
+        self.verifier, self.seconds, self.memory_mb = verifier, seconds, memory_mb
+        self._lock = threading.Lock()  # a worker serves one caller at a time
+        self._workers = [_Worker(verifier, memory_mb) for _ in range(workers or default_workers())]
+        self._finalizer = weakref.finalize(self, _close_all, self._workers, os.getpid())
+        try:
+            self._workers[0].wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
+        """What the verifier says of each (answer, response), in order. Never raises over a text."""
+        with self._lock:
+            return self._scores(responses)
+
+    def _scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
+        if not self._finalizer.alive:
+            raise ValueError("this pool of verifiers was closed; make a new one.")
+        keys = [json.dumps(pair) for pair in responses]
+        work: queue.SimpleQueue[tuple[str, tuple[Any, str]]] = queue.SimpleQueue()
+        for item in dict(zip(keys, responses, strict=True)).items():
+            work.put(item)
+        found: dict[str, Score] = {}
+
+        def drain(worker: _Worker) -> None:
+            while True:
+                try:
+                    key, pair = work.get_nowait()
+                except queue.Empty:
+                    return
+                found[key] = self._score(worker.call(self.seconds, pair))
+
+        busy = self._workers[: min(len(self._workers), work.qsize())]
+        with ThreadPoolExecutor(max(1, len(busy))) as threads:
+            try:
+                for finished in [threads.submit(drain, worker) for worker in busy]:
+                    finished.result()
+            except BaseException:  # Ctrl-C, or a worker that will not start: let nobody wait
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        work.get_nowait()
+                _close_all(busy, os.getpid())
+                raise
+        return [found[key] for key in keys]
+
+    def close(self) -> None:
+        """End the workers. Does nothing the second time."""
+        self._finalizer()
+
+    def _score(self, reply: dict[str, Any]) -> Score:
+        if "result" not in reply:
+            return Score(None, failure=reply["failure"])
+        try:
+            score = Score(**reply["result"])
+            if score.reward is None:
+                return score
+            if abs(score.reward) <= LARGEST_REWARD:
+                return replace(score, reward=float(score.reward))
+        except (TypeError, OverflowError):
+            pass
+        return Score(None, failure=f"{self.verifier} returned {json.dumps(reply['result'])[:100]}; it must be a Score")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def call_once(function: str, *arguments: Any, seconds: float) -> Any:
+    """What `module:function` returns for JSON arguments, from a process of its own that ends with the call.
+
+    Its hash seed is fixed, so that code which iterates over sets gives the same result in every run.
+    Raises ValueError with the cause if the call fails.
+    """
+    worker = _Worker(function, 0)
+    try:
+        reply = worker.call(seconds, arguments)
+    finally:
+        worker.close()
+    if "result" not in reply:
+        raise ValueError(f"{function}: {reply['failure']}")
+    return reply["result"]
+
+
+class _Worker:
+    """Our end of one worker process; starts it, and starts it again when it is lost."""
+
+    def __init__(self, function: str, memory_mb: int) -> None:
+        self.function, self.memory_mb = function, memory_mb
+        self.ready = False
+        self._start()
+
+    def wait_until_ready(self) -> None:
+        """Wait for the import. Raises ValueError if the function cannot be had."""
+        if self.process is None:
+            self._start()
+        if self.ready:
+            return
+        self.connection.settimeout(START_SECONDS)
+        try:
+            greeting = receive(self.connection)
+        except (OSError, EOFError, ValueError) as error:
+            status = self._end()
+            raise RuntimeError(
+                f"a worker for {self.function} did not start ({type(error).__name__}, exit status {status}). "
+                "The machine may be out of memory or processes."
+            ) from error
+        if "refused" in greeting:
+            self._end()
+            raise ValueError(f"the verifier {self.function} cannot be used: {greeting['refused']}")
+        self.ready = True
+
+    def call(self, seconds: float, arguments: Sequence[Any]) -> dict[str, Any]:
+        """`{"result": …}` or `{"failure": …}`."""
+        self.wait_until_ready()
+        self.connection.settimeout(seconds + GRACE_SECONDS)
+        try:
+            send(self.connection, [seconds, arguments])
+            reply: dict[str, Any] = receive(self.connection)
+        except TimeoutError:
+            self._end()
+            return {"failure": f"timeout after {seconds:g} s"}
+        except (OSError, EOFError, ValueError):
+            return {"failure": _cause(self._end(), seconds, self.memory_mb)}
+        if "died" in reply:
+            return {"failure": _cause(reply["died"], seconds, self.memory_mb)}
+        return reply
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._end()
+
+    def hang_up(self) -> None:
+        """Say that no more is wanted: an idle worker leaves by itself, and a thread of ours that waits here stops."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _start(self) -> None:
+        self.connection, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            **{"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "0"},
+            **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        }
+        with theirs:
+            self.process: subprocess.Popen[bytes] | None = subprocess.Popen(  # noqa: S603
+                [
+                    sys.executable,
+                    "-m",
+                    WORKER,
+                    str(theirs.fileno()),
+                    self.function,
+                    str(self.memory_mb),
+                ],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+    def _end(self) -> int:
+        """Hang up, wait for the worker to go, kill it if it does not; its exit status."""
+        process, self.process, self.ready = self.process, None, False
+        self.hang_up()
+        self.connection.close()
+        if process is None:
+            return 0
+        with contextlib.suppress(OSError):
+            process.terminate()
+        try:
+            return process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()
+
+
+def _cause(status: int, seconds: float, memory_mb: int) -> str:
+    """What a death means, from an exit status as subprocess gives it: negative for a signal."""
+    if status == -signal.SIGALRM:
+        return f"timeout after {seconds:g} s"
+    if status == OUT_OF_MEMORY:
+        return f"memory limit of {memory_mb} MB"
+    return f"crash: signal {-status}" if status < 0 else f"crash: exit status {status}"
+
+
+def _close_all(workers: Sequence[_Worker], owner: int) -> None:
+    """End them all. A process forked from the one that started them leaves them alone."""
+    if os.getpid() == owner:
+        for worker in workers:
+            worker.hang_up()  # all hear it at once
+        for worker in workers:
+            worker.close()

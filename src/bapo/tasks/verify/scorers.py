@@ -1,0 +1,51 @@
+"""Which verifier `reward` names: math-verify in processes of its own, or a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+from bapo.tasks.dataset import Scorer
+from bapo.tasks.verify.function import FunctionReward
+from bapo.tasks.verify.sandbox import VerifierPool
+from bapo.types import Problem, Score
+
+MATH = "math"
+
+
+def check_answers(problems: Sequence[Problem], reward: str) -> None:
+    """Refuse reference answers that the verifier could not even read; it would fail on every response."""
+    for problem in problems if reward == MATH else ():
+        answers = problem.answer if isinstance(problem.answer, list) and problem.answer else [problem.answer]
+        if not all(isinstance(answer, str | int | float) and not isinstance(answer, bool) for answer in answers):
+            raise ValueError(
+                f"problem {problem.id} ({problem.source}) has the reference answer {problem.answer!r}, neither text "
+                "nor number, so reward='math' cannot compare with it. Name another answer_column, or a module:function "
+                "that can."
+            )
+
+
+def open_scorer(
+    reward: str,  # math, or module:function
+    *,
+    opens_thinking: bool,  # whether a response begins in the middle of the model's thinking, see bapo.tasks.verify.math
+    seconds: float,
+    memory_mb: int,
+    workers: int | None = None,  # None: one per core, or 32 calls of an async function
+) -> tuple[Scorer, Callable[[], None]]:
+    """What scores responses, and what ends it. It ends with the process too."""
+    if reward != MATH:
+        function = FunctionReward(reward, seconds=seconds, concurrency=workers or 32)
+        return function.scores, function.close
+    if find_spec("math_verify") is None:
+        raise ValueError(
+            "reward='math' needs math-verify, which is not installed: pip install 'bapo[math]'. Or name a function of "
+            "yours, module:function."
+        )
+    verifier = f"bapo.tasks.verify.math:{'verify_thinking' if opens_thinking else 'verify'}"
+    pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)
+
+    def scores(responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+        return pool.scores([(problem.answer, text) for problem, text in responses])
+
+    return scores, pool.close

@@ -1,0 +1,187 @@
+"""The inside of a sandbox: a process that calls one function for whoever holds the other end of its socket.
+
+    python -m bapo.tasks.verify.worker FD module:function MEMORY_MB
+
+Two processes, so that a hostile call costs a fork and not an import. The keeper imports the function once and forks a
+child; the child answers calls. When a call kills the child, the keeper says what killed it and forks the next one:
+
+    who waits           for what                        what unblocks it
+    child               a request                       the request, or the end of the socket: the owner is gone
+    keeper              the child's death               a crash, the timer, the owner's SIGTERM
+    owner               a reply, or word of a death     either of them; its own clock, a little later than the timer
+
+Limits are the kernel's. The timer is SIGALRM with its default action, which ends the child even inside a C loop, and
+needs nobody to watch it: should the owner be killed, no call outlives its time. The memory limit is RLIMIT_AS, counted
+from what the imports already use. A child that has grown past half of it replies and makes way for a fresh one, so that
+no call pays for what an earlier one left behind. Ctrl-C is the owner's business and is ignored here.
+
+It is no jail: a function that runs code written by a model needs one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bapo.types import Score
+
+__all__ = ["LARGEST_REWARD", "OUT_OF_MEMORY", "load", "receive", "send"]
+
+LARGEST_REWARD = 3.4e38
+"""A reward beyond it, or a NaN, is no reward: float32 cannot hold it."""
+OUT_OF_MEMORY = 77
+"""Exit status of a child that ran out of memory."""
+MAX_CAUSE = 200
+"""Characters of an exception's message that are passed on."""
+
+
+def send(connection: socket.socket, message: Any) -> None:
+    """Write one JSON message, with its length ahead of it."""
+    connection.sendall(_encoded(message))
+
+
+def receive(connection: socket.socket) -> Any:
+    """Read one message. Raises EOFError at the end of the stream."""
+    return json.loads(_exactly(connection, int.from_bytes(_exactly(connection, 8), "big")))
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names. Raises ValueError if there is none."""
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"{name!r} does not name a function. Write it as module:function.")
+    found = getattr(importlib.import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(f"module {module!r} has no function {function!r}.")
+    return found  # type: ignore[no-any-return]
+
+
+def main(arguments: list[str]) -> int:
+    """The keeper: import, then keep a child alive until the owner hangs up."""
+    descriptor, name, memory_mb = arguments
+    connection = socket.socket(fileno=int(descriptor))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        function = load(name)
+    except BaseException as error:
+        send(connection, {"refused": describe(error)})
+        return 1
+    busy = mmap.mmap(-1, 1)  # shared with the child: 1 while it works on a call
+    child, stopping = 0, False
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    send(connection, {"ready": True})
+    while not stopping:
+        busy[0] = 0
+        child = os.fork()
+        if child == 0:
+            _serve(connection, function, int(memory_mb), busy)
+        signal.signal(signal.SIGTERM, stop)
+        _, status = os.waitpid(child, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if status == 0:
+            break
+        if busy[0] and not stopping:
+            try:
+                send(connection, {"died": os.waitstatus_to_exitcode(status)})
+            except OSError:
+                break
+    return 0
+
+
+def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: int, busy: mmap.mmap) -> NoReturn:
+    """The child: answer calls until the owner hangs up (status 0) or this process should be replaced (another)."""
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this one goes, not the trainer
+        at_start = _address_space()
+        if memory_mb and at_start:
+            resource.setrlimit(resource.RLIMIT_AS, (at_start + memory_mb * 2**20,) * 2)
+        grown = False
+        while not grown:
+            try:
+                seconds, arguments = receive(connection)
+            except (EOFError, OSError):
+                status = 0
+                break
+            busy[0] = 1
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            try:
+                reply = _encoded({"result": function(*arguments)})
+            except MemoryError:
+                raise
+            except BaseException as error:
+                reply = _encoded({"failure": describe(error)})
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.sendall(reply)
+            busy[0] = 0
+            grown = bool(memory_mb) and _address_space() - at_start > memory_mb * 2**19
+    except MemoryError:
+        status = OUT_OF_MEMORY
+    except BaseException:
+        status = 1
+    finally:
+        os._exit(status)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one short line."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = ""
+    kind = type(error).__name__
+    return f"{kind}: {message[:MAX_CAUSE]}" if message else kind
+
+
+def _encoded(message: Any) -> bytes:
+    body = json.dumps(message, default=_as_data).encode()  # ASCII: any text survives, lone surrogates included
+    return len(body).to_bytes(8, "big") + body
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def _address_space() -> int:
+    """Bytes of address space in use; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _as_data(value: object) -> Any:
+    if isinstance(value, Score):
+        return vars(value)
+    raise TypeError(f"a {type(value).__name__} cannot leave the sandbox; return JSON data or a Score")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

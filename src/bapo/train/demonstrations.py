@@ -1,0 +1,207 @@
+"""Demonstrations as a model sees them: tokens to read, tokens to learn, and in which order.
+
+    ids = prompt as the sampler will put it  +  response  +  the token that ends a response
+
+The response is tokenised by itself, because that is how it is written when the model samples it: one token after the
+other, after the prompt's. The end is part of what is learned; without it the model would never stop. It is the token
+that the chat template writes after an assistant's turn, if the sampler stops there, otherwise the tokenizer's own end.
+
+Held-out prompts are those with the smallest ids, which are hashes: they are the same whatever the seed and the order of
+the rows, and all responses to one prompt are on the same side. Prompts are one if they ask the same question, and if
+they become the same tokens: a chat with a system message is the plain text that the model puts the same message before.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+from bapo.config.sft import SftDataConfig
+from bapo.models import Policy
+from bapo.models.policy import end_of_turn
+from bapo.tasks.data.demonstrations import Demonstration, load_demonstrations
+from bapo.tasks.data.problems import LoadReport
+from bapo.types import Message, batches_per_pass
+
+
+@dataclass(frozen=True)
+class Example:
+    """A demonstration in the tokens of a model."""
+
+    prompt: list[int]
+    response: list[int]
+    """With the token that ends it."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What a run learns from and what it only measures, and what became of the rest."""
+
+    train: list[Example]
+    held_out: list[Example]
+    counts: dict[str, int]
+    """Rows read, demonstrations used and held out, and how many were left out for which reason."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """One value for all of them, in order; a resumed run must find the one it began with."""
+        lines = (json.dumps([example.prompt, example.response]) for example in (*self.train, *self.held_out))
+        return sha256("\n".join(lines).encode()).hexdigest()
+
+
+class Batches:
+    """Batches in a shuffled order that a single number can resume: update i of (seed, epoch) is always the same.
+
+    An epoch is cut into batches of sizes that differ by one at most, so none is left over.
+    """
+
+    def __init__(self, examples: Sequence[Example], *, size: int, epochs: int, seed: int) -> None:
+        self.examples = examples
+        self.per_epoch = batches_per_pass(len(examples), size)
+        self.total = epochs * self.per_epoch
+        self.seed = seed
+        self._epoch, self._order = -1, list[int]()
+
+    def at(self, update: int) -> list[Example]:
+        """The batch of one update, counted from 0."""
+        epoch, index = divmod(update, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self.examples)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)  # noqa: S311
+        begin, end = (len(self._order) * i // self.per_epoch for i in (index, index + 1))
+        return [self.examples[i] for i in self._order[begin:end]]
+
+
+Loaded = tuple[list[Demonstration], list[Demonstration], list[LoadReport]]
+
+
+def load(config: SftDataConfig) -> Loaded:
+    """Demonstrations to learn from, those of data.held_out, and what became of the rows of both."""
+    options: dict[str, Any] = config.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
+    if not config.sources:
+        raise ValueError(
+            'data.sources is empty, so there is nothing to imitate. Set it, for example to ["gsm8k:train"] or to a '
+            ".jsonl file whose rows have a prompt and a response."
+        )
+    train, report = load_demonstrations(config.sources, **options)
+    if not config.held_out:
+        return train, [], [report]
+    held_out, other = load_demonstrations(config.held_out, **options)
+    return train, held_out, [report, other]
+
+
+def make_examples(loaded: Loaded, config: SftDataConfig, policy: Policy) -> Examples:
+    """Demonstrations in the model's tokens; those it cannot hold are left out, and counted."""
+    train, held_out, reports = loaded
+    counts = {key: sum(asdict(report)[key] for report in reports) for key in COUNTED}
+    encoder = Encoder(policy, config.max_tokens)
+    learned = [(question(d), example) for d in train if (example := encoder(d))]
+    measured = [(question(d), example) for d in held_out if (example := encoder(d))]
+    named = under_one_name(learned + measured)
+    learned, measured = named[: len(learned)], named[len(learned) :]
+    if config.held_out:
+        apart = {name for name, _ in measured}
+        before = len(learned)
+        learned = [pair for pair in learned if pair[0] not in apart]
+        counts["also_held_out"] = before - len(learned)
+    else:
+        apart = smallest({name for name, _ in learned}, config.held_out_share)
+        measured = [pair for pair in learned if pair[0] in apart]
+        learned = [pair for pair in learned if pair[0] not in apart]
+    counts |= {"too_long": encoder.too_long, "longest": encoder.limit or 0}
+    if not learned or (config.held_out and not measured):
+        kind = "data.held_out" if learned else "data.sources"
+        raise ValueError(
+            f"{kind} gives no demonstration that can be used: {describe(counts)}. Raise data.max_tokens if the model "
+            "has the positions, or choose other data."
+        )
+    counts |= {"train": len(learned), "held_out": len(measured)}
+    return Examples([example for _, example in learned], [example for _, example in measured], counts)
+
+
+COUNTED = ("read", "duplicates", "without_prompt", "without_answer")
+
+
+def describe(counts: dict[str, int]) -> str:
+    """What became of the rows, in words."""
+    left_out = {
+        "duplicates": "duplicates",
+        "without_prompt": "without a prompt",
+        "without_answer": "without a response",
+        "too_long": f"longer than {counts['longest']:,} tokens",
+        "also_held_out": "also held out",
+    }
+    parts = [f"{counts[key]:,} {words}" for key, words in left_out.items() if counts.get(key)]
+    used = f", {counts['train']:,} to learn from, {counts['held_out']:,} held out" if "train" in counts else ""
+    return f"{counts['read']:,} rows read{used}" + (f"; left out: {', '.join(parts)}" if parts else "")
+
+
+def question(demonstration: Demonstration) -> str:
+    """The id of what is asked, which demonstrations of one prompt share."""
+    return demonstration.id.rpartition("-")[0]
+
+
+def under_one_name(pairs: Sequence[tuple[str, Example]]) -> list[tuple[str, Example]]:
+    """The pairs with names that also those share whose prompts are the same tokens: the smallest of all connected."""
+    above: dict[str, str] = {}
+
+    def top(name: str) -> str:
+        while above.get(name, name) != name:
+            name = above[name]
+        return name
+
+    first: dict[tuple[int, ...], str] = {}
+    for name, example in pairs:
+        one, other = top(name), top(first.setdefault(tuple(example.prompt), name))
+        above[max(one, other)] = min(one, other)
+    return [(top(name), example) for name, example in pairs]
+
+
+def smallest(names: set[str], share: float) -> set[str]:
+    """This share of the names: at least one if any is wanted, and never all of them."""
+    wanted = min(max(1, round(share * len(names))), len(names) - 1) if share else 0
+    return set(sorted(names)[:wanted])
+
+
+class Encoder:
+    """Demonstration to tokens; counts those that are too long."""
+
+    def __init__(self, policy: Policy, max_tokens: int | None) -> None:
+        self.policy = policy
+        self.end_of_text, self.end_of_chat = end_of_response(policy, ""), end_of_response(policy, [])
+        positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+        self.limit = min((limit for limit in (max_tokens, positions) if limit is not None), default=None)
+        self.too_long = 0
+
+    def __call__(self, demonstration: Demonstration) -> Example | None:
+        """None if it is longer than the limit."""
+        prompt = self.policy.encode(demonstration.prompt)
+        if not prompt:
+            raise ValueError(
+                f"the prompt {demonstration.prompt!r} has no tokens, so nothing predicts the first token of its "
+                "response. Put text around it with data.template, or take it out."
+            )
+        response = list(self.policy.tokenizer.encode(demonstration.response, add_special_tokens=False))
+        end = next((i + 1 for i, token in enumerate(response) if token in self.policy.stop_ids), None)
+        if end is not None and not self.policy.decode(response[end:]).strip():
+            response = response[:end]  # some data sets write the end themselves, and a line break after it
+        if not response or response[-1] not in self.policy.stop_ids:
+            response.append(self.end_of_text if isinstance(demonstration.prompt, str) else self.end_of_chat)
+        if self.limit is not None and len(prompt) + len(response) > self.limit:
+            self.too_long += 1
+            return None
+        return Example(prompt, response)
+
+
+def end_of_response(policy: Policy, prompt: str | list[Message]) -> int:
+    """The token that ends a response to such a prompt: one the sampler stops at; in a chat the template's own."""
+    tokenizer = policy.tokenizer
+    end = end_of_turn(tokenizer) if policy.chat or not isinstance(prompt, str) else None
+    if end is not None and end in policy.stop_ids:
+        return end
+    return int(tokenizer.eos_token_id) if tokenizer.eos_token_id is not None else min(policy.stop_ids)
