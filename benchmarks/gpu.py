@@ -52,7 +52,7 @@ SECTIONS = ("engine", "learner", "bounds", "step")
 
 def our_engine(model: Any, slots: int) -> Engine:
     if model.device.type == "cuda":
-        from bapo.rollout.cuda.graphs import GraphEngine
+        from bapo.rollout.cuda.engine import GraphEngine
 
         return GraphEngine(model, slots=slots)
     from bapo.rollout.local.engine import LocalEngine

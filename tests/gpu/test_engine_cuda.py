@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bapo.rollout.cuda.graphs import GraphEngine, in_process_engine
+from bapo.rollout.cuda.engine import GraphEngine, in_process_engine
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from bapo.rollout.cuda.decoder import unsupported
-from bapo.rollout.cuda.graphs import GraphEngine, batch_sizes, in_process_engine
+from bapo.rollout.cuda.engine import GraphEngine, in_process_engine
+from bapo.rollout.cuda.graphs import batch_sizes
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status

@@ -7,10 +7,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.weights import FINGERPRINT, restore_weights, trained_weights
 from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
 from bapo.models.lora import LoraSettings, add_lora, merged_weights
-from bapo.models.weights import FINGERPRINT, restore_weights, trained_weights
 from bapo.rollout.cuda.decoder import unsupported
 from tests.chat_models import make_model, publish
 from tests.unit.test_models import batches, sampled_groups

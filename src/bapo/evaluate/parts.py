@@ -23,7 +23,7 @@ from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.evaluate.data import DataSet, verifier_identity
 from bapo.evaluate.settings import DEFAULT_MAX_TOKENS, Settings
 from bapo.models import Policy, hush, load_policy
-from bapo.rollout.local.engine import max_positions
+from bapo.rollout.requests import max_positions
 
 __all__ = ["Plan", "default_directory", "fingerprint_of_weights", "load_model", "make_plan"]
 

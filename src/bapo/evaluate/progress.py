@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from bapo.evaluate.settings import Settings
-from bapo.screen.watch import OnScreen, Watch, in_lines
+from bapo.screen.watch import OnScreen, Tell, in_lines
 
 __all__ = ["PlainProgress", "failure_note", "make_progress", "results_table"]
 
@@ -68,7 +68,7 @@ class PlainProgress:
         """The next chunk is of this data set."""
         self.name = name
 
-    def sampling(self) -> AbstractContextManager[Watch]:
+    def sampling(self) -> AbstractContextManager[Tell]:
         """While a chunk is sampled and scored: a watch to tell how far it is."""
         return in_lines("sampling", self.say, self.clock)
 
@@ -127,7 +127,7 @@ class LiveProgress(PlainProgress):
         super().working_on(name)
         self.progress.update(self.task, score=Text(self.score()).plain)
 
-    def sampling(self) -> AbstractContextManager[Watch]:
+    def sampling(self) -> AbstractContextManager[Tell]:
         """While a chunk is sampled and scored: a watch to tell how far it is."""
         return self.chunk.doing("sampling")
 

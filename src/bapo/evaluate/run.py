@@ -28,7 +28,7 @@ from bapo.evaluate.settings import Settings
 from bapo.models import Policy, prompt_text
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
-from bapo.screen.watch import Watch
+from bapo.screen.watch import Tell
 from bapo.tasks.dataset import Scorer
 from bapo.types import Problem
 
@@ -49,6 +49,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
         if data.note:
             stream.write(f"{data.note}\n")
     engine = engine_for(policy.model, slots=settings.slots)
+    engine.load(policy.model.named_parameters(), version=0)
     path = out or default_directory(plan)
     with opened(path, plan.identity) as directory:
         chunks = plan.chunks(data_sets)
@@ -63,8 +64,8 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
                 if done <= len(rows):
                     continue
                 progress.working_on(data.name)
-                with progress.sampling() as watch:
-                    new = _sampled(engine, policy, scorers[data.name], data.name, problems, plan, watch)
+                with progress.sampling() as tell:
+                    new = _sampled(engine, policy, scorers[data.name], data.name, problems, plan, tell)
                 directory.append(new)
                 rows += new
                 progress.saved(new)
@@ -87,23 +88,21 @@ def _scorers(data_sets: list[DataSet], settings: Settings, policy: Policy, stack
 
 
 def _sampled(
-    engine: Engine, policy: Policy, scores: Scorer, name: str, problems: Sequence[Problem], plan: Plan, watch: Watch
+    engine: Engine, policy: Policy, scores: Scorer, name: str, problems: Sequence[Problem], plan: Plan, tell: Tell
 ) -> list[dict[str, Any]]:
     """The rows of one chunk."""
     settings = plan.settings
     try:
         answers = sample(
             engine,
-            policy.encode,
-            policy.decode,
+            policy,
             scores,
             problems,
             k=settings.k,
             sampling=Sampling(settings.temperature, policy.stop_ids),
             max_tokens=plan.max_tokens,
             seed=settings.seed,
-            version=0,
-            watch=watch,
+            tell=tell,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
