@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -143,7 +142,7 @@ def _check_fits(config: Config, policy: Policy, task: Task) -> None:
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    options = inspect.signature(OBJECTIVES[config.objective.name]).parameters.keys() - {"tokens", "bounds"}
+    options = OBJECTIVES[config.objective.name].options
     unknown = sorted(config.objective.options.keys() - options)
     if unknown:
         raise ConfigError(
