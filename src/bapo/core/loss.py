@@ -14,10 +14,8 @@ The first line needs every micro-batch's log-probs before the first backward pas
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -89,7 +87,7 @@ def policy_loss(
     ValueError on CPU; on an accelerator, where looking would be a host sync, NaN and infinity make loss, gradient and
     bounds NaN, and `bapo.core.checks.check_tokens` says which token it was.
     """
-    solves = objective == "bapo" and bounds is None
+    solves = _solves_bounds(objective) and bounds is None
     settings_or_default = settings if isinstance(settings, ClipSettings) else DEFAULT_SETTINGS
     try:
         _check_options(objective, settings, bounds, process_group, options)
@@ -119,7 +117,8 @@ def policy_loss(
         bounds = _solve(tokens, settings_or_default, process_group)
     if bounds is not None and bounds.negative_weight is not None:
         tokens = weigh_negatives(tokens, bounds.negative_weight)
-    result = OBJECTIVES[objective](tokens, **({"bounds": bounds} if objective == "bapo" else {}), **options)
+    solved = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
+    result = OBJECTIVES[objective](tokens, **solved, **options)
     reduced = _reduce(result, tokens, reduction, denominator)
     return PolicyLoss(reduced.loss, reduced.bounds, _metrics(tokens, reduced, entropy), reduced.retained)
 
@@ -255,7 +254,7 @@ def _check_options(
 ) -> None:
     """Options belong to the objective they are given for, and none is ignored."""
     require_choice("objective", objective, OBJECTIVES)
-    known = _options_of(objective)
+    known = OBJECTIVES[objective].options
     for name in options:
         if name not in known:
             hint = f" Clip settings go into settings=ClipSettings({name}=...)." if hasattr(ClipSettings, name) else ""
@@ -269,9 +268,10 @@ def _check_options(
     given = [
         n for n, v in (("settings", settings), ("bounds", bounds), ("process_group", process_group)) if v is not None
     ]
-    if objective != "bapo" and given:
+    if given and not OBJECTIVES[objective].solves_bounds:
+        users = " and ".join(f"objective={name!r}" for name in OBJECTIVES if OBJECTIVES[name].solves_bounds)
         raise ValueError(
-            f"{given[0]}= is used by objective='bapo' only, not by {objective!r}. Leave it out, or use the options of "
+            f"{given[0]}= is used by {users} only, not by {objective!r}. Leave it out, or use the options of "
             f"{objective!r}: {', '.join(known) or 'none'}."
         )
     if bounds is not None and len(given) > 1:
@@ -279,9 +279,9 @@ def _check_options(
         raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
 
 
-@cache
-def _options_of(objective: str) -> tuple[str, ...]:
-    return tuple(n for n in inspect.signature(OBJECTIVES[objective]).parameters if n not in ("tokens", "bounds"))
+def _solves_bounds(objective: str) -> bool:
+    """False for a name that is not known: `_check_options` refuses it."""
+    return objective in OBJECTIVES and OBJECTIVES[objective].solves_bounds
 
 
 def _check_denominator(denominator: Tensor | float) -> None:

@@ -13,10 +13,11 @@ of theirs (see each docstring).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -312,18 +313,39 @@ def _second_moment_reach(tokens: Tokens, threshold: float) -> Tensor:  # 0-d
     return within.sqrt().to(tokens.dtype)
 
 
-Objective = Callable[..., TokenLoss | Clipped]
+@dataclass(frozen=True)
+class Objective:
+    """An objective and what a trainer has to know to call it."""
+
+    compute: Callable[..., TokenLoss | Clipped]
+    """Tokens and the objective's own options in, the loss of each token out."""
+    solves_bounds: bool = False
+    """Takes `bounds`, which are solved from the tokens of the update."""
+    whole_update: bool = False
+    """Looks at all tokens of the update in one call, so an update cannot be cut into micro-batches."""
+    needs_sequences: bool = False
+    """Has to know which response each token belongs to."""
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """Names of its own options."""
+        return tuple(name for name in inspect.signature(self.compute).parameters if name not in ("tokens", "bounds"))
+
+    def __call__(self, tokens: Tokens, **options: Any) -> TokenLoss | Clipped:
+        """The loss of each token."""
+        return self.compute(tokens, **options)
+
 
 OBJECTIVES: dict[str, Objective] = {
-    "grpo": grpo,
-    "clip_higher": clip_higher,
-    "dual_clip": dual_clip,
-    "bapo": bapo,
-    "dcpo": dcpo,
-    "cispo": cispo,
-    "gspo": gspo,
-    "sapo": sapo,
-    "topr": topr,
-    "asymre": asymre,
-    "m2po": m2po,
+    "grpo": Objective(grpo),
+    "clip_higher": Objective(clip_higher),
+    "dual_clip": Objective(dual_clip),
+    "bapo": Objective(bapo, solves_bounds=True),
+    "dcpo": Objective(dcpo),
+    "cispo": Objective(cispo),
+    "gspo": Objective(gspo, needs_sequences=True),
+    "sapo": Objective(sapo),
+    "topr": Objective(topr, needs_sequences=True),
+    "asymre": Objective(asymre),
+    "m2po": Objective(m2po, whole_update=True),
 }

@@ -155,10 +155,8 @@ def sample(
     segments = generate(engine, requests, sampling, tell=tell)
 
     asked = [problem for problem in problems for _ in range(k)]
-    texts = [
-        speaker.decode(_without_stop(segment, sampling, problem))
-        for segment, problem in zip(segments, asked, strict=True)
-    ]
+    answered = [_without_stop(*pair, sampling) for pair in zip(segments, asked, strict=True)]
+    texts = [speaker.decode(tokens) for tokens in answered]
     scores = scorer(list(zip(asked, texts, strict=True)))
     if len(scores) != len(asked):
         raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
@@ -173,7 +171,7 @@ def _number(problem: Problem) -> int:
     return int.from_bytes(sha256(problem.id.encode()).digest()[:8], "big")
 
 
-def _without_stop(segment: Segment, sampling: Sampling, problem: Problem) -> list[int]:
+def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> list[int]:
     if segment.status not in (Status.STOPPED, Status.TRUNCATED):
         raise RuntimeError(
             f"a response to problem {problem.id!r} came back {segment.status} after {len(segment.tokens)} tokens, "
