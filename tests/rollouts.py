@@ -1,4 +1,4 @@
-"""Tiny models, ragged requests, and what a full forward pass says of sampled tokens: shared by the engines' tests."""
+"""Ragged requests, and what a full forward pass says of sampled tokens: shared by the engines' tests."""
 
 from __future__ import annotations
 
@@ -8,56 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from bapo.rollout.engine import Request, Segment
 from bapo.screen.watch import Sampled
 from bapo.types import Status
-
-VOCABULARY, STOP, POSITIONS = 32, 3, 96
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS,
-    "initializer_range": 0.2,
-    "bos_token_id": 2,
-    "eos_token_id": STOP,
-    "pad_token_id": 0,
-}
-
-
-def tiny(architecture: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if architecture == "llama":
-        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SIZES))
-    elif architecture == "qwen3":  # normalised queries and keys, its own head width
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
-    elif architecture == "qwen2":  # biased projections, separate head
-        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
-    elif architecture == "mistral":  # a sliding window shorter than the responses
-        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=7))
-    else:  # learned absolute positions
-        size = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "initializer_range": 0.2}
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, bos_token_id=2, eos_token_id=STOP, pad_token_id=0, **size)
-        )
-    return model.eval()
+from tests.tiny.models import VOCABULARY
 
 
 def ragged_requests(count: int = 14) -> list[Request]:

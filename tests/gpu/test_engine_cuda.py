@@ -13,15 +13,13 @@ from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import (
-    STOP,
-    VOCABULARY,
     assert_matches_teacher_forcing,
     assert_told_right,
     ragged_requests,
     resumed,
-    tiny,
     tokens_of,
 )
+from tests.tiny.models import STOP, VOCABULARY, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -16,7 +16,7 @@ from bapo.train import build as build_module
 from bapo.train.run import resume, start
 from bapo.train.tasks import PreparedTask
 from bapo.types import Problem, Score
-from tests.chat_models import publish
+from tests.tiny.families import publish
 
 SMALL = {
     "steps": 4,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bapo.buffer import Buffer
 from bapo.compare.grid import load_grid
@@ -26,6 +26,7 @@ from bapo.train.loop import Parts, Progress, admit, learn, train
 from bapo.train.run import resume, start
 from bapo.train.scoring import score
 from bapo.types import Problem, Score
+from tests.tiny.models import untrained
 
 SMALL = {
     "steps": 4,
@@ -57,21 +58,8 @@ class FirstCharacter:
 
 def tiny_parts(objective, buffer):
     """A model that knows nothing, and a trivial task."""
-    torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_path())
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    model = untrained(tokenizer, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32)
     config = parse_config(
         {
             "steps": 25,

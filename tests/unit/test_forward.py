@@ -5,13 +5,16 @@ import copy
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, disagreement, hidden_states, layers_of
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
-from tests.small_models import MODELS, SIZES, flat_batch, made, windowed
+from tests.tiny.batches import flat_batch
+from tests.tiny.models import tiny, tiny_config, windowed
+
+PACKED = ["llama", "qwen2", "qwen3"]
 
 
 def one_by_one(model, batch):
@@ -27,9 +30,9 @@ def gradients(model, states):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PACKED)
 def test_both_ways_give_the_states_and_gradients_of_each_sequence_alone(name, packed):
-    model, batch = made(name), flat_batch([9, 1, 5, 2])
+    model, batch = tiny(name), flat_batch([9, 1, 5, 2])
     expected = one_by_one(model, batch)
     states = hidden_states(model, batch, packed=packed)
     assert_close(states, expected, rtol=1e-4, atol=1e-4)
@@ -43,13 +46,13 @@ def test_a_model_with_windows_is_padded():
     assert "sliding window" in disagreement(model)
     expected = one_by_one(model, batch)
     assert_close(hidden_states(model, batch, packed=False), expected, rtol=1e-4, atol=1e-4)
-    full = made("qwen2")
+    full = tiny("qwen2")
     full.load_state_dict(model.state_dict())
     assert not torch.allclose(one_by_one(full, batch), expected, atol=0.1)  # the windows matter
 
 
 def test_the_attention_of_the_model_is_its_own_again_after_a_pass():
-    model = made("llama")
+    model = tiny()
     before = model.config._attn_implementation
     hidden_states(model, flat_batch([3, 2]), packed=True)
     assert model.config._attn_implementation == before
@@ -59,31 +62,26 @@ def test_the_attention_of_the_model_is_its_own_again_after_a_pass():
 
 
 def test_what_packed_attention_cannot_do_is_refused():
-    model = made("llama")
+    model = tiny()
     with attention(model, PACKED_ATTENTION), pytest.raises(ValueError, match="offsets of the sequences"):
         model.base_model(input_ids=torch.tensor([[1, 2, 3]]))
     assert not can_pack(model)  # on CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PACKED)
 def test_these_models_can_be_packed(name, dtype):
-    assert disagreement(made(name).to(dtype)) is None
+    assert disagreement(tiny(name).to(dtype)) is None
 
 
 def test_learned_positions_are_packed_and_soft_capped_attention_is_not():
-    from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    learned = GPT2LMHeadModel(GPT2Config(vocab_size=30, n_embd=32, n_layer=2, n_head=4, n_positions=16))
-    assert disagreement(learned.eval()) is None
-    capped = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8)).eval()
-    assert "soft-capping" in disagreement(capped)
+    assert disagreement(tiny("gpt2")) is None
+    assert "soft-capping" in disagreement(tiny("gemma2"))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_checkpointed_layers_run_twice_and_give_the_same_gradients(packed):
-    model, batch = made("qwen2"), flat_batch([9, 1, 5, 2])
+    model, batch = tiny("qwen2", num_hidden_layers=3), flat_batch([9, 1, 5, 2])
     calls = []
     for layer in layers_of(model):
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -112,7 +110,7 @@ def test_checkpointed_layers_run_twice_and_give_the_same_gradients(packed):
 
 
 def test_without_gradients_nothing_is_computed_twice():
-    model, calls = made("llama"), []
+    model, calls = tiny(), []
     layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         hidden_states(model, flat_batch([4, 3]), packed=False, recompute=True)
@@ -120,7 +118,7 @@ def test_without_gradients_nothing_is_computed_twice():
 
 
 def test_a_learner_that_checkpoints_takes_the_same_update_and_leaves_the_sampler_alone():
-    start, batch = made("llama"), flat_batch([9, 4, 6])
+    start, batch = tiny(), flat_batch([9, 4, 6])
     sampled, updates = [], []
     for checkpointing in (False, True):
         model = copy.deepcopy(start)
@@ -143,11 +141,11 @@ def test_a_model_without_such_layers_is_refused():
             return (m for m in super().modules() if not hasattr(m, "self_attn"))
 
     with pytest.raises(ValueError, match=r"learn\.activation_checkpointing=True, but Plain has no layers"):
-        Learner(Plain(LlamaConfig(**SIZES)), LearnerSettings(activation_checkpointing=True))
+        Learner(Plain(tiny_config()), LearnerSettings(activation_checkpointing=True))
 
 
 def test_compiled_layers_are_exchanged_for_one_pass_only():
-    model, batch = made("llama"), flat_batch([5, 3])
+    model, batch = tiny(), flat_batch([5, 3])
     plain = hidden_states(model, batch, packed=False)
     calls = []
 

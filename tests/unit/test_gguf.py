@@ -9,12 +9,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.models import load_policy, smollm2
 from bapo.models.export import save_policy
-from tests.chat_models import FAMILIES, SIZES, make_tokenizer
+from tests.tiny.families import FAMILIES, SIZES, make_tokenizer
+from tests.tiny.models import tiny
 from tests.unit.test_models import batches, sampled_groups
 
 WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "rms_norm_eps": 1e-5}  # quantised in blocks of 32
@@ -34,11 +35,10 @@ LAYER = {
 
 
 def made(architecture, head_dim=128):
-    torch.manual_seed(0)
     if architecture == "qwen3":
-        config = Qwen3Config(**WIDE, head_dim=head_dim, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
-        return Qwen3ForCausalLM(config).eval()
-    return LlamaForCausalLM(LlamaConfig(**WIDE, tie_word_embeddings=True)).eval()
+        rope = {"rope_theta": 1e6, "rope_type": "default"}
+        return tiny("qwen3", **WIDE, head_dim=head_dim, rope_parameters=rope)
+    return tiny("llama", **WIDE, tie_word_embeddings=True)
 
 
 def gguf_name(name):

@@ -17,14 +17,13 @@ from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import (
-    STOP,
     assert_matches_teacher_forcing,
     assert_told_right,
     ragged_requests,
     resumed,
-    tiny,
     tokens_of,
 )
+from tests.tiny.models import STOP, tiny
 
 SAMPLING = Sampling(0.8, frozenset({STOP}))
 

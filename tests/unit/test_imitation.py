@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.learn.packing import pack_demonstrations
 from bapo.learn.sft import fit, imitate, imitation_loss, most_likely
-from tests.small_models import made
+from tests.tiny.models import tiny
 
 CPU = torch.device("cpu")
 PAIRS = [([3, 4], [5, 6, 1]), ([7], [8, 1]), ([9, 2, 11, 12], [13, 14, 15, 16, 17, 1]), ([3], [1])] * 2
@@ -38,7 +38,7 @@ def test_packed_demonstrations_by_hand():
 
 
 def test_an_update_does_not_depend_on_how_it_is_cut():
-    start = made("llama")
+    start = tiny()
     results = []
     for micro_tokens in (10**6, 20, 1):
         batches = packed(PAIRS, micro_tokens)
@@ -55,7 +55,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut():
 
 
 def test_the_update_is_that_of_torchs_own_cross_entropy():
-    start = made("qwen2")
+    start = tiny("qwen2")
     learner = Learner(copy.deepcopy(start), LearnerSettings(lr=1e-3, clip_norm=1e9))
     metrics = imitate(learner, packed(PAIRS)).metrics
     losses = []
@@ -71,7 +71,7 @@ def test_the_update_is_that_of_torchs_own_cross_entropy():
 
 
 def test_repeated_updates_learn_the_responses_by_heart():
-    learner = Learner(made("llama"), LearnerSettings(lr=3e-3, warmup_updates=2))
+    learner = Learner(tiny(), LearnerSettings(lr=3e-3, warmup_updates=2))
     before = fit(learner, packed(PAIRS))
     losses = [imitate(learner, packed(PAIRS)).metrics["imitation/loss"] for _ in range(40)]
     after = fit(learner, packed(PAIRS))
@@ -82,7 +82,7 @@ def test_repeated_updates_learn_the_responses_by_heart():
 
 
 def test_fit_is_the_same_however_it_is_cut_and_changes_nothing():
-    learner = Learner(made("qwen3"), LearnerSettings())
+    learner = Learner(tiny("qwen3"), LearnerSettings())
     weights = [p.detach().clone() for p in learner.model.parameters()]
     whole, cut = fit(learner, packed(PAIRS)), fit(learner, packed(PAIRS, 1))
     assert (whole.accuracy, whole.tokens) == (cut.accuracy, cut.tokens)
@@ -99,7 +99,7 @@ def test_the_most_likely_token_is_found_in_chunks_as_at_once(monkeypatch):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    learner = Learner(made("llama"), LearnerSettings())
+    learner = Learner(tiny(), LearnerSettings())
     before = [p.detach().clone() for p in learner.model.parameters()]
     hooks = [p.register_hook(lambda gradient: gradient * float("inf")) for p in learner.model.parameters()]
     with pytest.raises(FloatingPointError, match=r"gradient norm is (nan|inf) at version 0"):
@@ -107,5 +107,5 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
     for hook in hooks:
         hook.remove()
-    fresh = Learner(made("llama"), LearnerSettings())
+    fresh = Learner(tiny(), LearnerSettings())
     assert imitate(learner, packed(PAIRS)).metrics == imitate(fresh, packed(PAIRS)).metrics  # nothing was left behind

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from bapo.core.bounds import solve_bounds
 from bapo.core.settings import ClipSettings
@@ -15,25 +14,13 @@ from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.types import Group, Problem, Status, Trajectory
+from tests.tiny.models import tiny
 
 CPU = torch.device("cpu")
 
 
 def model(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=20,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny(seed=seed, vocab_size=20, tie_word_embeddings=True, initializer_range=0.02)
 
 
 def sampled_groups(policy, count=4, temperature=0.8, version=0):

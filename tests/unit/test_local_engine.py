@@ -19,16 +19,14 @@ from bapo.rollout.randomness import mix, response_seed, stream, uniforms
 from bapo.screen.watch import Sampled
 from bapo.types import Status
 from tests.rollouts import (
-    STOP,
-    VOCABULARY,
     assert_matches_teacher_forcing,
     assert_told_right,
     ragged_requests,
     resumed,
     teacher_forced,
-    tiny,
     tokens_of,
 )
+from tests.tiny.models import STOP, VOCABULARY, tiny
 
 LLAMA = tiny("llama")
 """Shared by tests that leave its weights alone."""

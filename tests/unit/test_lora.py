@@ -12,7 +12,7 @@ from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
 from bapo.models.lora import LoraSettings, add_lora, merged_weights
 from bapo.rollout.cuda.decoder import unsupported
-from tests.chat_models import make_model, publish
+from tests.tiny.families import make_model, publish
 from tests.unit.test_models import batches, sampled_groups
 
 ALL = pytest.mark.parametrize("name", ["smollm2", "r1-distill-qwen", "qwen3", "gemma3"])  # tied, untied, norms, windows

@@ -13,7 +13,7 @@ from bapo.models.export import save_policy
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Group, Problem, Status, Trajectory
-from tests.chat_models import FAMILIES, make_model, make_tokenizer, publish, soft_capped
+from tests.tiny.families import FAMILIES, make_model, make_tokenizer, publish, soft_capped
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
 

@@ -9,7 +9,8 @@ from torch.testing import assert_close
 
 from bapo.learn.learner import Learner, LearnerSettings
 from bapo.learn.optimizer import Optimizer
-from tests.small_models import batch_of, flat_batch, made
+from tests.tiny.batches import batch_of, flat_batch
+from tests.tiny.models import tiny
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -88,7 +89,7 @@ def test_one_backward_pass_over_eight_sequences_equals_eight_over_one(dtype, tol
     sequences = [torch.randint(0, 30, (n,), generator=generator) for n in (5, 9, 4, 7, 3, 8, 6, 5)]
     gradients = []
     for cut in ([sequences], [[x] for x in sequences]):
-        learner = Learner(made("llama").to(dtype), LearnerSettings())
+        learner = Learner(tiny().to(dtype), LearnerSettings())
         for part in cut:
             logprobs, _ = learner.logprobs(batch_of(part))
             logprobs.sum().backward()
@@ -101,13 +102,13 @@ def test_one_backward_pass_over_eight_sequences_equals_eight_over_one(dtype, tol
 def test_state_is_put_back_exactly(dtype):
     settings = LearnerSettings(objective="grpo", lr=1e-3, weight_decay=0.1)
     batches = [flat_batch([6, 3], seed=seed) for seed in range(4)]
-    learner = Learner(made("qwen3").to(dtype), settings)
+    learner = Learner(tiny("qwen3").to(dtype), settings)
     for batch in batches[:2]:
         learner.step([batch])
     weights = copy.deepcopy(learner.model.state_dict())
     kept = {name: tensor.clone() for name, tensor in learner.optimizer.tensors().items()}
     assert any(name.endswith(".master") for name in kept) == (dtype == BF16)
-    other = Learner(made("qwen3").to(dtype), settings)
+    other = Learner(tiny("qwen3").to(dtype), settings)
     other.model.load_state_dict(weights)
     other.optimizer.load_tensors(kept)
     other.version = learner.version

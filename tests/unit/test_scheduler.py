@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from bapo.rollout.engine import Request, Sampling, Segment
 from bapo.rollout.local.engine import LocalEngine
@@ -18,26 +16,12 @@ from bapo.rollout.randomness import response_seed
 from bapo.rollout.scheduler import Rollout, Scheduler, SchedulerMetrics, new_group
 from bapo.screen.watch import Sampled, Watch
 from bapo.types import Group, Problem, Status
+from tests.tiny.models import STOP, tiny
 
-STOP = 3
 SAMPLING = Sampling(stop_ids=frozenset({STOP}))
 
 
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=96,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-ENGINE = LocalEngine(tiny_model(), slots=4)
+ENGINE = LocalEngine(tiny(), slots=4)
 
 
 def problem(id: int) -> Problem:

@@ -16,12 +16,13 @@ from bapo.train.demonstrations import (
     smallest,
     under_one_name,
 )
-from tests.supervised import model, sums, tokenizer, write_rows
+from tests.supervised import model, sums, write_rows
+from tests.tiny.tokenizers import characters
 
 
 def policy(*, chat=False, positions=64, eos="<|im_end|>", **options):
-    tokens = tokenizer(chat=chat, eos=eos)
-    weights = model(positions, eos=tokens.eos_token_id)
+    tokens = characters(chat=chat, eos=eos)
+    weights = model(tokens, positions)
     return Policy(weights, tokens, find_stop_ids(tokens, weights), chat=chat, **options)
 
 

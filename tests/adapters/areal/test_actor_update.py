@@ -16,6 +16,8 @@ pytest.importorskip("areal")
 from bapo import ClipSettings, policy_loss
 from bapo.adapters.areal import WithinBounds
 from bapo.core.bounds import StopReason
+from tests.tiny.models import ONE_LAYER, tiny
+from tests.tiny.tokenizers import words
 
 LEARNING_RATE, VOCABULARY = 0.05, 24
 STATS = "ppo_actor/update/"
@@ -23,25 +25,9 @@ STATS = "ppo_actor/update/"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-        )
-    ).save_pretrained(path)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(path)
+    tiny("qwen2", vocab_size=VOCABULARY, initializer_range=0.5, **ONE_LAYER).save_pretrained(path)
+    words(VOCABULARY).save_pretrained(path)
     return path
 
 

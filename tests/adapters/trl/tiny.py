@@ -4,12 +4,12 @@ import os
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func
 
-import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from bapo.adapters.trl import BapoConfig, BapoTrainer
 from bapo.demo import model_path
+from tests.tiny.models import untrained
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 FIXED = {"bapo_low": [0.8, 0.8], "bapo_high": [1.2, 1.2]}
@@ -22,22 +22,7 @@ def tokenizer():
 
 
 def model(**options):
-    torch.manual_seed(0)
-    tokens = tokenizer()
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokens),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            bos_token_id=None,
-            eos_token_id=tokens.eos_token_id,
-            pad_token_id=tokens.pad_token_id,
-            **options,
-        )
-    )
+    return untrained(tokenizer(), num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64, **options)
 
 
 def prompts(count=64):

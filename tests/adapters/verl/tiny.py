@@ -16,6 +16,8 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from tests.tiny.models import ONE_LAYER, tiny
+
 TARGET = "bapo.adapters.verl.BapoPolicyLossConfig"
 SEQUENCES, PROMPT, RESPONSE, VOCABULARY = 8, 3, 8, 24
 LEARNING_RATE = 0.05
@@ -66,20 +68,7 @@ def on_cpu():
 
 
 def save_model(path):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-        )
-    ).save_pretrained(path)
+    tiny(vocab_size=VOCABULARY, initializer_range=0.5, **ONE_LAYER).save_pretrained(path)
     return path
 
 

@@ -7,33 +7,17 @@ template opens a response with, whether there is a token to pad with, whether he
 
 from dataclasses import dataclass, field
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny.models import tiny
 
 SIZES = {
     "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n" + "DEFAULT<|im_end|>\n' }}{% endif %}"
@@ -72,7 +56,7 @@ NO_THINKING = (
 class Family:
     """What a family's published files say."""
 
-    build: object
+    architecture: str
     special: tuple[str, ...]
     template: str
     eos: str  # the tokenizer's
@@ -82,12 +66,13 @@ class Family:
     adds_bos: bool = False  # whether the tokenizer puts bos before plain text
     bos: str | None = None
     pad: str | None = None
-    plain: tuple[str, ...] = field(default=("<think>", "</think>"))  # added tokens that are not special
+    plain: tuple[str, ...] = ("<think>", "</think>")  # added tokens that are not special
+    options: dict[str, object] = field(default_factory=dict)  # of the model's configuration
 
 
 FAMILIES = {
     "qwen2.5-instruct": Family(
-        lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+        "qwen2",
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         CHATML + "{% endif %}",
         eos="<|im_end|>",
@@ -95,9 +80,10 @@ FAMILIES = {
         ends=("<|im_end|>", "<|endoftext|>"),
         stops=("<|im_end|>", "<|endoftext|>"),
         asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        options={"tie_word_embeddings": True},
     ),
     "qwen2.5-base": Family(  # its settings know nothing of the token its template ends a turn with
-        lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+        "qwen2",
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         CHATML + "{% endif %}",
         eos="<|endoftext|>",
@@ -105,9 +91,10 @@ FAMILIES = {
         ends=("<|endoftext|>",),
         stops=("<|im_end|>", "<|endoftext|>"),
         asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        options={"tie_word_embeddings": True},
     ),
     "qwen3": Family(
-        lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+        "qwen3",
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         CHATML + NO_THINKING + "{% endif %}",
         eos="<|im_end|>",
@@ -117,19 +104,7 @@ FAMILIES = {
         asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     ),
     "llama3": Family(
-        lambda: LlamaForCausalLM(
-            LlamaConfig(
-                **SIZES,
-                rope_parameters={
-                    "rope_type": "llama3",
-                    "rope_theta": 500000.0,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                },
-            )
-        ),
+        "llama",
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         LLAMA3,
         eos="<|eot_id|>",
@@ -139,9 +114,19 @@ FAMILIES = {
         stops=("<|end_of_text|>", "<|eot_id|>"),
         asked="<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        options={
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
     ),
     "r1-distill-qwen": Family(
-        lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+        "qwen2",
         ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
         R1,
         eos="<｜end▁of▁sentence｜>",
@@ -153,7 +138,7 @@ FAMILIES = {
         asked="<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜><think>\n",
     ),
     "smollm2": Family(
-        lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        "llama",
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         CHATML + "{% endif %}",
         eos="<|im_end|>",
@@ -162,9 +147,10 @@ FAMILIES = {
         ends=("<|im_end|>",),
         stops=("<|im_end|>",),
         asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        options={"tie_word_embeddings": True},
     ),
     "mistral": Family(
-        lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)),
+        "mistral",
         ("<s>", "</s>", "[INST]", "[/INST]"),
         MISTRAL,
         eos="</s>",
@@ -175,11 +161,7 @@ FAMILIES = {
         asked="<s>[INST] Hi[/INST]",
     ),
     "gemma3": Family(
-        lambda: Gemma3ForCausalLM(
-            Gemma3TextConfig(
-                **SIZES, head_dim=16, query_pre_attn_scalar=16, sliding_window=8, layer_types=_EVERY_OTHER, **_NO_BOS
-            )
-        ),
+        "gemma3_text",
         ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
         GEMMA,
         eos="<eos>",
@@ -191,16 +173,11 @@ FAMILIES = {
         asked="<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
     ),
 }
-_EVERY_OTHER = ["sliding_attention", "full_attention"]
-_NO_BOS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def soft_capped():
     """Its logits pass through 30 tanh(x / 30)."""
-    torch.manual_seed(0)
-    return Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, head_dim=16, query_pre_attn_scalar=16, final_logit_softcapping=30.0, **_NO_BOS)
-    ).eval()
+    return tiny("gemma2", **SIZES, final_logit_softcapping=30.0)
 
 
 def make_tokenizer(family):
@@ -224,8 +201,7 @@ def make_tokenizer(family):
 
 def make_model(name):
     family = FAMILIES[name]
-    torch.manual_seed(0)
-    model = family.build().eval()
+    model = tiny(family.architecture, **SIZES, **family.options)
     tokenizer = make_tokenizer(family)
     ids = tokenizer.convert_tokens_to_ids(list(family.ends))
     model.config.eos_token_id = ids[0]
