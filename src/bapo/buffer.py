@@ -249,8 +249,9 @@ class Buffer:
             )
 
     def _passes_left(self, held: _Held) -> int:
-        """Fresh passes to come."""
-        return max(0, self.reuse - held.passes)
+        """Fresh passes to come; none over a rollout whose turn is over."""
+        over = held.rollout <= self._totals.adds and held.rollout not in self._batch_sizes
+        return 0 if over else max(0, self.reuse - held.passes)
 
     def _to_visit(self) -> int:
         return sum(self._passes_left(held) for held in self._held.values())

@@ -17,6 +17,7 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.runs.read import Problem, Run, read_run
 from bapo.runs.statistics import measures
 from tests.compared_runs import COMPARED
+from tests.rollouts import sitting
 from tests.supervised import saved_model, sums, write_rows
 
 LEARN = [
@@ -50,7 +51,7 @@ def test_the_model_writes_the_responses_and_stops(learned):
     policy = load_policy(str(run / "model"), dtype="float32", device="cpu")
     asked = [policy.encode(row["prompt"]) for row in sums()]
     requests = [Request(context, 0, seed, 8) for seed, context in enumerate(asked)]
-    segments = LocalEngine(policy.model).generate(requests, Sampling(0.0, policy.stop_ids), version=0)
+    segments = sitting(LocalEngine(policy.model), requests, Sampling(0.0, policy.stop_ids), version=0)
     written = [policy.decode(segment.tokens).removesuffix("<|im_end|>") for segment in segments]
     right = sum(text == row["response"] for text, row in zip(written, sums(), strict=True))
     assert right >= 95, right

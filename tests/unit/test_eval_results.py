@@ -16,7 +16,7 @@ from bapo.evaluate.figures import figures, powers_up_to, problem_figures, result
 from bapo.evaluate.page import page
 from bapo.evaluate.progress import LiveProgress, PlainProgress, failure_note, make_progress, results_table
 from bapo.evaluate.settings import Settings
-from bapo.screen.watch import Sampled
+from bapo.rollout.engine import Sampled
 
 IDENTITY = {"model": "m", "k": 4, "temperature": 0.6, "max_tokens": 9, "seed": 0, "versions": {"bapo": "0"}}
 

@@ -6,7 +6,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.learner import Learner
+from bapo.learn.settings import LearnerSettings
 from bapo.learn.weights import FINGERPRINT, restore_weights, trained_weights
 from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
@@ -32,7 +33,7 @@ def trained(policy, **settings):
     """Two updates, so that both factors have moved."""
     learner = Learner(policy.model, LearnerSettings(**{"lr": 2e-2, **settings}))
     for _ in range(2):
-        learner.step(batches(learner, sampled_groups(policy, temperature=1.0)))
+        learner.step_on(batches(learner, sampled_groups(policy, temperature=1.0)))
     return learner
 
 

@@ -6,13 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Qwen2ForCausalLM
 
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.learner import Learner
 from bapo.learn.packing import pack
+from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, find_stop_ids, load_policy
 from bapo.models.export import save_policy
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Group, Problem, Status, Trajectory
+from tests.rollouts import sitting
 from tests.tiny.families import FAMILIES, make_model, make_tokenizer, publish, soft_capped
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
@@ -33,7 +35,7 @@ def sampled_groups(policy, *, temperature=0.7, max_tokens=24):
     engine = LocalEngine(policy.model, slots=3)
     prompts = [policy.encode("Hi"), policy.encode("How many letters has this question?")]
     requests = [Request(prompt, 0, seed, max_tokens) for seed, prompt in enumerate([*prompts, *prompts])]
-    segments = engine.generate(requests, Sampling(temperature, policy.stop_ids), version=0)
+    segments = sitting(engine, requests, Sampling(temperature, policy.stop_ids), version=0)
     groups = []
     for g, prompt in enumerate(prompts):
         trajectories = []
@@ -47,7 +49,7 @@ def sampled_groups(policy, *, temperature=0.7, max_tokens=24):
 
 
 def batches(learner, groups):
-    return list(pack(groups, estimator="grpo", micro_tokens=4096, device=learner.device, padded=learner.padded))
+    return list(pack(groups, estimator="grpo", micro_tokens=4096, device=learner.device, padded=not learner.packed))
 
 
 @ALL

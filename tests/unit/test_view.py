@@ -9,8 +9,8 @@ from math import inf, nan
 import pytest
 from rich.console import Console
 
+from bapo.rollout.engine import Sampled
 from bapo.screen.view import SHOWN, LiveView, PlainView, eta, make_view, sparkline, summary_table
-from bapo.screen.watch import Sampled
 
 METRICS = {
     "reward": 0.4321, "entropy": 0.49, "share": 0.41, "clip_low": 0.8, "clip_high": 1.25,

@@ -63,7 +63,7 @@ def pack_demonstrations(
 
 
 def empty_batch(device: torch.device) -> TokenBatch:
-    """A micro-batch without response tokens, for a rank that has fewer than others. Its one place keeps passes alive."""
+    """A micro-batch without response tokens, for a rank that has fewer than others. One place keeps passes alive."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return TokenBatch(
         input_ids=nothing.new_zeros(1),

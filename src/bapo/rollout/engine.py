@@ -12,6 +12,7 @@ loop, for callers that wait.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 COLLECT_SECONDS = 1.0
 """How long a caller that waits lets the engine work before it looks at what was sampled."""
+QUIET_SECONDS = 600.0
+"""How long it waits for an engine that samples nothing."""
 NOTHING_LOADED = -1
 """Version of an engine that has no weights yet."""
 
@@ -128,9 +131,17 @@ def sampled(
     """Submit the requests and collect about once a second until each has had its last segment."""
     engine.submit(requests, sampling, token_budget=token_budget)
     under_way = {request.id for request in requests}
+    heard = time.monotonic()
     while under_way:
         collected = engine.collect(COLLECT_SECONDS)
         under_way -= {id for id, segment in collected if segment.status is not None}
+        if collected:
+            heard = time.monotonic()
+        elif time.monotonic() - heard > QUIET_SECONDS:
+            raise RuntimeError(
+                f"{type(engine).__name__} has sampled nothing for {QUIET_SECONDS:.0f} s while {len(under_way)} "
+                "requests are under way. Look at the engine's own log, and start it again."
+            )
         yield collected
 
 
