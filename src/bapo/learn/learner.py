@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table
-from bapo.core.entropy_rule import diagnose, ratio_profile, staleness_histogram
+from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics
 from bapo.core.logprobs import token_logprobs
 from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss, update_table, weigh_negatives
 from bapo.core.objectives import Tokens
@@ -248,7 +248,7 @@ class Learner:
             searched.pop("stop")  # each part has a reason of its own; of the rest, the mean
             searched = {n: torch.stack([o.result.metrics[n] for o in outputs]).double().mean() for n in searched}
         scalars |= searched
-        scalars |= diagnose(
+        scalars |= update_statistics(
             tokens,
             torch.cat([output.result.retained for output in outputs]),
             settings=self.settings.clip,
