@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bapo.core.checks import check_not_empty, working_dtype
 from bapo.core.kernels import usable
+from bapo.core.nan import zero_or_nan
 from bapo.core.settings import ClipSettings, Measure
 from bapo.core.table import Grids, check_signal, grids_of, signal_table, table_parts
 
@@ -137,13 +138,13 @@ def _first_to_reach(table: Tensor, settings: ClipSettings, grids: Grids, dtype: 
     stop = torch.where(index == 0, StopReason.START, stop)
     stop = torch.where(failed.all(), StopReason.END, stop)
     stop = torch.where(signed_tokens == 0, StopReason.NO_SIGNAL, stop)
-    poison = (table.sum() * 0).to(dtype)  # 0, or NaN where the table is not finite: never a plausible bound or share
+    bad = zero_or_nan(table.sum()).to(dtype)  # from a table that is not finite comes no plausible bound or share
     return ClipBounds(
-        low=grids.low[grids.path_low[index]].squeeze(0).to(dtype) + poison,
-        high=grids.high[grids.path_high[index]].squeeze(0).to(dtype) + poison,
-        share=share[index].squeeze(0).to(dtype) + poison,
-        share_at_start=share[0].to(dtype) + poison,
-        share_at_end=share[-1].to(dtype) + poison,
+        low=grids.low[grids.path_low[index]].squeeze(0).to(dtype) + bad,
+        high=grids.high[grids.path_high[index]].squeeze(0).to(dtype) + bad,
+        share=share[index].squeeze(0).to(dtype) + bad,
+        share_at_start=share[0].to(dtype) + bad,
+        share_at_end=share[-1].to(dtype) + bad,
         stop=stop.squeeze(0),
     )
 
@@ -193,8 +194,8 @@ def positive_share(
     positive = contribution.clamp(min=0).sum(dtype=torch.float64)
     negative = -contribution.clamp(max=0).sum(dtype=torch.float64)
     total = positive + negative
-    poison = (ratio * signal).sum(dtype=torch.float64) * 0  # a NaN ratio is never kept; it must not vanish
-    return torch.where(total == 0, (signal == 0).all().double(), positive / total) + poison
+    bad = zero_or_nan((ratio * signal).sum(dtype=torch.float64))  # a NaN ratio is never kept; it must not vanish
+    return torch.where(total == 0, (signal == 0).all().double(), positive / total) + bad
 
 
 def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:

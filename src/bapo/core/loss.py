@@ -32,6 +32,7 @@ from bapo.core.bounds import (
 from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
 from bapo.core.kernels import usable
+from bapo.core.nan import zero_or_nan
 from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, TokenLoss, Tokens
 from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
 from bapo.core.settings import ClipSettings, require_choice
@@ -204,7 +205,7 @@ def _reduce(
     if denominator is None:
         denominator = denominator_of(mask, "token_mean")
     loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=ids)
-    loss = loss * (1 + 0 * loss.detach())  # not the finite gradients of the other tokens
+    loss = loss * (1 + zero_or_nan(loss.detach()))  # else the other tokens would keep finite gradients
     return _Reduced(loss, result.retained, result.bounds, clip_statistics(tokens, result.retained))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bapo.core.checks import check_finite, check_mask, check_not_negative, check_shapes, working_dtype
 from bapo.core.kernels import usable
+from bapo.core.nan import zero_or_nan
 from bapo.core.settings import ClipSettings, Measure, Order
 
 CPU_CHUNK = 2**18
@@ -254,6 +255,6 @@ def compared_sums(chunks: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure
         positive = contribution(ratio < high_thresholds, signal > 0, grids.high)
         negative = -contribution(ratio > low_thresholds, signal < 0, grids.low)
         signed_tokens = (signal != 0).sum(dtype=torch.float64).reshape(1)
-        poison = weighted.sum() * 0  # NaN fails every comparison, an infinite ratio is clipped: neither may vanish
-        table += torch.cat([positive, negative, signed_tokens]) + poison
+        # NaN fails every comparison, and an infinite ratio is clipped: neither may vanish.
+        table += torch.cat([positive, negative, signed_tokens]) + zero_or_nan(weighted.sum())
     return table
