@@ -68,6 +68,14 @@ class ClipBounds:
     """Factor on the advantages of negative tokens, which makes up what the bounds could not (`weight_of_remainder`);
     None with remainder="leave"."""
 
+    def metrics(self, *, ends: bool = True) -> dict[str, Tensor]:
+        """What is known of the bounds, by the names it is logged under; `ends`: also the share at both ends."""
+        named = {"clip_low": self.low, "clip_high": self.high, "share": self.share}
+        if ends:
+            named |= {"share_at_start": self.share_at_start, "share_at_end": self.share_at_end}
+        named |= {"stop": self.stop, "negative_weight": self.negative_weight}
+        return {name: value for name, value in named.items() if value is not None}
+
 
 def solve_bounds(
     ratio: Tensor,  # [tokens] or [sequences, tokens]: pi_theta / pi_behavior

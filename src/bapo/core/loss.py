@@ -233,17 +233,8 @@ def weigh_negatives(tokens: Tokens, weight: Tensor) -> Tokens:
 
 def _metrics(tokens: Tokens, reduced: _Reduced, entropy: Tensor | None) -> dict[str, Tensor]:
     metrics = dict(reduced.statistics)
-    bounds = reduced.bounds
-    if bounds is not None:
-        metrics |= {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share}
-        if bounds.share_at_start is not None and bounds.share_at_end is not None and bounds.stop is not None:
-            metrics |= {
-                "share_at_start": bounds.share_at_start,
-                "share_at_end": bounds.share_at_end,
-                "stop": bounds.stop,
-            }
-        if bounds.negative_weight is not None:
-            metrics["negative_weight"] = bounds.negative_weight
+    if reduced.bounds is not None:
+        metrics |= reduced.bounds.metrics()
     if entropy is not None:
         entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.dtype))
         metrics |= entropy_statistics(tokens, entropy, reduced.retained)
