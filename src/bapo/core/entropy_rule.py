@@ -22,7 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, positive_share
+from bapo.core.clip_bounds import ClipBounds, positive_share
 from bapo.core.objectives import Tokens
 from bapo.core.settings import ClipSettings
 from bapo.types import LOG_RATIO_EDGES

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, clip, fixed_bounds
 from bapo.core.checks import working_dtype, zero_outside
+from bapo.core.clip_bounds import ClipBounds, clip, fixed_bounds
 from bapo.core.nan import zero_or_nan
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
