@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from bapo import ClipSettings, policy_loss
-from bapo.core.bounds import StopReason, positive_share, solve_bounds
+from bapo.core.bounds import StopReason, solve_bounds
+from bapo.core.clip_bounds import positive_share
 from bapo.core.objectives import OBJECTIVES
 from bapo.diagnose.diagnosis import as_json, diagnose
 from bapo.diagnose.dumps import Dump, Update, read_dump

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, clip, fixed_bounds
 from bapo.core.checks import working_dtype, zero_outside
+from bapo.core.clip_bounds import ClipBounds, clip, fixed_bounds
+from bapo.core.nan import zero_or_nan
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -67,8 +68,8 @@ class Tokens:
     def log_ratio(self) -> Tensor:
         """log r_t, limited to +-MAX_LOG_RATIO."""
         difference = self.logprobs - self.behavior_logprobs
-        hidden_infinity = 0 * difference.detach()  # NaN where the clamp would turn an infinity into a plausible ratio
-        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + hidden_infinity
+        # An infinity stays visible, which the clamp alone would turn into a plausible ratio.
+        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + zero_or_nan(difference.detach())
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -116,8 +117,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
     """
     retained = retained_by(ratio, advantages, low, high)
     clipped = clip(ratio.detach(), low, high)
-    poison = 0 * clipped * ratio
-    return -(torch.where(retained, ratio, clipped) + poison) * advantages
+    return -(torch.where(retained, ratio, clipped) + zero_or_nan(clipped) * ratio) * advantages
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def _second_moment_reach(tokens: Tokens, threshold: float) -> Tensor:  # 0-d
     outward = (log_ratio * tokens.advantages > 0) & tokens.within
     moments = torch.where(outward, log_ratio**2, 0)
     allowed = threshold * outward.sum(dtype=torch.float64)
-    within = 0 * log_ratio.sum()  # NaN where a ratio is
+    within = zero_or_nan(log_ratio.sum())
     beyond = within + MAX_LOG_RATIO**2
     for _ in range(52):  # as many as a float64 has bits
         middle = (within + beyond) / 2

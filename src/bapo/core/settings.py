@@ -105,6 +105,11 @@ class ClipSettings:
         return _grid(self.high, self.high_step)
 
     @property
+    def table_size(self) -> int:
+        """Length of a signal table: P at each high, N at each low, and the number of tokens with a signal."""
+        return len(self.high_grid) + len(self.low_grid) + 1
+
+    @property
     def path(self) -> tuple[tuple[int, int], ...]:
         """Index pairs (into low_grid, into high_grid) in the order they are tried."""
         last_low, last_high = len(self.low_grid) - 1, len(self.high_grid) - 1

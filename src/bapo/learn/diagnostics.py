@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
-from bapo.core.entropy_rule import diagnose, ratio_profile, staleness_histogram
+from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics
 from bapo.core.loss import PolicyLoss, clean_tokens, weigh_negatives
 from bapo.core.objectives import Tokens
 from bapo.learn.settings import LearnerSettings
@@ -48,7 +48,7 @@ def update_metrics(
     ages = (version - versions).double()
     scalars: dict[str, Tensor] = {"loss": torch.stack([output.result.loss.detach() for output in outputs]).sum()}
     scalars |= _searched(outputs, settings)
-    scalars |= diagnose(
+    scalars |= update_statistics(
         tokens,
         torch.cat([output.result.retained for output in outputs]),
         settings=settings.clip,
