@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from bapo.config.placement import DeviceName, Precision
+
 
 class Section(BaseModel):
     """A table of keys."""
@@ -41,7 +43,7 @@ Out = Annotated[
     Field(description="The run directory. {time} is replaced by the start time. The directory must not exist yet."),
 ]
 Device = Annotated[
-    Literal["auto", "cpu", "cuda"],
+    DeviceName,
     Field(
         description="Where the run computes. auto uses a CUDA device if there is one. A run can only be resumed on "
         "the kind of device it started on."
@@ -114,7 +116,7 @@ class ModelConfig(Section):
 
     path: str = "demo"
     """A transformers model directory or hub id, a GGUF file, or "demo" for the embedded model."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Precision = "auto"
     """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA. With bfloat16 the optimizer keeps a float32
     copy of every weight."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from bapo.config.errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "float32", "bfloat16"]
 
 
 def available_cores() -> int:
@@ -12,7 +16,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def placed(device: str, dtype: str, threads: int | None) -> tuple[str, str, int]:
+def placed(device: DeviceName, dtype: Precision, threads: int | None) -> tuple[DeviceName, Precision, int]:
     """Device, precision and threads on this machine, as far as they were left open. Imports torch."""
     import torch
 
