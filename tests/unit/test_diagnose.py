@@ -423,7 +423,7 @@ def test_command_refuses_with_a_reason(tmp_path):
         ([tmp_path / "a.npz"], "It has: x [3]"),
         ([tmp_path / "a.npz", "--map", "logprobs"], "--map logprobs must have the form"),
         ([tmp_path / "none"], "does not exist"),
-        ([tmp_path / "a.npz", "--html", tmp_path / "no" / "a.html"], "is no directory"),
+        ([tmp_path / "a.npz", "--html", tmp_path / "no" / "a.html"], "is not a directory"),
         ([], "DUMP"),
     ):
         done = bapo(*arguments)
