@@ -120,7 +120,9 @@ def test_rank_alpha_and_targets_are_what_peft_gets(published):
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "query"])
 def test_head_embedding_and_unknown_names_are_refused(target):
     model, _ = make_model("smollm2")
-    with pytest.raises(ValueError, match=f"names '{target}', which is no linear layer .*down_proj, .*v_proj, or none"):
+    with pytest.raises(
+        ValueError, match=f"names '{target}', which is not a linear layer .*down_proj, .*v_proj, or none"
+    ):
         add_lora(model, LoraSettings(4, targets=(target,)), seed=0)
 
 
