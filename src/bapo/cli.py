@@ -165,9 +165,9 @@ def _resume(arguments: list[str]) -> None:
         raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
     path = Path(arguments[0])
 
-    from bapo.runs.read import is_supervised
+    from bapo.runs.read import is_sft
 
-    if is_supervised(path):
+    if is_sft(path):
         from bapo.train.sft import resume
     else:
         from bapo.train.run import resume
@@ -237,8 +237,8 @@ def _write_report(paths: list[Path], out: Path | None) -> int:
     if out is None:
         out = paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
     found = write_report(paths, out)
-    for problem in found.problems:
-        print(f"bapo: {problem}", file=sys.stderr)
+    for defect in found.defects:
+        print(f"bapo: {defect}", file=sys.stderr)
     if not found.arms:
         return _fail(2, "there is no run to report on, so nothing was written.")
     runs, arms = sum(len(arm.runs) for arm in found.arms), len(found.arms)

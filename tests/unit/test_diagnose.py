@@ -16,10 +16,10 @@ from bapo import ClipSettings, policy_loss
 from bapo.core.bounds import StopReason, positive_share, solve_bounds
 from bapo.core.objectives import OBJECTIVES
 from bapo.diagnose.diagnosis import as_json, diagnose
-from bapo.diagnose.dumps import Dump, Update, read_dump
+from bapo.diagnose.dumps import Dump, LoggedUpdate, read_dump
+from bapo.diagnose.findings import CHECKS, find
 from bapo.diagnose.measure import SETTINGS, Fate, Signal, measure, total
 from bapo.diagnose.page import html_page
-from bapo.diagnose.problems import CHECKS, find_problems
 from bapo.diagnose.tables import bounds
 from bapo.diagnose.text import print_diagnosis
 
@@ -49,7 +49,7 @@ def batch(drift=0.2, temperature=1.0, longer=1.0, top=None, responses=128, seed=
         used = np.where(used >= np.sort(used)[:, [-top]], used, -np.inf)
     token = (softmax(used)[state] + random.gumbel(size=(len(ids), sampler.shape[1]))).argmax(-1)
     learner = softmax(sampler + random.normal(0, drift, sampler.shape))
-    return Update(
+    return LoggedUpdate(
         name="1",
         logprobs=learner[state, token].astype(np.float32),
         behavior_logprobs=softmax(sampler)[state, token].astype(np.float32),
@@ -72,7 +72,7 @@ def tensors(update):
 
 
 def names(update):
-    return {problem.name for problem in find_problems([update])}
+    return {finding.name for finding in find([update])}
 
 
 def changed(update, name, here, value):
@@ -132,7 +132,7 @@ def test_a_batch_by_hand():
     # Ratios 2, 1 (positive) and 0.5, 1 (negative), advantages 1 and -1; responses of two tokens each.
     logprobs = np.log([0.5, 0.25, 0.1, 0.25])
     behavior = np.log([0.25, 0.25, 0.2, 0.25])
-    update = Update("x", logprobs, behavior, np.array([1.0, 1, -1, -1]), np.array([0, 0, 1, 1]))
+    update = LoggedUpdate("x", logprobs, behavior, np.array([1.0, 1, -1, -1]), np.array([0, 0, 1, 1]))
     numbers = measure(update)
     assert numbers.shares["gradient"]["unclipped"].share == pytest.approx(3 / 4.5)
     assert numbers.shares["gradient"]["(0.8, 1.2)"].share == pytest.approx(0.5)
@@ -219,7 +219,7 @@ def test_every_problem_has_a_case():
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_problems_are_found(name):
-    (found,) = (problem for problem in find_problems([BROKEN[name], CLEAN]) if problem.name == name)
+    (found,) = (finding for finding in find([BROKEN[name], CLEAN]) if finding.name == name)
     assert found.evidence
     assert found.action
     assert found.updates == [BROKEN[name].name]
@@ -228,7 +228,7 @@ def test_problems_are_found(name):
 def test_problems_of_updates_with_one_name_are_all_counted():
     updates = [BROKEN["one_sign"], CLEAN, BROKEN["one_sign"]]
     assert len({update.name for update in updates}) == 1
-    (found,) = (problem for problem in find_problems(updates) if problem.name == "one_sign")
+    (found,) = (finding for finding in find(updates) if finding.name == "one_sign")
     assert found.updates == ["1", "1"]
 
 
@@ -251,14 +251,13 @@ def test_the_mean_ratio_accuses_nobody_whose_learner_is_far_away():
 
 def test_shift_in_the_other_direction():
     assert (
-        "one token ahead"
-        in find_problems([replace(CLEAN, behavior_logprobs=np.roll(CLEAN.behavior_logprobs, -1))])[0].evidence
+        "one token ahead" in find([replace(CLEAN, behavior_logprobs=np.roll(CLEAN.behavior_logprobs, -1))])[0].evidence
     )
-    assert "one token behind" in find_problems([BROKEN["shifted"]])[0].evidence
+    assert "one token behind" in find([BROKEN["shifted"]])[0].evidence
 
 
 def test_temperature_is_named():
-    (found,) = (p for p in find_problems([BROKEN["temperature"]]) if p.name == "temperature")
+    (found,) = (p for p in find([BROKEN["temperature"]]) if p.name == "temperature")
     assert re.search(r"sampled at 0\.(5|6)\d* times the temperature", found.evidence)
 
 

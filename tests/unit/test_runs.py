@@ -7,7 +7,7 @@ import pytest
 
 from bapo.config.recipe import parse_config
 from bapo.evaluate.directory import FORMAT
-from bapo.runs.read import Problem, Run, find_runs, last_step, read_run, tail
+from bapo.runs.read import Defect, Run, find_runs, last_step, read_run, tail
 from bapo.runs.statistics import aggregate, measures, student_quantile, worst
 
 TINY = {
@@ -121,7 +121,7 @@ def test_damage_is_named(run, name, change, reason):
     else:
         (run / name).write_text(changed)
     problem = read_run(run)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, Defect)
     assert problem.kind == "damaged"
     assert reason in problem.message
 
@@ -136,8 +136,8 @@ def test_no_file_cut_or_overwritten_anywhere_makes_reading_raise(run):
             for data in (whole[:place], whole[:place] + noise + whole[place + 3 :]):
                 (run / name).write_bytes(data)
                 found = read_run(run)
-                assert isinstance(found, Run | Problem)
-                assert isinstance(read_run(run, finished=False), Run | Problem)
+                assert isinstance(found, Run | Defect)
+                assert isinstance(read_run(run, finished=False), Run | Defect)
                 if isinstance(found, Run):
                     measures(found)
                 tail(run / name)

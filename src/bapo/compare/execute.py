@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bapo.compare.plan import Job, State, clear_unused, set_aside
-from bapo.runs.read import Problem, last_step, read_run
+from bapo.runs.read import Defect, last_step, read_run
 
 __all__ = ["Progress", "State", "execute"]
 
@@ -129,7 +129,7 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progres
     job, code = process.job, process.handle.returncode
     found = read_run(job.cell.path)
     job.step = last_step(job.cell.path)
-    if not isinstance(found, Problem):
+    if not isinstance(found, Defect):
         job.state = State.FINISHED
     elif code in (130, -signal.SIGINT, -signal.SIGTERM) or (stopping and code < 0):
         job.state = State.STOPPED

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from bapo.compare.grid import Cell, Grid
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
-from bapo.runs.read import Problem, read_run
+from bapo.runs.read import Defect, read_run
 
 GPU_PARALLEL = 4
 """Runs at a time on one GPU: a small model leaves most of it idle, and each run needs a few GiB of its memory."""
@@ -139,9 +139,9 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
     if not path.exists() or _unused(path):
         return Job(cell, State.WAITING), []
     run = read_run(path, finished=False)
-    if isinstance(run, Problem) and (sizes := _remembered(path)):
+    if isinstance(run, Defect) and (sizes := _remembered(path)):
         run = read_run(path, finished=False, sizes=sizes)  # what comes after them is forgotten on resuming
-    if isinstance(run, Problem):
+    if isinstance(run, Defect):
         return Job(cell, State.DAMAGED, note=run.message), []
     different = list(_differences(cell.config.model_dump(mode="json"), run.config))
     if run.summary:

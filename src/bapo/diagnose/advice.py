@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 from bapo.diagnose.dumps import NAMES, Dump
+from bapo.diagnose.findings import FEW_RESPONSES, LOW_ESS, Finding
 from bapo.diagnose.measure import SETTINGS, Numbers
-from bapo.diagnose.problems import FEW_RESPONSES, LOW_ESS, Problem
 
 MOST = 2 / 3
 """Share of the updates with a signal that have to agree before one case is advised on."""
@@ -34,10 +34,10 @@ ADVISED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "Clip
 """BAPO's settings that are advised. Where both meet their target equally often the first: it starts at (0.8, 1.2)."""
 
 
-def advise(numbers: Numbers | None, problems: Sequence[Problem]) -> list[str]:
+def advise(numbers: Numbers | None, findings: Sequence[Finding]) -> list[str]:
     """The recommendation: at most eight sentences, each with its numbers."""
     lines = []
-    serious = [problem.name for problem in problems if problem.serious]
+    serious = [finding.name for finding in findings if finding.serious]
     if serious:
         lines.append(f"First repair what cannot be right: {', '.join(serious)}. Until then read the rest with care.")
     if numbers is None:

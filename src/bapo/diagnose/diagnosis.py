@@ -7,8 +7,8 @@ from typing import Any
 
 from bapo.diagnose.advice import advise, unknowns
 from bapo.diagnose.dumps import Dump
+from bapo.diagnose.findings import Finding, find
 from bapo.diagnose.measure import Numbers, measure, total
-from bapo.diagnose.problems import Problem, find_problems
 from bapo.runs.numbers import strict
 
 
@@ -21,7 +21,7 @@ class Diagnosis:
     """Of the updates with a usable token."""
     overall: Numbers | None
     """Over all of them."""
-    problems: list[Problem]
+    findings: list[Finding]
     advice: list[str]
     unknown: list[str]
 
@@ -30,8 +30,8 @@ def diagnose(dump: Dump) -> Diagnosis:
     """Measure every update, look for problems, and put the result into words."""
     updates = [numbers for update in dump.updates if (numbers := measure(update)) is not None]
     overall = total(updates) if updates else None
-    problems = find_problems(dump.updates)
-    return Diagnosis(dump, updates, overall, problems, advise(overall, problems), unknowns(dump))
+    findings = find(dump.updates)
+    return Diagnosis(dump, updates, overall, findings, advise(overall, findings), unknowns(dump))
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "columns": diagnosis.dump.columns,
         "notes": diagnosis.dump.notes,
         "advice": diagnosis.advice,
-        "problems": [asdict(problem) for problem in diagnosis.problems],
+        "problems": [asdict(finding) for finding in diagnosis.findings],
         "unknown": diagnosis.unknown,
         "overall": None if diagnosis.overall is None else _numbers(diagnosis.overall),
         "updates": [_numbers(numbers) for numbers in diagnosis.updates],

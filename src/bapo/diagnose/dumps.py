@@ -51,7 +51,7 @@ NAMES: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Update:
+class LoggedUpdate:
     """The tokens of one update that were trained on, laid end to end."""
 
     name: str
@@ -83,7 +83,7 @@ class Update:
 class Dump:
     """What was read, and from where."""
 
-    updates: list[Update]
+    updates: list[LoggedUpdate]
     columns: dict[str, str]
     """Which column became what, e.g. {"mask": "response_mask"}."""
     notes: list[str] = field(default_factory=list)
@@ -102,8 +102,8 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
     unknown = sorted(set(mapping or {}) - set(NAMES))
     if unknown:
         raise DumpError(f"--map {unknown[0]}=… is not known. What can be mapped: {', '.join(NAMES)}.")
-    numbered: dict[float, list[Update]] = {}
-    unnumbered: list[Update] = []
+    numbered: dict[float, list[LoggedUpdate]] = {}
+    unnumbered: list[LoggedUpdate] = []
     columns: dict[str, str] = {}
     notes: dict[str, None] = {}
     files = find_files(paths)
@@ -257,7 +257,7 @@ def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
 
 def _updates(
     path: Path, file_name: str, columns: Mapping[str, Column], notes: dict[str, None]
-) -> list[tuple[float | None, Update]]:
+) -> list[tuple[float | None, LoggedUpdate]]:
     """The updates in one file, each with its number if it has one."""
     layout = _layout(path, columns)
     rewards = columns.get("rewards")
@@ -273,7 +273,7 @@ def _updates(
     if rewards is not None and layout.rows is None:
         notes["rewards are not used: packed tokens without sequence_ids do not say where a response ends"] = None
 
-    def build(name: str, here: npt.NDArray[np.bool_]) -> Update:
+    def build(name: str, here: npt.NDArray[np.bool_]) -> LoggedUpdate:
         chosen = mask & here
         ids: Array | None = None
         row_rewards: Array | None = None
@@ -286,7 +286,7 @@ def _updates(
                 row_rewards = np.bincount(ids, tokens["rewards"][chosen].astype(np.float64), minlength=len(present))
         numbers = {role: _floats(tokens[role][chosen]) for role in ("logprobs", "behavior_logprobs", "advantages")}
         optional = {role: _floats(tokens[role][chosen]) for role in ("anchor", "entropy") if role in tokens}
-        return Update(
+        return LoggedUpdate(
             name=name,
             **numbers,
             **optional,
@@ -360,7 +360,7 @@ def _floats(values: Array) -> Array:
     return values if values.dtype in (np.float32, np.float64) else values.astype(np.float32)
 
 
-def _merge(parts: list[Update]) -> Update:
+def _merge(parts: list[LoggedUpdate]) -> LoggedUpdate:
     """The parts of one update (micro-batches, ranks) as one. What only some of them have is dropped."""
     if len(parts) == 1:
         return parts[0]
@@ -374,5 +374,5 @@ def _merge(parts: list[Update]) -> Update:
         replace(part, sequence_ids=None if part.sequence_ids is None else part.sequence_ids + offset)
         for part, offset in zip(parts, offsets, strict=False)
     ]
-    roles = [one.name for one in fields(Update) if one.name != "name"]
-    return Update(parts[0].name, **{role: joined(role) for role in roles})  # type: ignore[arg-type]
+    roles = [one.name for one in fields(LoggedUpdate) if one.name != "name"]
+    return LoggedUpdate(parts[0].name, **{role: joined(role) for role in roles})  # type: ignore[arg-type]

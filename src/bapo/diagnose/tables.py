@@ -13,6 +13,7 @@ from statistics import median
 from bapo.core.entropy_rule import QUADRANTS
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.dumps import NAMES
+from bapo.diagnose.findings import Finding
 from bapo.diagnose.measure import SETTINGS, Numbers
 
 EFFECT = {
@@ -258,8 +259,13 @@ def by_update(updates: list[Numbers], most: int = 40) -> Part:
     )
 
 
-def found_in(updates: list[str], total: int) -> str:
-    """Where a problem was found, in words."""
+def sentence(finding: Finding, total: int) -> str:
+    """What was found, in which of the `total` updates, and what to do about it."""
+    where = _found_in(finding.updates, total)
+    return f"{finding.evidence}{f' ({where})' if where else ''}. {finding.action}"
+
+
+def _found_in(updates: list[str], total: int) -> str:
     if len(updates) == total:
         return "in every update" if total > 1 else ""
     named = ", ".join(updates[:4]) + (", …" if len(updates) > 4 else "")

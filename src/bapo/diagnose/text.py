@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo.diagnose.diagnosis import Diagnosis
-from bapo.diagnose.tables import Part, found_in, parts, read_as
+from bapo.diagnose.tables import Part, parts, read_as, sentence
 
 PLAIN_WIDTH = 120
 """Columns where there is no terminal to ask."""
@@ -33,11 +33,10 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
     _heading(console, "Recommendation")
     for line in diagnosis.advice:
         _item(console, line)
-    _heading(console, "Problems" if diagnosis.problems else "Problems: none found")
-    for problem in diagnosis.problems:
-        where = found_in(problem.updates, len(diagnosis.dump.updates))
-        name = Text(problem.name, "bold red" if problem.serious else "bold yellow")
-        _item(console, Text.assemble(name, f"  {problem.evidence}{f' ({where})' if where else ''}. {problem.action}"))
+    _heading(console, "Problems" if diagnosis.findings else "Problems: none found")
+    for finding in diagnosis.findings:
+        name = Text(finding.name, "bold red" if finding.serious else "bold yellow")
+        _item(console, Text.assemble(name, f"  {sentence(finding, len(diagnosis.dump.updates))}"))
     for part in parts(diagnosis):
         _heading(console, part.title)
         console.print(Padding(Text(part.reading, "dim"), (0, 0, 0, 2)))

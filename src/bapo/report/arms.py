@@ -2,7 +2,7 @@
 
 An arm has two names, its setting (where stale data comes from) and its objective. Runs of `bapo compare` lie in
 SETTING/OBJECTIVE/seed-N below a grid.json and are named by it. Other runs are named by the keys in which their
-configurations differ. A copy of a run is no further seed: it is named as a problem, and not counted.
+configurations differ. A copy of a run is no further seed: it is named as a defect, and not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from bapo.runs.read import Problem, Run, find_runs, is_set_aside, read_run
+from bapo.runs.read import Defect, Run, find_runs, is_set_aside, read_run
 from bapo.runs.statistics import mean
 from bapo.types import LOG_RATIO_EDGES
 
@@ -38,9 +38,9 @@ class Arm:
     runs: list[Run]
 
     @property
-    def supervised(self) -> bool:
+    def sft(self) -> bool:
         """Whether they are runs of `bapo sft`."""
-        return self.runs[0].supervised
+        return self.runs[0].sft
 
     @property
     def config(self) -> dict[str, Any]:
@@ -60,29 +60,29 @@ class Found:
 
     arms: list[Arm]
     """Those of reinforcement learning first, then the supervised ones."""
-    problems: list[Problem]
+    defects: list[Defect]
     """Directories that cannot be shown, those shown as far as they got, and copies of what is shown."""
 
 
 def find(paths: Sequence[Path]) -> Found:
-    """Every run at or below the paths, gathered into arms. What cannot be read is a problem, never an exception."""
-    runs, problems = [], []
+    """Every run at or below the paths, gathered into arms. What cannot be read is a defect, never an exception."""
+    runs, defects = [], []
     for directory in run_directories(paths):
         run = read_run(directory, finished=False)
-        if isinstance(run, Problem):
-            problems.append(run)
+        if isinstance(run, Defect):
+            defects.append(run)
             continue
         if wrong := _unusable(run):
-            problems.append(Problem(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",)))
+            defects.append(Defect(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",)))
             continue
         runs.append(run)
     shown, copies = _once_per_seed(runs)
     for run in shown:
         if not run.summary:
             done = f"{len(run.timing)} of {run.planned} steps are logged and shown"
-            problems.append(Problem(run.path, "unfinished", f"it is still running, or was stopped: {done}."))
-    arms = [arm for kind in (False, True) for arm in arms_of(run for run in shown if run.supervised is kind)]
-    return Found(arms, sorted([*problems, *copies], key=lambda problem: str(problem.path)))
+            defects.append(Defect(run.path, "unfinished", f"it is still running, or was stopped: {done}."))
+    arms = [arm for kind in (False, True) for arm in arms_of(run for run in shown if run.sft is kind)]
+    return Found(arms, sorted([*defects, *copies], key=lambda defect: str(defect.path)))
 
 
 def run_directories(paths: Sequence[Path]) -> list[Path]:
@@ -121,7 +121,7 @@ def _directories(path: Path) -> list[Path]:
     return sorted([*found, *lost]) or [path]
 
 
-def _once_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
+def _once_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[Defect]]:
     """One run per arm and seed, the one that got furthest, and the others: a copy says nothing about other seeds."""
     kept: dict[str, Run] = {}
     copies = []
@@ -129,7 +129,7 @@ def _once_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
         first = kept.setdefault(json.dumps([_arm_key(run), run.config["seed"]]), run)
         if first is not run:
             message = f"it has the configuration and the seed of {first.path}, which is shown in its place."
-            copies.append(Problem(run.path, "duplicate", message))
+            copies.append(Defect(run.path, "duplicate", message))
     shown = {id(run) for run in kept.values()}
     return [run for run in runs if id(run) in shown], copies
 
@@ -207,7 +207,7 @@ def grid_name(arms: Sequence[Arm]) -> str | None:
 def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:
     config = flat(run.config)
     said = {key: f"{key.rsplit('.', 1)[-1]} {config[key]}" for key in differing if config.get(key) is not None}
-    if run.supervised:
+    if run.sft:
         return ", ".join(said.values()) or Path(config["model.path"]).name, "sft"
     of_objective = [text for key, text in said.items() if key.startswith("objective.") and key != "objective.name"]
     others = [text for key, text in said.items() if not key.startswith("objective.")]

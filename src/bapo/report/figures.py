@@ -285,7 +285,7 @@ def curves(
 def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
     if lines != "evals":
         return run.updates if lines == "updates" else run.rollouts
-    if run.supervised:
+    if run.sft:
         return run.evals
     usual = run.config["eval"]["temperature"]
     return [line for line in run.evals if line.get("eval/temperature", usual) == usual]

@@ -238,11 +238,11 @@
     const several = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
     const runs = (arms) => arms.reduce((sum, arm) => sum + arm.runs.length, 0);
     const different = (arms, key) => new Set(arms.map((arm) => arm[key])).size;
-    const supervised = values.supervised.rows.map((row) => values.arms[row.arm]);
-    const compared = values.arms.filter((arm) => !supervised.includes(arm));
+    const sft = values.sft.rows.map((row) => values.arms[row.arm]);
+    const compared = values.arms.filter((arm) => !sft.includes(arm));
     const facts = [
-      ...(compared.length || !supervised.length ? [several(runs(compared), "run"), several(different(compared, "objective"), "objective"), several(different(compared, "setting"), "setting")] : []),
-      ...(supervised.length ? [several(runs(supervised), "supervised run")] : []),
+      ...(compared.length || !sft.length ? [several(runs(compared), "run"), several(different(compared, "objective"), "objective"), several(different(compared, "setting"), "setting")] : []),
+      ...(sft.length ? [several(runs(sft), "supervised run")] : []),
     ];
     const state = live ? make("span", { class: "state following", id: "state" }, progress()) : `written ${values.written} by ${values.by}`;
     return make("div", { class: "top" },
@@ -265,10 +265,10 @@
     return make("nav", { "aria-label": "contents" }, ...links.map(([id, text]) => make("a", { href: `#${id}` }, text)));
   }
 
-  function problems() {
-    const listed = values.problems.filter((problem) => !live || problem.kind !== "unfinished");
+  function defects() {
+    const listed = values.defects.filter((defect) => !live || defect.kind !== "unfinished");
     if (!listed.length) return null;
-    return make("div", { class: "problems", role: "status" },
+    return make("div", { class: "defects", role: "status" },
       make("strong", {}, listed.length === 1 ? "One directory is not a finished run" : `${listed.length} directories are not finished runs`),
       make("ul", {}, ...listed.map((p) => make("li", {}, make("b", {}, p.kind), ` ${p.path}: ${p.message}`))));
   }
@@ -297,7 +297,7 @@
   }
 
   // Each table by its id: where its values are, and its heading.
-  const TABLES = { overview: [() => values.table, "Overview"], "supervised-overview": [() => values.supervised, "Supervised runs"] };
+  const TABLES = { overview: [() => values.table, "Overview"], "sft-overview": [() => values.sft, "Supervised runs"] };
   const tables = () => Object.keys(TABLES).filter((id) => TABLES[id][0]().rows.length);
 
   function table(id) {
@@ -411,7 +411,7 @@
     const scroll = window.scrollY;
     const open = [...main.querySelectorAll("details")].map((element) => element.open);
     for (const element of main.querySelectorAll(".plot.js-plotly-plot")) Plotly.purge(element);
-    main.replaceChildren(...[header(), values.arms.length ? contents() : null, problems(), values.arms.length ? controls() : null, ...tables().map(table),
+    main.replaceChildren(...[header(), values.arms.length ? contents() : null, defects(), values.arms.length ? controls() : null, ...tables().map(table),
       ...values.figures.map(figure), responses(), configuration(), footer()].filter(Boolean));
     main.querySelectorAll("details").forEach((element, at) => { element.open = open[at] ?? false; });
     window.scrollTo(0, scroll);
@@ -421,7 +421,7 @@
   // Following a run
 
   const shape = (v) => JSON.stringify([v.objectives, v.settings, v.arms.map((a) => a.runs), v.figures.map((f) => f.panels.map((p) => p.id)),
-    v.problems.map((p) => [p.path, p.kind])]);
+    v.defects.map((p) => [p.path, p.kind])]);
   let tag = null;
   async function poll() {
     const state = () => document.getElementById("state");
@@ -436,7 +436,7 @@
           tables().forEach((id) => document.getElementById(id)?.replaceWith(table(id)));
           document.querySelector(".scroll")?.scrollTo(left, 0);
           if (!document.activeElement?.matches(".pick")) document.getElementById("samples")?.replaceWith(responses());
-          document.querySelector(".problems")?.replaceWith(problems() ?? "");
+          document.querySelector(".defects")?.replaceWith(defects() ?? "");
           await draw();
         }
       }

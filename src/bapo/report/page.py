@@ -18,7 +18,7 @@ import bapo
 from bapo.report.arms import Arm, Found, find, flat, grid_name
 from bapo.report.figures import figures
 from bapo.report.samples import samples
-from bapo.report.sft import supervised_figures, supervised_table
+from bapo.report.sft import sft_figures, sft_table
 from bapo.report.table import table
 from bapo.runs.numbers import strict
 
@@ -45,7 +45,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Found:
 def contents(found: Found) -> dict[str, Any]:
     """Everything the page shows, as JSON values."""
     arms = found.arms
-    reinforced = [arm for arm in arms if not arm.supervised]  # the first ones, so that they keep their places
+    reinforced = [arm for arm in arms if not arm.sft]  # the first ones, so that they keep their places
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
     configs = [_shown(run.config) for arm in arms for run in arm.runs]
     first = configs[0] if configs else {}
@@ -69,10 +69,10 @@ def contents(found: Found) -> dict[str, Any]:
             }
             for arm in arms
         ],
-        "problems": [{"path": str(p.path), "kind": p.kind, "message": p.message} for p in found.problems],
+        "defects": [{"path": str(d.path), "kind": d.kind, "message": d.message} for d in found.defects],
         "table": table(reinforced),
-        "supervised": supervised_table(arms),
-        "figures": [*(figures(reinforced) if reinforced else []), *supervised_figures(arms)],
+        "sft": sft_table(arms),
+        "figures": [*(figures(reinforced) if reinforced else []), *sft_figures(arms)],
         "samples": [{"arm": index} | _samples(arm) for index, arm in enumerate(arms)],
         "common": common,
     }
@@ -120,14 +120,14 @@ def _shown(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _samples(arm: Arm) -> dict[str, Any]:
-    if arm.supervised:
+    if arm.sft:
         return {"shown": [], "note": "Supervised training samples no responses."}
     return samples(arm.runs[0].path)
 
 
 def _title(arms: Sequence[Arm]) -> str:
     """The grid or what is compared in it. Supervised runs compare with nothing: beside others they are only named."""
-    compared = [arm for arm in arms if not arm.supervised]
+    compared = [arm for arm in arms if not arm.sft]
     if compared and len(compared) < len(arms):
         return f"{_title(compared)}, with supervised runs"
     if not arms:

@@ -32,23 +32,23 @@ COLUMNS = (
 )
 
 
-def supervised_table(arms: Sequence[Arm]) -> dict[str, Any]:
+def sft_table(arms: Sequence[Arm]) -> dict[str, Any]:
     """One row per supervised arm, in the form of the overview."""
     return {
         "columns": [{"key": key, "label": label, "help": explanation} for key, label, explanation in COLUMNS],
-        "rows": [{"arm": index, "cells": _cells(arm)} for index, arm in enumerate(arms) if arm.supervised],
+        "rows": [{"arm": index, "cells": _cells(arm)} for index, arm in enumerate(arms) if arm.sft],
     }
 
 
-def supervised_figures(arms: Sequence[Arm]) -> list[Figure]:
+def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
     """Losses over updates; none without a supervised run."""
-    chosen = [index for index, arm in enumerate(arms) if arm.supervised]
+    chosen = [index for index, arm in enumerate(arms) if arm.sft]
     if not chosen:
         return []
     held_out = curves(arms, "held_out/loss", "Held-out loss, nats per token", lines="evals", only=chosen)
     return [
         figure(
-            "supervised",
+            "sft",
             ("Supervised training", None),
             "Mean negative log-prob of response tokens: of each update's own before it is taken, and of held-out "
             "demonstrations. Where the former falls and the latter rises, the model learns by heart.",

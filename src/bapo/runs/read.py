@@ -2,13 +2,13 @@
 
     for path in find_runs("runs/quick"):
         run = read_run(path)
-        if isinstance(run, Problem):
+        if isinstance(run, Defect):
             print(run)          # where, what is wrong, what to do
         else:
             run.summary["after"]["eval/avg"], run.series("grad_norm"), run.config["objective"]["name"]
 
 A comparison reads many directories, and some of them were killed, are still being written, or lost a file. Reading one
-never raises and never repairs: a directory is a `Run` or a `Problem`. Values are plain lists, dicts and floats, with
+never raises and never repairs: a directory is a `Run` or a `Defect`. Values are plain lists, dicts and floats, with
 keys that `bapo.runs.metrics` explains. A run of `bapo sft` is a Run, too: its updates are those of imitation, its
 evaluations those of the held-out loss, and it has no rollouts.
 """
@@ -25,7 +25,7 @@ from typing import Any, Literal
 from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse_config, parse_sft_config
 
-__all__ = ["STOP_REASONS", "Problem", "Run", "find_runs", "read_run"]
+__all__ = ["STOP_REASONS", "Defect", "Run", "find_runs", "read_run"]
 
 STOP_REASONS = ("start", "raising_high", "raising_low", "end", "no_signal")
 """Names of the values of the metric `stop`."""
@@ -61,7 +61,7 @@ class Run:
     """Steps the run will have when it is finished; 0 if it has not found out yet."""
 
     @property
-    def supervised(self) -> bool:
+    def sft(self) -> bool:
         """Whether it is a run of `bapo sft`."""
         return self.config.get("kind") == "sft"
 
@@ -71,7 +71,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Defect:
     """Why a directory is not a finished run."""
 
     path: Path
@@ -88,14 +88,14 @@ class Problem:
 
 
 class _Damage(Exception):  # noqa: N818
-    """Found while reading; becomes a Problem."""
+    """Found while reading; becomes a Defect."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} {reason.rstrip('.')}.")
         self.name = name
 
 
-def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int] | None = None) -> Run | Problem:
+def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int] | None = None) -> Run | Defect:
     """The run in a directory, or what is wrong with it. Never raises for anything found on the disk.
 
     With `finished=False` a run that is still going on, or was stopped, is a Run too, with an empty summary; a last line
@@ -105,17 +105,17 @@ def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int
     try:
         if not (path / "config.json").is_file():
             reason = "there is no config.json in it" if path.is_dir() else "there is no such directory"
-            return Problem(path, "missing", f"not a run directory: {reason}.", ("config.json",))
+            return Defect(path, "missing", f"not a run directory: {reason}.", ("config.json",))
         if is_evaluation(path):
             message = f"not a run but an evaluation, whose report is {path / 'report.html'}."
-            return Problem(path, "missing", message, ("config.json",))
+            return Defect(path, "missing", message, ("config.json",))
         config = _read_config(path)
         complete = (path / "summary.json").exists()
         planned = _planned(path, config, complete=complete)
         if finished and not complete:
             done = last_step(path)
             message = f"it has no summary.json; {done} of {planned} steps are logged. `bapo resume {path}`."
-            return Problem(path, "unfinished", message, ("summary.json",))
+            return Defect(path, "unfinished", message, ("summary.json",))
         summary = _read_object(path / "summary.json") if complete else {}
         sizes = sizes or {}
         metrics = _read_lines(path / "metrics.jsonl", whole=complete, size=sizes.get("metrics.jsonl"))
@@ -135,9 +135,9 @@ def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int
         if complete:
             _check_summary(run)
     except _Damage as damage:
-        return Problem(path, "damaged", str(damage), (damage.name,))
+        return Defect(path, "damaged", str(damage), (damage.name,))
     except OSError as error:
-        return Problem(path, "damaged", f"cannot be read: {error.strerror or error}.")
+        return Defect(path, "damaged", f"cannot be read: {error.strerror or error}.")
     return run
 
 
@@ -155,7 +155,7 @@ def is_set_aside(path: Path) -> bool:
     return re.search(r"\.damaged-\d+$", path.name) is not None
 
 
-def is_supervised(path: Path) -> bool:
+def is_sft(path: Path) -> bool:
     """Whether a directory holds a run of `bapo sft`; False for anything that cannot be read."""
     return bool(_said_in_config(path, "kind") == "sft")
 
@@ -266,12 +266,12 @@ def _check_lines(run: Run, lines: int) -> None:
 
 def _by_step(run: Run) -> tuple[tuple[str, list[dict[str, Any]]], ...]:
     """Lines of which there is one per step, and the files they are in."""
-    return ("metrics.jsonl", run.updates if run.supervised else run.rollouts), ("timing.jsonl", run.timing)
+    return ("metrics.jsonl", run.updates if run.sft else run.rollouts), ("timing.jsonl", run.timing)
 
 
 def _check_summary(run: Run) -> None:
     """A finished run has every step, and its summary agrees with its log."""
-    (_check_supervised_summary if run.supervised else _check_evaluations)(run)
+    (_check_sft_summary if run.sft else _check_evaluations)(run)
     for name, listed in _by_step(run):
         if len(listed) != run.planned:
             raise _Damage(name, f"has {len(listed)} of {run.planned} steps, though the run is complete")
@@ -279,7 +279,7 @@ def _check_summary(run: Run) -> None:
         raise _Damage("metrics.jsonl", f"has {len(run.updates)} updates, summary.json {run.summary.get('updates')}")
 
 
-def _check_supervised_summary(run: Run) -> None:
+def _check_sft_summary(run: Run) -> None:
     """Held-out losses before and after, or None twice, and the time it took."""
     keys = ("held_out/loss", "held_out/perplexity", "held_out/accuracy")
     for when in ("before", "after"):

@@ -22,8 +22,8 @@ def measures(run: Run) -> dict[str, float]:
     Of a supervised run: held_out, perplexity and accuracy (`_before`: before it), max_grad_norm, updates and
     training_seconds.
     """
-    if run.supervised:
-        return _supervised_measures(run)
+    if run.sft:
+        return _sft_measures(run)
     before, after = run.summary["before"], run.summary["after"]
     values = {
         "avg": after["eval/avg"],
@@ -48,7 +48,7 @@ def measures(run: Run) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _supervised_measures(run: Run) -> dict[str, float]:
+def _sft_measures(run: Run) -> dict[str, float]:
     values = {"updates": float(len(run.updates)), "training_seconds": float(run.summary["training_seconds"])}
     for when, suffix in (("before", "_before"), ("after", "")):
         if (line := run.summary[when]) is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from bapo.core.checks import LOGPROB_SLACK
 from bapo.diagnose.dump_files import Array
-from bapo.diagnose.dumps import Update
+from bapo.diagnose.dumps import LoggedUpdate
 from bapo.diagnose.measure import usable
 from bapo.diagnose.pooled import mismatch
 
@@ -43,7 +43,7 @@ FEW_RESPONSES = 64
 
 
 @dataclass(frozen=True)
-class Problem:
+class Finding:
     """One thing that is wrong or remarkable, its evidence, and what to do."""
 
     name: str
@@ -55,22 +55,22 @@ class Problem:
     """Where it was found."""
 
 
-def find_problems(updates: Sequence[Update]) -> list[Problem]:
+def find(updates: Sequence[LoggedUpdate]) -> list[Finding]:
     """Every problem of the dump, serious ones first, each with the evidence of the first update that shows it."""
     found = []
     for name, (check, serious, action) in CHECKS.items():
         evidence = [(update.name, text) for update in updates if (text := check(update)) is not None]
         if evidence:
-            found.append(Problem(name, serious, evidence[0][1], action, [where for where, _ in evidence]))
-    return sorted(found, key=lambda problem: not problem.serious)
+            found.append(Finding(name, serious, evidence[0][1], action, [where for where, _ in evidence]))
+    return sorted(found, key=lambda finding: not finding.serious)
 
 
-def no_tokens(update: Update) -> str | None:
+def no_tokens(update: LoggedUpdate) -> str | None:
     """The mask selects nothing."""
     return None if len(update.logprobs) else "the mask selects no token"
 
 
-def not_finite(update: Update) -> str | None:
+def not_finite(update: LoggedUpdate) -> str | None:
     """NaN or infinity under the mask."""
     for name in ("logprobs", "behavior_logprobs", "advantages", "entropy", "anchor"):
         values = getattr(update, name)
@@ -82,7 +82,7 @@ def not_finite(update: Update) -> str | None:
     return None
 
 
-def above_zero(update: Update) -> str | None:
+def above_zero(update: LoggedUpdate) -> str | None:
     """Log-probs above 0."""
     for name in ("logprobs", "behavior_logprobs"):
         values = getattr(update, name)
@@ -95,7 +95,7 @@ def above_zero(update: Update) -> str | None:
     return None
 
 
-def same_logprobs(update: Update) -> str | None:
+def same_logprobs(update: LoggedUpdate) -> str | None:
     """Ratios exactly 1."""
     same = update.logprobs == update.behavior_logprobs
     if len(same) and same.mean() > 0.99:
@@ -105,7 +105,7 @@ def same_logprobs(update: Update) -> str | None:
     return None
 
 
-def coarse(update: Update) -> str | None:
+def coarse(update: LoggedUpdate) -> str | None:
     """Log-probs rounded to bfloat16."""
     for name in ("logprobs", "behavior_logprobs"):
         values = getattr(update, name)
@@ -118,7 +118,7 @@ def coarse(update: Update) -> str | None:
     return None
 
 
-def shifted(update: Update) -> str | None:
+def shifted(update: LoggedUpdate) -> str | None:
     """One column is a token ahead of the other."""
     good = usable(update)
     x, y, ids = update.logprobs, update.behavior_logprobs, update.sequence_ids
@@ -137,7 +137,7 @@ def shifted(update: Update) -> str | None:
     return None
 
 
-def temperature(update: Update) -> str | None:
+def temperature(update: LoggedUpdate) -> str | None:
     """One column is the other on another scale."""
     good = usable(update)
     x, y = update.logprobs[good].astype(np.float64), update.behavior_logprobs[good].astype(np.float64)
@@ -152,7 +152,7 @@ def temperature(update: Update) -> str | None:
     )
 
 
-def mean_ratio(update: Update) -> str | None:
+def mean_ratio(update: LoggedUpdate) -> str | None:
     """E_b[r] is not 1."""
     ratio = _ratio(update)
     if len(ratio) < 100 or _ess(ratio) < 0.3:
@@ -164,7 +164,7 @@ def mean_ratio(update: Update) -> str | None:
     return f"the mean ratio is {1 + off:.3f}, {abs(errors):.0f} standard errors from 1"
 
 
-def other_sampling(update: Update) -> str | None:
+def other_sampling(update: LoggedUpdate) -> str | None:
     """E_b[r (log pi + H)] is not 0."""
     if update.entropy is None:
         return None
@@ -182,7 +182,7 @@ def other_sampling(update: Update) -> str | None:
     )
 
 
-def unmasked_padding(update: Update) -> str | None:
+def unmasked_padding(update: LoggedUpdate) -> str | None:
     """Runs of identical values at the ends of responses."""
     count = len(update.logprobs)
     if not count:
@@ -206,7 +206,7 @@ def unmasked_padding(update: Update) -> str | None:
     )
 
 
-def two_kinds(update: Update) -> str | None:
+def two_kinds(update: LoggedUpdate) -> str | None:
     """A few tokens whose ratio belongs to another policy."""
     size = np.abs(np.log(np.maximum(_ratio(update), 1e-30)))
     far, between = size > 3, (size > 1) & (size <= 3)
@@ -222,26 +222,26 @@ def two_kinds(update: Update) -> str | None:
     return words
 
 
-def low_ess(update: Update) -> str | None:
+def low_ess(update: LoggedUpdate) -> str | None:
     """Importance weights that are mostly noise."""
     ratio = _ratio(update)
     ess = _ess(ratio)
     return f"effective sample size {ess:.2f} of the tokens" if len(ratio) and ess < LOW_ESS else None
 
 
-def no_signal(update: Update) -> str | None:
+def no_signal(update: LoggedUpdate) -> str | None:
     """Every advantage is 0."""
     count = len(update.advantages)
     return f"every advantage of {count} tokens is 0" if count and not update.advantages.any() else None
 
 
-def one_sign(update: Update) -> str | None:
+def one_sign(update: LoggedUpdate) -> str | None:
     """Advantages of one sign only."""
     signs = set(np.sign(update.advantages[np.isfinite(update.advantages)]).tolist()) - {0.0}
     return f"no advantage is {'negative' if signs == {1.0} else 'positive'}" if len(signs) == 1 else None
 
 
-def off_centre(update: Update) -> str | None:
+def off_centre(update: LoggedUpdate) -> str | None:
     """Advantages that do not cancel between responses."""
     values = _response_advantages(update)
     if values is None or len(values) < 8 or len({*np.sign(values).tolist()} - {0.0}) < 2:
@@ -252,7 +252,7 @@ def off_centre(update: Update) -> str | None:
     return f"the mean advantage of {len(values)} responses is {mean:+.3f} (standard deviation {spread:.3f})"
 
 
-def idle_responses(update: Update) -> str | None:
+def idle_responses(update: LoggedUpdate) -> str | None:
     """Responses without an advantage."""
     values = _response_advantages(update)
     if values is None or not values.any() or (values == 0).mean() <= 0.25:
@@ -260,7 +260,7 @@ def idle_responses(update: Update) -> str | None:
     return f"{(values == 0).mean():.0%} of {len(values)} responses have advantage 0 and teach nothing"
 
 
-def varying_advantages(update: Update) -> str | None:
+def varying_advantages(update: LoggedUpdate) -> str | None:
     """Advantages that differ within a response."""
     if update.sequence_ids is None or not len(update.advantages):
         return None
@@ -270,7 +270,7 @@ def varying_advantages(update: Update) -> str | None:
     return f"advantages change within {len(np.unique(ids[1:][changes]))} responses" if changes.any() else None
 
 
-def engine_mismatch(update: Update) -> str | None:
+def engine_mismatch(update: LoggedUpdate) -> str | None:
     """Sampler and trainer disagree about the same tokens."""
     if update.anchor is None:
         return None
@@ -284,20 +284,20 @@ def engine_mismatch(update: Update) -> str | None:
     )
 
 
-def copied_anchor(update: Update) -> str | None:
+def copied_anchor(update: LoggedUpdate) -> str | None:
     """Sampler's and recomputed log-probs are one array."""
     if update.anchor is None or not len(update.anchor) or not np.array_equal(update.anchor, update.behavior_logprobs):
         return None
     return "the sampler's log-probs and the recomputed ones are equal to the last bit: one is a copy of the other"
 
 
-def future_versions(update: Update) -> str | None:
+def future_versions(update: LoggedUpdate) -> str | None:
     """Tokens newer than the learner."""
     bad = np.zeros(0, dtype=bool) if update.staleness is None else update.staleness < 0
     return f"{int(bad.sum())} of {len(bad)} tokens come from a version newer than the learner's" if bad.any() else None
 
 
-def few_responses(update: Update) -> str | None:
+def few_responses(update: LoggedUpdate) -> str | None:
     """Too few responses for a share."""
     count = update.sequences
     return f"an update has {count} responses" if count and count < FEW_RESPONSES else None
@@ -307,7 +307,7 @@ SCALE = (
     "Compute both at the sampling temperature and over the same vocabulary (top-p and top-k off, or applied to both); "
     "with vLLM set logprobs_mode='processed_logprobs'."
 )
-CHECKS: dict[str, tuple[Callable[[Update], str | None], bool, str]] = {
+CHECKS: dict[str, tuple[Callable[[LoggedUpdate], str | None], bool, str]] = {
     "no_tokens": (no_tokens, True, "Check what builds the mask; the update is left out here."),
     "not_finite": (
         not_finite,
@@ -386,7 +386,7 @@ CHECKS: dict[str, tuple[Callable[[Update], str | None], bool, str]] = {
 """name -> its check, whether it is serious, and what to do."""
 
 
-def _ratio(update: Update) -> Array:
+def _ratio(update: LoggedUpdate) -> Array:
     good = usable(update)
     difference = update.logprobs[good].astype(np.float64) - update.behavior_logprobs[good]
     return np.asarray(np.exp(difference.clip(-20, 20)))
@@ -408,7 +408,7 @@ def _correlation(x: Array, y: Array) -> float:
     return float(np.corrcoef(x.astype(np.float64), y.astype(np.float64))[0, 1])
 
 
-def _response_advantages(update: Update) -> Array | None:
+def _response_advantages(update: LoggedUpdate) -> Array | None:
     if update.sequence_ids is None or not np.isfinite(update.advantages).all():
         return None
     return np.asarray(np.bincount(update.sequence_ids, update.advantages) / np.bincount(update.sequence_ids))
