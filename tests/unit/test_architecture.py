@@ -26,8 +26,8 @@ MAY_IMPORT = {
     "screen": set(),
     "adapters": {"types", "core"},
     "evaluate": {"types", "config", "demo", "tasks", "rollout", "models", "runs.lock", "screen"},
-    "diagnose": {"types", "core", "config.errors", "runs.metrics", "runs.numbers"},
-    "compare": {"types", "config", "runs"},
+    "diagnose": {"types", "core", "config.errors", "runs.metrics", "runs.numbers", "screen.terminal"},
+    "compare": {"types", "config", "runs", "screen.terminal"},
     "report": {"types", "config", "runs"},
     "train": {
         *("__version__", "types", "buffer", "core", "tasks", "rollout", "learn", "models", "config", "runs"),

@@ -19,10 +19,12 @@ from bapo.cli import run as cli
 from bapo.config.recipe import parse_config
 from bapo.report import contents, find, write_report
 from bapo.report.arms import arms_of
-from bapo.report.figures import MAX_POINTS, curves, figures
+from bapo.report.cells import estimate
+from bapo.report.figures import figures
 from bapo.report.live import serve
+from bapo.report.panels import MAX_POINTS, curves
 from bapo.report.samples import samples
-from bapo.report.table import estimate, table
+from bapo.report.table import table
 from bapo.runs.metrics import METRICS
 from bapo.runs.read import Run, read_run
 from tests.compared_runs import COMPARED, TINY
@@ -140,7 +142,7 @@ def test_every_curve_is_a_declared_metric_and_every_figure_says_something(report
 def test_what_a_single_run_cannot_show_is_said(compared):
     values = contents(find([compared / "reuse-2" / "bapo" / "seed-0"]))
     notes = {f["id"]: f["note"] for f in values["figures"]}
-    assert "at least two different settings" in notes["by-staleness"]
+    assert "at least two values" in notes["by-staleness"]
     assert "partial_budget" in notes["under-partial"]
     assert "fixed bounds" in notes["fixed-clips"]
     assert "no run of grpo" in notes["held-out"]

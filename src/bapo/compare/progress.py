@@ -10,14 +10,13 @@ the updates, which makes it a little too long at first.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import isfinite
+from dataclasses import dataclass
 from typing import Self, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,6 +25,7 @@ from rich.text import Text
 from bapo.compare.grid import Grid
 from bapo.compare.plan import Job, State
 from bapo.runs.read import tail
+from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
 
 LINE_SECONDS = 30.0
 """Time between two lines of plain progress; changes are always printed."""
@@ -45,25 +45,23 @@ STYLES = {
 
 def make_progress(grid: Grid, jobs: Sequence[Job], parallel: int, stream: TextIO) -> PlainProgress:
     """A table that is redrawn if the stream is a terminal, otherwise lines."""
-    spells = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
-    live = stream.isatty() and spells and os.environ.get("TERM") not in ("dumb", "unknown")
-    return (LiveProgress if live else PlainProgress)(grid, jobs, parallel, stream)
+    return (LiveProgress if can_redraw(stream) else PlainProgress)(grid, jobs, parallel, stream)
 
 
+@dataclass
 class PlainProgress:
     """Lines for a log file or a pipe."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        jobs: Sequence[Job],
-        parallel: int,
-        stream: TextIO,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.grid, self.jobs, self.stream, self.clock = grid, jobs, stream, clock
-        self.title = f"{grid.name}: {len(jobs)} runs, {min(parallel, len(jobs))} at a time, in {grid.out}"
-        self.began = self.said = clock()
+    grid: Grid
+    jobs: Sequence[Job]
+    parallel: int
+    stream: TextIO
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        together = min(self.parallel, len(self.jobs))
+        self.title = f"{self.grid.name}: {len(self.jobs)} runs, {together} at a time, in {self.grid.out}"
+        self.began = self.said = self.clock()
 
     def __enter__(self) -> Self:
         self.note(self.title)
@@ -86,9 +84,7 @@ class PlainProgress:
     def note(self, text: str) -> None:
         """Something the user should know."""
         self.said = self.clock()
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        self.stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
-        self.stream.flush()
+        write_line(self.stream, text)
 
     def of(self, *states: State) -> list[Job]:
         """The jobs in these states."""
@@ -116,16 +112,9 @@ class PlainProgress:
 class LiveProgress(PlainProgress):
     """A table that is redrawn in place: every run if they fit, otherwise those there is something to say about."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        jobs: Sequence[Job],
-        parallel: int,
-        stream: TextIO,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(grid, jobs, parallel, stream, clock)
-        self.console = Console(file=stream, force_terminal=True, highlight=False)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.console = make_console(self.stream)
         self.live = Live(console=self.console, auto_refresh=False)
         self.read_at = float("-inf")
         self.numbers: dict[str, dict[str, float]] = {}
@@ -155,7 +144,7 @@ class LiveProgress(PlainProgress):
 
     def note(self, text: str) -> None:
         """Something the user should know."""
-        self.console.print(Text("".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)))
+        self.console.print(Text(printable(text)))
 
     def frame(self) -> RenderableType:
         """The screen as it is now."""
@@ -180,12 +169,3 @@ class LiveProgress(PlainProgress):
         elapsed = duration(self.clock() - self.began)
         status = "   ".join(part for part in (self.counts(), elapsed, self.remaining()) if part)
         return Group(Text(self.title, "bold"), table, bar, Text(status))
-
-
-def duration(seconds: float) -> str:
-    """As m:ss or h:mm:ss."""
-    if not isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

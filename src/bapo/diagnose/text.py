@@ -14,6 +14,7 @@ from rich.text import Text
 
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.tables import Part, parts, read_as, sentence
+from bapo.screen.terminal import write_line
 
 PLAIN_WIDTH = 120
 """Columns where there is no terminal to ask."""
@@ -45,10 +46,7 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
     for line in diagnosis.unknown:
         _item(console, line)
 
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    lines = [line.rstrip() for line in page.getvalue().splitlines()]
-    stream.write("\n".join(lines).encode(encoding, errors="replace").decode(encoding) + "\n")
-    stream.flush()
+    write_line(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
 
 
 def _heading(console: Console, title: str) -> None:

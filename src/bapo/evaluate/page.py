@@ -32,7 +32,7 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
     """The HTML document."""
     shown, limit, note = _within_budget(rows, budget)
     title = f"{results['model']} on {', '.join(results['data_sets'])}"
-    style = _file("report", "page.css") + _file("evaluation", "page.css")
+    style = _file("report", "page.css") + _file("evaluate", "page.css")
     return "\n".join(
         [
             "<!doctype html>",

@@ -8,7 +8,6 @@ The time left is the problems left over the rate of this sitting, so that what w
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from bapo.evaluate.settings import Settings
+from bapo.screen.terminal import can_redraw, duration, make_console, write_line
 from bapo.screen.watch import OnScreen, Watch, in_lines
 
 __all__ = ["PlainProgress", "failure_note", "make_progress", "results_table"]
@@ -28,9 +28,8 @@ __all__ = ["PlainProgress", "failure_note", "make_progress", "results_table"]
 
 def make_progress(settings: Settings, path: Path, total: int, rows: Sequence[Any], stream: TextIO) -> PlainProgress:
     """A bar that is redrawn if the stream is a terminal, otherwise lines."""
-    spells = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
-    live = stream.isatty() and spells and os.environ.get("TERM") not in ("dumb", "unknown")
-    return (LiveProgress if live else PlainProgress)(settings, path, total, rows, stream)
+    kind = LiveProgress if can_redraw(stream) else PlainProgress
+    return kind(settings, path, total, rows, stream)
 
 
 class PlainProgress:
@@ -80,9 +79,7 @@ class PlainProgress:
 
     def say(self, text: str) -> None:
         """A line."""
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        self.stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
-        self.stream.flush()
+        write_line(self.stream, text)
 
     def score(self) -> str:
         """`gsm8k avg@16 0.412`: of the data set at work, so far."""
@@ -113,7 +110,7 @@ class LiveProgress(PlainProgress):
             TextColumn("{task.fields[score]}"),
             TimeElapsedColumn(),
             _Eta(),
-            console=Console(file=self.stream, force_terminal=True, highlight=False),
+            console=make_console(self.stream),
         )
         self.task = self.progress.add_task("", total=self.total, completed=self.done, score="", ends=None)
         self.progress.start()
@@ -160,14 +157,7 @@ class _Eta(ProgressColumn):
     def render(self, task: Task) -> Text:
         """`eta 1:05`."""
         ends = task.fields["ends"]
-        return Text("" if ends is None else f"eta {duration(max(0.0, ends - time.monotonic()))}", "dim")
-
-
-def duration(seconds: float) -> str:
-    """As m:ss or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        return Text("" if ends is None else f"eta {duration(ends - time.monotonic())}", "dim")
 
 
 def results_table(results: dict[str, Any]) -> str:
