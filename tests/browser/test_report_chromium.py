@@ -211,10 +211,10 @@ def test_defects_are_on_top(opened, tmp_path):
     (tmp_path / "grid/reuse-2/bapo/seed-1/summary.json").write_text("{")
     write_report([tmp_path / "grid"], tmp_path / "r.html")
     page = opened((tmp_path / "r.html").as_uri())
-    text = page.locator(".defects").inner_text()
+    text = page.locator(".warning").inner_text()
     assert "damaged" in text
     assert "summary.json" in text
-    assert page.locator(".defects").bounding_box()["y"] < page.locator("#overview").bounding_box()["y"]
+    assert page.locator(".warning").bounding_box()["y"] < page.locator("#overview").bounding_box()["y"]
 
 
 def test_the_live_page_follows_without_reloading(opened, tmp_path):

@@ -1,5 +1,5 @@
-/* Draws the values embedded in the page (or served beside it, when it follows a run) and nothing else.
-   Colour is the objective, dash and symbol the setting. Text from runs is only ever set as textContent. */
+/* Draws the values embedded in the page, or served beside it when the page follows a run, and nothing else.
+   Colour shows the objective, dash and symbol show the setting. Text from runs is only ever set as textContent. */
 (() => {
   "use strict";
   const COLORS = {
@@ -254,7 +254,7 @@
 
   function progress() {
     const all = values.arms.flatMap((arm) => arm.steps.map((step, at) => ({ step, of: arm.of, finished: arm.finished[at] })));
-    if (!all.length) return "waiting for the first lines";
+    if (!all.length) return "waiting for the first logged lines";
     if (all.every((run) => run.finished)) return "complete";
     const done = all.reduce((sum, run) => sum + run.step, 0), of = all.reduce((sum, run) => sum + run.of, 0);
     return `following, step ${done} of ${of}`;
@@ -268,7 +268,7 @@
   function defects() {
     const listed = values.defects.filter((defect) => !live || defect.kind !== "unfinished");
     if (!listed.length) return null;
-    return make("div", { class: "defects", role: "status" },
+    return make("div", { class: "warning", role: "status" },
       make("strong", {}, listed.length === 1 ? "One directory is not a finished run" : `${listed.length} directories are not finished runs`),
       make("ul", {}, ...listed.map((p) => make("li", {}, make("b", {}, p.kind), ` ${p.path}: ${p.message}`))));
   }
@@ -327,7 +327,7 @@
       return make("td", {}, text, cell.below ? make("small", {}, cell.below) : null);
     })));
     return make("section", { id }, make("h2", {}, heading),
-      make("p", {}, "Mean over seeds ± half width of its 95% interval (Student's t; with two seeds it is wide). Click a heading to sort."),
+      make("p", {}, "Mean over seeds ± half width of its 95% interval (Student's t; wide with two seeds). Click a heading to sort."),
       make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `${heading.toLowerCase()} table` },
         make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body))));
   }
@@ -353,7 +353,7 @@
       document.querySelector(".pick").focus({ preventScroll: true });
     } }, ...values.arms.map((arm, at) => make("option", { value: at, selected: at === picked ? "" : null }, `${arm.objective} · ${arm.setting} · seed ${arm.seeds[0]}`)));
     return make("section", { id: "samples" }, make("h2", {}, "Responses"),
-      make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. Where several versions of the policy wrote one response, each part is tinted and preceded by its version."),
+      make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. If several versions of the policy wrote one response, each part is tinted and starts with its version number."),
       pick, chosenArm.note ? make("div", { class: "note" }, chosenArm.note) : null,
       make("div", { class: "samples" }, ...chosenArm.shown.map((group) => make("article", { class: "sample" },
         make("h3", {}, group.moment), make("p", {}, `step ${group.step} · mean reward ${group.mean_reward === null ? "–" : group.mean_reward.toFixed(2)} over ${group.count} responses`),
@@ -382,10 +382,10 @@
 
   function footer() {
     const widest = Math.max(1, ...values.figures.flatMap((f) => f.panels).flatMap((p) => p.series.map((s) => s.stretch ?? 1)));
-    return make("footer", {}, "Bold lines are means over seeds, bands reach from the lowest to the highest seed, thin lines are the seeds as logged. " +
+    return make("footer", {}, "Bold lines are means over seeds, bands reach from the lowest to the highest seed, and thin lines show each seed as logged. " +
       "Smoothing is a centred moving mean and applies to bold lines and bands. " +
       (widest > 1 ? `Long curves are drawn as means of up to ${widest} consecutive updates. ` : "") +
-      "The paper is arXiv:2510.18927; the figures show these runs. Drag in a plot to zoom, double-click to reset.");
+      "The paper is arXiv:2510.18927; the curves are from the runs given here. Drag in a plot to zoom, double-click to reset.");
   }
 
   // Drawing
@@ -436,7 +436,7 @@
           tables().forEach((id) => document.getElementById(id)?.replaceWith(table(id)));
           document.querySelector(".scroll")?.scrollTo(left, 0);
           if (!document.activeElement?.matches(".pick")) document.getElementById("samples")?.replaceWith(responses());
-          document.querySelector(".defects")?.replaceWith(defects() ?? "");
+          document.querySelector(".warning")?.replaceWith(defects() ?? "");
           await draw();
         }
       }
@@ -444,7 +444,7 @@
       state().textContent = progress();
     } catch {
       state().className = "state lost";
-      state().textContent = "the server is gone; what is shown stays";
+      state().textContent = "the server has stopped; the page keeps what it shows";
     }
     setTimeout(poll, POLL_MILLISECONDS);
   }
