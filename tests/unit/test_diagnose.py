@@ -291,7 +291,7 @@ def test_advice_on_entropy_counts_both_quadrants_of_each_side():
 @pytest.mark.parametrize(
     ("update", "said"),
     [
-        (batch(drift=0.3), ["A fixed clip will do", "adaptive bounds would stay", "Do not take the `paper` preset"]),
+        (batch(drift=0.3), ["A fixed clip will do", "adaptive bounds would stay", "Do not use the `paper` preset"]),
         (
             batch(drift=0.01, longer=3.0),
             ["The clip cannot repair the balance", "0.0% of ratios lie outside", "3.0 times as long", "sequence_mean"],
@@ -366,7 +366,7 @@ def test_advice_is_short_and_says_what_the_numbers_say():
 def test_what_is_not_known_is_said():
     bare = replace(CLEAN, entropy=None, staleness=None, rewards=None, sequence_ids=None, anchor=None)
     unknown = " ".join(diagnose(Dump([bare], {"behavior_logprobs": "old_log_probs"})).unknown)
-    for part in ("old_log_probs was recomputed", "No entropies", "No versions", "No rewards", "No responses"):
+    for part in ("recomputed old_log_probs", "log entropies", "log staleness", "log rewards", "log sequence_ids"):
         assert part in unknown
     assert len(diagnose(Dump([CLEAN], {"behavior_logprobs": "rollout_log_probs"})).unknown) == 1
 

@@ -1,11 +1,11 @@
 """What a person sees while a grid runs: a table on a terminal, a line per event anywhere else.
 
-The time left is the updates left over the rate of this comparison so far, all runs together:
+The time left is estimated from all runs together:
 
     eta = updates left · seconds since the start / updates done since the start
 
-so it knows how many runs share the machine without being told. Evaluations and start-up are in the seconds and not in
-the updates, which makes it a little too long at first.
+This accounts for how many runs share the machine. The seconds include start-up and evaluations, so the estimate is a
+little too long at first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from bapo.runs.read import tail
 from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
 
 LINE_SECONDS = 30.0
-"""Time between two lines of plain progress; changes are always printed."""
+"""Time between two lines of plain progress. Changes of state are always printed."""
 READ_SECONDS = 1.0
 """Time between two looks at the metrics of running runs."""
 SHOWN = {"entropy": "entropy", "share": "share", "grad_norm": "grad norm"}
-"""Of the newest update of a running run."""
+"""Metrics of a running run's newest update that are shown, with their labels."""
 STYLES = {
     State.WAITING: "dim",
     State.RUNNING: "bold cyan",
@@ -44,7 +44,7 @@ STYLES = {
 
 
 def make_progress(grid: Grid, jobs: Sequence[Job], parallel: int, stream: TextIO) -> PlainProgress:
-    """A table that is redrawn if the stream is a terminal, otherwise lines."""
+    """A table that is redrawn in place if the stream is a terminal, otherwise lines."""
     return (LiveProgress if can_redraw(stream) else PlainProgress)(grid, jobs, parallel, stream)
 
 
@@ -72,17 +72,17 @@ class PlainProgress:
         return
 
     def changed(self, job: Job) -> None:
-        """A job has another state."""
+        """The state of a job has changed."""
         self.note(f"{job.cell.name}: {job.describe()}  ({self.counts()})")
 
     def look(self) -> None:
-        """Some time has passed."""
+        """Called several times a second."""
         if self.clock() - self.said >= LINE_SECONDS:
             running = [f"{job.cell.name} {job.step}/{job.cell.config.steps}" for job in self.of(State.RUNNING)]
             self.note("  ".join([self.counts(), *running, self.remaining()]))
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Tell the user something."""
         self.said = self.clock()
         write_line(self.stream, text)
 
@@ -97,12 +97,12 @@ class PlainProgress:
         return ", ".join([f"{count[State.FINISHED]} of {len(self.jobs)} finished", *others])
 
     def share_done(self) -> float:
-        """Of the updates of all runs."""
+        """Share of the updates of all runs that are done."""
         total = sum(job.cell.config.steps * job.cell.config.updates_per_step for job in self.jobs)
         return sum(job.step * job.cell.config.updates_per_step for job in self.jobs) / total
 
     def remaining(self) -> str:
-        """`eta 4:10`, or nothing until there is something to go by."""
+        """`eta 4:10`; empty until an update is done."""
         open_jobs = self.of(State.WAITING, State.RUNNING)
         left = sum((job.cell.config.steps - job.step) * job.cell.config.updates_per_step for job in open_jobs)
         done = sum((job.step - job.before) * job.cell.config.updates_per_step for job in self.jobs)
@@ -110,7 +110,7 @@ class PlainProgress:
 
 
 class LiveProgress(PlainProgress):
-    """A table that is redrawn in place: every run if they fit, otherwise those there is something to say about."""
+    """A table that is redrawn in place. If not all runs fit, it shows those that are running, failed or damaged."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,12 +128,12 @@ class LiveProgress(PlainProgress):
         self.live.stop()
 
     def changed(self, job: Job) -> None:
-        """A job has another state."""
+        """The state of a job has changed."""
         if job.state in (State.FAILED, State.DAMAGED):
             self.note(f"{job.cell.name}: {job.describe()}")
 
     def look(self) -> None:
-        """Some time has passed."""
+        """Called several times a second."""
         if self.clock() - self.read_at >= READ_SECONDS:
             self.read_at = self.clock()
             for job in self.of(State.RUNNING):
@@ -143,11 +143,11 @@ class LiveProgress(PlainProgress):
             self.live.update(self.frame(), refresh=True)
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Tell the user something."""
         self.console.print(Text(printable(text)))
 
     def frame(self) -> RenderableType:
-        """The screen as it is now."""
+        """What the screen shows now."""
         room = self.console.height - 6
         shown: Sequence[Job] = self.jobs
         if len(shown) > room:

@@ -1,4 +1,4 @@
-"""The whole of it: a dump in, numbers, problems and advice out."""
+"""The whole diagnosis: from a dump to numbers, findings and advice."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Diagnosis:
 
     dump: Dump
     updates: list[Numbers]
-    """Of the updates with a usable token."""
+    """One entry per update that has a usable token."""
     overall: Numbers | None
-    """Over all of them."""
+    """The numbers over all of these updates; None if there is none."""
     findings: list[Finding]
     advice: list[str]
     unknown: list[str]
 
 
 def diagnose(dump: Dump) -> Diagnosis:
-    """Measure every update, look for problems, and put the result into words."""
+    """Measure every update, look for problems, and put the results into words."""
     updates = [numbers for update in dump.updates if (numbers := measure(update)) is not None]
     overall = total(updates) if updates else None
     findings = find(dump.updates)
@@ -35,7 +35,7 @@ def diagnose(dump: Dump) -> Diagnosis:
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The same as plain data; a number that is not finite becomes null."""
+    """The diagnosis as plain data; numbers that are not finite become null."""
     plain = {
         "columns": diagnosis.dump.columns,
         "notes": diagnosis.dump.notes,

@@ -5,7 +5,7 @@
 Everything is kept as the sums it is made of (tokens blocked, gradient mass by sign, one count per stop), so that the
 numbers of many updates are those of all their tokens, never a mean of means. Only bounds and quantiles are given per
 update and pooled anew (pooled.py). Tokens that cannot be (not finite, log-probs above 0) are left out here and named in
-findings.py.
+checks.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A diagnosis as one HTML file: nothing is loaded from anywhere, light or dark as the reader's system, narrow or wide.
+"""A diagnosis as one HTML file that loads nothing. It follows the reader's light or dark mode and fits any width.
 
-Bars are drawn as inline SVG. Every text is escaped: names of files and columns come from elsewhere.
+Bars are inline SVG. All text is escaped, because names of files and columns come from outside.
 """
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ def _section(part: Part) -> str:
 
 
 def _bar(share: float) -> str:
-    share = share if share == share else 0.0  # NaN where nothing is left
+    share = share if share == share else 0.0  # NaN if no gradient is left
     return BAR.format(share=share, width=120 * min(1.0, max(0.0, share)))

@@ -1,4 +1,4 @@
-"""A diagnosis in the terminal: rich tables there, plain columns in a file or a pipe."""
+"""A diagnosis as text: rich tables on a terminal, plain columns in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bapo.diagnose.tables import Part, parts, read_as, sentence
 from bapo.screen.terminal import write_line
 
 PLAIN_WIDTH = 120
-"""Columns where there is no terminal to ask."""
+"""Width in characters if the stream is not a terminal."""
 
 
 def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
-    """Advice first, then problems, numbers, and what is not known."""
+    """Print advice first, then findings, numbers, and what the dump cannot tell."""
     stream = stream or sys.stdout
     plain = not stream.isatty()
-    # Drawn into memory first, so that a letter the stream cannot spell becomes a question mark and not an error.
+    # Drawn into memory first, so that a letter that the stream cannot encode becomes a question mark and not an error.
     page = io.StringIO()
     console = Console(file=page, force_terminal=not plain, width=PLAIN_WIDTH if plain else None, highlight=False)
     console.print(Text(read_as(diagnosis), "dim"))
