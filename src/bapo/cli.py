@@ -157,10 +157,10 @@ class ResumeArguments:
 
 def _resume(words: list[str]) -> None:
     from bapo.config.command_line import parse_arguments
-    from bapo.runs.read import is_supervised
+    from bapo.runs.read import is_sft
 
     path = parse_arguments(ResumeArguments, words, prog="bapo resume", positional=True).run
-    if is_supervised(path):
+    if is_sft(path):
         from bapo.train.sft import resume
     else:
         from bapo.train.run import resume

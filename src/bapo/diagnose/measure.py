@@ -5,7 +5,7 @@
 Everything is kept as the sums it is made of (tokens blocked, gradient mass by sign, one count per stop), so that the
 numbers of many updates are those of all their tokens, never a mean of means. Only bounds and quantiles are given per
 update and pooled anew (pooled.py). Tokens that cannot be (not finite, log-probs above 0) are left out here and named in
-problems.py.
+checks.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bapo.core.loss import clean_tokens, policy_loss
 from bapo.core.objectives import OBJECTIVES, Tokens, retained_by
 from bapo.core.settings import PRESETS, ClipSettings
 from bapo.diagnose.dump_files import Array
-from bapo.diagnose.dumps import Update
+from bapo.diagnose.dumps import LoggedUpdate
 from bapo.diagnose.pooled import Pooled, join, lengths, mismatch, pool, ratios, share_error
 
 SETTINGS: dict[str, ClipSettings] = {
@@ -138,7 +138,7 @@ class Numbers:
         return dict(Counter(bounds.stop for bounds in self.bounds[settings]))
 
 
-def usable(update: Update) -> Array:
+def usable(update: LoggedUpdate) -> Array:
     """[tokens] which tokens can be computed with: everything finite, no log-prob above 0."""
     good = np.isfinite(update.advantages)
     for logprobs in (update.logprobs, update.behavior_logprobs):
@@ -146,7 +146,7 @@ def usable(update: Update) -> Array:
     return good if update.entropy is None else good & np.isfinite(update.entropy)
 
 
-def measure(update: Update) -> Numbers | None:
+def measure(update: LoggedUpdate) -> Numbers | None:
     """Every number of one update; None where no token is usable."""
     good = usable(update)
     if not good.any():

@@ -1,7 +1,6 @@
-"""The work of `bapo eval`: chunk after chunk sampled, scored and saved, then figures and page.
+"""The work of `bapo eval`: sample, score and save one chunk after the other, then write the figures and the page.
 
-The engine is the only thing here that samples, so any `Engine` will do. Nothing is kept in memory that is not on the
-disk already, except the chunk at work.
+Only the engine samples, so any `Engine` will do. Everything but the chunk in progress is already on the disk.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = ["evaluate_model"]
 
 
 def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tuple[Path, dict[str, Any]]:
-    """Do what is missing of an evaluation; returns its directory and results."""
+    """Do what an evaluation still lacks; returns its directory and its results."""
     try:
         device, dtype, threads = placed(settings.device, settings.dtype, settings.threads)
         settings = replace(settings, device=device, dtype=dtype, threads=threads)
@@ -76,7 +75,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
 
 
 def _scorers(data_sets: list[DataSet], settings: Settings, policy: Policy, stack: ExitStack) -> dict[str, Scorer]:
-    """What scores each data set; processes that this starts end with the stack."""
+    """What scores each data set. Processes started here end with the stack."""
     chosen = {data.name: data.own_scorer for data in data_sets if data.own_scorer and settings.reward is None}
     if len(chosen) < len(data_sets):
         try:
@@ -107,8 +106,8 @@ def _sampled(
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--slots {settings.slots} and --max-tokens {plan.max_tokens} need more memory than the device has "
-            f"({str(error).splitlines()[0]}) Lower one of them; in another --out, because slots are part of what an "
-            "evaluation is."
+            f"({str(error).splitlines()[0].rstrip('.')}). Lower one of them and choose another --out, because both are "
+            "part of an evaluation's identity."
         ) from None
     return [
         {

@@ -48,8 +48,8 @@ def _write(paths: Sequence[Path], out: Path | None) -> int:
     if out is None:
         out = paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
     found = write_report(paths, out)
-    for problem in found.problems:
-        print(f"bapo: {problem}", file=sys.stderr)
+    for defect in found.defects:
+        print(f"bapo: {defect}", file=sys.stderr)
     if not found.arms:
         raise ConfigError("there is no run to report on, so nothing was written.")
     runs, arms = sum(len(arm.runs) for arm in found.arms), len(found.arms)

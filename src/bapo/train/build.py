@@ -12,7 +12,8 @@ import torch
 from bapo.buffer import Buffer
 from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
-from bapo.config.run import Config, LearnConfig
+from bapo.config.run import Config
+from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.core.objectives import OBJECTIVES
 from bapo.learn.learner import Learner
