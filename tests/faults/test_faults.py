@@ -3,16 +3,16 @@
 import json
 import os
 import random
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests import processes
+from tests.processes import bapo, bapo_anew
 
 # All off-policy sources in play: parked responses, replay, reuse.
 RUN = [
@@ -23,21 +23,14 @@ RUN = [
 ]
 
 
-def bapo(*arguments, **options):
-    command = [sys.executable, "-m", "bapo.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)
-
-
 def started(out):
     """A run in the background; its output goes to a file beside its directory."""
-    command = [sys.executable, "-m", "bapo.cli", "train", *RUN, "--out", str(out)]
-    with out.with_suffix(".log").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    return processes.started("train", *RUN, "--out", out, log=out.with_suffix(".log"))
 
 
 def wait_for_steps(process, out, steps):
     """Until the log shows so many steps (or the process ends)."""
-    while process.poll() is None:
+    while process.is_alive():
         log = out / "timing.jsonl"
         if log.exists() and len(log.read_text().splitlines()) >= steps:
             return
@@ -47,7 +40,7 @@ def wait_for_steps(process, out, steps):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
-    result = bapo("train", *RUN, "--out", out)
+    result = bapo_anew("train", *RUN, "--out", out)
     assert result.returncode == 0, result.stderr
     return out
 
@@ -74,7 +67,7 @@ def test_kill_9_at_a_random_moment_then_resume_is_the_uninterrupted_run(attempt,
     wait_for_steps(process, out, moment.randint(1, 6))
     time.sleep(moment.random() * 0.5)
     process.kill()
-    process.wait()
+    process.join()
     assert not (out / "summary.json").exists()
     result = bapo("resume", out)
     assert result.returncode == 0, result.stderr
@@ -86,26 +79,27 @@ def test_a_run_at_work_is_not_resumed_and_does_not_notice(uninterrupted, tmp_pat
     out = tmp_path / "run"
     process = started(out)
     wait_for_steps(process, out, 1)
-    process.send_signal(signal.SIGSTOP)  # at work for as long as the test needs
+    os.kill(process.pid, signal.SIGSTOP)  # at work for as long as the test needs
     result = bapo("resume", out)
     reported = bapo("report", out, "--out", tmp_path / "report.html")
-    process.send_signal(signal.SIGCONT)
+    os.kill(process.pid, signal.SIGCONT)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         f"bapo: another process is at work on the run in {out}. Wait for it, or stop it, then give the command again.\n"
     )
     assert reported.returncode == 0
-    assert process.wait() == 0
+    process.join()
+    assert process.exitcode == 0
     assert_same_run(out, uninterrupted)
 
 
 def test_a_run_killed_before_its_first_step_or_after_its_export_can_be_completed(uninterrupted, tmp_path):
     early = tmp_path / "early"
     process = started(early)
-    while process.poll() is None and not list((early / "checkpoints").glob("step-000000")):
+    while process.is_alive() and not list((early / "checkpoints").glob("step-000000")):
         time.sleep(0.005)
     process.kill()
-    process.wait()
+    process.join()
     assert bapo("resume", early).returncode == 0
     assert_same_run(early, uninterrupted)
     (early / "summary.json").unlink()  # as if killed between writing the model and the summary
@@ -142,10 +136,10 @@ def test_ctrl_c_saves_the_step_and_exits_130(uninterrupted, tmp_path):
     out = tmp_path / "run"
     process = started(out)
     wait_for_steps(process, out, 2)
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=300)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(processes.PATIENCE)
     output = out.with_suffix(".log").read_text()
-    assert process.returncode == 130, output
+    assert process.exitcode == 130, output
     assert f"bapo resume {out}" in output
     result = bapo("resume", out)
     assert result.returncode == 0, result.stderr
@@ -155,19 +149,15 @@ def test_ctrl_c_saves_the_step_and_exits_130(uninterrupted, tmp_path):
 def test_a_disk_that_fills_up_loses_nothing(uninterrupted, tmp_path):
     # A limit on file size makes the operating system refuse the checkpoint's weights, as a full disk would.
     out = tmp_path / "run"
-
-    def small_files():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-
-    result = bapo("train", *RUN, "--out", out, preexec_fn=small_files)
+    result = bapo("train", *RUN, "--out", out, largest_file=1_000_000)
     assert result.returncode == 4, result.stderr
     assert "cannot write" in result.stderr
     assert list((out / "checkpoints").iterdir()) == []  # nothing half-written is left behind
     process = started(tmp_path / "later")
     wait_for_steps(process, tmp_path / "later", 3)
     process.kill()
-    process.wait()
-    full = bapo("resume", tmp_path / "later", preexec_fn=small_files)
+    process.join()
+    full = bapo("resume", tmp_path / "later", largest_file=1_000_000)
     assert full.returncode == 4, full.stderr
     assert bapo("resume", tmp_path / "later").returncode == 0
     assert_same_run(tmp_path / "later", uninterrupted)
@@ -178,7 +168,7 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
     process = started(out)
     wait_for_steps(process, out, 5)
     process.kill()
-    process.wait()
+    process.join()
     newest = sorted((out / "checkpoints").glob("step-*"))[-1]
     weights = newest / "model.safetensors"
     content = bytearray(weights.read_bytes())

@@ -1,11 +1,10 @@
 """The same bad days for a supervised run: killed, interrupted, damaged, or its data changed in between."""
 
 import json
+import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from bapo.runs.write import RunDirectory
+from tests.processes import PATIENCE, bapo, bapo_anew, started
 from tests.supervised import saved_model, sums, write_rows
 
 UPDATES = 60
@@ -20,11 +20,6 @@ LEARN = [
     *("--device", "cpu", "--threads", "1", "--epochs", "10", "--data.held-out-share", "0.05"),
     *("--learn.batch-sequences", "16", "--learn.lr", "3e-3", "--eval-every", "7", "--checkpoint-every", "5"),
 ]
-
-
-def bapo(*arguments):
-    command = [sys.executable, "-m", "bapo.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,7 @@ def sources(tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted(sources, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
-    result = bapo("sft", *sources, *LEARN, "--out", out)
+    result = bapo_anew("sft", *sources, *LEARN, "--out", out)
     assert result.returncode == 0, result.stderr
     assert json.loads((out / "data.json").read_text())["updates"] == UPDATES
     return out
@@ -45,16 +40,14 @@ def uninterrupted(sources, tmp_path_factory):
 
 def stopped(sources, out, number, at):
     """A run that gets a signal once it has logged so many updates."""
-    command = [sys.executable, "-m", "bapo.cli", "sft", *sources, *LEARN, "--out", str(out)]
-    with out.with_suffix(".log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    process = started("sft", *sources, *LEARN, "--out", out, log=out.with_suffix(".log"))
     timing = out / "timing.jsonl"
-    while process.poll() is None and not (timing.exists() and timing.read_bytes().count(b"\n") >= at):
+    while process.is_alive() and not (timing.exists() and timing.read_bytes().count(b"\n") >= at):
         time.sleep(0.002)
-    process.send_signal(number)
-    process.wait(timeout=300)
+    os.kill(process.pid, number)
+    process.join(PATIENCE)
     assert not (out / "summary.json").exists(), out.with_suffix(".log").read_text()
-    return process.returncode
+    return process.exitcode
 
 
 def assert_same_run(out, expected):

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.runs.read import Defect, Run, read_run
 from bapo.runs.statistics import measures
 from tests.compared_runs import COMPARED
+from tests.processes import bapo
 from tests.rollouts import sitting
 from tests.supervised import saved_model, sums, write_rows
 
@@ -24,11 +23,6 @@ LEARN = [
     *("--device", "cpu", "--threads", "1", "--epochs", "60", "--data.held-out-share", "0.05"),
     *("--learn.batch-sequences", "12", "--learn.lr", "5e-3", "--eval-every", "100"),
 ]
-
-
-def bapo(*arguments, **options):
-    command = [sys.executable, "-m", "bapo.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)
 
 
 def lines(path):

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -244,11 +242,6 @@ def test_sampling_repeats_from_its_seed_and_keeps_the_order_of_problems(model, t
 
 
 # Finding the files
-
-
-def test_importing_the_demo_and_its_task_loads_no_torch():
-    code = "import sys, bapo.demo, bapo.demo.demonstrations, bapo.tasks.countdown; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_missing_model_is_reported_with_a_remedy(tmp_path, monkeypatch):
