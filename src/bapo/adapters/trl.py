@@ -19,7 +19,6 @@ Evaluation is left to TRL: there the policy that sampled is the one that is scor
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 import warnings
@@ -36,7 +35,7 @@ from bapo.core.controller import averageable
 from bapo.core.entropy_rule import entropy_statistics
 from bapo.core.loss import clean_tokens, update_table
 from bapo.core.objectives import Tokens, retained_by
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.settings import CLIP_OPTIONS, ClipSettings, refuse_weighing, require_choice
 
 TESTED_VERSIONS = "1.16"
 """TRL versions the tests ran with; others are let in as long as `check_trl` finds what it needs."""
@@ -116,6 +115,9 @@ class BapoConfig(GRPOConfig):
         None, "Weight of a token in the share: 'none', or 'rollout_prob', the probability it was sampled with."
     )
     bapo_order: str | None = _option(None, "Which bound moves first: 'high_first' (paper) or 'low_first'.")
+    bapo_remainder: str | None = _option(
+        None, "What to do where no candidate reaches the target: 'leave' the share there, all that TRL's loss can do."
+    )
     bapo_scope: str = _option(
         "update",
         "What one pair of bounds is solved from: 'update', all micro-batches and processes of an optimizer step (with "
@@ -159,11 +161,11 @@ class BapoConfig(GRPOConfig):
     @property
     def clip_settings(self) -> ClipSettings:
         """These options as the core's ClipSettings."""
-        names = ("target_share", "low", "high", "low_step", "high_step", "measure", "weight", "order")
-        given = {name: value for name in names if (value := getattr(self, f"bapo_{name}")) is not None}
+        options = {name: getattr(self, f"bapo_{name}") for name in CLIP_OPTIONS}
         try:
-            preset = ClipSettings() if self.bapo_preset is None else ClipSettings.preset(self.bapo_preset)  # type: ignore[arg-type]
-            return dataclasses.replace(preset, **given)
+            settings = ClipSettings.from_options(self.bapo_preset, **options)
+            refuse_weighing(settings, "TRL")
+            return settings
         except ValueError as error:
             raise ValueError(f"BapoConfig, options bapo_*: {error}") from None
 

@@ -24,7 +24,6 @@ verl then renames the loss to `bypass_mode`, so that name leads here too where t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -39,9 +38,8 @@ from torch import Tensor
 from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.controller import averageable, read
 from bapo.core.entropy_rule import clip_statistics
-from bapo.core.loss import clean_tokens, update_table
-from bapo.core.objectives import bapo
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.loss import clipped_at, update_table
+from bapo.core.settings import CLIP_OPTIONS, ClipSettings, require_choice
 
 TESTED_VERSIONS = "0.9.1; its loss alone with 0.6.0, 0.7.1, 0.8.0 and 0.9.0 too"
 """verl versions the tests ran with; others are let in as long as the names used here are there."""
@@ -86,6 +84,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     measure: str | None = None
     weight: str | None = None
     order: str | None = None
+    remainder: str | None = None
     scope: str = "update"
     """What one pair of bounds is solved from: `update` or `microbatch`."""
     dual_clip: float | None = None
@@ -111,11 +110,8 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     @property
     def clip_settings(self) -> ClipSettings:
         """These options as the core's ClipSettings."""
-        names = ("target_share", "low", "high", "low_step", "high_step", "measure", "weight", "order")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         try:
-            preset = ClipSettings() if self.preset is None else ClipSettings.preset(self.preset)  # type: ignore[arg-type]
-            return dataclasses.replace(preset, **given)
+            return ClipSettings.from_options(self.preset, **{name: getattr(self, name) for name in CLIP_OPTIONS})
         except ValueError as error:
             raise ValueError(f"actor_rollout_ref.actor.policy_loss: {error}") from None
 
@@ -229,16 +225,15 @@ def bapo_policy_loss(
             update.bounds = update.solve(settings)
         bounds = update.bounds
 
-    tokens = clean_tokens(log_prob, old_log_prob, advantages, mask)
-    clipped = bapo(tokens, bounds=bounds, dual_clip=options.dual_clip)
+    clipped = clipped_at(bounds, log_prob, old_log_prob, advantages, mask, dual_clip=options.dual_clip)
     totals = getattr(config, "global_batch_info", {})  # of the whole step; before 0.7 there are none
     loss = agg_loss(loss_mat=clipped.loss, loss_mask=mask, loss_agg_mode=loss_agg_mode, **totals)
 
-    statistics = clip_statistics(tokens, clipped.retained)
+    statistics = clip_statistics(clipped.tokens, clipped.retained)
     count = mask.sum().clamp(min=1)
     metrics = averageable({**bounds.metrics(), **statistics}) | {
         "actor/pg_clipfrac": (mask & ~clipped.retained).sum() / count,
-        "actor/ppo_kl": -tokens.log_ratio.detach().sum() / count,
+        "actor/ppo_kl": -clipped.tokens.log_ratio.detach().sum() / count,
     }
     numbers = read(metrics)
     if numbers["bapo/share"] != numbers["bapo/share"]:

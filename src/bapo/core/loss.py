@@ -29,7 +29,7 @@ from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, ch
 from bapo.core.clip_bounds import ClipBounds
 from bapo.core.dispatch import ReducedLoss
 from bapo.core.entropy_rule import entropy_statistics
-from bapo.core.objectives import OBJECTIVES, Tokens
+from bapo.core.objectives import OBJECTIVES, Clipped, Tokens, bapo
 from bapo.core.reduction import Reduction, denominator_of
 from bapo.core.settings import ClipSettings, require_choice
 
@@ -111,8 +111,7 @@ def policy_loss(
 
     if solves:
         bounds = _solve(tokens, settings_or_default, process_group)
-    if bounds is not None and bounds.negative_weight is not None:
-        tokens = weigh_negatives(tokens, bounds.negative_weight)
+    tokens = _weighed(tokens, bounds)
     solved = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
     result = OBJECTIVES[objective](tokens, **solved, **options)
     reduced = dispatch.reduced_loss(result, tokens, reduction, denominator)
@@ -166,6 +165,26 @@ def weigh_negatives(tokens: Tokens, weight: Tensor) -> Tokens:
     """The tokens with the advantages of negative ones multiplied: what the bounds left of the imbalance is made up."""
     advantages = tokens.given_advantages.detach()
     return replace(tokens, given_advantages=torch.where(advantages < 0, advantages * weight, advantages))
+
+
+def _weighed(tokens: Tokens, bounds: ClipBounds | None) -> Tokens:
+    """The tokens as the loss takes them: weighed where the bounds say so."""
+    weight = None if bounds is None else bounds.negative_weight
+    return tokens if weight is None else weigh_negatives(tokens, weight)
+
+
+def clipped_at(
+    bounds: ClipBounds,
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    dual_clip: float | None = None,
+) -> Clipped:
+    """The loss of each token at solved bounds, for trainers that average losses themselves; `policy_loss` does both."""
+    tokens = _weighed(clean_tokens(logprobs, behavior_logprobs, advantages, mask), bounds)
+    return bapo(tokens, bounds=bounds, dual_clip=dual_clip)
 
 
 def _metrics(tokens: Tokens, reduced: ReducedLoss, entropy: Tensor | None) -> dict[str, Tensor]:

@@ -85,14 +85,17 @@ class ClipSettings:
 
     @classmethod
     def from_options(cls, preset: str | None = None, **options: Any) -> ClipSettings:
-        """Settings as configuration files state them: a preset, if any, and the fields that differ from it."""
-        known = [field.name for field in fields(cls)]
+        """Settings as configuration files state them: a preset, if any, and the options in CLIP_OPTIONS that differ.
+
+        An option that is None has the preset's value.
+        """
         for name in options:
-            if name not in known:
+            if name not in CLIP_OPTIONS:
                 raise ValueError(
-                    f"{name}={options[name]!r} is no clip setting. Choose from preset, {', '.join(known)}."
+                    f"{name}={options[name]!r} is not a clip setting. Choose from preset, {', '.join(CLIP_OPTIONS)}."
                 )
-        return replace(cls() if preset is None else cls.preset(preset), **options)  # type: ignore[arg-type]
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(cls() if preset is None else cls.preset(preset), **given)  # type: ignore[arg-type]
 
     @property
     def low_grid(self) -> tuple[float, ...]:
@@ -120,6 +123,8 @@ class ClipSettings:
         return tuple([(low, 0) for low in range(last_low + 1)] + [(last_low, high) for high in range(1, last_high + 1)])
 
 
+CLIP_OPTIONS = tuple(field.name for field in fields(ClipSettings))
+"""Names of the options that `ClipSettings.from_options` takes beside a preset."""
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"target_share": 0.4, "low": (0.6, 0.9), "high": (1.2, 3.0), "measure": "surrogate"},
     "weak-model": {"target_share": 0.45, "low": (0.8, 0.9), "high": (1.2, 2.0), "measure": "surrogate"},
