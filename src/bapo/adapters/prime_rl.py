@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from bapo.adapters.shared import as_key
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import ClipSettings
 
@@ -39,9 +40,8 @@ def bapo_loss(
 
     `loss_weights`, where a version of prime-rl has them, multiply a token's signal as they multiply its loss.
     """
-    options = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items())
     weights = getattr(inputs, "loss_weights", None)
-    out = _controller(window, preset, options).policy_loss(
+    out = _controller(window, preset, as_key(settings.items())).policy_loss(
         inputs.trainer_logprobs,
         inputs.inference_logprobs,
         inputs.advantages if weights is None else inputs.advantages * weights,

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bapo.adapters.shared import not_importable
 from bapo.core.controller import BoundController, averageable, read
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clipped_at, update_table
@@ -25,10 +26,7 @@ try:
     from trinity.algorithm.policy_loss_fn.policy_loss_fn import PolicyLossFn
     from trinity.algorithm.utils import aggregate_loss
 except ImportError as error:
-    raise ImportError(
-        f"bapo.adapters.trinity needs Trinity-RFT (tested with {TESTED_VERSIONS}): pip install trinity-rft. "
-        f"It said: {error}"
-    ) from error
+    raise not_importable("trinity", "Trinity-RFT", TESTED_VERSIONS, "trinity-rft", error) from error
 
 __all__ = ["TESTED_VERSIONS", "BapoPolicyLossFn"]
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, not_importable, refuse_nan
 from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
 from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
@@ -44,15 +45,12 @@ try:
     from trl import GRPOConfig, GRPOTrainer
     from trl import __version__ as trl_version
 except ImportError as error:
-    raise ImportError(
-        f"bapo.adapters.trl needs TRL (tested with {TESTED_VERSIONS}): pip install 'bapo[trl]'. It said: {error}"
-    ) from error
+    raise not_importable("trl", "TRL", TESTED_VERSIONS, "'bapo[trl]'", error) from error
 
 __all__ = ["LOSS_TYPES", "TESTED_VERSIONS", "BapoConfig", "BapoTrainer", "check_trl"]
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses with PPO's two-sided clip of token ratios; the others clip otherwise, or not at all."""
-SCOPES = ("update", "microbatch")
 NO_SIGNAL = f"bapo/stop/{StopReason.NO_SIGNAL.name.lower()}"
 """The metric that counts parts without any advantage."""
 
@@ -143,13 +141,9 @@ class BapoConfig(GRPOConfig):
                 "use_liger_kernel=True is not supported: Liger's losses clip inside their own kernels, where no bounds "
                 "can be given. TRL has deprecated it; set model_init_kwargs={'use_kernels': True} instead."
             )
-        given = {"epsilon": self.epsilon} if self.epsilon != 0.2 else {}
-        given |= {"epsilon_high": self.epsilon_high} if self.epsilon_high is not None else {}
-        if given:
-            raise ValueError(
-                f"{', '.join(f'{k}={v}' for k, v in given.items())} would be ignored: BAPO chooses both bounds. "
-                "Leave them out; bapo_low and bapo_high say where the bounds may be (equal numbers fix them)."
-            )
+        if self.epsilon != DEFAULT_EPSILON or self.epsilon_high is not None:
+            given = f"epsilon={self.epsilon}, epsilon_high={self.epsilon_high}"
+            raise ignored_epsilons(given, "bapo_low and bapo_high")
         highest = self.clip_settings.high[1]
         if self.delta is not None and self.delta < highest:
             raise ValueError(
@@ -277,11 +271,7 @@ class BapoTrainer(GRPOTrainer):
             bounds = self._solve([self._table(*arguments)])
         # The one host read of a solve, as TRL reads its metrics. 1 - (1 - low) is low again: float32 in float64.
         low, high, share = torch.stack([bounds.low, bounds.high, bounds.share]).tolist()
-        if math.isnan(share):
-            raise ValueError(
-                "the log-probs, advantages or importance ratios of this update hold NaN or infinity on some process. "
-                "bapo.core.checks.check_tokens names the token."
-            )
+        refuse_nan(share, "log-probs, advantages or importance ratios")
         self.epsilon_low, self.epsilon_high = 1 - low, high - 1
         tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
         retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within & ~self._capped(tokens)

@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, bounds_from_table
+from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, not_importable, refuse_nan
+from bapo.core.bounds import ClipBounds, bounds_from_table, bounds_over_ranks
 from bapo.core.controller import averageable, read
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clipped_at, update_table
@@ -49,17 +50,12 @@ try:
     from verl.utils.device import get_device_id
     from verl.workers.config.actor import PolicyLossConfig
 except ImportError as error:
-    raise ImportError(
-        f"bapo.adapters.verl needs verl (tested with {TESTED_VERSIONS}): pip install 'verl>=0.9,<0.11'. "
-        f"It said: {error!r}"
-    ) from error
+    raise not_importable("verl", "verl", TESTED_VERSIONS, "'verl>=0.9,<0.11'", error) from error
 
 __all__ = ["TESTED_VERSIONS", "BapoPolicyLossConfig", "bapo_policy_loss"]
 
 NAME = "bapo"
 BYPASS = "bypass_mode"
-SCOPES = ("update", "microbatch")
-VERL_EPSILON = 0.2
 TARGET = "bapo.adapters.verl.BapoPolicyLossConfig"
 verl_bypass_mode = POLICY_LOSS_REGISTRY.get(BYPASS)  # from 0.7 on
 RETURNS_FOUR = "dict" not in str(inspect.signature(POLICY_LOSS_REGISTRY["vanilla"]).return_annotation)
@@ -127,12 +123,8 @@ class _Update:
 
     def solve(self, settings: ClipSettings) -> ClipBounds:
         """Bounds from the tables of all micro-batches, on all ranks: the one collective of the step."""
-        size = len(settings.low_grid) + len(settings.high_grid) + 1  # a pipeline stage without a loss has no table
-        table = torch.zeros(size, dtype=torch.float64, device=get_device_id())
-        for part in self.tables:
-            table += part
-        dist.all_reduce(table, group=self.group)
-        return bounds_from_table(table, settings)
+        # A pipeline stage without a loss has no table.
+        return bounds_over_ranks(self.tables, settings, device=get_device_id(), process_group=self.group)
 
 
 _update_under_way: ContextVar[_Update | None] = ContextVar("bapo_update_under_way", default=None)
@@ -236,11 +228,7 @@ def bapo_policy_loss(
         "actor/ppo_kl": -clipped.tokens.log_ratio.detach().sum() / count,
     }
     numbers = read(metrics)
-    if numbers["bapo/share"] != numbers["bapo/share"]:
-        raise ValueError(
-            "the log-probs, advantages or rollout_is_weights of this update hold NaN or infinity on some rank. "
-            "bapo.core.checks.check_tokens names the token."
-        )
+    refuse_nan(numbers["bapo/share"], "log-probs, advantages or rollout_is_weights")
     if RETURNS_FOUR:
         return loss, metrics["actor/pg_clipfrac"], metrics["actor/ppo_kl"], torch.zeros_like(loss.detach())
     return loss, numbers | rejections
@@ -269,12 +257,9 @@ def _checked_options(config: Any) -> BapoPolicyLossConfig:
             f"actor_rollout_ref.actor.policy_loss._target_={TARGET}."
         )
     low, high = config.get("clip_ratio_low", None), config.get("clip_ratio_high", None)
-    if any(epsilon not in (None, VERL_EPSILON) for epsilon in (low, high, config.get("clip_ratio", None))):
-        raise ValueError(
-            f"actor.clip_ratio={config.get('clip_ratio')}, clip_ratio_low={low}, clip_ratio_high={high} would be "
-            "ignored: BAPO chooses both bounds. Leave them out; policy_loss.low and policy_loss.high say where the "
-            "bounds may be (equal numbers fix them)."
-        )
+    if any(epsilon not in (None, DEFAULT_EPSILON) for epsilon in (low, high, config.get("clip_ratio", None))):
+        given = f"actor.clip_ratio={config.get('clip_ratio')}, clip_ratio_low={low}, clip_ratio_high={high}"
+        raise ignored_epsilons(given, "policy_loss.low and policy_loss.high")
     return options
 
 
