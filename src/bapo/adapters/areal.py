@@ -1,13 +1,13 @@
-"""BAPO inside AReaL: `WithinBounds`, to be put in front of an actor engine of AReaL's.
+"""BAPO inside AReaL: `WithinBounds`, a mixin for AReaL's actor engines.
 
     class BapoActor(WithinBounds, FSDPPPOActor):
         clip_settings = ClipSettings.preset("weak-model")
 
 An AReaL actor hands every optimizer step to its engine's `train_batch`, with a partial of `grpo_loss_fn` that names the
-epsilons. So one step is gone through twice: first the engine's own `eval_batch` on the same data, with a loss function
-that adds up tables; one all-reduce over the data-parallel group; then `train_batch` with the epsilons of the bounds in
-place of the configured ones. That is scope `update`, exactly, however AReaL splits the step. Nothing of AReaL is copied
-or imported here, and its statistics go on; the bounds join them through what `train_batch` returns.
+epsilons. `WithinBounds` runs the step twice: first the engine's own `eval_batch` on the same data, with a loss function
+that collects tables; then, after one all-reduce over the data-parallel group, `train_batch` with the epsilons of the
+bounds in place of the configured ones. That is exactly scope `update`, however AReaL splits the step. No code of AReaL
+is copied or imported here. Its statistics stay, and the bounds join them through what `train_batch` returns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WithinBounds:
     """An AReaL actor engine whose optimizer steps are clipped at solved bounds (arXiv:2510.18927)."""
 
     clip_settings: ClipSettings = ClipSettings()
-    """Where the bounds may be; set it in the class that names an engine of AReaL's."""
+    """Where the bounds may be. Set it in the class that combines this one with an engine of AReaL."""
 
     def train_batch(
         self,

@@ -1,4 +1,4 @@
-"""BAPO inside OpenRLHF: its `PolicyLoss`, with the two epsilons chosen anew in every call.
+"""BAPO inside OpenRLHF: its `PolicyLoss`, with two epsilons that are chosen in every call.
 
 OpenRLHF has no registry of losses: its actor builds a `PolicyLoss` by name. docs/adapters/openrlhf.md has the patch
 that puts `policy_loss(preset="weak-model", window=8)` there instead. Nothing of the loss is copied: `forward` solves
@@ -36,7 +36,7 @@ class BapoPolicyLoss(PolicyLoss):
     clip_eps_low: Tensor | float
     clip_eps_high: Tensor | float
     metrics: dict[str, Tensor]
-    """The last call's bounds and shares under `bapo/`: what OpenRLHF's fixed return value has no place for."""
+    """The last call's bounds and share under `bapo/`, because OpenRLHF's fixed return value has no place for them."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@
 
 prime-rl calls a custom loss once per sequence and divides the sum of all by its own scale. A share over one sequence
 means nothing (all its tokens have the same sign), so bounds come from the last `window` sequences of this process
-(`bapo.core.controller`). Nothing of prime-rl is imported here: it reads `loss` and `metrics` of what is returned.
+(`bapo.core.controller`). prime-rl is not imported here: it reads `loss` and `metrics` of what is returned.
 """
 
 from __future__ import annotations

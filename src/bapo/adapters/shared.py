@@ -1,6 +1,6 @@
 """What adapters have in common: options by the same names, and refusals in the same words.
 
-Of the frameworks nothing is imported here. An adapter says what its framework calls a thing; the sentence is one.
+No framework is imported here. An adapter names its framework's options; the sentences around them are written once.
 """
 
 from __future__ import annotations

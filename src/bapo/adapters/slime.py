@@ -1,4 +1,4 @@
-"""BAPO inside slime: its own policy loss, with the two epsilons chosen anew in every call.
+"""BAPO inside slime: slime's own policy loss, with two epsilons that are chosen in every call.
 
     --loss-type custom_loss --custom-loss-function-path bapo.adapters.slime.bapo_loss
     --use-rollout-logprobs --custom-config-path bapo.yaml      # bapo_preset: weak-model, bapo_window: 8

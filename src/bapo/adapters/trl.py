@@ -5,9 +5,9 @@
     trainer = BapoTrainer(model, reward_funcs=reward, args=BapoConfig(num_iterations=4), train_dataset=dataset)
     trainer.train()
 
-TRL's loss reads the two epsilons it clips with from the trainer, after it has computed the log-probs. So nothing of it
-is copied: when the log-probs of a loss call are there, `BapoTrainer` solves the bounds and sets the epsilons for the
-rest of that call. All else (generation, rewards, advantages, reduction, logging, hub) is TRL's own.
+TRL's loss reads the two epsilons it clips with from the trainer, after it has computed the log-probs. So no code of TRL
+is copied: once the log-probs of a loss call are there, `BapoTrainer` solves the bounds and sets the epsilons for the
+rest of that call. Generation, rewards, advantages, reduction, logging and hub remain TRL's own.
 
     scope update        one pair of bounds for the whole optimizer step, over all its micro-batches and processes, with
                         one collective. With gradient accumulation this needs every log-prob before the first backward
@@ -173,7 +173,7 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Update:
-    """One optimizer step in the making."""
+    """One optimizer step under way."""
 
     batches: list[Any] = field(default_factory=list)  # as the data loader gave them, one per micro-batch
     inputs: list[dict[str, Any]] = field(default_factory=list)  # the same, generated and scored by TRL
@@ -182,7 +182,7 @@ class _Update:
 
 
 class BapoTrainer(GRPOTrainer):
-    """`GRPOTrainer` with the clip bounds of BAPO (arXiv:2510.18927), solved anew for every update."""
+    """`GRPOTrainer` with the clip bounds of BAPO (arXiv:2510.18927), solved for every update."""
 
     epsilon_low: float  # what TRL's loss clips with: 1 - epsilon_low and 1 + epsilon_high
     epsilon_high: float
@@ -201,7 +201,9 @@ class BapoTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = BapoConfig(f"{name.rstrip('/').split('/')[-1] or 'model'}-BAPO")
         if not isinstance(args, BapoConfig):
-            raise ValueError(f"args is a {type(args).__name__}; BapoTrainer needs a BapoConfig, which takes the same.")
+            raise ValueError(
+                f"args is a {type(args).__name__}; BapoTrainer needs a BapoConfig, which takes the same options."
+            )
         if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
             warnings.warn(
                 f"every token is trained on once, by the policy that sampled it (num_iterations={args.num_iterations}, "
@@ -317,7 +319,7 @@ class BapoTrainer(GRPOTrainer):
             yield self._table(*self._four_tensors(inputs, logprobs, entropy))
 
     def _table(self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The signal table of one micro-batch. A token past delta has no gradient, so no say where that is measured."""
+        """The signal table of one micro-batch. A token past delta has no gradient and does not count as one."""
         if self.args.delta is not None and self._settings.measure == "gradient":
             tokens = clean_tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
             mask = tokens.mask & ~self._capped(tokens)

@@ -5,18 +5,18 @@
     +actor_rollout_ref.actor.policy_loss.target_share=0.45
 
 Importing this module registers the loss; the first line imports it wherever verl builds its configuration, on the
-driver and on every worker. verl calls a policy loss once per micro-batch and averages with `agg_loss`; that stays
-verl's. Ours are the two bounds the loss per token is clipped at.
+driver and on every worker. verl calls a policy loss once per micro-batch and averages it with `agg_loss`, which stays
+verl's. We choose the two bounds at which the loss of each token is clipped.
 
     scope update        one pair of bounds for the whole optimizer step, over all its micro-batches and data-parallel
                         ranks, with one all-reduce. verl's engine runs every micro-batch inside one method,
-                        `BaseEngine.train_batch`; we go through the same micro-batches once before it, without
-                        gradients, with the same loss function, which then adds up tables instead. If the step is one
-                        micro-batch, its own log-probs suffice and no further pass is made.
+                        `BaseEngine.train_batch`. Before it we run the same micro-batches once without gradients, with
+                        the same loss function, which then collects tables instead. If the step is one micro-batch,
+                        its own log-probs suffice and no further pass is made.
     scope microbatch    each loss call on its own; no collective and no further pass, but bounds from fewer tokens.
 
-Two passes rather than tables carried over from the last step, because then the bounds are those of the tokens they
-clip: the same numbers as `bapo.policy_loss` on the whole update, however it is split.
+We make two passes rather than carry tables over from the last step, because the bounds are then those of the tokens
+that they clip: the same numbers as `bapo.policy_loss` on the whole update, however it is split.
 
 In verl's bypass mode (fully-async training's default) ratios are to the policy that sampled, which is what BAPO wants;
 verl then renames the loss to `bypass_mode`, so that name leads here too where the configuration is ours.

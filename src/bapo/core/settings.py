@@ -50,8 +50,8 @@ class ClipSettings:
     order: Order = "high_first"
     """Which bound moves first: `high_first` as in the paper, `low_first` as in the authors' code."""
     remainder: Remainder = "leave"
-    """Where even the last candidate misses the target: `leave` the share there, as the paper does, or `weigh` negative
-    tokens down until it is reached. An extension of ours; see docs/algorithm.md."""
+    """What to do where even the last candidate misses the target: `leave` the share as it is, like the paper, or
+    `weigh` negative tokens down until the target is reached. `weigh` is our extension; see docs/algorithm.md."""
     target_odds: InitVar[float | None] = None
     """P / N, as the authors' code states the target. Becomes target_share = odds / (1 + odds)."""
     target_signed: InitVar[float | None] = None
@@ -152,7 +152,7 @@ def require_choice(argument: str, value: object, choices: Any) -> None:
 
 
 def refuse_weighing(settings: ClipSettings, trainer: str) -> None:
-    """Raise where the loss is the trainer's own, takes two bounds, and would ignore a weight on negative tokens."""
+    """Raise if the settings ask for a weight on negative tokens: the trainer's own loss has no place for one."""
     if settings.remainder != "leave":
         raise ValueError(
             f"remainder={settings.remainder!r} would be ignored: {trainer}'s own loss takes two bounds, but no weight "
@@ -210,8 +210,8 @@ def _checked_range(name: str, bounds: Any, step: float) -> tuple[float, float]:
         )
     if (end - start) / step > MAX_STEPS or step < 1e-5 * end:
         raise ValueError(
-            f"{name}_step={step} is too fine for {name}={bounds}: at most {MAX_STEPS} steps, none below 1e-5 of the "
-            "bound, can be told apart in float32. The published steps are 0.02 and 0.05."
+            f"{name}_step={step} is too fine for {name}={bounds}. Use at most {MAX_STEPS} steps, each at least 1e-5 of "
+            "the bound: float32 cannot tell closer bounds apart. The published steps are 0.02 and 0.05."
         )
     return start, end
 
