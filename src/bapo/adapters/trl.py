@@ -114,7 +114,9 @@ class BapoConfig(GRPOConfig):
     )
     bapo_order: str | None = _option(None, "Which bound moves first: 'high_first' (paper) or 'low_first'.")
     bapo_remainder: str | None = _option(
-        None, "What to do where no candidate reaches the target: 'leave' the share there, all that TRL's loss can do."
+        None,
+        "What to do where no candidate reaches the target. Only 'leave' is possible: TRL's loss cannot weigh negative "
+        "tokens.",
     )
     bapo_scope: str = _option(
         "update",

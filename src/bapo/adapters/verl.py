@@ -66,7 +66,7 @@ RETURNS_FOUR = "dict" not in str(inspect.signature(POLICY_LOSS_REGISTRY["vanilla
 class BapoPolicyLossConfig(PolicyLossConfig):
     """verl's `PolicyLossConfig` plus where BAPO may put its clip bounds. An option left at None has the preset's value.
 
-    Fields are the core's ClipSettings by the same names, and three more.
+    The fields are those of the core's ClipSettings, plus `preset`, `scope` and `dual_clip`.
     """
 
     loss_mode: str = NAME
