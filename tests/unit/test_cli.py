@@ -5,10 +5,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from pydantic import BaseModel
 
 from bapo.cli import COMMANDS, run
 from bapo.config.command_line import parse_arguments
 from bapo.config.errors import BapoError, VerifierFailed
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
 from bapo.evaluate.command import Arguments as Evaluation
 from bapo.evaluate.settings import Settings
 
@@ -126,6 +129,24 @@ def test_every_command_explains_itself(name, words, capsys):
         assert (code, said.err) == (0, "")
         assert said.out.startswith(f"usage: bapo {name} ")
         assert "--no-retry" not in said.out
+
+
+@pytest.mark.parametrize(("name", "schema"), [("train", Config), ("sft", SftConfig)])
+def test_help_shows_every_key_and_every_heading(name, schema, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert run([name, "--help"]) == 0
+    said = capsys.readouterr().out
+
+    def check(section, prefix):
+        for key, info in section.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+                assert " ".join(info.annotation.__doc__.split()) in said
+                check(info.annotation, f"{prefix}{key}.")
+            else:
+                assert f"--{prefix}{key}".replace("_", "-") in said
+                assert " ".join(info.description.split()) in said
+
+    check(schema, "")
 
 
 def test_help_imports_nothing_heavy():
