@@ -132,10 +132,9 @@ def test_every_command_explains_itself(name, words, capsys):
 
 
 @pytest.mark.parametrize(("name", "schema"), [("train", Config), ("sft", SftConfig)])
-def test_help_shows_every_key_and_every_heading(name, schema, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
+def test_help_shows_every_key_and_every_heading(name, schema, capsys):
     assert run([name, "--help"]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
 
     def check(section, prefix):
         for key, info in section.model_fields.items():
