@@ -311,8 +311,7 @@ def _fit(text: Text, console: Console, width: int, lines: int) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole history in at most `width` bars. Each bar is the mean of its stretch; × if it has no finite value.
-    """
+    """The whole history in at most `width` bars. Each bar is the mean of its stretch; × if it has no finite value."""
     count = min(width, len(values))
     ends = [index * len(values) // max(1, count) for index in range(count + 1)]
     parts = [[value for value in values[a:b] if isfinite(value)] for a, b in pairwise(ends)]
