@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.run", "bapo.report"])
 PATIENCE = 300  # seconds
@@ -40,6 +42,11 @@ def bapo(*arguments, cwd=".", env=None, largest_file=None):
 def started(*arguments, log):
     """A fork in the background that writes all it says into one file."""
     return _fork(arguments, log, log, ".", None, None)
+
+
+def in_ranks(work, ranks, *arguments):
+    """Call `work(rank, *arguments)` in so many forks at once. An error in one of them is raised here."""
+    torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def _fork(arguments, out, err, cwd, env, largest_file):
