@@ -22,7 +22,7 @@ from timing import interleaved, ratio, table
 from torch import Tensor
 
 from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
-from bapo.core.bounds import _first_to_reach, positive_share
+from bapo.core.clip_bounds import first_to_reach, positive_share
 from bapo.core.table import DEVICE_CHUNK, compared_sums, grids_of
 
 
@@ -59,7 +59,7 @@ def torch_only(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSe
     grids = grids_of(settings, ratio.dtype, ratio.device)
     columns = torch.where(mask, ratio, 0.0).split(DEVICE_CHUNK), torch.where(mask, advantages, 0.0).split(DEVICE_CHUNK)
     table = compared_sums(zip(*columns, strict=True), grids, settings.measure)
-    bounds = _first_to_reach(table, settings, grids, ratio.dtype)
+    bounds = first_to_reach(table, settings, ratio.dtype)
     return bounds.low, bounds.high
 
 

@@ -27,7 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.engine import Request, Sampling, generate
 from bapo.rollout.local.engine import LocalEngine
 
 VOCABULARY, EOS, PAD, LIMIT, TEMPERATURE = 32, 1, 0, 256, 1.0
@@ -93,7 +93,7 @@ def time_generate(model: LlamaForCausalLM, requests: list[Request]) -> float:
 
 def time_engine(engine: LocalEngine, requests: list[Request]) -> float:
     start = time.perf_counter()
-    segments = engine.generate(requests, Sampling(TEMPERATURE), version=0)
+    segments = generate(engine, requests, Sampling(TEMPERATURE))
     elapsed = time.perf_counter() - start
     assert [len(segment.tokens) for segment in segments] == [request.max_new_tokens for request in requests]
     return elapsed
@@ -121,6 +121,7 @@ def main() -> None:
             engines = [LocalEngine(model, slots=slots) for slots in arguments.slots]
             few = [Request(request.context, 0, request.seed, 4) for request in requests]
             for engine in engines:
+                engine.load(model.named_parameters(), version=0)
                 time_engine(engine, few)
             time_generate(model, few)
             theirs: list[float] = []

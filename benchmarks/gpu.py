@@ -39,9 +39,9 @@ import workload
 from timing import table
 from workload import TINY, Peak, Report, Sizes, make_model, timed
 
-from bapo.learn.learner import Learner, LearnerSettings
-from bapo.learn.packing import pack
-from bapo.rollout.engine import Engine, Request, Sampling
+from bapo.learn.learner import Learner
+from bapo.learn.settings import LearnerSettings
+from bapo.rollout.engine import Engine, Request, Sampling, generate
 from bapo.types import Group
 
 SECTIONS = ("engine", "learner", "bounds", "step")
@@ -52,12 +52,15 @@ SECTIONS = ("engine", "learner", "bounds", "step")
 
 def our_engine(model: Any, slots: int) -> Engine:
     if model.device.type == "cuda":
-        from bapo.rollout.cuda.graphs import GraphEngine
+        from bapo.rollout.cuda.engine import GraphEngine
 
-        return GraphEngine(model, slots=slots)
-    from bapo.rollout.local.engine import LocalEngine
+        engine: Engine = GraphEngine(model, slots=slots)
+    else:
+        from bapo.rollout.local.engine import LocalEngine
 
-    return LocalEngine(model, slots=slots)
+        engine = LocalEngine(model, slots=slots)
+    engine.load(model.named_parameters(), version=0)
+    return engine
 
 
 def measure_engine(model: Any, slots: int, requests: list[Request], budget_s: float = 8.0) -> dict[str, Any]:
@@ -67,11 +70,11 @@ def measure_engine(model: Any, slots: int, requests: list[Request], budget_s: fl
     engine = our_engine(model, slots)
     ragged = len({r.max_new_tokens for r in requests}) > 1  # goes through many batch sizes, each with its own graph
     budget = None if ragged else 4 * slots
-    first, _ = timed(lambda: engine.generate(requests, Sampling(), version=0, token_budget=budget), device)
+    first, _ = timed(lambda: generate(engine, requests, Sampling(), token_budget=budget), device)
     peak.reset()
     times: list[float] = []
     while len(times) < 3 and sum(times) < budget_s:
-        seconds, segments = timed(lambda: engine.generate(requests, Sampling(), version=0), device)
+        seconds, segments = timed(lambda: generate(engine, requests, Sampling()), device)
         times.append(seconds)
     assert [len(s.tokens) for s in segments] == [r.max_new_tokens for r in requests]
     tokens = sum(r.max_new_tokens for r in requests)
@@ -128,11 +131,6 @@ def engine_rows(
 # -------------------------------------------------------------------------------------------------------- learner
 
 
-def update(learner: Learner, groups: list[Group], micro_tokens: int) -> None:
-    batches = pack(groups, estimator="grpo", micro_tokens=micro_tokens, device=learner.device, padded=learner.padded)
-    learner.step(batches)
-
-
 def updates_of(groups: list[Group], responses: int, group: int) -> list[list[Group]]:
     size = responses // group
     return [groups[i : i + size] for i in range(0, len(groups), size)]
@@ -142,12 +140,12 @@ def measure_learner(groups: list[Group], sizes: Sizes, device: str, **how: bool)
     """Packing, forward (twice where the bounds need it), backward, step: the whole of an update. The second round."""
     peak = Peak()
     model = make_model(sizes.learner_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    learner = Learner(model, LearnerSettings(lr=1e-6, **how))
+    learner = Learner(model, LearnerSettings(lr=1e-6, micro_tokens=sizes.micro_tokens, **how))
     parts = updates_of(groups, sizes.update, sizes.group)
 
     def round_() -> None:
         for part in parts:
-            update(learner, part, sizes.micro_tokens)
+            learner.step(part)
 
     first, _ = timed(round_, device)
     peak.reset()
@@ -158,7 +156,7 @@ def measure_learner(groups: list[Group], sizes: Sizes, device: str, **how: bool)
         "seconds": seconds,
         "first_s": first,
         "peak_gib": peak.gib(),
-        "padded": learner.padded,
+        "padded": not learner.packed,
     }
 
 
@@ -222,17 +220,18 @@ def measure_step(sizes: Sizes, device: str, **how: bool) -> dict[str, Any]:
     """Sample, score, pack, and take every update: the second cycle."""
     peak = Peak()
     model = make_model(sizes.step_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    learner = Learner(model, LearnerSettings(lr=1e-6, **how))
+    learner = Learner(model, LearnerSettings(lr=1e-6, micro_tokens=sizes.step_micro_tokens, **how))
     engine = our_engine(model, sizes.step_responses)
     requests = workload.equal_requests(sizes.step_responses, sizes, model.config.vocab_size, group=sizes.group)
 
     def learn(segments: list[Any]) -> None:
         groups = workload.grouped(workload.trajectories_of(requests, segments), sizes.group)
         for part in updates_of(groups, sizes.step_update, sizes.group):
-            update(learner, part, sizes.step_micro_tokens)
+            learner.step(part)
 
     def sample() -> list[Any]:
-        return engine.generate(requests, Sampling(), version=learner.version)
+        engine.load(learner.weights(), version=learner.version)
+        return generate(engine, requests, Sampling())
 
     first, _ = timed(lambda: learn(sample()), device)
     peak.reset()

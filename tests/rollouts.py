@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bapo.rollout.engine import Request, Segment
-from bapo.screen.watch import Sampled
+from bapo.rollout.engine import Request, Sampled, Sampling, Segment, generate
 from bapo.types import Status
 from tests.tiny.models import VOCABULARY
+
+
+def sitting(
+    engine: Any, requests: Sequence[Request], sampling: Sampling, *, version: int = 0, **how: Any
+) -> list[Segment]:
+    """The weights of the engine's own model under this version, and one sitting with them."""
+    engine.load(engine.model.named_parameters(), version=version)
+    return generate(engine, requests, sampling, **how)
 
 
 def ragged_requests(count: int = 14) -> list[Request]:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bapo.core.advantages import to_tokens
-    from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table, solve_bounds
+    from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table, signal_table, solve_bounds
     from bapo.core.logprobs import token_logprobs
     from bapo.core.loss import PolicyLoss, policy_loss, update_table
     from bapo.core.objectives import OBJECTIVES
     from bapo.core.settings import ClipSettings
-    from bapo.core.table import signal_table
 
 __version__ = "0.1.0"
 
@@ -26,7 +25,7 @@ _HOME = {
     "ClipBounds": "bapo.core.bounds",
     "StopReason": "bapo.core.bounds",
     "solve_bounds": "bapo.core.bounds",
-    "signal_table": "bapo.core.table",
+    "signal_table": "bapo.core.bounds",
     "bounds_from_table": "bapo.core.bounds",
     "policy_loss": "bapo.core.loss",
     "PolicyLoss": "bapo.core.loss",

@@ -1,16 +1,19 @@
 """Replay with a hard staleness bound: what the learner trains on, how often, and how old it may be.
 
-A rollout is added once its groups are finished and scored, and is then drawn update by update. Two off-policy sources
-(method, section 6) live here, each with its own switch:
+Groups are added when they are finished and scored, and are then drawn update by update. Two off-policy sources (method,
+section 6) live here, each with its own switch:
 
-    reuse     the groups of the latest rollout are fresh; `reuse` passes visit each of them once per pass
+    reuse     a group is fresh until `reuse` passes have visited it, once per pass
     replay    groups of earlier rollouts join the batches of later ones, up to an age and a number of uses
+
+A rollout is what was added up to and with the call that says it is whole; its passes begin then. Groups may be added at
+any time, also while passes over earlier rollouts go on: rollouts are visited one after the other, the oldest first.
 
 A pass over m groups makes max(1, m / batch_groups rounded) batches of even size (at most `max_batches`), so that no
 update rests on a few left-over groups. A draw takes the next such batch, n groups, and joins them with
 round(f / (1 - f) n) replayed ones (ties to even), so that these are the fraction f of the batch; fewer if fewer are
-eligible. Replay accompanies fresh groups and never stands alone: when the passes are over, a draw is empty and the loop
-samples the next rollout.
+eligible. Replay accompanies fresh groups and never stands alone. A draw that has no batch says why: DONE, all passes
+are over and it is time for the next rollout; or NOT_YET, groups are waiting for the rest of their rollout.
 
 The staleness bound. Let age(group, v) = v - version of the oldest token in any of its responses; an empty response
 has no token and does not count. With `max_staleness` = S, no token with staleness above S is ever trained on:
@@ -22,9 +25,9 @@ has no token and does not count. With `max_staleness` = S, no token with stalene
 
 Admission plays no part in it, so it holds however old a rollout is when it arrives and however far the learner has
 moved between two calls. What S must be for the bound to cost nothing: n groups make u = reuse * max(1, n / batch_groups
-rounded) updates. If they arrive with age at most A (the scheduler's `max_age`) and the version advances by one
-per update, the last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group expires; `lost_fresh` counts
-those that do.
+rounded) updates. If their rollout becomes whole at age at most A (the scheduler's `max_age`), is drawn at once, and the
+version advances by one per update, the last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group expires;
+`lost_fresh` counts those that do.
 Groups of a rollout have age u or more when the next one is first drawn, so a replay age below u replays nothing.
 
 Order depends on names, not on history: groups are sorted by a hash of (seed, what for, their id), so neither the order
@@ -40,10 +43,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from hashlib import sha256
 from typing import Any
 
-from bapo.types import Group, batches_per_pass, group_from_state, group_state
+from bapo.types import Group, batches_per_pass, counted, group_from_state, group_state
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class BufferMetrics:
     held_tokens: int = 0
     """Now: response tokens in them."""
     to_visit: int = 0
-    """Now: visits left in the fresh passes over the latest rollout; 0 when it is time for the next."""
+    """Now: visits left in the fresh passes; 0 when it is time for the next rollout."""
 
 
 _LEVELS = ("held", "held_tokens", "to_visit")
@@ -90,13 +94,30 @@ class _Held:
 
     group: Group
     rollout: int
-    """Number of the add that brought it, from 1."""
+    """Number of its rollout, from 1."""
     oldest: int
     """Version of its oldest token."""
     passes: int = 0
     """Fresh passes that visited it."""
     replays: int = 0
     """Times it was replayed."""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What became of the groups of one `add`."""
+
+    groups: list[Group]
+    """Taken in."""
+    filtered: list[Group]
+    """Refused for want of a signal."""
+
+
+class NoBatch(Enum):
+    """Why a draw has no groups."""
+
+    NOT_YET = "groups are waiting for the rest of their rollout"
+    DONE = "the passes over all groups are over"
 
 
 class Buffer:
@@ -131,24 +152,19 @@ class Buffer:
         self.seed = seed
         self._held: dict[int, _Held] = {}
         self._version: int | None = None
-        self._batch_size = batch_groups
+        self._batch_sizes: dict[int, int] = {}
+        """Whole rollouts that have passes to come, and the fresh groups in each of their batches."""
         self._totals = BufferMetrics()
 
-    def add(self, groups: Iterable[Group], *, version: int) -> None:
-        """Take in the finished, scored groups of one rollout and start their passes.
+    def add(self, groups: Iterable[Group], *, version: int, whole: bool = True) -> Admitted:
+        """Take in finished, scored groups. A refused call changes nothing.
 
-        Before that, draw until the passes over the rollout before are done: dropping or stretching them in silence
-        would change how often its groups are used. A refused call changes nothing.
+        `whole`: with these groups their rollout is complete, and its passes begin; otherwise they wait for the rest.
         """
         self._check_version(version)
-        to_visit = self._to_visit()
-        if to_visit:
-            raise ValueError(
-                f"add at version {version}: the passes over the rollout before have {to_visit} group visits left. "
-                "Draw until draw returns [], then add."
-            )
+        rollout = self._totals.adds + 1
         admitted: dict[int, _Held] = {}
-        filtered = 0
+        filtered = []
         for group in groups:
             _check_group(group, version)
             if group.id in self._held or group.id in admitted:
@@ -157,26 +173,34 @@ class Buffer:
                     "a run. Add each finished group once."
                 )
             if _has_signal(group):
-                admitted[group.id] = _Held(group, rollout=self._totals.adds + 1, oldest=_oldest(group))
+                admitted[group.id] = _Held(group, rollout=rollout, oldest=_oldest(group))
             else:
-                filtered += 1
+                filtered.append(group)
         self._version = version
         self._held |= admitted
-        batches = batches_per_pass(len(admitted), self.batch_groups)
-        self._batch_size = math.ceil(len(admitted) / min(batches, self.max_batches or batches))
-        self._count(adds=1, added=len(admitted), filtered=filtered)
+        self._count(added=len(admitted), filtered=len(filtered))
+        if whole:
+            self._begin_passes(rollout)
         self._settle(version)
+        return Admitted([held.group for held in admitted.values()], filtered)
 
-    def draw(self, *, version: int) -> list[Group]:
-        """The groups of the next update, fresh ones first; [] when the passes over the latest rollout are done."""
+    def _begin_passes(self, rollout: int) -> None:
+        size = sum(1 for held in self._held.values() if held.rollout == rollout)
+        batches = batches_per_pass(size, self.batch_groups)
+        self._batch_sizes[rollout] = math.ceil(size / min(batches, self.max_batches or batches))
+        self._count(adds=1)
+
+    def draw(self, *, version: int) -> list[Group] | NoBatch:
+        """The groups of the next update, fresh ones first, or why there is none."""
         self._check_version(version)
         self._version = version
         self._settle(version)
-        fresh = self._next_of_pass()
-        if not fresh:
-            return []
+        if not self._batch_sizes:
+            return NoBatch.NOT_YET if self._to_visit() else NoBatch.DONE
+        rollout = min(self._batch_sizes)
+        fresh = self._next_of_pass(rollout)
         places = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
-        replayed = self._sample_replay(places)
+        replayed = self._sample_replay(places, before=rollout)
         for held in fresh:
             held.passes += 1
         for held in replayed:
@@ -199,7 +223,7 @@ class Buffer:
         """Everything that decides how this buffer goes on, as plain JSON data. Settings are not part of it."""
         return {
             "version": self._version,
-            "batch_size": self._batch_size,
+            "batch_sizes": [[rollout, size] for rollout, size in self._batch_sizes.items()],
             "totals": {name: getattr(self._totals, name) for name in _COUNTS},
             "held": [
                 {
@@ -215,7 +239,7 @@ class Buffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken; what this buffer held before is forgotten."""
         self._version = state["version"]
-        self._batch_size = state["batch_size"]
+        self._batch_sizes = dict(state.get("batch_sizes", ()))
         self._totals = BufferMetrics(**state["totals"])
         self._held = {}
         for saved in state["held"]:
@@ -225,22 +249,23 @@ class Buffer:
             )
 
     def _passes_left(self, held: _Held) -> int:
-        """Fresh passes to come; only the latest rollout has any."""
-        return max(0, self.reuse - held.passes) if held.rollout == self._totals.adds else 0
+        """Fresh passes to come; none over a rollout whose turn is over."""
+        over = held.rollout <= self._totals.adds and held.rollout not in self._batch_sizes
+        return 0 if over else max(0, self.reuse - held.passes)
 
     def _to_visit(self) -> int:
         return sum(self._passes_left(held) for held in self._held.values())
 
-    def _next_of_pass(self) -> list[_Held]:
+    def _next_of_pass(self, rollout: int) -> list[_Held]:
         """The next batch of the current pass: of the groups it has not visited yet, the first in its order."""
-        unfinished = [held for held in self._held.values() if self._passes_left(held)]
-        current = min((held.passes for held in unfinished), default=0)
+        unfinished = [held for held in self._held.values() if held.rollout == rollout and self._passes_left(held)]
+        current = min(held.passes for held in unfinished)
         unvisited = [held for held in unfinished if held.passes == current]
-        return self._shuffled(unvisited, "pass", self._totals.adds, current)[: self._batch_size]
+        return self._shuffled(unvisited, "pass", rollout, current)[: self._batch_sizes[rollout]]
 
-    def _sample_replay(self, places: int) -> list[_Held]:
+    def _sample_replay(self, places: int, *, before: int) -> list[_Held]:
         """Groups of earlier rollouts, without replacement. All that are held are eligible: `_settle` saw to it."""
-        earlier = [held for held in self._held.values() if held.rollout < self._totals.adds]
+        earlier = [held for held in self._held.values() if held.rollout < before]
         return self._shuffled(earlier, "replay", self._totals.draws)[:places]
 
     def _shuffled(self, groups: list[_Held], *purpose: str | int) -> list[_Held]:
@@ -263,6 +288,8 @@ class Buffer:
         excess = max(0, len(self._held) - self.capacity)
         for held in sorted(self._held.values(), key=lambda held: (held.oldest, held.group.id))[:excess]:
             self._release(held, "evicted")
+        unfinished = {held.rollout for held in self._held.values() if self._passes_left(held)}
+        self._batch_sizes = {rollout: size for rollout, size in self._batch_sizes.items() if rollout in unfinished}
 
     def _release(self, held: _Held, reason: str) -> None:
         del self._held[held.group.id]
@@ -276,9 +303,7 @@ class Buffer:
             )
 
     def _count(self, **more: int) -> None:
-        self._totals = replace(
-            self._totals, **{name: getattr(self._totals, name) + value for name, value in more.items()}
-        )
+        self._totals = counted(self._totals, **more)
 
 
 def _oldest(group: Group) -> int:

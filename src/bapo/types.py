@@ -14,11 +14,12 @@ later. This module imports nothing heavy, so that every other one may import it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import Tensor
 
 Message = dict[str, str]
@@ -114,6 +115,14 @@ class Group:
     def finished(self) -> bool:
         """Whether every response is complete."""
         return all(trajectory.finished for trajectory in self.trajectories)
+
+
+Totals = TypeVar("Totals", bound="DataclassInstance")
+
+
+def counted(totals: Totals, **more: int) -> Totals:
+    """The same totals with these numbers added to their fields."""
+    return replace(totals, **{name: getattr(totals, name) + value for name, value in more.items()})
 
 
 def batches_per_pass(groups: int, batch_groups: int) -> int:

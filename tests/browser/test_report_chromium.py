@@ -206,15 +206,15 @@ def test_what_is_not_finite_is_drawn_too(opened, tmp_path):
     assert '"inf"' in page.locator("#configuration").text_content()
 
 
-def test_problems_are_on_top(opened, tmp_path):
+def test_defects_are_on_top(opened, tmp_path):
     shutil.copytree(COMPARED / "reuse-2", tmp_path / "grid/reuse-2")
     (tmp_path / "grid/reuse-2/bapo/seed-1/summary.json").write_text("{")
     write_report([tmp_path / "grid"], tmp_path / "r.html")
     page = opened((tmp_path / "r.html").as_uri())
-    text = page.locator(".problems").inner_text()
+    text = page.locator(".warning").inner_text()
     assert "damaged" in text
     assert "summary.json" in text
-    assert page.locator(".problems").bounding_box()["y"] < page.locator("#overview").bounding_box()["y"]
+    assert page.locator(".warning").bounding_box()["y"] < page.locator("#overview").bounding_box()["y"]
 
 
 def test_the_live_page_follows_without_reloading(opened, tmp_path):
@@ -286,14 +286,14 @@ def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed
     assert page.locator("h1").inner_text() == ("compared, with supervised runs" if mixed else "sft, model")
     facts = "4 runs, 2 objectives, 1 setting, 1 supervised run ·" if mixed else "1 supervised run ·"
     assert page.locator(".top p").inner_text().startswith(facts)
-    assert page.locator("#supervised-overview tbody tr").count() == 1
+    assert page.locator("#sft-overview tbody tr").count() == 1
     assert page.locator("#overview").count() == mixed
-    assert page.locator("#supervised .plot .scatterlayer .trace").count() >= 4
-    page.locator("#supervised-overview").get_by_role("button", name="Held-out loss").click()
-    assert page.locator("#supervised-overview th[aria-sort]").count() == 1
+    assert page.locator("#sft .plot .scatterlayer .trace").count() >= 4
+    page.locator("#sft-overview").get_by_role("button", name="Held-out loss").click()
+    assert page.locator("#sft-overview th[aria-sort]").count() == 1
     if mixed:
         page.locator("#overview").get_by_role("button", name="Tokens").click()
-        assert page.locator("#supervised-overview th[aria-sort]").count() == 0  # one table is sorted at a time
+        assert page.locator("#sft-overview th[aria-sort]").count() == 0  # one table is sorted at a time
         assert page.locator("#overview th[aria-sort]").count() == 1
         page.locator(".pick").select_option(index=2)
     assert "samples no responses" in page.locator("#samples").inner_text()

@@ -196,7 +196,7 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["--version"], 0, "0."),
         (["trian"], 2, "Did you mean 'train'"),
         (["train", "--offpolicy.resue", "2"], 2, "resue"),
-        (["train", "--offpolicy.reuse", "0"], 2, "greater than or equal to 1"),
+        (["train", "--offpolicy.reuse", "0"], 2, "offpolicy.reuse = 0: give 1 or more"),
         (["train", "--offpolicy.reuse", "40"], 2, "max_staleness >= 39"),
         (["train", "--objective.name", "bappo"], 2, "Did you mean 'bapo'"),
         (["train", "nowhere.toml"], 2, "cannot read nowhere.toml"),

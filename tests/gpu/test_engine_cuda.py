@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bapo.rollout.cuda.graphs import GraphEngine, in_process_engine
+from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.in_process import engine_for
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import (
@@ -17,6 +18,7 @@ from tests.rollouts import (
     assert_told_right,
     ragged_requests,
     resumed,
+    sitting,
     tokens_of,
 )
 from tests.tiny.models import STOP, VOCABULARY, tiny
@@ -32,7 +34,7 @@ SAMPLING = Sampling(0.8, frozenset({STOP}))
 def test_logprobs_and_entropies_are_those_of_a_full_forward_pass(architecture, slots):
     model = tiny(architecture).cuda()
     requests = ragged_requests(40)
-    segments = GraphEngine(model, slots=slots).generate(requests, SAMPLING, version=3)
+    segments = sitting(GraphEngine(model, slots=slots), requests, SAMPLING, version=3)
     assert_matches_teacher_forcing(model, requests, segments, 0.8, tolerance=2e-5)
     assert all(segment.versions == [3] * len(segment.tokens) for segment in segments)
 
@@ -41,7 +43,7 @@ def test_logprobs_and_entropies_are_those_of_a_full_forward_pass(architecture, s
 def test_bfloat16_logprobs_are_near_those_of_a_full_forward_pass(architecture):
     model = tiny(architecture).cuda().bfloat16()
     requests = ragged_requests(40)
-    segments = GraphEngine(model, slots=16).generate(requests, SAMPLING, version=0)
+    segments = sitting(GraphEngine(model, slots=16), requests, SAMPLING, version=0)
     assert_matches_teacher_forcing(model, requests, segments, 0.8, tolerance=0.15)
 
 
@@ -50,8 +52,8 @@ def test_bfloat16_logprobs_are_near_those_of_a_full_forward_pass(architecture):
 def test_tokens_are_those_of_the_general_engine_on_cpu(architecture, temperature):
     requests = ragged_requests(24)
     sampling = replace(SAMPLING, temperature=temperature)
-    cpu = LocalEngine(tiny(architecture), slots=8).generate(requests, sampling, version=0)
-    cuda = GraphEngine(tiny(architecture).cuda(), slots=8).generate(requests, sampling, version=0)
+    cpu = sitting(LocalEngine(tiny(architecture), slots=8), requests, sampling, version=0)
+    cuda = sitting(GraphEngine(tiny(architecture).cuda(), slots=8), requests, sampling, version=0)
     same = sum(a.tokens == b.tokens for a, b in zip(cpu, cuda, strict=True))
     assert same >= 23  # a uniform may fall within rounding of an edge
     for a, b in zip(cpu, cuda, strict=True):
@@ -63,12 +65,12 @@ def test_tokens_are_those_of_the_general_engine_on_cpu(architecture, temperature
 def test_a_budget_is_never_exceeded_and_parked_responses_go_on_where_they_stopped():
     model = tiny("llama").cuda()
     requests = ragged_requests(30)
-    whole = GraphEngine(model, slots=8).generate(requests, SAMPLING, version=0)
+    whole = sitting(GraphEngine(model, slots=8), requests, SAMPLING, version=0)
     engine = GraphEngine(model, slots=8)
     pieces = [[] for _ in requests]
     rest = list(enumerate(requests))
     for budget in (1, 7, 50, 101, 10_000):
-        segments = engine.generate([r for _, r in rest], SAMPLING, version=0, token_budget=budget)
+        segments = sitting(engine, [r for _, r in rest], SAMPLING, version=0, token_budget=budget)
         assert sum(len(s.tokens) for s in segments) <= budget
         unfinished = []
         for (index, request), segment in zip(rest, segments, strict=True):
@@ -82,23 +84,23 @@ def test_a_budget_is_never_exceeded_and_parked_responses_go_on_where_they_stoppe
 
 @pytest.mark.parametrize("budget", [None, 200])
 def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
-    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
     engine, requests, told = GraphEngine(tiny("llama").cuda(), slots=8), ragged_requests(30), []
-    expected = engine.generate(requests, SAMPLING, version=0, token_budget=budget)
-    assert engine.generate(requests, SAMPLING, version=0, token_budget=budget, watch=told.append) == expected
+    expected = sitting(engine, requests, SAMPLING, version=0, token_budget=budget)
+    assert sitting(engine, requests, SAMPLING, version=0, token_budget=budget, tell=told.append) == expected
     assert_told_right(told, expected)
 
 
 def test_kept_keys_and_values_give_the_same_tokens_while_the_weights_stay():
     model = tiny("qwen3").cuda()
     requests = ragged_requests(12)
-    whole = GraphEngine(model, slots=16).generate(requests, SAMPLING, version=0)
+    whole = sitting(GraphEngine(model, slots=16), requests, SAMPLING, version=0)
     engine = GraphEngine(model, slots=16, parked="keep")
-    first = engine.generate(requests, SAMPLING, version=0, token_budget=100)
+    first = sitting(engine, requests, SAMPLING, version=0, token_budget=100)
     assert engine.kept
     going = [i for i, s in enumerate(first) if s.status is Status.PARKED]
     more = [Request(context=[5, 6], position=0, seed=999, max_new_tokens=5)]
-    second = engine.generate([resumed(requests[i], first[i]) for i in going] + more, SAMPLING, version=0)
+    second = sitting(engine, [resumed(requests[i], first[i]) for i in going] + more, SAMPLING, version=0)
     for i, segment in zip(going, second[:-1], strict=True):
         assert first[i].tokens + segment.tokens == whole[i].tokens
     assert not engine.kept
@@ -108,12 +110,12 @@ def test_new_weights_are_used_by_the_next_sitting_without_a_new_capture():
     model = tiny("llama").cuda()
     engine = GraphEngine(model, slots=16)
     requests = ragged_requests(16)
-    engine.generate(requests, SAMPLING, version=0)
+    sitting(engine, requests, SAMPLING, version=0)
     graphs = set(map(id, engine.pool._graphs.values()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    segments = engine.generate(requests, SAMPLING, version=1)
+    segments = sitting(engine, requests, SAMPLING, version=1)
     assert_matches_teacher_forcing(model, requests, segments, 0.8, tolerance=2e-5)
     assert graphs <= set(map(id, engine.pool._graphs.values()))
 
@@ -127,7 +129,7 @@ def test_long_contexts_are_prefilled_and_split_over_the_device():
         Request(torch.randint(4, VOCABULARY, (n,), generator=generator).tolist(), 0, n, 24)
         for n in (1500, 700, 64, 65, 3)
     ]
-    segments = GraphEngine(model, slots=5, prefill_tokens=900).generate(requests, SAMPLING, version=0)
+    segments = sitting(GraphEngine(model, slots=5, prefill_tokens=900), requests, SAMPLING, version=0)
     assert_matches_teacher_forcing(model, requests, segments, 0.8, tolerance=5e-5)
 
 
@@ -136,19 +138,19 @@ def test_non_finite_logits_name_the_request():
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
     with pytest.raises(ValueError, match="non-finite logits for request"):
-        GraphEngine(model, slots=4).generate(ragged_requests(4), SAMPLING, version=0)
+        sitting(GraphEngine(model, slots=4), ragged_requests(4), SAMPLING, version=0)
 
 
 def test_other_models_fall_back_with_a_notice():
     with pytest.warns(UserWarning, match="general engine"):
-        engine = in_process_engine(tiny("mistral").cuda(), slots=8)
+        engine = engine_for(tiny("mistral").cuda(), slots=8)
     requests = ragged_requests(6)
-    segments = engine.generate(requests, SAMPLING, version=0)
+    segments = sitting(engine, requests, SAMPLING, version=0)
     assert_matches_teacher_forcing(engine.model, requests, segments, 0.8, tolerance=5e-5)
 
 
 def test_the_model_itself_is_left_alone():
     model = tiny("llama").cuda()
     before = copy.deepcopy(model.state_dict())
-    GraphEngine(model, slots=8).generate(ragged_requests(8), SAMPLING, version=0)
+    sitting(GraphEngine(model, slots=8), ragged_requests(8), SAMPLING, version=0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 
 from bapo.config.recipe import parse_config
 from bapo.learn.forward import can_pack, hidden_states
-from bapo.learn.learner import Learner, LearnerSettings, deterministic
+from bapo.learn.learner import Learner
+from bapo.learn.settings import LearnerSettings, deterministic
 from tests.tiny.batches import batch_of, flat_batch
 from tests.tiny.models import tiny
 
@@ -116,7 +117,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut(objective, dtype):
     for batches in ([whole], singles):
         learner = Learner(copy.deepcopy(start), LearnerSettings(objective=objective, lr=1e-3))
         assert learner.packed == (dtype == torch.bfloat16)
-        metrics = learner.step(batches).metrics
+        metrics = learner.step_on(batches).metrics
         results.append((metrics, torch.cat([m.detach().flatten() for m in learner.optimizer.masters])))
     tolerance = 1e-3 if dtype == torch.float32 else 0.1
     for name in ("loss", "clip_low", "clip_high", "grad_norm", "entropy", "kl"):
@@ -133,12 +134,12 @@ def test_one_update_waits_for_the_device_once():
     learner = Learner(tiny().bfloat16().cuda(), LearnerSettings(objective="grpo"))
     batch = on_cuda(flat_batch(LENGTHS))
     for _ in range(2):
-        learner.step([batch])
+        learner.step_on([batch])
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            learner.step([batch])
+            learner.step_on([batch])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [str(w.message) for w in caught if "synchronizing CUDA operation" in str(w.message)]
@@ -177,7 +178,7 @@ def test_compiled_layers_give_the_same_update(recompute):
         model = tiny("qwen3").bfloat16().cuda()
         settings = LearnerSettings(objective="grpo", lr=1e-2, compile=compiled, activation_checkpointing=recompute)
         learner = Learner(model, settings)
-        losses.append([learner.step([on_cuda(flat_batch(LENGTHS[: 8 - i]))]).metrics["loss"] for i in range(3)])
+        losses.append([learner.step_on([on_cuda(flat_batch(LENGTHS[: 8 - i]))]).metrics["loss"] for i in range(3)])
         weights.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
     assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.05, atol=0.02)
     assert relative(weights[1], weights[0]) < 0.02

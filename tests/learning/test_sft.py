@@ -12,10 +12,11 @@ from bapo.models import load_policy
 from bapo.report import find, write_report
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
-from bapo.runs.read import Problem, Run, read_run
+from bapo.runs.read import Defect, Run, read_run
 from bapo.runs.statistics import measures
 from tests.compared_runs import COMPARED
 from tests.processes import bapo
+from tests.rollouts import sitting
 from tests.supervised import saved_model, sums, write_rows
 
 LEARN = [
@@ -44,7 +45,7 @@ def test_the_model_writes_the_responses_and_stops(learned):
     policy = load_policy(str(run / "model"), dtype="float32", device="cpu")
     asked = [policy.encode(row["prompt"]) for row in sums()]
     requests = [Request(context, 0, seed, 8) for seed, context in enumerate(asked)]
-    segments = LocalEngine(policy.model).generate(requests, Sampling(0.0, policy.stop_ids), version=0)
+    segments = sitting(LocalEngine(policy.model), requests, Sampling(0.0, policy.stop_ids), version=0)
     written = [policy.decode(segment.tokens).removesuffix("<|im_end|>") for segment in segments]
     right = sum(text == row["response"] for text, row in zip(written, sums(), strict=True))
     assert right >= 95, right
@@ -75,19 +76,19 @@ def test_the_run_is_read_and_reported(learned, tmp_path):
     run, _, _ = learned
     read = read_run(run)
     assert isinstance(read, Run)
-    assert (read.supervised, read.planned, len(read.updates), read.rollouts) == (True, 480, 480, [])
+    assert (read.sft, read.planned, len(read.updates), read.rollouts) == (True, 480, 480, [])
     values = measures(read)
     assert values["held_out"] == read.evals[-1]["held_out/loss"]
     assert values["held_out_before"] > 2
     assert bapo("report", run, "--out", tmp_path / "one.html").returncode == 0
     page = embedded(tmp_path / "one.html")
     assert page["title"] == "sft, model"
-    assert [figure["id"] for figure in page["figures"]] == ["supervised"]
+    assert [figure["id"] for figure in page["figures"]] == ["sft"]
     train, held_out = page["figures"][0]["panels"][:2]
     assert (train["key"], held_out["key"]) == ("imitation/loss", "held_out/loss")
     assert held_out["series"][0]["x"] == [0, 100, 200, 300, 400, 480]
-    assert (page["table"]["rows"], len(page["supervised"]["rows"])) == ([], 1)
-    assert page["supervised"]["rows"][0]["cells"]["held_out"]["text"] == f"{values['held_out']:.3f}"
+    assert (page["table"]["rows"], len(page["sft"]["rows"])) == ([], 1)
+    assert page["sft"]["rows"][0]["cells"]["held_out"]["text"] == f"{values['held_out']:.3f}"
 
 
 def test_a_report_of_both_kinds_of_runs(learned, tmp_path):
@@ -96,14 +97,14 @@ def test_a_report_of_both_kinds_of_runs(learned, tmp_path):
     shutil.copytree(run, here / "warm", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(COMPARED / "reuse-2" / "bapo" / "seed-0", here / "rl")
     found = write_report([here], here / "report.html")
-    assert [(arm.objective, arm.supervised) for arm in found.arms] == [("bapo", False), ("sft", True)]
-    assert found.problems == []
+    assert [(arm.objective, arm.sft) for arm in found.arms] == [("bapo", False), ("sft", True)]
+    assert found.defects == []
     page = embedded(here / "report.html")
     assert page["title"] == "bapo, reuse 2, with supervised runs"  # not "bapo against sft"
     assert [row["arm"] for row in page["table"]["rows"]] == [0]
-    assert [row["arm"] for row in page["supervised"]["rows"]] == [1]
+    assert [row["arm"] for row in page["sft"]["rows"]] == [1]
     arms = {series["arm"] for figure in page["figures"] for panel in figure["panels"] for series in panel["series"]
-            if "arm" in series and figure["id"] == "supervised"}  # fmt: skip
+            if "arm" in series and figure["id"] == "sft"}  # fmt: skip
     assert arms == {1}
     assert page["samples"][1]["note"] == "Supervised training samples no responses."
     assert page["samples"][0]["shown"]
@@ -132,7 +133,7 @@ def test_damage_is_named(learned, tmp_path, name, change, reason):
     run = shutil.copytree(learned[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
     (run / name).write_text(change((run / name).read_text()))
     problem = read_run(run)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, Defect)
     assert (problem.kind, reason in problem.message) == ("damaged", True), problem.message
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.stream import ProblemStream
 from bapo.train.build import build, learner_settings
-from bapo.train.loop import Parts, Progress, admit, learn, train
+from bapo.train.loop import Parts, RunState, admit, learn, take_step
 from bapo.train.run import resume, start
 from bapo.train.scoring import score
 from bapo.types import Problem, Score
@@ -85,11 +86,15 @@ def tiny_parts(objective, buffer):
     )
 
 
+def unwatched(what):
+    return nullcontext()
+
+
 @pytest.mark.parametrize("objective", ["bapo", "grpo"])
 def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
     parts = tiny_parts(objective, Buffer(batch_groups=8, reuse=4, max_staleness=16))
-    rewards = []
-    train(parts, Progress(), after_step=lambda record: rewards.append(record.rollout["reward"]))
+    state = RunState()
+    rewards = [take_step(parts, state, unwatched).rollout["reward"] for _ in range(parts.config.steps)]
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-3:]) / 3 > 0.7
 
@@ -99,8 +104,9 @@ def test_groups_that_grow_too_old_are_not_told_as_learned():
     parts = tiny_parts("grpo", Buffer(batch_groups=99, reuse=2, max_staleness=1))
     told, counts, rollout = [], [], []
     for version in (0, 1):
-        admit(parts, Progress(groups=100 * version))
-        groups = parts.scheduler.run(parts.engine, version=version).groups
+        admit(parts, RunState(groups=100 * version))
+        parts.engine.load(parts.learner.weights(), version=version)
+        groups = parts.scheduler.run(parts.engine).groups
         groups = score(groups, parts.task, parts.policy.decode, parts.overlong).groups
         varied = [group for group in groups if len({t.reward for t in group.trajectories}) > 1]
         counts.append(len(varied))
@@ -151,7 +157,7 @@ def test_one_seed_is_one_result_bit_for_bit(plain, tmp_path):
 
 
 def test_being_watched_changes_nothing(plain, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
     monkeypatch.setattr("bapo.screen.watch.LINE_SECONDS", 0)
     identical(plain, run(tmp_path, "watched"))
     told = capsys.readouterr().out

@@ -1,10 +1,12 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from bapo.core.advantages import ADVANTAGES, dr_grpo, gae, grpo, rloo, to_tokens
+from bapo.core.settings import AdvantageName
 
 REWARDS = torch.tensor([1.0, 0.0, 5.0, 0.0, 1.0, 5.0, 2.0])
 GROUPS = torch.tensor([0, 0, 1, 0, 0, 1, 2])  # sizes 4, 2, 1; group 1 is all equal
@@ -109,3 +111,7 @@ def test_bad_gae_is_refused():
         gae(ones, ones[:, :2], ones.bool())
     with pytest.raises(ValueError, match=r"lam=1\.5 must lie in"):
         gae(ones, ones, ones.bool(), lam=1.5)
+
+
+def test_the_names_that_need_no_torch_are_those_of_the_estimators():
+    assert get_args(AdvantageName) == tuple(ADVANTAGES)

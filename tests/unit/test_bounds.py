@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import LEAST_WEIGHT, fixed_bounds, positive_share, weight_of_remainder
+from bapo.core.clip_bounds import LEAST_WEIGHT, fixed_bounds, positive_share, weight_of_remainder
 from bapo.core.table import CPU_CHUNK, binned_sums, compared_sums, grids_of
 from tests.reference import search
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo.buffer import Buffer, BufferMetrics
+from bapo.buffer import Buffer, BufferMetrics, NoBatch
 from bapo.types import Group, Problem, Status, Trajectory, group_from_state, group_state
 
 
@@ -53,7 +53,7 @@ def flat(batches: Sequence[Sequence[int]]) -> list[int]:
 def drain(buffer: Buffer, version: int) -> list[list[int]]:
     """Draw until the passes are done; one update per draw, from `version` on."""
     batches = []
-    while batch := buffer.draw(version=version):
+    while isinstance(batch := buffer.draw(version=version), list):
         batches.append(ids(batch))
         version += 1
     return batches
@@ -69,7 +69,7 @@ def test_one_pass_visits_every_group_once_in_batches_of_even_size():
     batches = drain(buffer, 0)
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert sorted(flat(batches)) == [0, 1, 2, 3, 4]
-    assert buffer.draw(version=3) == []
+    assert buffer.draw(version=3) is NoBatch.DONE
     assert buffer.metrics() == BufferMetrics(adds=1, draws=3, added=5, fresh=5, retired=5)
 
 
@@ -107,7 +107,7 @@ def test_a_burst_makes_larger_batches_not_more_of_them():
 
 
 def test_draw_before_any_rollout_is_empty():
-    assert Buffer(batch_groups=1, max_staleness=0).draw(version=0) == []
+    assert Buffer(batch_groups=1, max_staleness=0).draw(version=0) is NoBatch.DONE
 
 
 def test_groups_without_signal_are_refused_and_counted():
@@ -125,7 +125,7 @@ def test_groups_without_signal_are_refused_and_counted():
 def test_a_rollout_without_signal_leaves_nothing_to_draw_and_lets_the_next_be_added():
     buffer = Buffer(batch_groups=4, max_staleness=0)
     buffer.add([group(0, 0, rewards=(1.0, 1.0))], version=0)
-    assert buffer.draw(version=0) == []
+    assert buffer.draw(version=0) is NoBatch.DONE
     buffer.add(groups([1], 0), version=0)
     assert drain(buffer, 0) == [[1]]
 
@@ -319,8 +319,8 @@ def loop(rollouts: list[tuple[list[int], list[int]]], buffers: list[Buffer]) -> 
         yield version, [[] for _ in buffers]
         for jump in cycle(jumps):
             drawn = [buffer.draw(version=version) for buffer in buffers]
-            yield version, drawn
-            if not drawn[0]:
+            yield version, [batch if isinstance(batch, list) else [] for batch in drawn]
+            if drawn[0] is NoBatch.DONE:
                 break
             version += jump
 
@@ -515,16 +515,51 @@ def test_a_group_is_added_once():
         buffer.add(groups([4], 1), version=1)
 
 
-def test_a_rollout_is_not_added_over_unfinished_passes():
+def test_a_rollout_may_be_added_over_unfinished_passes_and_waits_for_its_turn():
     buffer = Buffer(batch_groups=2, reuse=2, max_staleness=8)
     buffer.add(groups(range(3), 0), version=0)
+    assert len(buffer.draw(version=0)) == 2
+    buffer.add(groups([7], 1), version=1)
+    assert buffer.metrics().to_visit == 4 + 2
+    batches = drain(buffer, 1)
+    assert [sorted(batch) for batch in batches[3:]] == [[7], [7]]  # after the first rollout's passes
+    assert sorted(flat(batches[:1])) != [7]
+    assert Counter(flat(batches))[7] == 2
+    alone = Buffer(batch_groups=2, reuse=2, max_staleness=8)
+    alone.add(groups(range(3), 0), version=0)
+    assert drain(alone, 0)[1:] == batches[:3]  # in the order that it would have had alone
+
+
+def test_groups_of_a_rollout_may_come_one_by_one_and_are_drawn_once_it_is_whole():
+    at_once, one_by_one = (Buffer(batch_groups=2, reuse=2, max_staleness=9, seed=3) for _ in range(2))
+    at_once.add(groups(range(5), 0), version=0)
+    for member in groups(range(4), 0):
+        assert one_by_one.add([member], version=0, whole=False).groups == [member]
+        assert one_by_one.draw(version=0) is NoBatch.NOT_YET
+    one_by_one.add(groups([4], 0), version=0)
+    assert drain(one_by_one, 0) == drain(at_once, 0)
+    assert one_by_one.draw(version=9) is NoBatch.DONE
+    assert one_by_one.metrics() == at_once.metrics()
+
+
+def test_add_says_what_it_admitted_and_what_it_filtered():
+    buffer = Buffer(batch_groups=1, max_staleness=0)
+    useful, useless = group(0, 0), group(1, 0, rewards=(1.0, 1.0))
+    admitted = buffer.add([useful, useless], version=0)
+    assert (admitted.groups, admitted.filtered) == ([useful], [useless])
+
+
+def test_a_state_saved_between_two_rollouts_continues_identically():
+    buffer = Buffer(batch_groups=2, reuse=2, max_staleness=9, replay_fraction=0.5, replay_max_age=9, seed=1)
+    buffer.add(groups(range(5), 0), version=0)
     buffer.draw(version=0)
-    with pytest.raises(ValueError, match=r"add at version 1: .* 4 group visits left\. Draw until draw returns \[\]"):
-        buffer.add(groups([7], 1), version=1)
-    assert buffer.metrics().adds == 1
-    for version in (1, 2, 3):
-        assert buffer.draw(version=version)
-    buffer.add(groups([7], 4), version=4)  # the last batch ends the passes; the empty draw need not be seen
+    buffer.add(groups(range(5, 9), 1), version=1)
+    buffer.add(groups([9], 1), version=1, whole=False)
+    restored = Buffer(batch_groups=2, reuse=2, max_staleness=9, replay_fraction=0.5, replay_max_age=9, seed=1)
+    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    assert restored.metrics() == buffer.metrics()
+    assert drain(restored, 1) == drain(buffer, 1)
+    assert restored.draw(version=10) is buffer.draw(version=10) is NoBatch.NOT_YET
 
 
 def test_versions_never_decrease():

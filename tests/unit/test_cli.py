@@ -8,8 +8,8 @@ from bapo.cli import run
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (OSError(28, "No space left on device"), 4, "No space left on device. Nothing was written but scratch files"),
-        (KeyboardInterrupt(), 130, "stopped at once; nothing was written, and the same command begins again."),
+        (OSError(28, "No space left on device"), 4, "No space left on device. Only scratch files were written."),
+        (KeyboardInterrupt(), 130, "stopped. Nothing was written, and the same command begins again."),
     ],
 )
 def test_a_download_that_stopped_says_nothing_of_runs(error, code, message, monkeypatch, tmp_path, capsys):

@@ -1,10 +1,14 @@
+import re
+
 import pytest
+from pydantic import BaseModel
 
 from bapo.cli import run
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores, placed
-from bapo.config.recipe import all_keys, load_config, parse_config
+from bapo.config.recipe import all_keys, load_config, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
+from bapo.config.sft import SftConfig
 
 
 def refused(values):
@@ -70,13 +74,49 @@ def test_presets_and_overrides_make_clip_settings():
         ({"learn": {"lr": False}}, ["learn.lr = False: give a number"]),
         ({"offpolicy": {"partial_budget": 100, "partial_max_age": 15}}, ["partial_max_age=15 plus the 3 further"]),
         ({"eval": {"also_at": [0.6, -1.0]}}, ["eval.also_at.1 = -1.0"]),
-        ({"eval": {"also_at": [0.6, 1.0]}}, ["eval.also_at=[0.6, 1.0]", "eval.temperature=1", "Name each once"]),
+        (
+            {"eval": {"also_at": [0.6, 1.0]}},
+            ["eval.also_at=[0.6, 1.0]", "eval.temperature=1", "each temperature once"],
+        ),
     ],
 )
 def test_impossible_configurations_say_which_keys_and_what_to_do(values, parts):
     message = refused(values)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": True}, "epochs = True: give a number, not a switch"),
+        ({"learn": {"lr": True}}, "learn.lr = True: give a number, not a switch"),
+        ({"seed": -1}, "seed = -1: "),
+        ({"learn": {"lr": float("inf")}}, "learn.lr = inf: "),
+        ({"threads": -1}, "threads = -1: "),
+        ({"model": {"lora": {"alpha": 16}}}, "model.lora.alpha=16.0 does nothing with model.lora.rank=0"),
+        ({"device": "cpu", "learn": {"compile": True}}, "learn.compile=true is for CUDA"),
+    ],
+)
+def test_supervised_training_is_checked_as_strictly(values, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_sft_config(values, source="test")
+
+
+def test_shared_keys_mean_the_same_in_both_configurations():
+    def described(section, prefix=""):
+        for name, info in section.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+                yield from described(info.annotation, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", (info.annotation, info.metadata, info.description)
+
+    ours, theirs = dict(described(Config)), dict(described(SftConfig))
+    shared = ours.keys() & theirs.keys()
+    assert {"seed", "out", "device", "threads", "checkpoint_keep", "learn.lr", "learn.compile", "model.path"} <= shared
+    for key in shared - {"checkpoint_every"}:  # steps, and updates
+        assert ours[key] == theirs[key], key
+    assert all(description for _, _, description in (ours | theirs).values())
 
 
 def test_everything_wrong_is_listed_at_once():
@@ -130,7 +170,7 @@ def test_device_and_dtype_are_decided_once_and_kept():
     chosen = resolve(parse_config({"device": "cpu", "model": {"dtype": "bfloat16"}}, source="test"))
     assert (chosen.device, chosen.model.dtype) == ("cpu", "bfloat16")
     if not cuda:
-        with pytest.raises(ConfigError, match=r"device='cuda', but torch sees no CUDA device here.*device='cpu'"):
+        with pytest.raises(ConfigError, match=r"device='cuda', but torch sees no CUDA device.*device='cpu'"):
             resolve(parse_config({"device": "cuda"}, source="test"))
 
 
@@ -151,8 +191,8 @@ def test_a_device_that_is_not_there_is_refused_in_one_sentence(command, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run([*command, "--device", "cuda"]) == 2
     assert capsys.readouterr().err == (
-        "bapo: device='cuda', but torch sees no CUDA device here. Run on a machine with one and a CUDA build of torch; "
-        "what is begun anew can also have device='cpu'.\n"
+        "bapo: device='cuda', but torch sees no CUDA device on this machine. Use a machine that has one, with a CUDA "
+        "build of torch, or start a new run with device='cpu'.\n"
     )
 
 

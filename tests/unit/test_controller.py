@@ -110,3 +110,16 @@ def test_all_ranks_share_their_tables_and_their_errors(tmp_path):
     assert alone != share
     assert "advantages" in error
     assert other[4] == "share is nan: True"  # the peer's loss will be NaN too, and it did not wait for the other rank
+
+
+def test_bounds_are_named_once_for_every_log():
+    out = BoundController(SETTINGS).policy_loss(*batch(), denominator=1.0)
+    searched = out.bounds.metrics()
+    assert [*searched] == ["clip_low", "clip_high", "share", "share_at_start", "share_at_end", "stop"]
+    assert searched.items() <= out.metrics.items()
+    assert searched["clip_low"] is out.bounds.low
+    assert [*out.bounds.metrics(ends=False)] == ["clip_low", "clip_high", "share", "stop"]
+    given = policy_loss(*batch(), objective="grpo").bounds
+    assert [*given.metrics()] == ["clip_low", "clip_high", "share"]
+    weighed = bounds_from_table(table(0), ClipSettings(target_share=0.9, remainder="weigh"))
+    assert weighed.metrics()["negative_weight"] is weighed.negative_weight

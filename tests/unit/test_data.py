@@ -191,7 +191,7 @@ def test_a_template_survives_braces_and_is_put_once(tmp_path):
     with_it, without = load_problems([path], template=template)[0][0], load_problems([path])[0][0]
     assert with_it.prompt == f"p\n{BOXED}"
     assert with_it.id == without.id
-    with pytest.raises(ValueError, match=r"no place for the problem. Write {prompt} where it goes"):
+    with pytest.raises(ValueError, match=r"no place for the prompt. Write {prompt} where the prompt belongs"):
         load_problems([path], template="Think hard.")
 
 
@@ -227,24 +227,24 @@ def test_broken_files_are_refused_with_place_reason_and_remedy(tmp_path):
     good = '{"prompt": "p", "answer": "1"}\n'
     message = refusal(tmp_path, good + '{"prompt": "half')
     assert "bad.jsonl, line 2 is not valid JSON" in message
-    assert "repair this one or remove it" in message
+    assert "Repair this one or remove it" in message
     assert "line 1 holds a JSON list" in refusal(tmp_path, "[1]\n")
     assert "item 2 holds a JSON int" in refusal(tmp_path, f"[{good}, 3]", "bad.json")
     assert "is not valid JSON" in refusal(tmp_path, "[" * 100_000, "deep.json")
     assert "is not valid JSON" in refusal(tmp_path, f"[{good}", "open.json")
-    assert "line 2 is not UTF-8: byte 0xe9" in refusal(tmp_path, good.encode() + "é\n".encode("latin-1"))
-    assert "line 1 is not UTF-8: byte 0xff" in refusal(tmp_path, good.encode("utf-16"))
+    assert "line 2 is not UTF-8: it has byte 0xe9" in refusal(tmp_path, good.encode() + "é\n".encode("latin-1"))
+    assert "line 1 is not UTF-8: it has byte 0xff" in refusal(tmp_path, good.encode("utf-16"))
     for empty in (b"", b"\n \n", b"\xef\xbb\xbf"):
-        assert "holds no rows" in refusal(tmp_path, empty)
-    assert "holds no rows" in refusal(tmp_path, "prompt,answer\n", "bad.csv")
-    assert "line 3 has 3 fields, but its first line names 2" in refusal(
+        assert "has no rows" in refusal(tmp_path, empty)
+    assert "has no rows" in refusal(tmp_path, "prompt,answer\n", "bad.csv")
+    assert "line 3 has 3 fields, but the first line names 2" in refusal(
         tmp_path, "prompt,answer\na,1\na,b,c\n", "b.csv"
     )
     packed = gzip.compress(good.encode() * 1000)
-    assert "damaged or cut short" in refusal(tmp_path, packed[:60], "cut.jsonl.gz")
-    assert "damaged or cut short" in refusal(tmp_path, good, "plain.jsonl.gz")
+    assert "damaged or incomplete" in refusal(tmp_path, packed[:60], "cut.jsonl.gz")
+    assert "damaged or incomplete" in refusal(tmp_path, good, "plain.jsonl.gz")
     assert "cannot be read as parquet" in refusal(tmp_path, b"PAR1 no", "bad.parquet")
-    assert "ends in .xlsx" in refusal(tmp_path, good, "bad.xlsx")
+    assert "has the ending .xlsx" in refusal(tmp_path, good, "bad.xlsx")
 
 
 def test_rows_that_make_no_problem_are_refused_with_the_columns_they_have(tmp_path):
@@ -254,15 +254,15 @@ def test_rows_that_make_no_problem_are_refused_with_the_columns_they_have(tmp_pa
     assert "It has text, meta (meta.gold)" in message
     assert "prompt_column" in message
     message = refusal(tmp_path, '{"prompt": "p", "x": 1}', answer_column="reward_model.ground_truth")
-    assert "named by answer_column='reward_model.ground_truth'" in message
+    assert "there is no column for answer_column='reward_model.ground_truth'" in message
     assert "holds '3' (int)" in refusal(tmp_path, '{"prompt": 3, "answer": "1"}')
     picture = '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}'
     assert "only text can be read" in refusal(tmp_path, picture)
     message = refusal(tmp_path, '{"prompt": "p", "answer": null}')
     assert "gave no problem: 1 rows read, 0 kept; left out: 1 without an answer" in message
-    with pytest.raises(ValueError, match="is no list of names"):
+    with pytest.raises(ValueError, match="is not a list of names"):
         load_problems([])
-    with pytest.raises(ValueError, match="is no list of names"):
+    with pytest.raises(ValueError, match="is not a list of names"):
         load_problems("gsm8k")
 
 
@@ -359,5 +359,5 @@ def test_training_on_test_problems_is_refused_and_can_be_undone(tmp_path):
     assert len(DataTask(kept, test, length_scorer).train) == 2
     # problems from elsewhere have other ids: their text is compared
     assert len(without_overlap([problem("x", f"q  {BOXED}")], [problem("y", "q")])[1]) == 1
-    with pytest.raises(ValueError, match="two training problems have the same id"):
+    with pytest.raises(ValueError, match="two training problems have the same id 'a'"):
         DataTask([problem("a", "p"), problem("a", "q")], [], length_scorer)

@@ -82,9 +82,11 @@ def test_named_columns_and_errors(tmp_path):
     named = {"prompt_column": "extra_info.question", "response_column": "extra_info.answer"}
     (found,), _ = load_demonstrations([path], **named, template="<{prompt}>")
     assert (found.prompt, found.response) == ("<q>", "a")
-    with pytest.raises(ValueError, match=r"line 1 has no response.*response, completion.*Name the right one with resp"):
+    with pytest.raises(
+        ValueError, match=r"line 1 has no response.*response, completion.*Name the right column with resp"
+    ):
         load_demonstrations([path])
-    with pytest.raises(ValueError, match=r"column 'response' holds '3' \(int\). A response is text"):
+    with pytest.raises(ValueError, match=r"column 'response' holds '3' \(int\). A response must be text"):
         load_demonstrations([lines(tmp_path / "bad.jsonl", [{"prompt": "p", "response": 3}])])
     with pytest.raises(ValueError, match="gave no demonstration: 1 rows read, 0 kept"):
         load_demonstrations([lines(tmp_path / "bad.jsonl", [{"prompt": "p", "response": " "}])])

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from bapo import ClipSettings, policy_loss
-from bapo.core.bounds import StopReason, positive_share, solve_bounds
+from bapo.core.bounds import StopReason, solve_bounds
+from bapo.core.clip_bounds import positive_share
 from bapo.core.objectives import OBJECTIVES
 from bapo.diagnose.diagnosis import as_json, diagnose
-from bapo.diagnose.dumps import Dump, Update, read_dump
+from bapo.diagnose.dumps import Dump, LoggedUpdate, read_dump
+from bapo.diagnose.findings import CHECKS, find
 from bapo.diagnose.measure import SETTINGS, Fate, Signal, measure, total
 from bapo.diagnose.page import html_page
-from bapo.diagnose.problems import CHECKS, find_problems
 from bapo.diagnose.tables import bounds
 from bapo.diagnose.text import print_diagnosis
 
@@ -49,7 +50,7 @@ def batch(drift=0.2, temperature=1.0, longer=1.0, top=None, responses=128, seed=
         used = np.where(used >= np.sort(used)[:, [-top]], used, -np.inf)
     token = (softmax(used)[state] + random.gumbel(size=(len(ids), sampler.shape[1]))).argmax(-1)
     learner = softmax(sampler + random.normal(0, drift, sampler.shape))
-    return Update(
+    return LoggedUpdate(
         name="1",
         logprobs=learner[state, token].astype(np.float32),
         behavior_logprobs=softmax(sampler)[state, token].astype(np.float32),
@@ -72,7 +73,7 @@ def tensors(update):
 
 
 def names(update):
-    return {problem.name for problem in find_problems([update])}
+    return {finding.name for finding in find([update])}
 
 
 def changed(update, name, here, value):
@@ -132,7 +133,7 @@ def test_a_batch_by_hand():
     # Ratios 2, 1 (positive) and 0.5, 1 (negative), advantages 1 and -1; responses of two tokens each.
     logprobs = np.log([0.5, 0.25, 0.1, 0.25])
     behavior = np.log([0.25, 0.25, 0.2, 0.25])
-    update = Update("x", logprobs, behavior, np.array([1.0, 1, -1, -1]), np.array([0, 0, 1, 1]))
+    update = LoggedUpdate("x", logprobs, behavior, np.array([1.0, 1, -1, -1]), np.array([0, 0, 1, 1]))
     numbers = measure(update)
     assert numbers.shares["gradient"]["unclipped"].share == pytest.approx(3 / 4.5)
     assert numbers.shares["gradient"]["(0.8, 1.2)"].share == pytest.approx(0.5)
@@ -219,7 +220,7 @@ def test_every_problem_has_a_case():
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_problems_are_found(name):
-    (found,) = (problem for problem in find_problems([BROKEN[name], CLEAN]) if problem.name == name)
+    (found,) = (finding for finding in find([BROKEN[name], CLEAN]) if finding.name == name)
     assert found.evidence
     assert found.action
     assert found.updates == [BROKEN[name].name]
@@ -228,7 +229,7 @@ def test_problems_are_found(name):
 def test_problems_of_updates_with_one_name_are_all_counted():
     updates = [BROKEN["one_sign"], CLEAN, BROKEN["one_sign"]]
     assert len({update.name for update in updates}) == 1
-    (found,) = (problem for problem in find_problems(updates) if problem.name == "one_sign")
+    (found,) = (finding for finding in find(updates) if finding.name == "one_sign")
     assert found.updates == ["1", "1"]
 
 
@@ -251,14 +252,13 @@ def test_the_mean_ratio_accuses_nobody_whose_learner_is_far_away():
 
 def test_shift_in_the_other_direction():
     assert (
-        "one token ahead"
-        in find_problems([replace(CLEAN, behavior_logprobs=np.roll(CLEAN.behavior_logprobs, -1))])[0].evidence
+        "one token ahead" in find([replace(CLEAN, behavior_logprobs=np.roll(CLEAN.behavior_logprobs, -1))])[0].evidence
     )
-    assert "one token behind" in find_problems([BROKEN["shifted"]])[0].evidence
+    assert "one token behind" in find([BROKEN["shifted"]])[0].evidence
 
 
 def test_temperature_is_named():
-    (found,) = (p for p in find_problems([BROKEN["temperature"]]) if p.name == "temperature")
+    (found,) = (p for p in find([BROKEN["temperature"]]) if p.name == "temperature")
     assert re.search(r"sampled at 0\.(5|6)\d* times the temperature", found.evidence)
 
 
@@ -292,7 +292,7 @@ def test_advice_on_entropy_counts_both_quadrants_of_each_side():
 @pytest.mark.parametrize(
     ("update", "said"),
     [
-        (batch(drift=0.3), ["A fixed clip will do", "adaptive bounds would stay", "Do not take the `paper` preset"]),
+        (batch(drift=0.3), ["A fixed clip will do", "adaptive bounds would stay", "Do not use the `paper` preset"]),
         (
             batch(drift=0.01, longer=3.0),
             ["The clip cannot repair the balance", "0.0% of ratios lie outside", "3.0 times as long", "sequence_mean"],
@@ -367,7 +367,7 @@ def test_advice_is_short_and_says_what_the_numbers_say():
 def test_what_is_not_known_is_said():
     bare = replace(CLEAN, entropy=None, staleness=None, rewards=None, sequence_ids=None, anchor=None)
     unknown = " ".join(diagnose(Dump([bare], {"behavior_logprobs": "old_log_probs"})).unknown)
-    for part in ("old_log_probs was recomputed", "No entropies", "No versions", "No rewards", "No responses"):
+    for part in ("recomputed old_log_probs", "log entropies", "log staleness", "log rewards", "log sequence_ids"):
         assert part in unknown
     assert len(diagnose(Dump([CLEAN], {"behavior_logprobs": "rollout_log_probs"})).unknown) == 1
 
@@ -422,7 +422,7 @@ def test_command_refuses_with_a_reason(tmp_path):
         ([tmp_path / "a.npz"], "It has: x [3]"),
         ([tmp_path / "a.npz", "--map", "logprobs"], "--map logprobs must have the form"),
         ([tmp_path / "none"], "does not exist"),
-        ([tmp_path / "a.npz", "--html", tmp_path / "no" / "a.html"], "is no directory"),
+        ([tmp_path / "a.npz", "--html", tmp_path / "no" / "a.html"], "is not a directory"),
         ([], "DUMP"),
     ):
         done = bapo(*arguments)

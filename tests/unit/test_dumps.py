@@ -283,11 +283,11 @@ def test_files_that_are_no_dump(tmp_path):
     pickle.write_bytes(b"x")
     for path in (pickle, tmp_path):
         message = refused(path)
-        assert "runs code when it is opened" in message
+        assert "Opening a pickle runs code" in message
         assert "save_file" in message
     assert "does not exist" in refused(tmp_path / "b.npz")
     (tmp_path / "a.csv").write_text("x")
-    assert "ends in .csv" in refused(tmp_path / "a.csv")
+    assert "has the ending .csv" in refused(tmp_path / "a.csv")
     (tmp_path / "empty").mkdir()
     assert "holds: nothing" in refused(tmp_path / "empty")
 
@@ -298,7 +298,7 @@ def test_files_that_are_no_dump(tmp_path):
         ({"logprobs": None}, ["no column for logprobs", "per_token_logps", "mask [2, 3]", "--map logprobs=COLUMN"]),
         ({"behavior_logprobs": None}, ["no column for behavior_logprobs", "old_log_probs", "rollout_log_probs"]),
         ({"advantages": None}, ["no column for advantages"]),
-        ({"mask": None}, ["padded arrays [2, 3] and no mask", "response_mask"]),
+        ({"mask": None}, ["padded arrays [2, 3] but no mask", "response_mask"]),
         ({"mask": MASK * 0}, ["selects no token in any of 1 updates"]),
         ({"mask": MASK * 0.5}, ["values other than 0 and 1"]),
         ({"behavior_logprobs": BEHAVIOR[:, :2]}, ["behavior_logprobs has shape [2, 2]", "logprobs has shape [2, 3]"]),

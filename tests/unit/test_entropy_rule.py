@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from bapo import ClipBounds, ClipSettings
 from bapo.core.entropy_rule import (
     QUADRANTS,
-    diagnose,
     exact_entropy_change,
     predicted_entropy_change,
     quadrant_masses,
@@ -18,6 +17,7 @@ from bapo.core.entropy_rule import (
     response_statistics,
     share_statistics,
     staleness_histogram,
+    update_statistics,
 )
 from bapo.core.objectives import Tokens, clipped_surrogate, retained_by
 from bapo.types import LOG_RATIO_EDGES
@@ -167,10 +167,10 @@ def test_length_by_correctness():
     )
 
 
-def test_diagnose_gathers_everything():
+def test_update_statistics_gathers_everything():
     tokens, entropy, retained = one_state(0.8, 1.2)
     bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2), torch.tensor(0.5))
-    metrics = diagnose(tokens, retained, settings=ClipSettings(), bounds=bounds, entropy=entropy)
+    metrics = update_statistics(tokens, retained, settings=ClipSettings(), bounds=bounds, entropy=entropy)
     wanted = {
         "share_unclipped",
         "share_fixed",
@@ -186,7 +186,7 @@ def test_diagnose_gathers_everything():
     assert wanted <= metrics.keys()
     assert sum(metrics[f"{q}_{f}"] for q in QUADRANTS for f in ("retained", "blocked")).item() == pytest.approx(1)
     assert metrics["entropy"].item() == pytest.approx(entropy[0].item())
-    assert "entropy" not in diagnose(tokens, retained, settings=ClipSettings(), bounds=None)
+    assert "entropy" not in update_statistics(tokens, retained, settings=ClipSettings(), bounds=None)
 
 
 def test_masked_tokens_count_nowhere():

@@ -130,7 +130,7 @@ def test_ctrl_c_says_how_to_continue_and_nothing_is_lost(whole, tmp_path):
 
     again = bapo(*ARGUMENTS, "--out", out)
     assert again.returncode == 0, again.stderr
-    assert f"{saved} of 10 problems were done before" in again.stdout
+    assert f"{saved} of 10 problems were already done" in again.stdout
     assert contents(out) == contents(whole)
 
 
@@ -138,7 +138,7 @@ def test_a_complete_evaluation_is_shown_again_without_sampling(whole, capsys):
     before = contents(whole)
     assert run([*ARGUMENTS, "--out", str(whole)]) == 0
     output = capsys.readouterr().out
-    assert "10 of 10 problems were done before" in output
+    assert "10 of 10 problems were already done" in output
     assert "eta" not in output
     assert "pass@4" in output
     assert contents(whole) == before
@@ -198,7 +198,7 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path, capsys):
         policy.model.lm_head.weight += 1e-4
     policy.model.save_pretrained(model)
     assert run(arguments) == 2
-    assert "the model has other weights now" in capsys.readouterr().err
+    assert "the model's weights have changed" in capsys.readouterr().err
 
 
 def test_the_fingerprint_sees_every_value_of_every_weight():
@@ -220,7 +220,7 @@ def test_the_same_command_finds_its_directory_again(tmp_path, monkeypatch, capsy
     arguments = ["eval", "--model", "demo", "--data", "countdown", "--k", "2", "--problems", "2", "--threads", "1"]
     assert run(arguments) == 0
     assert run(arguments) == 0
-    assert "2 of 2 problems were done before" in capsys.readouterr().out
+    assert "2 of 2 problems were already done" in capsys.readouterr().out
     assert run([*arguments, "--seed", "5"]) == 0
     assert len(list((tmp_path / "evals").glob("demo-*"))) == 2
 
@@ -279,7 +279,7 @@ def test_a_damaged_directory_is_not_continued(whole, tmp_path, capsys):
         (["--model", "demo", "--data", "countdown", "--max-tokens", "400"], 2, "Set --max-tokens 1"),
         (["--model", "demo", "--data", "countdown", "--chat-option", "x"], 2, "KEY=VALUE"),
         (["--model", "demo", "--data", "countdown", "--out", "/proc/nowhere"], 2, "Choose another place"),
-        (["--model", "demo", "--data", "countdown", "--out", "."], 2, "so it is no evaluation"),
+        (["--model", "demo", "--data", "countdown", "--out", "."], 2, "so it is not an evaluation"),
     ],
 )
 def test_usage_and_exit_codes(arguments, code, message, tmp_path, monkeypatch, capsys):
@@ -346,7 +346,7 @@ def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
     again = bapo(*command, cwd=tmp_path, env=environment)
     assert again.returncode == 2
     assert "fingerprints.own" in again.stderr
-    assert "its problems, or how they are put to the model, are others now" in again.stderr
+    assert "its problems, or the prompts made of them, have changed" in again.stderr
 
 
 def test_answers_are_verified_and_vote(tmp_path, capsys):

@@ -16,7 +16,7 @@ from bapo.evaluate.figures import figures, powers_up_to, problem_figures, result
 from bapo.evaluate.page import page
 from bapo.evaluate.progress import LiveProgress, PlainProgress, failure_note, make_progress, results_table
 from bapo.evaluate.settings import Settings
-from bapo.screen.watch import Sampled
+from bapo.rollout.engine import Sampled
 
 IDENTITY = {"model": "m", "k": 4, "temperature": 0.6, "max_tokens": 9, "seed": 0, "versions": {"bapo": "0"}}
 
@@ -95,7 +95,7 @@ def test_without_answers_there_is_no_majority():
     assert found["data_sets"]["e"]["maj"]["value"] == 0.5  # b has no votes and counts 0, c is right
     assert found["mean_over_data_sets"]["maj"] is None
     assert found["overall"]["maj"] is None  # d could not vote, which is no wrong vote
-    assert "maj is missing where the verifier names no answers" in page(rows, found)
+    assert "maj@k is missing where the verifier does not extract the answers" in page(rows, found)
 
 
 def test_data_sets_and_problems_are_averaged_apart():
@@ -124,7 +124,10 @@ def test_the_table_of_the_terminal():
 def test_what_the_verifier_failed_on_most_is_said():
     other = row("x", *[response(None, failure="no\nmodule 'x'")] * 3, response(1.0), data="other")
     note = failure_note(results([EASY, HARD, other], IDENTITY))
-    assert note == "the verifier failed on 5 of 12 responses, which count 0; 3 times: no module 'x'"
+    assert (
+        note
+        == "the verifier failed on 5 of 12 responses, which count 0; the most frequent cause (3 times): no module 'x'"
+    )
     assert failure_note(results([row("x", response(1.0))], IDENTITY)) == ""
 
 
@@ -205,7 +208,7 @@ def test_plain_progress_counts_only_what_it_did_itself():
         progress.saved([HARD] * 2)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "m: 10 problems, 4 responses each, temperature 0.6, in out"
-    assert lines[1] == "2 of 10 problems were done before"
+    assert lines[1] == "2 of 10 problems were already done"
     assert lines[2] == "4/10 problems  d avg@4 0.375  eta 1:30"  # 6 left at 15 s each
 
 

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo.demo import MAX_RESPONSE_TOKENS, model_path
 from bapo.evaluate import avg_at_k, evaluate, maj_at_k, pass_at_k
-from bapo.rollout.engine import Sampling, Segment
+from bapo.rollout.engine import Sampled, Sampling, Segment
 from bapo.rollout.local.engine import LocalEngine
-from bapo.screen.watch import Sampled
 from bapo.tasks.countdown import Countdown
 from bapo.types import Problem, Score, Status
 
@@ -177,16 +176,18 @@ def test_statistics_refuse_what_has_no_answer():
 
 @dataclass
 class Scripted:
-    """Returns the same segments whatever is asked, and remembers what was."""
+    """Gives the same segments whatever is asked, one at a time, and remembers what was."""
 
     segments: list
     calls: list = field(default_factory=list)
+    left: list = field(default_factory=list)
 
-    def generate(self, requests, sampling, *, version, token_budget=None, watch=None):
-        self.calls.append((list(requests), sampling, version, token_budget))
-        if watch is not None:
-            watch(Sampled(1, len(requests), 3))
-        return self.segments
+    def submit(self, requests, sampling, *, token_budget=None):
+        self.calls.append((list(requests), sampling, token_budget))
+        self.left = list(zip((request.id for request in requests), self.segments, strict=False))
+
+    def collect(self, timeout=None):
+        return [self.left.pop(0)] if self.left else []
 
 
 class Spelled:
@@ -199,32 +200,32 @@ class Spelled:
         return [Score(float(response == problem.answer)) for problem, response in responses]
 
 
-def encode(text):
-    return [ord(letter) for letter in text]
+class Letters:
+    """A speaker whose tokens are letters."""
 
+    def encode(self, text):
+        return [ord(letter) for letter in text]
 
-def decode(ids):
-    return "".join(map(chr, ids))
+    def decode(self, ids):
+        return "".join(map(chr, ids))
 
 
 def said(text, status=Status.STOPPED, entropy=0.5):
-    tokens = encode(text) + ([STOP] if status is Status.STOPPED else [])
+    tokens = Letters().encode(text) + ([STOP] if status is Status.STOPPED else [])
     return Segment(tokens, [-1.0] * len(tokens), [entropy] * len(tokens), [7] * len(tokens), status)
 
 
-def run(engine, *, problems=Spelled.test, k=2, seed=0, task=None, watch=None):
+def run(engine, *, problems=Spelled.test, k=2, seed=0, task=None, tell=None):
     return evaluate(
         engine,
-        encode,
-        decode,
-        task or Spelled(),
+        Letters(),
+        (task or Spelled()).scores,
         problems,
         k=k,
         sampling=Sampling(stop_ids=frozenset({STOP})),
         max_tokens=4,
         seed=seed,
-        version=7,
-        watch=watch,
+        tell=tell,
     )
 
 
@@ -247,11 +248,11 @@ def test_evaluate_by_hand():
 def test_evaluate_asks_once_with_a_seed_of_its_own_for_every_response():
     engine = Scripted([said("ab")] * 4)
     run(engine)
-    ((requests, sampling, version, token_budget),) = engine.calls
+    ((requests, sampling, token_budget),) = engine.calls
     assert [request.context for request in requests] == [[112], [112], [113, 113], [113, 113]]
     assert all((request.position, request.max_new_tokens) == (0, 4) for request in requests)
     assert len({request.seed for request in requests}) == 4
-    assert (sampling.stop_ids, version, token_budget) == ({STOP}, 7, None)
+    assert (sampling.stop_ids, token_budget) == ({STOP}, None)
 
     backwards, other_seed = Scripted([said("ab")] * 4), Scripted([said("ab")] * 4)
     run(backwards, problems=Spelled.test[::-1])
@@ -263,8 +264,8 @@ def test_evaluate_asks_once_with_a_seed_of_its_own_for_every_response():
 def test_a_watch_hears_of_every_response_asked_for():
     told = []
     segments = [said("ab"), said("x"), said("c"), said("c")]
-    assert run(Scripted(segments), watch=told.append) == run(Scripted(segments))
-    assert told == [Sampled(1, 4, 3)]
+    assert run(Scripted(segments), tell=told.append) == run(Scripted(segments))
+    assert told == [Sampled(n, 4, tokens) for n, tokens in ((0, 0), (1, 3), (2, 5), (3, 7), (4, 9))]
 
 
 def test_a_stop_token_is_stripped_only_where_it_stopped_the_response():
@@ -285,14 +286,15 @@ def test_summary_has_every_key_and_leaves_out_means_over_nothing():
     assert "eval/entropy" not in run(Scripted([said("", Status.TRUNCATED)] * 4)).summary()
 
 
-def test_evaluate_refuses_what_it_cannot_do():
+def test_evaluate_refuses_what_it_cannot_do(monkeypatch):
+    monkeypatch.setattr("bapo.rollout.engine.QUIET_SECONDS", 0)
     with pytest.raises(ValueError, match="k=0"):
         run(Scripted([]), k=0)
     with pytest.raises(ValueError, match="no problems"):
         run(Scripted([]), problems=[])
     with pytest.raises(ValueError, match="occur twice"):
         run(Scripted([]), problems=[Spelled.test[0]] * 2)
-    with pytest.raises(RuntimeError, match="1 segments for 4"):
+    with pytest.raises(RuntimeError, match="Scripted has sampled nothing"):
         run(Scripted([said("ab")]))
     with pytest.raises(RuntimeError, match=r"'second' came back parked"):
         run(Scripted([said("ab")] * 3 + [said("c", Status.PARKED)]))

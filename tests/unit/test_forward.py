@@ -8,9 +8,11 @@ from torch.testing import assert_close
 from transformers import LlamaForCausalLM
 
 from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, disagreement, hidden_states, layers_of
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.learner import Learner
+from bapo.learn.settings import LearnerSettings
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
+from tests.rollouts import sitting
 from tests.tiny.batches import flat_batch
 from tests.tiny.models import tiny, tiny_config, windowed
 
@@ -123,11 +125,11 @@ def test_a_learner_that_checkpoints_takes_the_same_update_and_leaves_the_sampler
     for checkpointing in (False, True):
         model = copy.deepcopy(start)
         learner = Learner(model, LearnerSettings(objective="grpo", lr=1e-3, activation_checkpointing=checkpointing))
-        updates.append(learner.step([batch]).metrics)
+        updates.append(learner.step_on([batch]).metrics)
         engine = LocalEngine(model, slots=2)
         requests = [Request([3, 4], 0, 1, 5), Request([5], 0, 2, 6)]
-        sampled.append(engine.generate(requests, Sampling(1.0, frozenset({1})), version=1))
-        learner.step([batch])  # and again after sampling
+        sampled.append(sitting(engine, requests, Sampling(1.0, frozenset({1})), version=1))
+        learner.step_on([batch])  # and again after sampling
         updates.append([p.detach().clone() for p in model.parameters()])
         assert not any(module.training for module in model.modules())
     assert updates[0] == updates[2]

@@ -50,7 +50,7 @@ def test_a_function_gets_the_keywords_it_names(written):
         ("return 1e39", "ValueError: the reward function returned 1e+39, which float32 cannot hold"),
         ("return 'high'", "TypeError: the reward function returned a str, not a number"),
         ("return None", "TypeError: the reward function returned a NoneType, not a number"),
-        ("return {'score': 1}", "TypeError: the reward function returned a dict without 'reward': ['score']"),
+        ("return {'score': 1}", "TypeError: the reward function returned a dict without the key 'reward': ['score']"),
         ("return 1 / 0", "ZeroDivisionError: division by zero"),
         ("raise RuntimeError", "RuntimeError"),
     ],
@@ -112,15 +112,15 @@ def test_one_event_loop_serves_all_batches(written):
 def test_what_cannot_be_found_or_called_is_explained(written):
     with pytest.raises(ValueError, match=r"no module 'nowhere_at_all' in .*test_what_cannot_be_found"):
         FunctionReward("nowhere_at_all:reward")
-    with pytest.raises(ValueError, match="write module:function"):
+    with pytest.raises(ValueError, match="is not of the form module:function"):
         FunctionReward("rewards.py")
     with pytest.raises(ValueError, match=r"has no function 'reword'\. Did you mean reward\?"):
         written("def reward(response): return 1", "reword")
-    with pytest.raises(ValueError, match="imports not_installed_here, which is missing"):
+    with pytest.raises(ValueError, match=r"imports not_installed_here, which is missing\. Install it"):
         written("import not_installed_here")
     with pytest.raises(ValueError, match=r"failed: SyntaxError"):
         written("def reward(:")
-    with pytest.raises(ValueError, match=r"wants 'solution_str'.*response, answer, prompt, extra"):
+    with pytest.raises(ValueError, match=r"requires the parameter 'solution_str'.*response, answer, prompt, extra"):
         written("def reward(solution_str): return 1")
     with pytest.raises(ValueError, match="concurrency=0"):
         written("def reward(response): return 1", concurrency=0)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.learner import Learner
+from bapo.learn.settings import LearnerSettings
 from bapo.models import load_policy, smollm2
 from bapo.models.export import save_policy
 from tests.tiny.families import FAMILIES, SIZES, make_tokenizer

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from bapo.rollout.cuda.decoder import unsupported
-from bapo.rollout.cuda.graphs import GraphEngine, batch_sizes, in_process_engine
+from bapo.rollout.cuda.engine import GraphEngine
+from bapo.rollout.cuda.graphs import batch_sizes
 from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.in_process import engine_for
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import (
@@ -20,6 +22,7 @@ from tests.rollouts import (
     assert_told_right,
     ragged_requests,
     resumed,
+    sitting,
     tokens_of,
 )
 from tests.tiny.models import STOP, tiny
@@ -34,9 +37,9 @@ def short_requests(count, tokens=3):
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_logprobs_are_a_full_forward_passes_and_tokens_the_general_engines(architecture):
     model, requests = tiny(architecture), short_requests(3)
-    segments = GraphEngine(model, slots=2).generate(requests, SAMPLING, version=3)
+    segments = sitting(GraphEngine(model, slots=2), requests, SAMPLING, version=3)
     assert_matches_teacher_forcing(model, requests, segments, 0.8)
-    assert tokens_of(segments) == tokens_of(LocalEngine(model, slots=2).generate(requests, SAMPLING, version=3))
+    assert tokens_of(segments) == tokens_of(sitting(LocalEngine(model, slots=2), requests, SAMPLING, version=3))
     assert all(segment.versions == [3] * len(segment.tokens) for segment in segments)
     assert {segment.status for segment in segments} <= {Status.STOPPED, Status.TRUNCATED}
 
@@ -44,11 +47,11 @@ def test_logprobs_are_a_full_forward_passes_and_tokens_the_general_engines(archi
 @pytest.mark.parametrize("parked", ["rebuild", "keep"])
 def test_parked_responses_go_on_where_they_stopped(parked):
     model, requests = tiny("llama"), short_requests(4, tokens=4)
-    whole = LocalEngine(model, slots=4).generate(requests, SAMPLING, version=0)
+    whole = sitting(LocalEngine(model, slots=4), requests, SAMPLING, version=0)
     engine = GraphEngine(model, slots=3, parked=parked)
     pieces, rest = [[] for _ in requests], list(enumerate(requests))
     for budget in (5, 3, 100):
-        segments = engine.generate([r for _, r in rest], SAMPLING, version=0, token_budget=budget)
+        segments = sitting(engine, [r for _, r in rest], SAMPLING, version=0, token_budget=budget)
         assert sum(map(len, tokens_of(segments))) <= budget
         assert bool(engine.kept) == (parked == "keep" and any(s.status is Status.PARKED for s in segments))
         for (index, _), segment in zip(rest, segments, strict=True):
@@ -64,12 +67,12 @@ def test_parked_responses_go_on_where_they_stopped(parked):
 
 @pytest.mark.parametrize("budget", [None, 5])
 def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
-    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
-    monkeypatch.setattr("bapo.rollout.cuda.graphs.LOOK", 1)
+    monkeypatch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
+    monkeypatch.setattr("bapo.rollout.cuda.engine.LOOK", 1)
     requests, told = short_requests(3), []
     engine = GraphEngine(tiny("llama"), slots=2)
-    watched = engine.generate(requests, SAMPLING, version=0, token_budget=budget, watch=told.append)
-    assert watched == engine.generate(requests, SAMPLING, version=0, token_budget=budget)
+    watched = sitting(engine, requests, SAMPLING, version=0, token_budget=budget, tell=told.append)
+    assert watched == sitting(engine, requests, SAMPLING, version=0, token_budget=budget)
     assert_told_right(told, watched)
     assert len(told) > 3
 
@@ -78,41 +81,41 @@ def test_slots_kept_for_others_are_given_up_rather_than_waited_for():
     model = tiny("llama")
     first, second = short_requests(2)
     engine = GraphEngine(model, slots=1, parked="keep")
-    begun = engine.generate([first], SAMPLING, version=0, token_budget=1)[0]
+    begun = sitting(engine, [first], SAMPLING, version=0, token_budget=1)[0]
     assert list(engine.kept) == [(first.seed, (*first.context, *begun.tokens))]
-    out = engine.generate([second, resumed(first, begun)], SAMPLING, version=0)
+    out = sitting(engine, [second, resumed(first, begun)], SAMPLING, version=0)
     assert all(segment.status is not Status.PARKED for segment in out)
-    assert begun.tokens + out[1].tokens == LocalEngine(model).generate([first], SAMPLING, version=0)[0].tokens
+    assert begun.tokens + out[1].tokens == sitting(LocalEngine(model), [first], SAMPLING, version=0)[0].tokens
 
 
 def test_equal_contexts_are_prefilled_once_and_diverge():
     model = tiny("llama")
     requests = [Request([5, 6, 7, 8], 0, seed, 2) for seed in (1, 2, 3)]
     engine = GraphEngine(model, slots=4)
-    segments = engine.generate(requests, SAMPLING, version=0)
+    segments = sitting(engine, requests, SAMPLING, version=0)
     assert_matches_teacher_forcing(model, requests, segments, 0.8)
     assert len(set(map(tuple, tokens_of(segments)))) > 1
 
 
 def test_the_cache_grows_when_longer_responses_come(monkeypatch):
-    monkeypatch.setattr("bapo.rollout.cuda.graphs.REACH_STEP", 4)
+    monkeypatch.setattr("bapo.rollout.cuda.engine.REACH_STEP", 4)
     engine = GraphEngine(tiny("llama"), slots=1)
-    engine.generate([Request([5], 0, 1, 2)], SAMPLING, version=0)
+    sitting(engine, [Request([5], 0, 1, 2)], SAMPLING, version=0)
     small = engine.pool
-    engine.generate([Request([5, 6], 0, 1, 1)], SAMPLING, version=0)
+    sitting(engine, [Request([5, 6], 0, 1, 1)], SAMPLING, version=0)
     assert engine.pool is small
-    engine.generate([Request([5, 6, 7, 8], 0, 1, 2)], SAMPLING, version=0)
+    sitting(engine, [Request([5, 6, 7, 8], 0, 1, 2)], SAMPLING, version=0)
     assert (small.reach, engine.pool.reach) == (4, 8)
 
 
 def test_new_weights_are_seen():
     model, requests = tiny("llama"), short_requests(1)
     engine = GraphEngine(model, slots=1)
-    engine.generate(requests, SAMPLING, version=0)
+    sitting(engine, requests, SAMPLING, version=0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.3)
-    assert_matches_teacher_forcing(model, requests, engine.generate(requests, SAMPLING, version=1), 0.8)
+    assert_matches_teacher_forcing(model, requests, sitting(engine, requests, SAMPLING, version=1), 0.8)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -121,13 +124,13 @@ def test_non_finite_logits_name_the_request(temperature):
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
     with pytest.raises(ValueError, match="non-finite logits for request 0"):
-        GraphEngine(model, slots=2).generate(short_requests(1), replace(SAMPLING, temperature=temperature), version=0)
+        sitting(GraphEngine(model, slots=2), short_requests(1), replace(SAMPLING, temperature=temperature), version=0)
 
 
 def test_no_requests_no_budget():
     engine = GraphEngine(tiny("llama"), slots=2)
-    assert engine.generate([], SAMPLING, version=0) == []
-    assert tokens_of(engine.generate(short_requests(2), SAMPLING, version=0, token_budget=0)) == [[], []]
+    assert sitting(engine, [], SAMPLING, version=0) == []
+    assert tokens_of(sitting(engine, short_requests(2), SAMPLING, version=0, token_budget=0)) == [[], []]
 
 
 def test_what_it_cannot_run_is_refused_with_the_reason():
@@ -152,9 +155,9 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
 
 
 def test_on_cpu_the_general_engine_is_chosen():
-    assert isinstance(in_process_engine(tiny("llama"), slots=4), LocalEngine)
+    assert isinstance(engine_for(tiny("llama"), slots=4), LocalEngine)
     with pytest.raises(ValueError, match=r"needs the CUDA engine, .* it is on cpu"):
-        in_process_engine(tiny("llama"), slots=4, parked="keep")
+        engine_for(tiny("llama"), slots=4, parked="keep")
 
 
 def test_batch_sizes_hold_every_number_of_rows():
@@ -166,9 +169,9 @@ def test_batch_sizes_hold_every_number_of_rows():
 def test_kept_keys_and_values_belong_to_their_own_tokens():
     model, engine = tiny("llama"), GraphEngine(tiny("llama"), slots=2, parked="keep")
     twins = [Request([5, 6], 0, 7, 4), Request([9, 8], 0, 7, 4)]  # one seed, two prompts
-    begun = engine.generate(twins, SAMPLING, version=0, token_budget=2)
-    rest = engine.generate([resumed(r, s) for r, s in zip(twins, begun, strict=True)], SAMPLING, version=0)
-    whole = LocalEngine(model).generate(twins, SAMPLING, version=0)
+    begun = sitting(engine, twins, SAMPLING, version=0, token_budget=2)
+    rest = sitting(engine, [resumed(r, s) for r, s in zip(twins, begun, strict=True)], SAMPLING, version=0)
+    whole = sitting(LocalEngine(model), twins, SAMPLING, version=0)
     assert [a.tokens + b.tokens for a, b in zip(begun, rest, strict=True)] == tokens_of(whole)
 
 
@@ -176,22 +179,22 @@ def test_a_sitting_in_between_leaves_kept_slots_alone_while_there_are_free_ones(
     model = tiny("llama")
     first, second = short_requests(2)
     engine = GraphEngine(model, slots=2, parked="keep")
-    begun = engine.generate([first], SAMPLING, version=0, token_budget=1)[0]
-    engine.generate([second], SAMPLING, version=0)
+    begun = sitting(engine, [first], SAMPLING, version=0, token_budget=1)[0]
+    sitting(engine, [second], SAMPLING, version=0)
     assert list(engine.kept.values()) == [engine.kept[first.seed, (*first.context, *begun.tokens)]]
-    out = engine.generate([resumed(first, begun)], SAMPLING, version=0)[0]
-    assert begun.tokens + out.tokens == LocalEngine(model).generate([first], SAMPLING, version=0)[0].tokens
+    out = sitting(engine, [resumed(first, begun)], SAMPLING, version=0)[0]
+    assert begun.tokens + out.tokens == sitting(LocalEngine(model), [first], SAMPLING, version=0)[0].tokens
 
 
 def test_after_a_sitting_that_failed_nothing_is_kept():
     model = tiny("llama")
     first, second = short_requests(2)
     engine = GraphEngine(model, slots=1, parked="keep")
-    engine.generate([first], SAMPLING, version=0, token_budget=1)
+    sitting(engine, [first], SAMPLING, version=0, token_budget=1)
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
     with pytest.raises(ValueError, match="non-finite"):
-        engine.generate([second], SAMPLING, version=0)
+        sitting(engine, [second], SAMPLING, version=0)
     assert not engine.kept
 
 
@@ -200,4 +203,4 @@ def test_weights_of_another_shape_of_model_ask_for_a_new_engine():
     engine = GraphEngine(model, slots=1)
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(ValueError, match="Build a new engine"):
-        engine.generate(short_requests(1), SAMPLING, version=0)
+        sitting(engine, short_requests(1), SAMPLING, version=0)

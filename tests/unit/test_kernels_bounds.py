@@ -11,10 +11,9 @@ import torch
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import bounds_from_parts
+from bapo.core.dispatch import bounds_by_kernel, parts_by_kernel
 from bapo.core.kernels.bounds import BLOCK_TOKENS, MAX_PROGRAMS
 from bapo.core.objectives import MAX_LOG_RATIO, Tokens
-from bapo.core.table import table_parts
 from tests.reference import search
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,12 +28,12 @@ RANGES = [
 
 def parts_of(ratio, advantages, mask, settings, behavior=None, limit=None):
     behavior = None if behavior is None else behavior.to(DEVICE)
-    return table_parts(ratio.to(DEVICE), advantages.to(DEVICE), mask.to(DEVICE), settings, behavior, limit)
+    return parts_by_kernel(ratio.to(DEVICE), advantages.to(DEVICE), mask.to(DEVICE), settings, behavior, limit)
 
 
 def kernel_bounds(ratio, advantages, mask, settings, behavior=None):
     dtype = torch.float64 if ratio.dtype == torch.float64 else torch.float32
-    return bounds_from_parts(parts_of(ratio, advantages, mask, settings, behavior), settings, dtype)
+    return bounds_by_kernel(parts_of(ratio, advantages, mask, settings, behavior), settings, dtype)
 
 
 def values(bounds):
@@ -80,7 +79,7 @@ def test_table_and_bounds_equal_those_of_the_torch_path(measure, weight, order):
         assert_close(parts.sum(1).cpu(), table, rtol=1e-12, atol=1e-12)
         expected = solve_bounds(ratio, advantages, mask, settings, behavior_logprobs=behavior)
         for filled in (parts, table.to(DEVICE)):
-            bounds = bounds_from_parts(filled, settings, torch.float32)
+            bounds = bounds_by_kernel(filled, settings, torch.float32)
             assert values(bounds) == pytest.approx(values(expected), rel=1e-6)
             assert bounds.stop == expected.stop
 
@@ -169,7 +168,7 @@ def test_a_bad_value_poisons_every_entry_and_every_bound(bad, place):
     mask[280] = True
     parts = parts_of(ratio, advantages, mask, settings, behavior)
     assert parts.sum(1).isnan().all()
-    bounds = bounds_from_parts(parts, settings, torch.float32)
+    bounds = bounds_by_kernel(parts, settings, torch.float32)
     assert all(math.isnan(value) for value in values(bounds)[:5])
 
 
@@ -177,7 +176,7 @@ def test_an_infinite_table_has_no_plausible_bounds():
     settings = ClipSettings()
     table = signal_table(torch.ones(3), torch.ones(3), torch.ones(3).bool(), settings)
     table[-2] = math.inf
-    assert all(math.isnan(value) for value in values(bounds_from_parts(table.to(DEVICE), settings, torch.float32))[:5])
+    assert all(math.isnan(value) for value in values(bounds_by_kernel(table.to(DEVICE), settings, torch.float32))[:5])
 
 
 def test_log_probs_give_the_table_of_their_ratios_without_tokens_past_the_limit():
@@ -233,7 +232,7 @@ def test_more_parts_than_one_tile_of_the_second_kernel_holds():
     table = signal_table(ratio, advantages, mask, settings)
     parts = table[:, None] * torch.full((150,), 1 / 128, dtype=torch.float64)
     parts[:, 128:] = 0
-    bounds = bounds_from_parts(parts.to(DEVICE), settings, torch.float32)
+    bounds = bounds_by_kernel(parts.to(DEVICE), settings, torch.float32)
     assert values(bounds) == pytest.approx(values(bounds_from_table(table, settings)))
 
 

@@ -8,8 +8,9 @@ from torch.testing import assert_close
 
 from bapo.core.bounds import solve_bounds
 from bapo.core.settings import ClipSettings
-from bapo.learn.learner import Learner, LearnerSettings, learning_rate
+from bapo.learn.learner import Learner
 from bapo.learn.packing import pack
+from bapo.learn.settings import LearnerSettings, learning_rate
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
@@ -27,7 +28,9 @@ def sampled_groups(policy, count=4, temperature=0.8, version=0):
     """Real rollouts with made-up rewards."""
     scheduler = Scheduler(Sampling(temperature, frozenset({1})), max_response_tokens=12)
     scheduler.admit(new_group(i, Problem(str(i), "", None), [3, 4 + i], responses=3, seed=7) for i in range(count))
-    groups = scheduler.run(LocalEngine(policy, slots=8), version=version).groups
+    engine = LocalEngine(policy, slots=8)
+    engine.load(policy.named_parameters(), version=version)
+    groups = scheduler.run(engine).groups
     for group in groups:
         for index, trajectory in enumerate(group.trajectories):
             trajectory.reward = float(index == group.id % 3)
@@ -107,7 +110,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut(objective, reduction):
     results = []
     for micro_tokens in (10**6, 60, 1):
         learner = Learner(copy.deepcopy(start), settings)
-        update = learner.step(pack(groups, estimator="grpo", micro_tokens=micro_tokens, device=CPU))
+        update = learner.step_on(pack(groups, estimator="grpo", micro_tokens=micro_tokens, device=CPU))
         assert (update.version, learner.version) == (1, 1)
         results.append((update.metrics, [p.detach().clone() for p in learner.model.parameters()]))
     for metrics, parameters in results[1:]:
@@ -123,7 +126,7 @@ def test_m2po_refuses_a_cut_update():
     policy = model()
     batches = pack(sampled_groups(policy), estimator="grpo", micro_tokens=1, device=CPU)
     with pytest.raises(ValueError, match=r"m2po.*Raise learn\.micro_tokens"):
-        Learner(policy, LearnerSettings(objective="m2po", temperature=0.8)).step(batches)
+        Learner(policy, LearnerSettings(objective="m2po", temperature=0.8)).step_on(batches)
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused():
@@ -140,7 +143,7 @@ def test_staleness_is_counted_per_token():
     groups = sampled_groups(policy, version=3)
     learner = Learner(policy, LearnerSettings(temperature=0.8))
     learner.version = 5
-    metrics = learner.step(pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU)).metrics
+    metrics = learner.step_on(pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU)).metrics
     assert metrics["staleness_mean"] == metrics["staleness_max"] == 2
     assert metrics["staleness_histogram"][2] == metrics["tokens"]
 
@@ -153,7 +156,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     for p in policy.parameters():
         p.register_hook(lambda gradient: gradient * float("nan"))
     with pytest.raises(FloatingPointError, match=r"gradient norm is nan at version 0.*Lower learn\.lr"):
-        learner.step(pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU))
+        learner.step_on(pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU))
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert learner.version == 0
 
@@ -182,9 +185,9 @@ def test_a_step_that_failed_half_way_leaves_no_gradient_behind(monkeypatch):
 
     monkeypatch.setattr(broken, "logprobs", fails_on_the_last)
     with pytest.raises(RuntimeError, match="out of memory"):
-        broken.step(batches)
+        broken.step_on(batches)
     monkeypatch.setattr(broken, "logprobs", forward)
-    assert broken.step(batches).metrics["grad_norm"] == whole.step(batches).metrics["grad_norm"]
+    assert broken.step_on(batches).metrics["grad_norm"] == whole.step_on(batches).metrics["grad_norm"]
 
 
 def test_a_head_that_adds_something_is_refused():
@@ -217,8 +220,8 @@ def test_scope_microbatch_solves_bounds_for_each_part_and_reports_their_mean():
         expected.append(solve_bounds(ratio, batch.advantages, torch.ones_like(ratio, dtype=torch.bool), clip))
     assert len({(float(bounds.low), float(bounds.high)) for bounds in expected}) > 1
     settings = LearnerSettings(temperature=0.8, clip=clip, scope="microbatch")
-    metrics = Learner(copy.deepcopy(policy), settings).step(batches).metrics
+    metrics = Learner(copy.deepcopy(policy), settings).step_on(batches).metrics
     for name, values in (("clip_low", [b.low for b in expected]), ("clip_high", [b.high for b in expected])):
         assert metrics[name] == pytest.approx(float(torch.stack(values).mean()), rel=1e-6)
-    together = Learner(copy.deepcopy(policy), LearnerSettings(temperature=0.8, clip=clip)).step(batches).metrics
+    together = Learner(copy.deepcopy(policy), LearnerSettings(temperature=0.8, clip=clip)).step_on(batches).metrics
     assert (together["clip_low"], together["clip_high"]) != (metrics["clip_low"], metrics["clip_high"])

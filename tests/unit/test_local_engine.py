@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from bapo.rollout.engine import Request, Sampling, Segment
+from bapo.rollout.engine import Request, Sampled, Sampling, Segment
 from bapo.rollout.local.engine import LocalEngine, draw
 from bapo.rollout.randomness import mix, response_seed, stream, uniforms
-from bapo.screen.watch import Sampled
 from bapo.types import Status
 from tests.rollouts import (
     assert_matches_teacher_forcing,
     assert_told_right,
     ragged_requests,
     resumed,
+    sitting,
     teacher_forced,
     tokens_of,
 )
@@ -45,7 +45,7 @@ def llama() -> PreTrainedModel:
 def test_logprobs_and_entropies_are_those_of_a_full_forward_pass(architecture, slots):
     model = tiny(architecture)
     requests = ragged_requests()
-    segments = LocalEngine(model, slots=slots).generate(requests, Sampling(0.7, frozenset({STOP})), version=0)
+    segments = sitting(LocalEngine(model, slots=slots), requests, Sampling(0.7, frozenset({STOP})), version=0)
     assert max(len(segment.tokens) for segment in segments) > 20
     assert_matches_teacher_forcing(model, requests, segments, 0.7)
 
@@ -56,7 +56,7 @@ def test_it_runs_under_every_attention_implementation(attention):
     model.set_attn_implementation(attention)
     requests = ragged_requests(6)
     assert_matches_teacher_forcing(
-        model, requests, LocalEngine(model, slots=2).generate(requests, Sampling(), version=0), 1.0
+        model, requests, sitting(LocalEngine(model, slots=2), requests, Sampling(), version=0), 1.0
     )
 
 
@@ -64,7 +64,7 @@ def test_it_runs_under_every_attention_implementation(attention):
 def test_greedy_equals_generate(architecture):
     model = tiny(architecture)
     requests = [replace(request, max_new_tokens=30) for request in ragged_requests(6)]
-    segments = LocalEngine(model, slots=4).generate(requests, Sampling(0.0, frozenset({STOP})), version=0)
+    segments = sitting(LocalEngine(model, slots=4), requests, Sampling(0.0, frozenset({STOP})), version=0)
     for request, segment in zip(requests, segments, strict=True):
         ids = torch.tensor([request.context])
         expected = model.generate(
@@ -78,15 +78,15 @@ def test_greedy_equals_generate(architecture):
 def test_the_columns_are_reused_when_they_run_out():
     # Two slots and thirty responses of 20 tokens take 300 steps; the cache has 24 + 32 columns.
     requests = [Request([5, 6, 7, 8], 0, seed, 20) for seed in range(30)]
-    segments = LocalEngine(LLAMA, slots=2).generate(requests, Sampling(), version=0)
+    segments = sitting(LocalEngine(LLAMA, slots=2), requests, Sampling(), version=0)
     assert {len(segment.tokens) for segment in segments} == {20}
     assert_matches_teacher_forcing(LLAMA, requests, segments, 1.0)
 
 
 def test_prefill_in_small_batches_changes_nothing():
     requests = ragged_requests()
-    whole = LocalEngine(LLAMA).generate(requests, Sampling(), version=0)
-    split = LocalEngine(LLAMA, prefill_tokens=1).generate(requests, Sampling(), version=0)
+    whole = sitting(LocalEngine(LLAMA), requests, Sampling(), version=0)
+    split = sitting(LocalEngine(LLAMA, prefill_tokens=1), requests, Sampling(), version=0)
     assert tokens_of(whole) == tokens_of(split)
 
 
@@ -94,7 +94,7 @@ def test_prefill_in_small_batches_changes_nothing():
 
 
 ALONE = [
-    LocalEngine(LLAMA).generate([r], Sampling(stop_ids=frozenset({STOP})), version=0)[0] for r in ragged_requests()
+    sitting(LocalEngine(LLAMA), [r], Sampling(stop_ids=frozenset({STOP})), version=0)[0] for r in ragged_requests()
 ]
 
 
@@ -103,8 +103,11 @@ ALONE = [
 def test_a_response_does_not_depend_on_slots_order_or_company(order, count, slots):
     requests = ragged_requests()
     chosen = order[:count]
-    segments = LocalEngine(LLAMA, slots=slots).generate(
-        [requests[index] for index in chosen], Sampling(stop_ids=frozenset({STOP})), version=0
+    segments = sitting(
+        LocalEngine(LLAMA, slots=slots),
+        [requests[index] for index in chosen],
+        Sampling(stop_ids=frozenset({STOP})),
+        version=0,
     )
     for index, segment in zip(chosen, segments, strict=True):
         assert segment.tokens == ALONE[index].tokens
@@ -119,13 +122,13 @@ def test_parked_and_resumed_equals_one_sitting(budgets, slots):
     engine = LocalEngine(LLAMA, slots=slots)
     sampling = Sampling(stop_ids=frozenset({STOP}))
     requests = ragged_requests()
-    whole = engine.generate(requests, sampling, version=0)
+    whole = sitting(engine, requests, sampling, version=0)
     tokens: list[list[int]] = [[] for _ in requests]
     logprobs: list[list[float]] = [[] for _ in requests]
     pending = dict(enumerate(requests))
     for budget in [*budgets, None]:
         indices = list(pending)
-        segments = engine.generate([pending[i] for i in indices], sampling, version=0, token_budget=budget)
+        segments = sitting(engine, [pending[i] for i in indices], sampling, version=0, token_budget=budget)
         sampled = sum(len(segment.tokens) for segment in segments)
         if budget is not None:
             # Never more than the budget, and less only if all are complete.
@@ -147,14 +150,14 @@ def test_parked_and_resumed_equals_one_sitting(budgets, slots):
 def test_weights_changed_in_place_between_sittings_are_used(llama):
     engine = LocalEngine(llama, slots=3)
     requests = [replace(request, max_new_tokens=20) for request in ragged_requests(5)]
-    first = engine.generate(requests, Sampling(), version=4, token_budget=37)
+    first = sitting(engine, requests, Sampling(), version=4, token_budget=37)
     rest = [resumed(request, segment) for request, segment in zip(requests, first, strict=True)]
     rest = [request for request in rest if request.max_new_tokens]
-    same = engine.generate(rest, Sampling(), version=4)
+    same = sitting(engine, rest, Sampling(), version=4)
     with torch.no_grad():
         for parameter in llama.parameters():
             parameter.mul_(1.1)
-    second = engine.generate(rest, Sampling(), version=5)
+    second = sitting(engine, rest, Sampling(), version=5)
     assert tokens_of(second) != tokens_of(same)
     assert all(set(segment.versions) <= {4} for segment in first)
     assert all(set(segment.versions) == {5} for segment in second)
@@ -171,7 +174,7 @@ def test_the_engine_holds_the_very_parameters_it_was_given(llama):
 def test_sampling_frequencies_match_the_softmax():
     temperature, count = 1.3, 4000
     requests = [Request([5, 9, 11], 0, response_seed(1, 0, index), 1) for index in range(count)]
-    segments = LocalEngine(LLAMA).generate(requests, Sampling(temperature), version=0)
+    segments = sitting(LocalEngine(LLAMA), requests, Sampling(temperature), version=0)
     expected = teacher_forced(LLAMA, [5, 9, 11], [0], temperature)[0].exp().double().numpy() * count
     observed = np.bincount([segment.tokens[0] for segment in segments], minlength=VOCABULARY)
     assert expected.min() > 5
@@ -219,49 +222,49 @@ def test_draw_inverts_the_cumulative_distribution():
 
 def test_stop_and_length_limit():
     request = Request([5, 6], 0, 1, 12)
-    (free,) = LocalEngine(LLAMA).generate([request], Sampling(), version=0)
+    (free,) = sitting(LocalEngine(LLAMA), [request], Sampling(), version=0)
     assert (len(free.tokens), free.status) == (12, Status.TRUNCATED)
     stop = free.tokens[4]
     cut = free.tokens.index(stop) + 1
-    (stopped,) = LocalEngine(LLAMA).generate([request], Sampling(stop_ids=frozenset({stop})), version=0)
+    (stopped,) = sitting(LocalEngine(LLAMA), [request], Sampling(stop_ids=frozenset({stop})), version=0)
     assert (stopped.tokens, stopped.status) == (free.tokens[:cut], Status.STOPPED)
     # A stop token in the last place allowed is a stop, not a truncation.
     exact = replace(request, max_new_tokens=cut)
-    (last,) = LocalEngine(LLAMA).generate([exact], Sampling(stop_ids=frozenset({stop})), version=0)
+    (last,) = sitting(LocalEngine(LLAMA), [exact], Sampling(stop_ids=frozenset({stop})), version=0)
     assert (last.tokens, last.status) == (free.tokens[:cut], Status.STOPPED)
 
 
 def test_the_budget_serves_the_first_in_line():
     requests = [Request([5, 6], 0, seed, 10) for seed in range(5)]
-    segments = LocalEngine(LLAMA, slots=2).generate(requests, Sampling(), version=0, token_budget=25)
+    segments = sitting(LocalEngine(LLAMA, slots=2), requests, Sampling(), version=0, token_budget=25)
     assert [len(segment.tokens) for segment in segments] == [10, 10, 3, 2, 0]
     assert [segment.status for segment in segments] == [Status.TRUNCATED] * 2 + [Status.PARKED] * 3
     assert segments[4] == Segment([], [], [], [], Status.PARKED)
 
 
 def test_no_budget_no_tokens_and_no_requests_no_segments():
-    (segment,) = LocalEngine(LLAMA).generate([Request([5], 0, 0, 3)], Sampling(), version=0, token_budget=0)
+    (segment,) = sitting(LocalEngine(LLAMA), [Request([5], 0, 0, 3)], Sampling(), version=0, token_budget=0)
     assert segment == Segment([], [], [], [], Status.PARKED)
-    assert LocalEngine(LLAMA).generate([], Sampling(), version=0) == []
+    assert sitting(LocalEngine(LLAMA), [], Sampling(), version=0) == []
 
 
 def test_every_module_gets_its_own_mode_back(llama):
     llama.train()
     llama.lm_head.eval()
     engine = LocalEngine(llama)
-    engine.generate([Request([5], 0, 0, 3)], Sampling(), version=0)
+    sitting(engine, [Request([5], 0, 0, 3)], Sampling(), version=0)
     assert llama.training
     assert llama.model.layers[0].training
     assert not llama.lm_head.training
     with torch.no_grad():
         llama.lm_head.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="non-finite"):
-        engine.generate([Request([5], 0, 0, 3)], Sampling(), version=0)
+        sitting(engine, [Request([5], 0, 0, 3)], Sampling(), version=0)
     assert llama.training
 
 
 def test_the_learner_can_train_right_after(llama):
-    LocalEngine(llama).generate(ragged_requests(3), Sampling(), version=0)
+    sitting(LocalEngine(llama), ragged_requests(3), Sampling(), version=0)
     llama.train()
     ids = torch.tensor([[5, 6, 7]])
     llama(input_ids=ids, labels=ids).loss.backward()
@@ -280,7 +283,7 @@ def test_non_finite_logits_name_the_request(llama, temperature):
         ValueError,
         match=r"non-finite logits for request 1 \(seed 71, context of 3 tokens\) at response position 9.*weights",
     ):
-        LocalEngine(llama).generate(requests, Sampling(temperature), version=0)
+        sitting(LocalEngine(llama), requests, Sampling(temperature), version=0)
 
 
 @pytest.mark.parametrize(
@@ -297,19 +300,19 @@ def test_non_finite_logits_name_the_request(llama, temperature):
 )
 def test_impossible_requests_are_refused(request_, message):
     with pytest.raises(ValueError, match=message):
-        LocalEngine(LLAMA).generate([request_], Sampling(), version=0)
+        sitting(LocalEngine(LLAMA), [request_], Sampling(), version=0)
 
 
 def test_a_response_may_fill_the_last_position():
     for architecture in ("llama", "gpt2"):
-        (segment,) = LocalEngine(tiny(architecture)).generate([Request([5] * 90, 0, 7, 6)], Sampling(), version=0)
+        (segment,) = sitting(LocalEngine(tiny(architecture)), [Request([5] * 90, 0, 7, 6)], Sampling(), version=0)
         assert len(segment.tokens) == 6
 
 
 @pytest.mark.parametrize("temperature", [-0.1, float("nan")])
 def test_what_is_not_a_temperature_is_refused(temperature):
     with pytest.raises(ValueError, match=r"sampling\.temperature=(-0\.1|nan) .*Set 0 for greedy"):
-        LocalEngine(LLAMA).generate([Request([5], 0, 0, 1)], Sampling(temperature), version=0)
+        sitting(LocalEngine(LLAMA), [Request([5], 0, 0, 1)], Sampling(temperature), version=0)
 
 
 def test_settings_that_leave_no_room_are_refused():
@@ -318,7 +321,7 @@ def test_settings_that_leave_no_room_are_refused():
     with pytest.raises(ValueError, match=r"prefill_tokens=0 .*>= 1"):
         LocalEngine(LLAMA, prefill_tokens=0)
     with pytest.raises(ValueError, match="token_budget=-1 is negative"):
-        LocalEngine(LLAMA).generate([Request([5], 0, 0, 1)], Sampling(), version=0, token_budget=-1)
+        sitting(LocalEngine(LLAMA), [Request([5], 0, 0, 1)], Sampling(), version=0, token_budget=-1)
 
 
 def test_wrapped_models_are_refused(llama):
@@ -337,22 +340,22 @@ def test_models_without_keys_and_values_are_refused():
 
 @pytest.mark.parametrize("budget", [None, 0, 60])
 def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
-    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
     sampling, requests, told = Sampling(stop_ids=frozenset({STOP})), ragged_requests(), []
     engine = LocalEngine(LLAMA, slots=4)
-    watched = engine.generate(requests, sampling, version=0, token_budget=budget, watch=told.append)
-    assert watched == engine.generate(requests, sampling, version=0, token_budget=budget)
+    watched = sitting(engine, requests, sampling, version=0, token_budget=budget, tell=told.append)
+    assert watched == sitting(engine, requests, sampling, version=0, token_budget=budget)
     if budget == 0:
-        assert told == [Sampled(0, len(requests), 0)]
+        assert told == [Sampled(0, len(requests), 0)] * 2
         return
     assert_told_right(told, watched)
-    # Told before every step, and a step gives each of the four slots at most one token.
-    assert all(0 < after.tokens - before.tokens <= 4 for before, after in pairwise(told[:-1]))
+    # Collected after every step, and a step gives each of the four slots at most one token.
+    assert all(0 < after.tokens - before.tokens <= 4 for before, after in pairwise(told))
 
 
 def test_a_watch_is_not_called_for_every_token():
     told = []
-    segments = LocalEngine(LLAMA, slots=4).generate(ragged_requests(), Sampling(), version=0, watch=told.append)
+    segments = sitting(LocalEngine(LLAMA, slots=4), ragged_requests(), Sampling(), version=0, tell=told.append)
     assert sum(len(segment.tokens) for segment in segments) > 200
     assert len(told) < 20  # the first, the last, and one a second
     assert_told_right(told, segments)

@@ -39,4 +39,4 @@ def test_without_locks_a_note_stands_in_for_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", refuse)
     with held(tmp_path / "lock", busy="never") as descriptor:
         assert descriptor > 0
-    assert f"{tmp_path} is in a file system without locks (No locks available)" in capsys.readouterr().err
+    assert f"{tmp_path} is on a file system without locks (No locks available)" in capsys.readouterr().err

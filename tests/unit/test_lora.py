@@ -6,11 +6,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.learner import Learner
+from bapo.learn.settings import LearnerSettings
+from bapo.learn.weights import FINGERPRINT, restore_weights, trained_weights
 from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
 from bapo.models.lora import LoraSettings, add_lora, merged_weights
-from bapo.models.weights import FINGERPRINT, restore_weights, trained_weights
 from bapo.rollout.cuda.decoder import unsupported
 from tests.tiny.families import make_model, publish
 from tests.unit.test_models import batches, sampled_groups
@@ -32,7 +33,7 @@ def trained(policy, **settings):
     """Two updates, so that both factors have moved."""
     learner = Learner(policy.model, LearnerSettings(**{"lr": 2e-2, **settings}))
     for _ in range(2):
-        learner.step(batches(learner, sampled_groups(policy, temperature=1.0)))
+        learner.step_on(batches(learner, sampled_groups(policy, temperature=1.0)))
     return learner
 
 
@@ -119,7 +120,9 @@ def test_rank_alpha_and_targets_are_what_peft_gets(published):
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "query"])
 def test_head_embedding_and_unknown_names_are_refused(target):
     model, _ = make_model("smollm2")
-    with pytest.raises(ValueError, match=f"names '{target}', which is no linear layer .*down_proj, .*v_proj, or none"):
+    with pytest.raises(
+        ValueError, match=f"names '{target}', which is not a linear layer .*down_proj, .*v_proj, or none"
+    ):
         add_lora(model, LoraSettings(4, targets=(target,)), seed=0)
 
 

@@ -6,13 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Qwen2ForCausalLM
 
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.learner import Learner
 from bapo.learn.packing import pack
+from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, find_stop_ids, load_policy
 from bapo.models.export import save_policy
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Group, Problem, Status, Trajectory
+from tests.rollouts import sitting
 from tests.tiny.families import FAMILIES, make_model, make_tokenizer, publish, soft_capped
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
@@ -33,7 +35,7 @@ def sampled_groups(policy, *, temperature=0.7, max_tokens=24):
     engine = LocalEngine(policy.model, slots=3)
     prompts = [policy.encode("Hi"), policy.encode("How many letters has this question?")]
     requests = [Request(prompt, 0, seed, max_tokens) for seed, prompt in enumerate([*prompts, *prompts])]
-    segments = engine.generate(requests, Sampling(temperature, policy.stop_ids), version=0)
+    segments = sitting(engine, requests, Sampling(temperature, policy.stop_ids), version=0)
     groups = []
     for g, prompt in enumerate(prompts):
         trajectories = []
@@ -47,7 +49,7 @@ def sampled_groups(policy, *, temperature=0.7, max_tokens=24):
 
 
 def batches(learner, groups):
-    return list(pack(groups, estimator="grpo", micro_tokens=4096, device=learner.device, padded=learner.padded))
+    return list(pack(groups, estimator="grpo", micro_tokens=4096, device=learner.device, padded=not learner.packed))
 
 
 @ALL
@@ -113,10 +115,10 @@ def test_options_reach_the_template_and_those_it_does_not_read_are_refused(publi
     policy = loaded(published["qwen3"], template_options={"enable_thinking": False})
     assert policy.decode(policy.encode("Hi")) == FAMILIES["qwen3"].asked + "<think>\n\n</think>\n\n"
     assert policy.encode("Hi")[: len(thinking)] == thinking
-    with pytest.raises(ValueError, match=r"template_options\.enable_thinking is not read by the chat template"):
+    with pytest.raises(ValueError, match=r"template_options\.enable_thinking=False is not read by the chat template"):
         loaded(published["llama3"], template_options={"enable_thinking": False})
     for part_of_a_name in ("mess", "role", "enable"):
-        with pytest.raises(ValueError, match=rf"template_options\.{part_of_a_name} is not read by the chat template"):
+        with pytest.raises(ValueError, match=rf"template_options\.{part_of_a_name}=1 is not read by the chat template"):
             loaded(published["qwen3"], template_options={part_of_a_name: 1})
 
 

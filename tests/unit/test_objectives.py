@@ -2,6 +2,7 @@
 
 import math
 from math import exp, log, sqrt
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.testing import assert_close
 
 from bapo import ClipBounds, policy_loss
 from bapo.core.objectives import OBJECTIVES, Tokens, clipped_surrogate
+from bapo.core.settings import ObjectiveName
 
 # Four tokens at behaviour probability 1/10, with ratios 1.5, 0.5, 1.5, 0.5 and advantages +1, +1, -1, -1.
 RATIOS = [1.5, 0.5, 1.5, 0.5]
@@ -240,3 +242,27 @@ def test_ratio_is_limited_so_that_nothing_overflows():
 def test_dual_clip_below_one_is_refused():
     with pytest.raises(ValueError, match="Use a value > 1"):
         evaluate("dual_clip", cap=0.5)
+
+
+def test_the_names_that_need_no_torch_are_those_of_the_objectives():
+    assert get_args(ObjectiveName) == tuple(OBJECTIVES)
+
+
+def test_an_objective_says_what_it_takes():
+    assert OBJECTIVES["dual_clip"].options == ("low", "high", "cap")
+    assert OBJECTIVES["bapo"].options == ("dual_clip",)  # its bounds are solved, not chosen
+    assert OBJECTIVES["topr"].options == ()
+    kinds = ("solves_bounds", "whole_update", "needs_sequences")
+    found = {kind: [name for name in OBJECTIVES if getattr(OBJECTIVES[name], kind)] for kind in kinds}
+    assert found == {"solves_bounds": ["bapo"], "whole_update": ["m2po"], "needs_sequences": ["gspo", "topr"]}
+
+
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+def test_only_those_that_need_sequences_fail_without_them(objective):
+    bounds = ClipBounds(low=torch.tensor(0.8), high=torch.tensor(1.2), share=torch.tensor(0.5))
+    options = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
+    if OBJECTIVES[objective].needs_sequences:
+        with pytest.raises(ValueError, match="Pass sequence_ids"):
+            evaluate(objective, **options)
+    else:
+        evaluate(objective, **options)

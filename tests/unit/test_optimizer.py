@@ -7,8 +7,9 @@ import torch
 from torch.nn import Parameter
 from torch.testing import assert_close
 
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.learner import Learner
 from bapo.learn.optimizer import Optimizer
+from bapo.learn.settings import LearnerSettings
 from tests.tiny.batches import batch_of, flat_batch
 from tests.tiny.models import tiny
 
@@ -104,7 +105,7 @@ def test_state_is_put_back_exactly(dtype):
     batches = [flat_batch([6, 3], seed=seed) for seed in range(4)]
     learner = Learner(tiny("qwen3").to(dtype), settings)
     for batch in batches[:2]:
-        learner.step([batch])
+        learner.step_on([batch])
     weights = copy.deepcopy(learner.model.state_dict())
     kept = {name: tensor.clone() for name, tensor in learner.optimizer.tensors().items()}
     assert any(name.endswith(".master") for name in kept) == (dtype == BF16)
@@ -113,7 +114,7 @@ def test_state_is_put_back_exactly(dtype):
     other.optimizer.load_tensors(kept)
     other.version = learner.version
     for batch in batches[2:]:
-        assert learner.step([batch]).metrics == other.step([batch]).metrics
+        assert learner.step_on([batch]).metrics == other.step_on([batch]).metrics
     for ours, theirs in zip(learner.optimizer.masters, other.optimizer.masters, strict=True):
         assert torch.equal(ours, theirs)
 

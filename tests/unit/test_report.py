@@ -19,10 +19,12 @@ from bapo.cli import run as cli
 from bapo.config.recipe import parse_config
 from bapo.report import contents, find, write_report
 from bapo.report.arms import arms_of
-from bapo.report.figures import MAX_POINTS, curves, figures
+from bapo.report.cells import estimate
+from bapo.report.figures import figures
 from bapo.report.live import serve
+from bapo.report.panels import MAX_POINTS, curves
 from bapo.report.samples import samples
-from bapo.report.table import estimate, table
+from bapo.report.table import table
 from bapo.runs.metrics import METRICS
 from bapo.runs.read import Run, read_run
 from tests.compared_runs import COMPARED, TINY
@@ -140,7 +142,7 @@ def test_every_curve_is_a_declared_metric_and_every_figure_says_something(report
 def test_what_a_single_run_cannot_show_is_said(compared):
     values = contents(find([compared / "reuse-2" / "bapo" / "seed-0"]))
     notes = {f["id"]: f["note"] for f in values["figures"]}
-    assert "at least two different settings" in notes["by-staleness"]
+    assert "at least two values" in notes["by-staleness"]
     assert "partial_budget" in notes["under-partial"]
     assert "fixed bounds" in notes["fixed-clips"]
     assert "no run of grpo" in notes["held-out"]
@@ -273,10 +275,10 @@ def test_damaged_runs_are_named_and_skipped(compared, tmp_path, capsys, name):
     assert f"seed-1: {kind}: {name}" in told.err
     values = embedded(tmp_path / "grid" / "report.html")
     assert values["arms"][0]["seeds"] == [0]
-    assert [(p["kind"], p["path"]) for p in values["problems"]] == [(kind, str(file.parent))]
+    assert [(p["kind"], p["path"]) for p in values["defects"]] == [(kind, str(file.parent))]
 
 
-def test_odd_lines_and_lost_configurations_are_problems_too(compared, tmp_path):
+def test_odd_lines_and_lost_configurations_are_defects_too(compared, tmp_path):
     shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "odd")
     logged = (tmp_path / "odd/metrics.jsonl").read_text().splitlines()
     changed = [
@@ -288,8 +290,8 @@ def test_odd_lines_and_lost_configurations_are_problems_too(compared, tmp_path):
     (tmp_path / "lost/metrics.jsonl").write_text("")
     found = find([tmp_path])
     assert not found.arms
-    assert [(p.path.name, p.kind) for p in found.problems] == [("lost", "missing"), ("odd", "damaged")]
-    assert "ratio_prob" in found.problems[1].message
+    assert [(p.path.name, p.kind) for p in found.defects] == [("lost", "missing"), ("odd", "damaged")]
+    assert "ratio_prob" in found.defects[1].message
 
 
 def updates_of(values):
@@ -312,7 +314,7 @@ def test_bins_that_cannot_be_drawn_are_a_problem(compared, tmp_path, keys, kept)
     edited(run, "metrics.jsonl", cut)
     found = find([run])
     assert not found.arms
-    assert [(p.kind, p.message) for p in found.problems] == [
+    assert [(p.kind, p.message) for p in found.defects] == [
         ("damaged", f"metrics.jsonl has updates whose {keys[0]} is missing or of another length.")
     ]
 
@@ -355,7 +357,7 @@ def test_a_copy_of_a_run_is_no_further_seed(compared, tmp_path, capsys):
     values = embedded(tmp_path / "report.html")
     assert values["arms"][0]["runs"] == [str(tmp_path / "b")]
     assert "±" not in values["table"]["rows"][0]["cells"]["avg"]["text"]
-    assert [(p["kind"], p["path"]) for p in values["problems"]] == [("duplicate", str(first)), ("duplicate", str(last))]
+    assert [(p["kind"], p["path"]) for p in values["defects"]] == [("duplicate", str(first)), ("duplicate", str(last))]
     assert f"{last}: duplicate: it has the configuration and the seed of {tmp_path / 'b'}" in capsys.readouterr().err
 
 
@@ -387,7 +389,7 @@ def test_a_label_may_look_like_a_run_that_was_set_aside(compared, tmp_path):
     assert [(arm.setting, arm.objective, len(arm.runs)) for arm in found.arms] == [
         ("reuse.damaged-2", "bapo.damaged-3", 2)
     ]
-    assert [problem.path.name for problem in found.problems] == ["lost"]
+    assert [defect.path.name for defect in found.defects] == ["lost"]
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_got(compared, tmp_path):
@@ -396,8 +398,8 @@ def test_an_unfinished_run_is_shown_as_far_as_it_got(compared, tmp_path):
     with (tmp_path / "run/metrics.jsonl").open("a") as file:
         file.write('{"kind": "upd')
     values = contents(find([tmp_path / "run"]))
-    assert values["problems"][0]["kind"] == "unfinished"
-    assert "3 of 3 steps" in values["problems"][0]["message"]
+    assert values["defects"][0]["kind"] == "unfinished"
+    assert "3 of 3 steps" in values["defects"][0]["message"]
     cells = values["table"]["rows"][0]["cells"]
     assert (cells["avg"]["text"], cells["seeds"]["below"]) == ("–", "seed 0; 1 unfinished")
     assert len(panel(values, "grad_norm")["series"][0]["x"]) == 12
@@ -452,7 +454,7 @@ def test_a_run_of_today_can_be_reported_on(tmp_path):
     config = {**TINY, "steps": 1, "out": str(tmp_path / "run"), "eval": {"problems": 2, "k": 1, "every": 0}}
     start(parse_config(config, source="test"), plain=True)
     found = write_report([tmp_path], tmp_path / "r.html")
-    assert (len(found.arms), found.problems) == (1, [])
+    assert (len(found.arms), found.defects) == (1, [])
     values = embedded(tmp_path / "r.html")
     assert values["arms"][0]["setting"] == "reuse 4"
     assert panel(values, "ratio_entropy")["series"]

@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 from bapo.config.recipe import parse_config
+from bapo.core.bounds import StopReason
 from bapo.evaluate.directory import FORMAT
-from bapo.runs.read import Problem, Run, find_runs, last_step, read_run, tail
+from bapo.runs.read import STOP_REASONS, Defect, Run, find_runs, last_step, read_run, tail
 from bapo.runs.statistics import aggregate, measures, student_quantile, worst
 
 TINY = {
@@ -121,7 +122,7 @@ def test_damage_is_named(run, name, change, reason):
     else:
         (run / name).write_text(changed)
     problem = read_run(run)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, Defect)
     assert problem.kind == "damaged"
     assert reason in problem.message
 
@@ -136,8 +137,8 @@ def test_no_file_cut_or_overwritten_anywhere_makes_reading_raise(run):
             for data in (whole[:place], whole[:place] + noise + whole[place + 3 :]):
                 (run / name).write_bytes(data)
                 found = read_run(run)
-                assert isinstance(found, Run | Problem)
-                assert isinstance(read_run(run, finished=False), Run | Problem)
+                assert isinstance(found, Run | Defect)
+                assert isinstance(read_run(run, finished=False), Run | Defect)
                 if isinstance(found, Run):
                     measures(found)
                 tail(run / name)
@@ -178,7 +179,7 @@ def test_an_evaluation_is_no_run(run):
     problem = read_run(evaluation)
     assert (problem.kind, problem.message) == (
         "missing",
-        f"not a run but an evaluation, whose report is {evaluation / 'report.html'}.",
+        f"this is an evaluation, not a run; its report is {evaluation / 'report.html'}.",
     )
 
 
@@ -212,3 +213,9 @@ def test_a_line_of_a_growing_log_is_taken_when_it_is_whole(tmp_path):
     assert last_step(tmp_path) == 1
     log.write_text('{"step": 1}\n{"step": 2}\n')
     assert last_step(tmp_path) == 2
+
+
+def test_stop_reasons_have_the_names_and_numbers_of_the_core():
+    assert {name: number for number, name in enumerate(STOP_REASONS)} == {
+        reason.name.lower(): int(reason) for reason in StopReason
+    }

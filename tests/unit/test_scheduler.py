@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo.rollout.engine import Request, Sampling, Segment
+from bapo.rollout.engine import NOTHING_LOADED, Request, Sampled, Sampling, Segment, TellSampled
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.randomness import response_seed
 from bapo.rollout.scheduler import Rollout, Scheduler, SchedulerMetrics, new_group
-from bapo.screen.watch import Sampled, Watch
 from bapo.types import Group, Problem, Status
 from tests.tiny.models import STOP, tiny
 
@@ -33,33 +33,44 @@ def groups(ids: Sequence[int], *, responses: int = 3) -> list[Group]:
 
 
 class CountingEngine:
-    """Gives every response the length written in its prompt; the first in line gets all it needs before the next."""
+    """Gives every response the length written in its prompt; the first in line gets all it needs before the next.
+
+    Each collect gives the segments of one request.
+    """
+
+    draws_by_position = gives_entropies = True
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], int | None]] = []
+        self.version = NOTHING_LOADED
+        self.found: list[tuple[int, Segment]] = []
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        *,
-        version: int,
-        token_budget: int | None = None,
-        watch: Watch | None = None,
-    ) -> list[Segment]:
+    def load(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        self.version = version
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         self.calls.append(([request.seed for request in requests], token_budget))
         left = token_budget if token_budget is not None else 10**9
-        segments = []
         for request in requests:
             missing = request.context[0] - request.position
             count = min(missing, left)
             left -= count
             status = Status.STOPPED if count == missing else Status.PARKED
-            segments.append(Segment([9] * count, [-0.5] * count, [0.5] * count, [version] * count, status))
-            if watch is not None:
-                complete = sum(segment.status is Status.STOPPED for segment in segments)
-                watch(Sampled(complete, len(requests), sum(len(segment.tokens) for segment in segments)))
-        return segments
+            segment = Segment([9] * count, [-0.5] * count, [0.5] * count, [self.version] * count, status)
+            self.found.append((request.id, segment))
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
+        found, self.found = self.found[:1], self.found[1:]
+        return found
+
+    def park(self) -> None:
+        """Nothing is ever unfinished."""
+
+
+def run(scheduler: Scheduler, engine: Any, *, version: int, tell: TellSampled | None = None) -> Rollout:
+    """One run with the weights of this version."""
+    engine.load([], version=version)
+    return scheduler.run(engine, tell=tell)
 
 
 def counted_group(id: int, *lengths: int) -> Group:
@@ -93,7 +104,7 @@ def assert_conserved(scheduler: Scheduler) -> None:
 def test_without_a_budget_every_response_finishes_in_its_run():
     scheduler = Scheduler(SAMPLING, max_response_tokens=20)
     scheduler.admit(groups([0, 1, 2]))
-    rollout = scheduler.run(ENGINE, version=0)
+    rollout = run(scheduler, ENGINE, version=0)
     assert [group.id for group in rollout.groups] == [0, 1, 2]
     assert all(group.finished for group in rollout.groups)
     assert rollout.metrics.sampled_tokens == rollout.metrics.returned_tokens > 0
@@ -105,7 +116,7 @@ def test_a_budget_larger_than_anything_equals_none():
     for budget in (None, 10**6):
         scheduler = Scheduler(SAMPLING, max_response_tokens=20, token_budget=budget)
         scheduler.admit(groups([0, 1, 2]))
-        rollouts.append(scheduler.run(ENGINE, version=0))
+        rollouts.append(run(scheduler, ENGINE, version=0))
     assert content(rollouts[0]) == content(rollouts[1])
     assert rollouts[0].metrics == rollouts[1].metrics
 
@@ -113,12 +124,12 @@ def test_a_budget_larger_than_anything_equals_none():
 def test_sittings_under_equal_weights_give_the_responses_of_one_sitting():
     whole = Scheduler(SAMPLING, max_response_tokens=20)
     whole.admit(groups([0, 1, 2, 3]))
-    expected = {group.id: group for group in whole.run(ENGINE, version=0).groups}
+    expected = {group.id: group for group in run(whole, ENGINE, version=0).groups}
     scheduler = Scheduler(SAMPLING, max_response_tokens=20, token_budget=33)
     scheduler.admit(groups([0, 1, 2, 3]))
     seen = []
     for version in range(20):
-        rollout = scheduler.run(ENGINE, version=version)
+        rollout = run(scheduler, ENGINE, version=version)
         assert rollout.metrics.sampled_tokens <= 33
         assert_conserved(scheduler)
         for group in rollout.groups:
@@ -137,9 +148,9 @@ def test_parked_responses_go_first_and_the_oldest_group_before_all():
     engine = CountingEngine()
     scheduler = Scheduler(SAMPLING, max_response_tokens=50, token_budget=10)
     scheduler.admit([counted_group(0, 4, 9), counted_group(1, 5)])
-    scheduler.run(engine, version=0)  # response 0 ends, response 1 is parked with 6 tokens of 9
+    run(scheduler, engine, version=0)  # response 0 ends, response 1 is parked with 6 tokens of 9
     scheduler.admit([counted_group(2, 2)])
-    rollout = scheduler.run(engine, version=1)
+    rollout = run(scheduler, engine, version=1)
     assert engine.calls == [([0, 1, 10], 10), ([1, 10, 20], 10)]
     assert [group.id for group in rollout.groups] == [0, 1, 2]
     assert rollout.groups[0].trajectories[1].versions == [0] * 6 + [1] * 3
@@ -154,17 +165,17 @@ def test_a_parked_response_of_a_young_group_goes_before_an_unstarted_one_of_an_o
     saved.update(tokens=[9], behavior_logprobs=[-0.5], entropies=[0.5], versions=[0])
     scheduler.load_state_dict(state)
     engine = CountingEngine()
-    scheduler.run(engine, version=1)
+    run(scheduler, engine, version=1)
     assert engine.calls[0][0] == [10, 0]
 
 
 def test_counts_by_hand():
     scheduler = Scheduler(SAMPLING, max_response_tokens=50, token_budget=10)
     scheduler.admit([counted_group(0, 4, 9), counted_group(1, 5), counted_group(2, 1)])
-    first = scheduler.run(CountingEngine(), version=0)
+    first = run(scheduler, CountingEngine(), version=0)
     assert first.groups == []
     assert first.metrics == SchedulerMetrics(sampled_tokens=10, parked=1, waiting=2, held_tokens=10)
-    second = scheduler.run(CountingEngine(), version=1)
+    second = run(scheduler, CountingEngine(), version=1)
     assert second.metrics == SchedulerMetrics(sampled_tokens=9, returned_tokens=19, finished_groups=3, resumed=1)
     assert scheduler.totals() == SchedulerMetrics(sampled_tokens=19, returned_tokens=19, finished_groups=3, resumed=1)
 
@@ -175,9 +186,9 @@ def test_counts_by_hand():
 def test_drop_gives_up_the_whole_group_once_it_is_older_than_the_maximum():
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1, over_age="drop")
     scheduler.admit([counted_group(0, 2, 50), counted_group(1, 5)])
-    assert scheduler.run(CountingEngine(), version=0).metrics.parked == 1  # 2 + 8 of 50
-    assert scheduler.run(CountingEngine(), version=1).dropped == []  # 18 of 50, age 1
-    rollout = scheduler.run(CountingEngine(), version=2)  # age 2: too old; the budget goes to group 1
+    assert run(scheduler, CountingEngine(), version=0).metrics.parked == 1  # 2 + 8 of 50
+    assert run(scheduler, CountingEngine(), version=1).dropped == []  # 18 of 50, age 1
+    rollout = run(scheduler, CountingEngine(), version=2)  # age 2: too old; the budget goes to group 1
     assert [group.id for group in rollout.dropped] == [0]
     assert [t.status for t in rollout.dropped[0].trajectories] == [Status.DROPPED] * 2
     assert not rollout.dropped[0].finished
@@ -191,24 +202,24 @@ def test_drop_gives_up_the_whole_group_once_it_is_older_than_the_maximum():
 def test_finish_completes_a_group_on_its_last_chance_whatever_the_budget():
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1, over_age="finish")
     scheduler.admit([counted_group(0, 2, 50), counted_group(1, 5)])
-    scheduler.run(CountingEngine(), version=0)
+    run(scheduler, CountingEngine(), version=0)
     engine = CountingEngine()
-    rollout = scheduler.run(engine, version=1)  # age 1, at the next run it would be 2
+    rollout = run(scheduler, engine, version=1)  # age 1, at the next run it would be 2
     assert engine.calls == [([1], None)]  # 42 tokens: nothing of the budget is left for group 1
     assert [group.id for group in rollout.groups] == [0]
     assert rollout.metrics == SchedulerMetrics(
         sampled_tokens=42, returned_tokens=52, finished_groups=1, resumed=1, forced=1, waiting=1
     )
     assert rollout.groups[0].trajectories[1].versions == [0] * 8 + [1] * 42
-    assert scheduler.run(CountingEngine(), version=2).metrics.finished_groups == 1
+    assert run(scheduler, CountingEngine(), version=2).metrics.finished_groups == 1
 
 
 def test_forced_tokens_come_out_of_the_budget():
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1)
     scheduler.admit([counted_group(0, 14), counted_group(1, 50)])
-    scheduler.run(CountingEngine(), version=0)
+    run(scheduler, CountingEngine(), version=0)
     engine = CountingEngine()
-    assert scheduler.run(engine, version=1).metrics.sampled_tokens == 10
+    assert run(scheduler, engine, version=1).metrics.sampled_tokens == 10
     assert engine.calls == [([0], None), ([10], 6)]
 
 
@@ -216,7 +227,7 @@ def test_finish_at_age_zero_leaves_nothing_half_sampled():
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=0)
     scheduler.admit([counted_group(0, 4), counted_group(1, 9, 3), counted_group(2, 7)])
     engine = CountingEngine()
-    rollout = scheduler.run(engine, version=5)
+    rollout = run(scheduler, engine, version=5)
     # Group 1 is begun with the budget's last 6 tokens, so both its responses are completed; group 2 waits untouched.
     assert engine.calls == [([0, 10, 11, 20], 10), ([10, 11], None)]
     assert [group.id for group in rollout.groups] == [0, 1]
@@ -227,8 +238,8 @@ def test_finish_at_age_zero_leaves_nothing_half_sampled():
 def test_a_learner_that_outruns_its_pace_loses_groups_but_not_the_bound():
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=2, over_age="finish")
     scheduler.admit([counted_group(0, 30)])
-    scheduler.run(CountingEngine(), version=0)
-    rollout = scheduler.run(CountingEngine(), version=3)
+    run(scheduler, CountingEngine(), version=0)
+    rollout = run(scheduler, CountingEngine(), version=3)
     assert (rollout.groups, rollout.metrics.dropped, rollout.metrics.wasted_tokens) == ([], 1, 10)
 
 
@@ -237,19 +248,20 @@ def test_complete_responses_age_while_they_wait_for_their_group():
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=2, over_age="drop")
     scheduler.admit([counted_group(0, 10, 40)])
     for version in range(3):
-        assert scheduler.run(CountingEngine(), version=version).dropped == []
-    assert scheduler.run(CountingEngine(), version=3).metrics.dropped == 2
+        assert run(scheduler, CountingEngine(), version=version).dropped == []
+    assert run(scheduler, CountingEngine(), version=3).metrics.dropped == 2
 
 
 def test_a_response_the_engine_gave_up_takes_its_group_along():
     class Failing(CountingEngine):
-        def generate(self, requests, sampling, *, version, **rest):
-            segments = super().generate(requests, sampling, version=version, **rest)
-            return [replace(segments[0], status=Status.DROPPED), *segments[1:]]
+        def submit(self, requests, sampling, **rest):
+            super().submit(requests, sampling, **rest)
+            id, segment = self.found[0]
+            self.found[0] = id, replace(segment, status=Status.DROPPED)
 
     scheduler = Scheduler(SAMPLING, max_response_tokens=99)
     scheduler.admit([counted_group(0, 3, 4), counted_group(1, 5)])
-    rollout = scheduler.run(Failing(), version=0)
+    rollout = run(scheduler, Failing(), version=0)
     assert [group.id for group in rollout.groups] == [1]
     assert (rollout.metrics.dropped, rollout.metrics.wasted_tokens) == (2, 7)
 
@@ -276,7 +288,7 @@ def test_no_returned_token_is_older_than_promised(lengths, budget, max_age, poli
     for step, jump in enumerate(jumps):
         if step < len(lengths):
             scheduler.admit([counted_group(step, *lengths[step])])
-        rollout = scheduler.run(CountingEngine(), version=version)
+        rollout = run(scheduler, CountingEngine(), version=version)
         for group in rollout.groups:
             assert group.finished
             for trajectory in group.trajectories:
@@ -298,28 +310,29 @@ def test_a_watch_hears_of_all_engine_calls_of_a_run_together():
     told = []
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1)
     scheduler.admit([counted_group(0, 14), counted_group(1, 50)])
-    scheduler.run(CountingEngine(), version=0, watch=told.append)
-    assert told == [Sampled(0, 2, 10), Sampled(0, 2, 10)]
+    run(scheduler, CountingEngine(), version=0, tell=told.append)
+    assert told == [Sampled(0, 2, 0), Sampled(0, 2, 10), Sampled(0, 2, 10)]
     told.clear()
     # Group 0 is due and is completed first, with 4 tokens; 6 are left for group 1.
-    scheduler.run(CountingEngine(), version=1, watch=told.append)
-    assert told == [Sampled(1, 2, 4), Sampled(1, 2, 10)]
+    run(scheduler, CountingEngine(), version=1, tell=told.append)
+    assert told == [Sampled(0, 2, 0), Sampled(1, 2, 4), Sampled(1, 2, 4), Sampled(1, 2, 10)]
 
     told.clear()
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=0)
     scheduler.admit([counted_group(0, 4, 14), counted_group(1, 5)])
-    scheduler.run(CountingEngine(), version=0, watch=told.append)
+    run(scheduler, CountingEngine(), version=0, tell=told.append)
     # The budget ends within the second response, which is then completed with 8 more, for it may not wait.
-    assert told == [Sampled(1, 3, 4), Sampled(1, 3, 10), Sampled(1, 3, 10), Sampled(2, 3, 18)]
+    counts = [(0, 0), (1, 4), (1, 10), (1, 10), (1, 10), (2, 18)]
+    assert told == [Sampled(complete, 3, tokens) for complete, tokens in counts]
 
 
 def test_a_watch_changes_nothing_and_ends_with_all(monkeypatch):
-    monkeypatch.setattr("bapo.screen.watch.TELL_SECONDS", 0)
+    monkeypatch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
     rollouts, told = [], []
-    for watch in (None, told.append):
+    for tell in (None, told.append):
         scheduler = Scheduler(SAMPLING, max_response_tokens=20)
         scheduler.admit(groups([0, 1, 2]))
-        rollouts.append(scheduler.run(ENGINE, version=0, watch=watch))
+        rollouts.append(run(scheduler, ENGINE, version=0, tell=tell))
     assert content(rollouts[0]) == content(rollouts[1])
     assert rollouts[0].metrics == rollouts[1].metrics
     assert (told[0], told[-1]) == (Sampled(0, 9, 0), Sampled(9, 9, rollouts[0].metrics.sampled_tokens))
@@ -335,7 +348,7 @@ def test_a_saved_scheduler_continues_identically(save_at):
 
     def step(scheduler: Scheduler, version: int) -> Rollout:
         scheduler.admit(groups([2 * version, 2 * version + 1]))
-        return scheduler.run(ENGINE, version=version)
+        return run(scheduler, ENGINE, version=version)
 
     original = fresh()
     for version in range(save_at):
@@ -357,27 +370,27 @@ def test_a_saved_scheduler_continues_identically(save_at):
 def test_a_saved_state_is_a_copy():
     scheduler = Scheduler(SAMPLING, max_response_tokens=24, token_budget=5)
     scheduler.admit(groups([0]))
-    scheduler.run(ENGINE, version=0)
+    run(scheduler, ENGINE, version=0)
     state = scheduler.state_dict()
     text = json.dumps(state)
-    scheduler.run(ENGINE, version=1)
+    run(scheduler, ENGINE, version=1)
     assert json.dumps(state) == text
 
 
 def test_an_engine_that_dies_loses_nothing():
     class Dying(CountingEngine):
-        def generate(self, requests, sampling, *, version, **rest):
+        def submit(self, requests, sampling, **rest):
             if self.calls:
                 raise RuntimeError("engine died")
-            return super().generate(requests, sampling, version=version, **rest)
+            super().submit(requests, sampling, **rest)
 
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=10, max_age=1)
     scheduler.admit([counted_group(0, 14), counted_group(1, 50)])
-    scheduler.run(CountingEngine(), version=0)
+    run(scheduler, CountingEngine(), version=0)
     with pytest.raises(RuntimeError, match="engine died"):
-        scheduler.run(Dying(), version=1)  # group 0 was completed before
+        run(scheduler, Dying(), version=1)  # group 0 was completed before
     assert_conserved(scheduler)
-    rollout = scheduler.run(CountingEngine(), version=1)
+    rollout = run(scheduler, CountingEngine(), version=1)
     assert [group.id for group in rollout.groups] == [0]
     assert rollout.groups[0].trajectories[0].versions == [0] * 10 + [1] * 4
     assert_conserved(scheduler)
@@ -427,24 +440,60 @@ def test_what_cannot_be_admitted():
 
 def test_versions_cannot_go_back():
     scheduler = Scheduler(SAMPLING, max_response_tokens=8)
-    scheduler.run(ENGINE, version=3)
+    run(scheduler, ENGINE, version=3)
     with pytest.raises(ValueError, match="version=2 is older than the last run's 3"):
-        scheduler.run(ENGINE, version=2)
+        run(scheduler, ENGINE, version=2)
 
 
-def test_an_engine_that_breaks_its_promises_is_named():
+def test_an_engine_that_breaks_its_promises_is_named(monkeypatch):
+    monkeypatch.setattr("bapo.rollout.engine.QUIET_SECONDS", 0)
+
     class Short(CountingEngine):
-        def generate(self, requests, sampling, *, version, **rest):
-            return super().generate(requests, sampling, version=version, **rest)[1:]
+        def collect(self, timeout=None):
+            return []
 
     class Old(CountingEngine):
-        def generate(self, requests, sampling, *, version, **rest):
-            return super().generate(requests, sampling, version=version - 5, **rest)
+        def collect(self, timeout=None):
+            return [(id, replace(s, versions=[v - 5 for v in s.versions])) for id, s in super().collect(timeout)]
+
+    class Strange(CountingEngine):
+        def collect(self, timeout=None):
+            return [(id + 1, segment) for id, segment in super().collect(timeout)]
 
     scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=3)
     scheduler.admit([counted_group(0, 9)])
-    with pytest.raises(RuntimeError, match="Short returned 0 segments for 1 requests"):
-        scheduler.run(Short(), version=0)
-    scheduler.run(CountingEngine(), version=0)
+    with pytest.raises(RuntimeError, match="Short has sampled nothing for 0 s while 1 requests are under way"):
+        run(scheduler, Short(), version=0)
+    run(scheduler, CountingEngine(), version=0)
     with pytest.raises(RuntimeError, match="sampled with version -4 after version 0"):
-        scheduler.run(Old(), version=1)
+        run(scheduler, Old(), version=1)
+    with pytest.raises(RuntimeError, match=r"segment for request \d+, which is not under way"):
+        run(scheduler, Strange(), version=1)
+
+
+# The verbs a run is made of
+
+
+def test_responses_under_way_are_not_asked_for_again_and_may_come_in_pieces():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99)
+    scheduler.admit([counted_group(0, 4), counted_group(1, 6)])
+    first = scheduler.requests(3)
+    assert first is not None
+    assert [request.context for request in first.requests] == [[4], [6]]
+    assert scheduler.requests(3) is None
+    one, other = (request.id for request in first.requests)
+    scheduler.accept(one, Segment([9] * 4, [-0.5] * 4, [0.5] * 4, [3] * 4, Status.STOPPED))
+    scheduler.accept(other, Segment([9], [-0.5], [0.5], [3]))
+    rollout = scheduler.take()
+    assert [group.id for group in rollout.groups] == [0]
+    assert (rollout.metrics.sampled_tokens, rollout.metrics.parked) == (5, 1)
+
+    scheduler.admit([counted_group(2, 2)])
+    second = scheduler.requests(4)
+    assert second is not None
+    assert [request.context for request in second.requests] == [[2]]  # response 1 is still under way
+    scheduler.accept(other, Segment([9] * 5, [-0.5] * 5, [0.5] * 5, [4] * 5, Status.STOPPED))
+    rollout = scheduler.take()
+    assert [group.id for group in rollout.groups] == [1]
+    assert rollout.groups[0].trajectories[0].versions == [3, 4, 4, 4, 4, 4]
+    assert_conserved(scheduler)

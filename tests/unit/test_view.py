@@ -7,8 +7,9 @@ from math import inf, nan
 import pytest
 from rich.console import Console
 
+from bapo.rollout.engine import Sampled
+from bapo.screen.terminal import duration
 from bapo.screen.view import SHOWN, LiveView, PlainView, eta, make_view, sparkline, summary_table
-from bapo.screen.watch import Sampled
 
 METRICS = {
     "reward": 0.4321, "entropy": 0.49, "share": 0.41, "clip_low": 0.8, "clip_high": 1.25,
@@ -160,6 +161,7 @@ def test_eta_by_hand():
     assert eta(-3, [5.0]) == "0:00"
     assert eta(1000, [3.725]) == "1:02:05"
     assert eta(100_000, [3.6]) == "100:00:00"
+    assert [duration(seconds) for seconds in (0, 59.6, 3723, -5, inf)] == ["0:00", "1:00", "1:02:03", "0:00", "?"]
 
 
 def test_eta_goes_by_recent_steps_only():

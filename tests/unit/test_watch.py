@@ -1,10 +1,9 @@
 """How often a watch is called, and when a line is worth reading, by hand under a fake clock."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from bapo.screen.watch import Learned, OnScreen, Sampled, Teller, in_lines
+from bapo.rollout.engine import Sampled
+from bapo.screen.watch import Learned, OnScreen, in_lines
 
 
 class Clock:
@@ -24,18 +23,6 @@ def test_the_line_by_hand():
     line = "learning: 48/128 groups, 3 updates, 96,400 tokens, 1,240 tokens/s"
     assert Learned(3, 48, 128, 96_400).line("learning", 77.75) == line
     assert Learned(1, 2, 2, 8).line("learning", 0.0) == "learning: 2/2 groups, 1 update, 8 tokens, 0 tokens/s"
-
-
-def test_a_teller_passes_on_the_first_the_last_and_one_a_second(monkeypatch):
-    clock, told = Clock(), []
-    monkeypatch.setattr("bapo.screen.watch.time", SimpleNamespace(monotonic=clock))
-    tell = Teller(told.append, 9)
-    for step in range(12):  # 0.25 s each
-        tell(step // 4, step)
-        clock.time += 0.25
-    tell(3, 12, last=True)
-    assert told == [Sampled(0, 9, 0), Sampled(1, 9, 4), Sampled(2, 9, 8), Sampled(3, 9, 12)]
-    Teller(None, 9)(1, 1, last=True)  # nobody watches
 
 
 def test_a_log_gets_no_line_for_what_is_short_and_few_for_what_is_long():

@@ -58,10 +58,7 @@ class WithinBounds:
 
         self.eval_batch(input_, collect, loss_weight_fn)  # type: ignore[attr-defined]
         bounds = bounds_from_table(self._summed(tables), self.clip_settings)
-        assert bounds.stop is not None
-        numbers = as_numbers(
-            {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share, "stop": bounds.stop}
-        )
+        numbers = as_numbers(bounds.metrics(ends=False))
         if numbers["bapo/share"] != numbers["bapo/share"]:
             raise ValueError(
                 "the log-probs or advantages of this update hold NaN or infinity on some rank. "

@@ -85,8 +85,7 @@ class BapoPolicyLoss(PolicyLoss):
             old_log_probs = rollout_log_probs
         bounds = self.controller.bounds_of(log_probs, old_log_probs, advantages, action_mask.bool())
         self.clip_eps_low, self.clip_eps_high = 1 - bounds.low, bounds.high - 1
-        found = {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share, "stop": bounds.stop}
-        self.metrics = averageable({name: value for name, value in found.items() if value is not None})
+        self.metrics = averageable(bounds.metrics(ends=False))
         return super().forward(
             log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **kwargs
         )

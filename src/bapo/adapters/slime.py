@@ -54,8 +54,7 @@ def bapo_loss(
     loss, reported = slime_loss.policy_loss_function(clipped, batch, logits, sum_of_sample_mean)
     # slime adds up what losses report, over micro-batches and ranks, and divides by the samples or by the tokens
     weight = tokens[-1].sum() if args.calculate_per_token_loss else len(batch["response_lengths"])
-    named = {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share, "stop": bounds.stop}
-    ours = averageable({name: value for name, value in named.items() if value is not None})
+    ours = averageable(bounds.metrics(ends=False))
     return loss, {**reported, **{name: value * weight for name, value in ours.items()}}
 
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from bapo.core.bounds import StopReason
-from bapo.core.controller import BoundController
+from bapo.core.controller import BoundController, averageable, read
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clean_tokens, update_table, weigh_negatives
 from bapo.core.objectives import bapo
@@ -78,18 +76,8 @@ class BapoPolicyLossFn(PolicyLossFn):
             tokens = weigh_negatives(tokens, bounds.negative_weight)
         clipped = bapo(tokens, bounds=bounds, dual_clip=self.dual_clip)
         loss = aggregate_loss(clipped.loss, mask, loss_agg_mode=self.loss_agg_mode)
-        assert bounds.stop is not None
-        statistics = {
-            "bapo/clip_low": bounds.low,
-            "bapo/clip_high": bounds.high,
-            "bapo/share": bounds.share,
-            **({} if bounds.negative_weight is None else {"bapo/negative_weight": bounds.negative_weight}),
-            **{f"bapo/stop/{reason.name.lower()}": bounds.stop == reason for reason in StopReason},
-            **{f"bapo/{name}": value for name, value in clip_statistics(tokens, clipped.retained).items()},
-            "pg_loss": loss.detach(),
-        }
-        numbers = torch.stack([value.double() for value in statistics.values()]).tolist()  # one host read
-        return loss, dict(zip(statistics, numbers, strict=True))
+        metrics = averageable({**bounds.metrics(ends=False), **clip_statistics(tokens, clipped.retained)})
+        return loss, read({**metrics, "pg_loss": loss.detach()})
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

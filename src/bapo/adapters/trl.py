@@ -25,13 +25,14 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
 from bapo.core.checks import check_mask
+from bapo.core.controller import averageable
 from bapo.core.entropy_rule import entropy_statistics
 from bapo.core.loss import clean_tokens, update_table
 from bapo.core.objectives import Tokens, retained_by
@@ -53,6 +54,8 @@ __all__ = ["LOSS_TYPES", "TESTED_VERSIONS", "BapoConfig", "BapoTrainer", "check_
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses with PPO's two-sided clip of token ratios; the others clip otherwise, or not at all."""
 SCOPES = ("update", "microbatch")
+NO_SIGNAL = f"bapo/stop/{StopReason.NO_SIGNAL.name.lower()}"
+"""The metric that counts parts without any advantage."""
 
 
 def check_trl(trainer: type, version: str) -> None:
@@ -76,15 +79,6 @@ def check_trl(trainer: type, version: str) -> None:
 
 
 check_trl(GRPOTrainer, trl_version)
-
-BOUNDS = {
-    "clip_low": "low",
-    "clip_high": "high",
-    "share": "share",
-    "share_at_start": "share_at_start",
-    "share_at_end": "share_at_end",
-}
-"""Metrics of an update's bounds, and their names in ClipBounds."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -373,20 +367,21 @@ class BapoTrainer(GRPOTrainer):
         *tokens, entropy, retained = (
             torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)
         )
-        statistics = entropy_statistics(Tokens(*tokens), entropy, retained)
-        del statistics["entropy"]  # TRL logs it
+        statistics = averageable(entropy_statistics(Tokens(*tokens), entropy, retained))
+        del statistics["bapo/entropy"]  # TRL logs it
 
-        stops = torch.stack([cast(Tensor, part.bounds.stop) for part in parts])
-        for reason in StopReason:
-            statistics[f"stop/{reason.name.lower()}"] = (stops == reason).double().mean()
-        signal = (stops != StopReason.NO_SIGNAL).double()
-        for key, name in BOUNDS.items():  # where nothing has an advantage, bounds and share mean nothing
-            statistics[key] = (torch.stack([getattr(part.bounds, name) for part in parts]).double() * signal).mean()
+        found = [averageable(part.bounds.metrics()) for part in parts]
+        columns = {name: torch.stack([metrics[name] for metrics in found]).double() for name in found[0]}
+        signal = 1 - columns[NO_SIGNAL]
+        conditional = [name for name in columns if "/stop/" not in name]
+        for name in conditional:  # where nothing has an advantage, bounds and share mean nothing
+            columns[name] = columns[name] * signal
+        statistics |= {name: column.mean() for name, column in columns.items()}
         values = self.accelerator.reduce(torch.stack(list(statistics.values())), reduction="mean").tolist()
         numbers = dict(zip(statistics, values, strict=True))
-        with_signal = 1 - numbers["stop/no_signal"]
-        for key in BOUNDS:
-            numbers[key] = numbers[key] / with_signal if with_signal else math.nan
+        with_signal = 1 - numbers[NO_SIGNAL]
+        for name in conditional:
+            numbers[name] = numbers[name] / with_signal if with_signal else math.nan
         for name, value in numbers.items():
             if not math.isnan(value):
-                self._metrics["train"][f"bapo/{name}"].append(value)
+                self._metrics["train"][name].append(value)

@@ -36,7 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
+from bapo.core.bounds import ClipBounds, bounds_from_table
+from bapo.core.controller import averageable, read
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clean_tokens, update_table
 from bapo.core.objectives import bapo
@@ -235,20 +236,19 @@ def bapo_policy_loss(
 
     statistics = clip_statistics(tokens, clipped.retained)
     count = mask.sum().clamp(min=1)
-    metrics = {f"bapo/{name}": value for name, value in {**_described(bounds), **statistics}.items()} | {
+    metrics = averageable({**bounds.metrics(), **statistics}) | {
         "actor/pg_clipfrac": (mask & ~clipped.retained).sum() / count,
         "actor/ppo_kl": -tokens.log_ratio.detach().sum() / count,
     }
-    numbers = torch.stack([value.double() for value in metrics.values()]).tolist()  # one host read
-    named = dict(zip(metrics, numbers, strict=True))
-    if named["bapo/share"] != named["bapo/share"]:
+    numbers = read(metrics)
+    if numbers["bapo/share"] != numbers["bapo/share"]:
         raise ValueError(
             "the log-probs, advantages or rollout_is_weights of this update hold NaN or infinity on some rank. "
             "bapo.core.checks.check_tokens names the token."
         )
     if RETURNS_FOUR:
         return loss, metrics["actor/pg_clipfrac"], metrics["actor/ppo_kl"], torch.zeros_like(loss.detach())
-    return loss, named | rejections
+    return loss, numbers | rejections
 
 
 def _bypass_mode(**arguments: Any) -> Any:
@@ -300,18 +300,3 @@ def _without_rejected(
             rollout_rs_threshold=correction.get("rollout_rs_threshold", None),
         )
     return kept.bool(), metrics
-
-
-def _described(bounds: ClipBounds) -> dict[str, Tensor]:
-    """The bounds and their search as numbers that may be averaged."""
-    assert bounds.share_at_start is not None
-    assert bounds.share_at_end is not None
-    assert bounds.stop is not None
-    return {
-        "clip_low": bounds.low,
-        "clip_high": bounds.high,
-        "share": bounds.share,
-        "share_at_start": bounds.share_at_start,
-        "share_at_end": bounds.share_at_end,
-        **{f"stop/{reason.name.lower()}": bounds.stop == reason for reason in StopReason},
-    }

@@ -1,5 +1,6 @@
 """`bapo compare GRID.toml`: objectives x settings x seeds, and a table of what came out.
 
+    command.py    the arguments of `bapo compare`
     grid.py       the file: what is to be run, checked in full before anything starts
     plan.py       what of it is done already, can be continued, or must not be touched
     execute.py    several runs at a time, each a process of its own

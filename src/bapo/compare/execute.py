@@ -1,12 +1,12 @@
-"""Several runs at a time, each a process of its own, none of which can stop the others.
+"""Several runs at a time, each in a process of its own, so that none can stop the others.
 
-A run is `bapo train` or `bapo resume` in a session of its own, with its output in a file beside its directory. The loop
-here waits for nobody in particular: five times a second it looks who has ended, starts who may start, and passes on
-what the user asked for. Ctrl-C reaches only this process. The first one asks every run to stop after its step, which
-saves it; the second one asks again, which stops it at once; the third one kills. Waiting runs are not started any more.
+A run is `bapo train` or `bapo resume` in a session of its own, with its output in a file beside its directory. Five
+times a second the loop here checks which runs have ended, starts those that may start, and passes on what the user
+asked for. Ctrl-C reaches only this process. The first one asks every run to stop after its current step, which saves
+it. The second one asks again, which stops the run at once. The third one kills it. Waiting runs are no longer started.
 
-The lock on the grid's directory is shared with the runs: while any of them lives, even if this process was killed, no
-second comparison can resume it under its feet.
+The runs share the lock on the grid's directory. While any of them lives, even after this process was killed, no second
+comparison can touch it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bapo.compare.plan import Job, State, clear_unused, set_aside
-from bapo.runs.read import Problem, last_step, read_run
+from bapo.runs.read import Defect, last_step, read_run
 
 __all__ = ["Progress", "State", "execute"]
 
 POLL_SECONDS = 0.2
 TAIL_LINES = 4
-"""Lines of a failed run's output that are shown."""
+"""How many last lines of a failed run's output are shown."""
 DAMAGED_CHECKPOINT = 3
 """Exit code of `bapo resume` for a checkpoint that is missing or damaged."""
 
 
 class Progress(Protocol):
-    """Shows; decides nothing."""
+    """Shows what happens, and decides nothing."""
 
     def changed(self, job: Job) -> None:
-        """A job has another state."""
+        """The state of a job has changed."""
 
     def look(self) -> None:
-        """Some time has passed."""
+        """Called several times a second."""
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Tell the user something."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ def execute(
     retry: bool,
     progress: Progress,
 ) -> bool:
-    """Bring every waiting job to an end, damaged ones too if `retry`; returns whether the user stopped it."""
+    """Run every waiting job to its end, with `retry` damaged ones, too. Returns whether the user stopped it."""
     for job in jobs:
         if job.state is State.DAMAGED and retry:
             _begin_again(job, progress)
@@ -95,7 +95,7 @@ def execute(
 
 
 def _start(job: Job, lock: int, threads: int) -> _Process | None:
-    """The job's process, or None if it could not be started; its state says which."""
+    """Start the job's process and set its state; None if it could not be started."""
     path = job.cell.path
     try:
         clear_unused(path)
@@ -125,11 +125,11 @@ def _start(job: Job, lock: int, threads: int) -> _Process | None:
 
 
 def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progress) -> None:
-    """What became of a job whose process has ended: its directory decides, then the exit code."""
+    """Set the state of a job whose process has ended: from its directory first, then from the exit code."""
     job, code = process.job, process.handle.returncode
     found = read_run(job.cell.path)
     job.step = last_step(job.cell.path)
-    if not isinstance(found, Problem):
+    if not isinstance(found, Defect):
         job.state = State.FINISHED
     elif code in (130, -signal.SIGINT, -signal.SIGTERM) or (stopping and code < 0):
         job.state = State.STOPPED
@@ -142,13 +142,13 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progres
 
 
 def _begin_again(job: Job, progress: Progress) -> None:
-    """A damaged run set aside, its job waiting to be started from the beginning."""
+    """Set a damaged run aside and let its job wait to start from the beginning."""
     try:
         kept = set_aside(job.cell.path)
     except OSError as error:
         job.note += f" It could not be set aside: {error}."
         return
-    progress.note(f"{job.cell.name}: {job.note} Set aside as {kept.name}; it is started again.")
+    progress.note(f"{job.cell.name}: {job.note} It was set aside as {kept.name} and starts again.")
     job.state, job.action, job.note, job.step, job.before = State.WAITING, "train", "", 0, 0
 
 
@@ -163,13 +163,13 @@ def _tail(process: _Process) -> str:
 
 
 def _tell(running: Sequence[_Process], times: int) -> str:
-    """Pass on the user's wish to stop, more firmly each time; returns what to tell the user."""
+    """Ask the runs to stop, more firmly each time; returns what to tell the user."""
     for process in running:
         process.handle.kill() if times > 2 else process.handle.terminate()
     if times == 1:
         runs = "the run" if len(running) == 1 else f"{len(running)} runs"
-        return f"stopping {runs} after this step; once more to stop at once"
-    return "stopping at once" if times == 2 else "killed"
+        return f"stopping {runs} after the current step; press Ctrl-C again to stop at once"
+    return "stopping at once; press Ctrl-C again to kill" if times == 2 else "killed"
 
 
 def _record(log: Path, process: _Process) -> None:
@@ -181,7 +181,7 @@ def _record(log: Path, process: _Process) -> None:
 
 @contextmanager
 def _children() -> Iterator[list[_Process]]:
-    """The running processes; if this one fails, they are asked to stop and waited for."""
+    """The running processes. If this process fails, it asks them to stop and waits for them."""
     running: list[_Process] = []
     try:
         yield running
@@ -194,10 +194,10 @@ def _children() -> Iterator[list[_Process]]:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """The signals that ask for an end, as they come in."""
+    """Collects the signals that ask this process to stop."""
     asked: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, and then meant to be
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored, which is what the user wants
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, lambda received, _frame: asked.append(received)) for number in numbers}
     try:

@@ -1,7 +1,7 @@
-"""The grid file: what is to be compared, checked in full before anything starts.
+"""The grid file: what to compare. All of it is checked before anything starts.
 
-    name = "reuse"                 # of the table
-    out = "runs/reuse"             # directory of everything; runs lie in out/SETTING/OBJECTIVE/seed-N
+    name = "reuse"                 # name of the tables
+    out = "runs/reuse"             # directory of everything; runs are in out/SETTING/OBJECTIVE/seed-N
     seeds = 3                      # 0, 1, 2; or a list
 
     [base]                         # keys of a recipe, for every run
@@ -16,8 +16,8 @@
     label = "reuse-16"
     offpolicy.reuse = 16
 
-A cell is base, then setting, then objective, then its seed, later keys over earlier ones. All cells are validated, and
-one error lists everything that is wrong with any of them.
+The configuration of a cell is base, then setting, then objective, then seed; later keys override earlier ones. All
+cells are validated, and one error lists everything that is wrong with any of them.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its place in the grid, which is its path below the grid's directory."""
+        """Its place in the grid, which is also its path below the grid's directory."""
         return f"{self.setting}/{self.objective}/seed-{self.seed}"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Everything to be run, in the order it will be."""
+    """All runs, in the order in which they start."""
 
     name: str
     out: Path
@@ -66,7 +66,7 @@ class Grid:
     cells: tuple[Cell, ...]
 
     def record(self) -> dict[str, Any]:
-        """What grid.json says: which directory belongs to which place in the grid."""
+        """The contents of grid.json: which directory belongs to which place in the grid."""
         runs = [{"setting": c.setting, "objective": c.objective, "seed": c.seed, "path": c.name} for c in self.cells]
         labels = {"settings": list(self.settings), "objectives": list(self.objectives), "seeds": list(self.seeds)}
         return {"name": self.name, **labels, "runs": runs}
@@ -82,11 +82,11 @@ def load_grid(path: str | Path) -> Grid:
     if not of_a_grid and of_a_run:
         command = "bapo sft" if values.get("kind") == "sft" else "bapo train"
         raise ConfigError(f"{path} is a recipe for one run, not a grid of runs. Run it with `{command} {path}`.")
-    wrong = [f"{key} is not a key of a grid; those are {', '.join(KEYS)}." for key in values if key not in KEYS]
+    wrong = [f"{key} is not a key of a grid. Its keys are {', '.join(KEYS)}." for key in values if key not in KEYS]
     name, out = values.get("name", path.stem), values.get("out", f"runs/{path.stem}")
     wrong += [f"{key} = {value!r}: give a string." for key, value in (("name", name), ("out", out)) if not _text(value)]
     if _text(out) and Path(out).exists() and not Path(out).is_dir():
-        wrong.append(f"out = {out!r} is no directory, but exists. Give the runs a directory of their own.")
+        wrong.append(f"out = {out!r} exists and is not a directory. Give the runs a directory of their own.")
     seeds = _seeds(values.get("seeds", 1), wrong)
     settings = _entries(values.get("setting", [{"label": "default"}]), "setting", wrong)
     objectives = _entries(values.get("objective", []), "objective", wrong)
@@ -98,7 +98,7 @@ def load_grid(path: str | Path) -> Grid:
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested keys of both, those of `over` where both have one."""
+    """The nested keys of both; where both have a key, the value of `over`."""
     result = dict(under)
     for key, value in over.items():
         below = result.get(key)
@@ -119,21 +119,23 @@ def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
 
 
 def _entries(value: Any, kind: str, wrong: list[str]) -> dict[str, dict[str, Any]]:
-    """Label -> keys, of the [[objective]] or [[setting]] entries."""
+    """The [[objective]] or [[setting]] entries: label -> keys."""
     if isinstance(value, dict):
-        wrong.append(f"[{kind}] is one table, but a grid lists them: write [[{kind}]], with two brackets, and a label.")
+        wrong.append(
+            f"[{kind}] is a single table, but a grid needs a list: write [[{kind}]], with two brackets, and a label."
+        )
         return {}
     if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
-        wrong.append(f"[[{kind}]]: give at least one, each with a label and the keys that make it different.")
+        wrong.append(f"[[{kind}]]: give at least one, each with a label and the keys in which it differs.")
         return {}
     found: dict[str, dict[str, Any]] = {}
     for number, entry in enumerate(value, start=1):
         label = entry.get("label")
         if not isinstance(label, str) or not _LABEL.fullmatch(label):
-            found_as = "has no label, which" if label is None else f"label = {label!r}"
-            wrong.append(f"[[{kind}]] {number}: {found_as} names a directory: give one of letters, digits and . _ + -")
+            found_as = "there is no label" if label is None else f"label = {label!r} cannot name a directory"
+            wrong.append(f"[[{kind}]] {number}: {found_as}. Give a label of letters, digits and . _ + -")
         elif label in found:
-            wrong.append(f"[[{kind}]] {number}: label = {label!r} is taken. Give every {kind} its own.")
+            wrong.append(f"[[{kind}]] {number}: label = {label!r} is already used. Give every {kind} its own.")
         else:
             found[label] = {key: value for key, value in entry.items() if key != "label"}
         wrong += [f"[[{kind}]] {number}: {_owned(key)}" for key in ("seed", "out") if key in entry]
@@ -157,7 +159,7 @@ def _base(value: Any, directory: Path, wrong: list[str]) -> dict[str, Any]:
 
 
 def _owned(key: str) -> str:
-    return f"{key} is the grid's: every run gets its own. Set {'seeds' if key == 'seed' else 'out'} at the top instead."
+    return f"{key} differs from run to run. Set {'seeds' if key == 'seed' else 'out'} at the top of the grid instead."
 
 
 def _cells(
@@ -168,7 +170,7 @@ def _cells(
     seeds: tuple[int, ...],
     source: str,
 ) -> Iterator[Cell]:
-    """Every run, seed by seed, so that an early look finds all cells with some; or a ConfigError about all of them."""
+    """Every run, seed by seed, so that every cell soon has a run; or one ConfigError about all that is wrong."""
     errors: dict[str, list[str]] = {}  # message -> cells that have it
     configs: dict[tuple[str, str], Config] = {}
     for setting, over in settings.items():
@@ -187,13 +189,13 @@ def _cells(
         ]
         raise ConfigError(f"{source}: nothing was started.\n" + "\n".join(lines))
     twins = [
-        f"  {'/'.join(one)} and {'/'.join(other)} have the same keys, so that their runs would be copies."
+        f"  {'/'.join(one)} and {'/'.join(other)} have the same keys, so their runs would be copies."
         for one, other in combinations(configs, 2)
         if configs[one] == configs[other]
     ]
     if twins:
         raise ConfigError(
-            f"{source}: nothing was started.\n" + "\n".join(twins) + "\nMake them differ, or remove one of them."
+            f"{source}: nothing was started.\n" + "\n".join(twins) + "\nMake them differ, or remove one of each pair."
         )
     for seed in seeds:
         for (setting, objective), config in configs.items():

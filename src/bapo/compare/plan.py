@@ -1,13 +1,12 @@
-"""What of a grid is done already, can be continued, or must not be touched.
+"""Which runs of a grid are done, which can start or continue, and which must not be touched.
 
-    nothing there, or a run that never got to its first checkpoint     start
-    stopped, with the configuration of the grid                        resume, even if what was logged after its last
-                                                                       checkpoint is damaged
-    finished, with the configuration of the grid                       finished
-    files that contradict themselves                                   damaged: left alone, unless asked to retry
-    another configuration                                              an error: the grid was changed under its runs
+    nothing, or a run without a complete checkpoint      start
+    stopped, with the configuration of the grid          resume, even if lines after its last checkpoint are damaged
+    finished, with the configuration of the grid         finished
+    files that contradict each other                     damaged: left alone, unless asked to retry
+    another configuration                                an error: somebody changed the grid after its runs were made
 
-What depends on the machine (threads, and device and dtype where the grid leaves them to `auto`) is no difference.
+Threads, and a device or dtype that the grid leaves to `auto`, depend on the machine and do not count as differences.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from typing import Any, Literal
 from bapo.compare.grid import Cell, Grid
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
-from bapo.runs.read import Problem, read_run
+from bapo.runs.read import Defect, read_run
 
 GPU_PARALLEL = 4
-"""Runs at a time on one GPU: a small model leaves most of it idle, and each run needs a few GiB of its memory."""
+"""Runs at a time on one GPU. A small model leaves most of it idle, and each run needs a few GiB of its memory."""
 
 
 class State(StrEnum):
@@ -37,34 +36,34 @@ class State(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
-    """By a signal; saved, and continued by the same command."""
+    """Stopped by a signal and saved; the same command continues it."""
     FAILED = "failed"
     DAMAGED = "damaged"
 
 
 @dataclass
 class Job:
-    """A cell, and what is to be done about it."""
+    """A cell of the grid, and what to do about it."""
 
     cell: Cell
     state: State
     action: Literal["train", "resume"] = "train"
-    """The command to give while it waits."""
+    """The command that will start it."""
     note: str = ""
     """Why it failed, or what is damaged."""
     before: int = 0
-    """Steps it had when this comparison began."""
+    """Steps it had logged when this comparison began."""
     step: int = 0
-    """Steps it has."""
+    """Steps it has logged."""
 
     @property
     def log(self) -> Path:
-        """The output of its process."""
+        """File with the output of its process."""
         return self.cell.path.with_name(f"{self.cell.path.name}.log")
 
     @property
     def recipe(self) -> Path:
-        """The configuration given to its process."""
+        """File with the configuration given to its process."""
         return self.cell.path.with_name(f"{self.cell.path.name}.json")
 
     def describe(self) -> str:
@@ -72,7 +71,7 @@ class Job:
         total = self.cell.config.steps
         match self.state:
             case State.WAITING:
-                return "to be started" if self.action == "train" else f"to be resumed at step {self.step} of {total}"
+                return "will start" if self.action == "train" else f"will resume at step {self.step} of {total}"
             case State.RUNNING:
                 return f"step {self.step} of {total}" if self.step else "starting"
             case State.FINISHED:
@@ -83,7 +82,7 @@ class Job:
 
 
 def make_plan(grid: Grid) -> list[Job]:
-    """A job per cell; a ConfigError if runs exist with another configuration than the grid's."""
+    """A job per cell; a ConfigError if there are runs with another configuration than the grid's."""
     jobs, changed = [], []
     for cell in grid.cells:
         job, different = _examine(cell)
@@ -91,7 +90,7 @@ def make_plan(grid: Grid) -> list[Job]:
         changed += [f"  {cell.name}: {line}" for line in different]
     if changed:
         raise ConfigError(
-            f"runs in {grid.out} were made with another configuration; nothing was started.\n"
+            f"some runs in {grid.out} were made with another configuration, so nothing was started.\n"
             + "\n".join(changed)
             + "\nPut the keys back, or give the changed grid another `out`."
         )
@@ -99,7 +98,7 @@ def make_plan(grid: Grid) -> list[Job]:
 
 
 def default_parallel(grid: Grid) -> int:
-    """Runs at a time: one per core, or as many as share a GPU well; never more than there are."""
+    """Runs at a time: one per core, or GPU_PARALLEL on a GPU; never more than the grid has."""
     cores = available_cores()
     on_gpu = all(cell.config.device != "cpu" for cell in grid.cells) and (
         any(cell.config.device == "cuda" for cell in grid.cells) or gpu_present()
@@ -109,12 +108,12 @@ def default_parallel(grid: Grid) -> int:
 
 
 def threads_for(grid: Grid, parallel: int) -> int:
-    """CPU threads of each run: the cores, shared out."""
+    """CPU threads of each run: an equal share of the cores."""
     return max(1, available_cores() // min(parallel, len(grid.cells)))
 
 
 def gpu_present() -> bool:
-    """Whether the machine has an NVIDIA GPU that this process may see; asked without torch, for a default only."""
+    """Whether this process can see an NVIDIA GPU. It does not import torch, so it only sets a default."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
@@ -128,7 +127,7 @@ def set_aside(path: Path) -> Path:
 
 
 def clear_unused(path: Path) -> None:
-    """Remove what a run left that never reached its first checkpoint, if there is any of it."""
+    """Remove the directory of a run that never reached its first checkpoint, if there is one."""
     if path.exists() and _unused(path):
         shutil.rmtree(path)
 
@@ -139,9 +138,9 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
     if not path.exists() or _unused(path):
         return Job(cell, State.WAITING), []
     run = read_run(path, finished=False)
-    if isinstance(run, Problem) and (sizes := _remembered(path)):
-        run = read_run(path, finished=False, sizes=sizes)  # what comes after them is forgotten on resuming
-    if isinstance(run, Problem):
+    if isinstance(run, Defect) and (sizes := _remembered(path)):
+        run = read_run(path, finished=False, sizes=sizes)  # resuming cuts off what comes after them
+    if isinstance(run, Defect):
         return Job(cell, State.DAMAGED, note=run.message), []
     different = list(_differences(cell.config.model_dump(mode="json"), run.config))
     if run.summary:
@@ -153,7 +152,7 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
 
 
 def _remembered(path: Path) -> dict[str, int]:
-    """How long the logs of an unfinished run were at its newest checkpoint; empty if it has none that says so."""
+    """Sizes of an unfinished run's logs at its newest checkpoint; empty if no checkpoint records them."""
     newest = max((path / "checkpoints").glob("step-??????"), default=None)
     if newest is None or (path / "summary.json").exists():
         return {}
@@ -181,4 +180,4 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], prefix: st
         if isinstance(value, Mapping) and isinstance(other, Mapping) and name != "objective.options":
             yield from _differences(value, other, f"{name}.")
         elif value != other and name != "out" and not (name == "threads" and value == 0) and value != "auto":
-            yield f"{name} is {other!r} there and {value!r} in the grid"
+            yield f"{name} is {other!r} in the run and {value!r} in the grid"

@@ -1,23 +1,22 @@
 """What a person sees while a grid runs: a table on a terminal, a line per event anywhere else.
 
-The time left is the updates left over the rate of this comparison so far, all runs together:
+The time left is estimated from all runs together:
 
     eta = updates left · seconds since the start / updates done since the start
 
-so it knows how many runs share the machine without being told. Evaluations and start-up are in the seconds and not in
-the updates, which makes it a little too long at first.
+This accounts for how many runs share the machine. The seconds include start-up and evaluations, so the estimate is a
+little too long at first.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import isfinite
+from dataclasses import dataclass
 from typing import Self, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,13 +25,14 @@ from rich.text import Text
 from bapo.compare.grid import Grid
 from bapo.compare.plan import Job, State
 from bapo.runs.read import tail
+from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
 
 LINE_SECONDS = 30.0
-"""Time between two lines of plain progress; changes are always printed."""
+"""Time between two lines of plain progress. Changes of state are always printed."""
 READ_SECONDS = 1.0
 """Time between two looks at the metrics of running runs."""
 SHOWN = {"entropy": "entropy", "share": "share", "grad_norm": "grad norm"}
-"""Of the newest update of a running run."""
+"""Metrics of a running run's newest update that are shown, with their labels."""
 STYLES = {
     State.WAITING: "dim",
     State.RUNNING: "bold cyan",
@@ -44,26 +44,24 @@ STYLES = {
 
 
 def make_progress(grid: Grid, jobs: Sequence[Job], parallel: int, stream: TextIO) -> PlainProgress:
-    """A table that is redrawn if the stream is a terminal, otherwise lines."""
-    spells = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
-    live = stream.isatty() and spells and os.environ.get("TERM") not in ("dumb", "unknown")
-    return (LiveProgress if live else PlainProgress)(grid, jobs, parallel, stream)
+    """A table that is redrawn in place if the stream is a terminal, otherwise lines."""
+    return (LiveProgress if can_redraw(stream) else PlainProgress)(grid, jobs, parallel, stream)
 
 
+@dataclass
 class PlainProgress:
     """Lines for a log file or a pipe."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        jobs: Sequence[Job],
-        parallel: int,
-        stream: TextIO,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.grid, self.jobs, self.stream, self.clock = grid, jobs, stream, clock
-        self.title = f"{grid.name}: {len(jobs)} runs, {min(parallel, len(jobs))} at a time, in {grid.out}"
-        self.began = self.said = clock()
+    grid: Grid
+    jobs: Sequence[Job]
+    parallel: int
+    stream: TextIO
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        together = min(self.parallel, len(self.jobs))
+        self.title = f"{self.grid.name}: {len(self.jobs)} runs, {together} at a time, in {self.grid.out}"
+        self.began = self.said = self.clock()
 
     def __enter__(self) -> Self:
         self.note(self.title)
@@ -74,21 +72,19 @@ class PlainProgress:
         return
 
     def changed(self, job: Job) -> None:
-        """A job has another state."""
+        """The state of a job has changed."""
         self.note(f"{job.cell.name}: {job.describe()}  ({self.counts()})")
 
     def look(self) -> None:
-        """Some time has passed."""
+        """Called several times a second."""
         if self.clock() - self.said >= LINE_SECONDS:
             running = [f"{job.cell.name} {job.step}/{job.cell.config.steps}" for job in self.of(State.RUNNING)]
             self.note("  ".join([self.counts(), *running, self.remaining()]))
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Tell the user something."""
         self.said = self.clock()
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        self.stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
-        self.stream.flush()
+        write_line(self.stream, text)
 
     def of(self, *states: State) -> list[Job]:
         """The jobs in these states."""
@@ -101,12 +97,12 @@ class PlainProgress:
         return ", ".join([f"{count[State.FINISHED]} of {len(self.jobs)} finished", *others])
 
     def share_done(self) -> float:
-        """Of the updates of all runs."""
+        """Share of the updates of all runs that are done."""
         total = sum(job.cell.config.steps * job.cell.config.updates_per_step for job in self.jobs)
         return sum(job.step * job.cell.config.updates_per_step for job in self.jobs) / total
 
     def remaining(self) -> str:
-        """`eta 4:10`, or nothing until there is something to go by."""
+        """`eta 4:10`; empty until an update is done."""
         open_jobs = self.of(State.WAITING, State.RUNNING)
         left = sum((job.cell.config.steps - job.step) * job.cell.config.updates_per_step for job in open_jobs)
         done = sum((job.step - job.before) * job.cell.config.updates_per_step for job in self.jobs)
@@ -114,18 +110,11 @@ class PlainProgress:
 
 
 class LiveProgress(PlainProgress):
-    """A table that is redrawn in place: every run if they fit, otherwise those there is something to say about."""
+    """A table that is redrawn in place. If not all runs fit, it shows those that are running, failed or damaged."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        jobs: Sequence[Job],
-        parallel: int,
-        stream: TextIO,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(grid, jobs, parallel, stream, clock)
-        self.console = Console(file=stream, force_terminal=True, highlight=False)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.console = make_console(self.stream)
         self.live = Live(console=self.console, auto_refresh=False)
         self.read_at = float("-inf")
         self.numbers: dict[str, dict[str, float]] = {}
@@ -139,12 +128,12 @@ class LiveProgress(PlainProgress):
         self.live.stop()
 
     def changed(self, job: Job) -> None:
-        """A job has another state."""
+        """The state of a job has changed."""
         if job.state in (State.FAILED, State.DAMAGED):
             self.note(f"{job.cell.name}: {job.describe()}")
 
     def look(self) -> None:
-        """Some time has passed."""
+        """Called several times a second."""
         if self.clock() - self.read_at >= READ_SECONDS:
             self.read_at = self.clock()
             for job in self.of(State.RUNNING):
@@ -154,11 +143,11 @@ class LiveProgress(PlainProgress):
             self.live.update(self.frame(), refresh=True)
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
-        self.console.print(Text("".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)))
+        """Tell the user something."""
+        self.console.print(Text(printable(text)))
 
     def frame(self) -> RenderableType:
-        """The screen as it is now."""
+        """What the screen shows now."""
         room = self.console.height - 6
         shown: Sequence[Job] = self.jobs
         if len(shown) > room:
@@ -180,12 +169,3 @@ class LiveProgress(PlainProgress):
         elapsed = duration(self.clock() - self.began)
         status = "   ".join(part for part in (self.counts(), elapsed, self.remaining()) if part)
         return Group(Text(self.title, "bold"), table, bar, Text(status))
-
-
-def duration(seconds: float) -> str:
-    """As m:ss or h:mm:ss."""
-    if not isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,11 +1,11 @@
-"""Mean and 95% interval over seeds, one table per setting, one row per objective.
+"""Mean and 95% interval over seeds: one table per setting, one row per objective.
 
-Only finished runs count, and the number of them stands in the row. The interval is Student's t over seeds: what other
-seeds of the same grid would give, which the intervals over problems in each run do not say. A single seed has none.
+Only finished runs count, and each row says how many there are. The interval is Student's t over seeds: it says what
+other seeds of the same grid would give, which the intervals over problems in each run do not. A single seed has none.
 
-A seed gives every objective the same problems in the same order, so that a difference within a seed has less noise than
-the two means: a second table has the differences to the grid's first objective, seed by seed, and marks those whose
-interval excludes zero.
+A seed gives every objective the same problems in the same order, so a difference within a seed is less noisy than the
+difference of two means. A second table therefore has the differences from the grid's first objective, seed by seed, and
+marks those whose interval excludes zero.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from bapo.runs.statistics import aggregate, measures
 
 Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
 FEWEST_SEEDS_TO_MARK = 3
-"""Two that happen to agree have an interval of no width."""
+"""Two seeds that happen to agree have an interval of width zero."""
 
 
 def collect(grid: Grid) -> dict[str, Any]:
-    """What results.json says: every run's measures, and setting -> objective -> measure -> mean and half_width.
+    """The contents of results.json: the measures of every run, and setting -> objective -> measure -> mean, half_width.
 
-    The same of the differences to the first objective, over the seeds that both have.
+    The same for the differences from the first objective, over the seeds that both have.
     """
     runs, missing = [], []
     for cell in grid.cells:
@@ -73,12 +73,12 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
         lines += _difference_lines(rows, _scores(results["k"] or "k", names))
     if any("stop_start" in row["measures"] for rows in results["settings"].values() for row in rows.values()):
         reasons = ", ".join(name.replace("_", " ") for name in STOP_REASONS)
-        lines += ["", f"stops: updates whose search for bounds ended by {reasons}, in %"]
+        lines += ["", f"stops: % of updates whose search for bounds ended with {reasons}"]
     return [*lines, ""]
 
 
 def _difference_lines(rows: Mapping[str, Any], scores: Mapping[str, str]) -> list[str]:
-    """The table of differences to the first row, if any row has two seeds in common with it."""
+    """The table of differences from the first row; empty if no row shares two seeds with it."""
     first, *others = rows
     cells = [["", "seeds", *scores]]
     for objective in others:
@@ -89,8 +89,8 @@ def _difference_lines(rows: Mapping[str, Any], scores: Mapping[str, str]) -> lis
             cells.append([f"{objective} - {first}", str(len(differences["seeds"])), *shown])
     if len(cells) == 1:
         return []
-    title = f"difference to {first}, seed by seed, ± half width of its 95% interval"
-    title += f"; * where it excludes 0, from {FEWEST_SEEDS_TO_MARK} seeds on"
+    title = f"difference from {first}, seed by seed, ± half width of its 95% interval"
+    title += f"; * if the interval excludes 0 ({FEWEST_SEEDS_TO_MARK} seeds or more)"
     return ["", f"  {title}", *_aligned(cells)]
 
 
@@ -111,7 +111,7 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all; what is not a finite number becomes null."""
+    """Write JSON, whole or not at all. Numbers that are not finite become null."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
     partial.rename(path)
@@ -122,7 +122,7 @@ def _place(cell: Cell) -> dict[str, Any]:
 
 
 def _by_seed(runs: Sequence[Mapping[str, Any]], setting: str, objective: str) -> dict[int, Mapping[str, float]]:
-    """Seed -> measures, of one cell of the grid."""
+    """The measures of one setting and objective: seed -> measures."""
     mine = [run for run in runs if (run["setting"], run["objective"]) == (setting, objective)]
     return {run["seed"]: run["measures"] for run in mine}
 
@@ -132,7 +132,7 @@ def _less(run: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
 
 
 def _over_seeds(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Each measure that all of these runs have."""
+    """Mean and interval of each measure that all of these runs have."""
     result = {}
     for name in runs[0] if runs else ():
         values = [run[name] for run in runs if name in run]
@@ -143,7 +143,7 @@ def _over_seeds(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def _scores(k: int | str, names: set[str]) -> dict[str, str]:
-    """Heading -> measure, of what held-out problems say after training; greedily, by one sample each."""
+    """Heading -> measure, for the scores on held-out problems after training. Greedy ones have no pass@k."""
     scores = {f"avg@{k}": "avg", f"pass@{k}": "pass"}
     for temperature in sorted(name.removeprefix("avg_at_") for name in names if name.startswith("avg_at_")):
         scores[f"avg, temp. {temperature}"] = f"avg_at_{temperature}"
@@ -153,7 +153,7 @@ def _scores(k: int | str, names: set[str]) -> dict[str, str]:
 
 
 def _columns(k: int | str, names: set[str]) -> dict[str, Callable[[Row], str]]:
-    """Heading -> what stands below it, for the measures there are."""
+    """Heading -> the text in its column, for the measures that there are."""
     columns = {title: _shower(name) for title, name in _scores(k, names).items()}
     columns |= {"before": _shower("entropy_before")}
     columns |= {"max grad norm": _shower("max_grad_norm"), "share": _shower("share")}

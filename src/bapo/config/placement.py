@@ -1,27 +1,31 @@
-"""Where a run takes place: device, precision and threads, where its configuration leaves them open."""
+"""Where a run computes: device, precision and threads, as far as its configuration leaves them open."""
 
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from bapo.config.errors import ConfigError
 
+DeviceName = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "float32", "bfloat16"]
+
 
 def available_cores() -> int:
-    """Cores this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def placed(device: str, dtype: str, threads: int | None) -> tuple[str, str, int]:
-    """Device, precision and threads on this machine, where they were left open. The first thing to need torch."""
+def placed(device: DeviceName, dtype: Precision, threads: int | None) -> tuple[DeviceName, Precision, int]:
+    """Device, precision and threads on this machine, as far as they were left open. Imports torch."""
     import torch
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "device='cuda', but torch sees no CUDA device here. Run on a machine with one and a CUDA build of torch; "
-            "what is begun anew can also have device='cpu'."
+            "device='cuda', but torch sees no CUDA device on this machine. Use a machine that has one, with a CUDA "
+            "build of torch, or start a new run with device='cpu'."
         )
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"

@@ -92,5 +92,9 @@ def averageable(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def as_numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """`averageable` as floats, with one host read."""
-    named = averageable(metrics)
+    return read(averageable(metrics))
+
+
+def read(named: Mapping[str, Tensor]) -> dict[str, float]:
+    """0-d tensors as floats, with one host read."""
     return dict(zip(named, torch.stack([value.double() for value in named.values()]).tolist(), strict=True))

@@ -22,7 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, positive_share
+from bapo.core.clip_bounds import ClipBounds, positive_share
 from bapo.core.objectives import Tokens
 from bapo.core.settings import ClipSettings
 from bapo.types import LOG_RATIO_EDGES
@@ -199,7 +199,7 @@ def _edges(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(LOG_RATIO_EDGES, dtype=dtype, device=device)
 
 
-def diagnose(
+def update_statistics(
     tokens: Tokens,
     retained: Tensor,
     *,
@@ -208,11 +208,10 @@ def diagnose(
     entropy: Tensor | None = None,
     trained: Tokens | None = None,
 ) -> dict[str, Tensor]:
-    """Every diagnostic that the tokens of one update allow, as 0-d tensors.
+    """All statistics that the tokens of one update allow, as 0-d tensors.
 
-    `trained`: the tokens with the advantages that were trained on, where those were weighed; for the Entropy-Clip Rule.
-
-    With `entropy` (of each token's own distribution) also the Entropy-Clip Rule. `ratio_profile`, which returns
+    `entropy`, that of each token's own distribution, adds the Entropy-Clip Rule. `trained` holds the same tokens with
+    the advantages that were trained on, where those were weighed; the rule uses them. `ratio_profile`, which returns
     vectors, and `staleness_histogram` and `response_statistics`, which need versions and rewards, are called beside it.
     """
     metrics = clip_statistics(tokens, retained) | ratio_statistics(tokens) | share_statistics(tokens, settings, bounds)

@@ -1,9 +1,10 @@
 """policy_loss: four tensors in, loss out.
 
 The one call that puts the core together: check, solve the bounds (for `bapo`), compute the loss per token, reduce it,
-and report. On CUDA an objective with one pair of bounds is computed, reduced and counted by kernels in one pass. What
-it deliberately does not do: recompute log-probs, estimate advantages, or keep state between calls. An update in several
-micro-batches solves its bounds once, from the sum of their tables, and hands them to each call:
+and report. On CUDA an objective with one pair of bounds is computed, reduced and counted by kernels in one pass
+(`dispatch.py`). What it deliberately does not do: recompute log-probs, estimate advantages, or keep state between
+calls. An update in several micro-batches solves its bounds once, from the sum of their tables, and hands them to each
+call:
 
     table = sum(update_table(logprobs, behavior_logprobs, advantages, mask, settings) for each micro-batch)   # no grad
     bounds = bounds_from_table(table, settings)
@@ -14,30 +15,23 @@ The first line needs every micro-batch's log-probs before the first backward pas
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import (
-    ClipBounds,
-    bounds_from_parts,
-    bounds_from_table,
-    poison_peers,
-    solve_bounds,
-)
+from bapo.core import dispatch
+from bapo.core.bounds import bounds_from_parts, poison_peers, solve_bounds
 from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
-from bapo.core.entropy_rule import clip_statistics, entropy_statistics
-from bapo.core.kernels import usable
-from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, TokenLoss, Tokens
-from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
+from bapo.core.clip_bounds import ClipBounds
+from bapo.core.dispatch import ReducedLoss
+from bapo.core.entropy_rule import entropy_statistics
+from bapo.core.objectives import OBJECTIVES, Tokens
+from bapo.core.reduction import Reduction, denominator_of
 from bapo.core.settings import ClipSettings, require_choice
-from bapo.core.table import signal_table, table_parts
 
 DEFAULT_SETTINGS = ClipSettings()
 REDUCTIONS = get_args(Reduction)
@@ -89,7 +83,7 @@ def policy_loss(
     ValueError on CPU; on an accelerator, where looking would be a host sync, NaN and infinity make loss, gradient and
     bounds NaN, and `bapo.core.checks.check_tokens` says which token it was.
     """
-    solves = objective == "bapo" and bounds is None
+    solves = _solves_bounds(objective) and bounds is None
     settings_or_default = settings if isinstance(settings, ClipSettings) else DEFAULT_SETTINGS
     try:
         _check_options(objective, settings, bounds, process_group, options)
@@ -119,8 +113,9 @@ def policy_loss(
         bounds = _solve(tokens, settings_or_default, process_group)
     if bounds is not None and bounds.negative_weight is not None:
         tokens = weigh_negatives(tokens, bounds.negative_weight)
-    result = OBJECTIVES[objective](tokens, **({"bounds": bounds} if objective == "bapo" else {}), **options)
-    reduced = _reduce(result, tokens, reduction, denominator)
+    solved = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
+    result = OBJECTIVES[objective](tokens, **solved, **options)
+    reduced = dispatch.reduced_loss(result, tokens, reduction, denominator)
     return PolicyLoss(reduced.loss, reduced.bounds, _metrics(tokens, reduced, entropy), reduced.retained)
 
 
@@ -134,79 +129,21 @@ def update_table(
     if mask.device.type == "cpu":
         check_tokens(logprobs, behavior_logprobs, advantages, mask)
     tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask)
-    if usable(mask):
-        return _table_parts(tokens, settings).sum(1)
-    return signal_table(
-        tokens.ratio, tokens.advantages, mask & tokens.within, settings, behavior_logprobs=tokens.behavior_logprobs
-    )
+    return dispatch.summed(dispatch.parts_of_tokens(tokens, settings))
 
 
 def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGroup | None) -> ClipBounds:
     """Bounds from these tokens. One past the ratio limit has no gradient, so it has no say in the bounds either."""
-    if process_group is None and usable(tokens.mask):
-        return bounds_from_parts(_table_parts(tokens, settings), settings, tokens.dtype)
-    ratio, chosen = tokens.ratio.detach(), tokens.mask & tokens.within
-    behavior = tokens.behavior_logprobs
-    if process_group is None:  # through the table, as tokens past the limit may leave no others
-        table = signal_table(ratio, tokens.advantages, chosen, settings, behavior_logprobs=behavior)
-        return bounds_from_table(table, settings, dtype=tokens.dtype)
+    if process_group is None:
+        return bounds_from_parts(dispatch.parts_of_tokens(tokens, settings), settings, tokens.dtype)
     return solve_bounds(
-        ratio, tokens.advantages, chosen, settings, behavior_logprobs=behavior, process_group=process_group
-    )
-
-
-def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
-    """The signal table straight from the log-probs as they were given."""
-    return table_parts(
-        tokens.given_logprobs,
-        tokens.given_advantages,
-        tokens.mask,
+        tokens.ratio.detach(),
+        tokens.advantages,
+        tokens.mask & tokens.within,
         settings,
-        tokens.given_behavior_logprobs,
-        MAX_LOG_RATIO,
+        behavior_logprobs=tokens.behavior_logprobs,
+        process_group=process_group,
     )
-
-
-class _Reduced(NamedTuple):
-    """An objective's result as one number, and what is reported with it."""
-
-    loss: Tensor  # 0-d
-    retained: Tensor
-    bounds: ClipBounds | None
-    statistics: dict[str, Tensor]  # `clip_statistics`
-
-
-def _reduce(
-    result: TokenLoss | Clipped, tokens: Tokens, reduction: Reduction, denominator: Tensor | float | None
-) -> _Reduced:
-    """Masked, weighted, summed and divided, by kernels where they can. A NaN loss gives NaN gradients to every token.
-
-    No denominator: the number of tokens under the mask.
-    """
-    mask, ids = tokens.mask, tokens.sequence_ids
-    if isinstance(result, Clipped) and usable(mask) and tokens.dtype == torch.float32:
-        from bapo.core.kernels.clipped import clipped_loss
-
-        fused = clipped_loss(
-            tokens.given_logprobs,
-            tokens.given_behavior_logprobs,
-            tokens.given_advantages,
-            mask,
-            result.low,
-            result.high,
-            log_ratio_limit=MAX_LOG_RATIO,
-            cap=result.cap,
-            weights=token_weights(mask, reduction, tokens.dtype, sequence_ids=ids)
-            if reduction == "sequence_mean"
-            else None,
-            denominator=denominator,
-        )
-        return _Reduced(fused.loss, fused.retained, result.solved or ClipBounds(*fused.bounds), fused.statistics)
-    if denominator is None:
-        denominator = denominator_of(mask, "token_mean")
-    loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=ids)
-    loss = loss * (1 + 0 * loss.detach())  # not the finite gradients of the other tokens
-    return _Reduced(loss, result.retained, result.bounds, clip_statistics(tokens, result.retained))
 
 
 def clean_tokens(
@@ -231,19 +168,10 @@ def weigh_negatives(tokens: Tokens, weight: Tensor) -> Tokens:
     return replace(tokens, given_advantages=torch.where(advantages < 0, advantages * weight, advantages))
 
 
-def _metrics(tokens: Tokens, reduced: _Reduced, entropy: Tensor | None) -> dict[str, Tensor]:
+def _metrics(tokens: Tokens, reduced: ReducedLoss, entropy: Tensor | None) -> dict[str, Tensor]:
     metrics = dict(reduced.statistics)
-    bounds = reduced.bounds
-    if bounds is not None:
-        metrics |= {"clip_low": bounds.low, "clip_high": bounds.high, "share": bounds.share}
-        if bounds.share_at_start is not None and bounds.share_at_end is not None and bounds.stop is not None:
-            metrics |= {
-                "share_at_start": bounds.share_at_start,
-                "share_at_end": bounds.share_at_end,
-                "stop": bounds.stop,
-            }
-        if bounds.negative_weight is not None:
-            metrics["negative_weight"] = bounds.negative_weight
+    if reduced.bounds is not None:
+        metrics |= reduced.bounds.metrics()
     if entropy is not None:
         entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.dtype))
         metrics |= entropy_statistics(tokens, entropy, reduced.retained)
@@ -255,7 +183,7 @@ def _check_options(
 ) -> None:
     """Options belong to the objective they are given for, and none is ignored."""
     require_choice("objective", objective, OBJECTIVES)
-    known = _options_of(objective)
+    known = OBJECTIVES[objective].options
     for name in options:
         if name not in known:
             hint = f" Clip settings go into settings=ClipSettings({name}=...)." if hasattr(ClipSettings, name) else ""
@@ -269,9 +197,10 @@ def _check_options(
     given = [
         n for n, v in (("settings", settings), ("bounds", bounds), ("process_group", process_group)) if v is not None
     ]
-    if objective != "bapo" and given:
+    if given and not OBJECTIVES[objective].solves_bounds:
+        users = " and ".join(f"objective={name!r}" for name in OBJECTIVES if OBJECTIVES[name].solves_bounds)
         raise ValueError(
-            f"{given[0]}= is used by objective='bapo' only, not by {objective!r}. Leave it out, or use the options of "
+            f"{given[0]}= is used by {users} only, not by {objective!r}. Leave it out, or use the options of "
             f"{objective!r}: {', '.join(known) or 'none'}."
         )
     if bounds is not None and len(given) > 1:
@@ -279,9 +208,9 @@ def _check_options(
         raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
 
 
-@cache
-def _options_of(objective: str) -> tuple[str, ...]:
-    return tuple(n for n in inspect.signature(OBJECTIVES[objective]).parameters if n not in ("tokens", "bounds"))
+def _solves_bounds(objective: str) -> bool:
+    """False for a name that is not known: `_check_options` refuses it."""
+    return objective in OBJECTIVES and OBJECTIVES[objective].solves_bounds
 
 
 def _check_denominator(denominator: Tensor | float) -> None:

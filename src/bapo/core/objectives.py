@@ -13,16 +13,18 @@ of theirs (see each docstring).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, clip, fixed_bounds
 from bapo.core.checks import working_dtype, zero_outside
+from bapo.core.clip_bounds import ClipBounds, clip, fixed_bounds
+from bapo.core.nan import zero_or_nan
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -66,8 +68,8 @@ class Tokens:
     def log_ratio(self) -> Tensor:
         """log r_t, limited to +-MAX_LOG_RATIO."""
         difference = self.logprobs - self.behavior_logprobs
-        hidden_infinity = 0 * difference.detach()  # NaN where the clamp would turn an infinity into a plausible ratio
-        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + hidden_infinity
+        # An infinity stays visible, which the clamp alone would turn into a plausible ratio.
+        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + zero_or_nan(difference.detach())
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -115,8 +117,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
     """
     retained = retained_by(ratio, advantages, low, high)
     clipped = clip(ratio.detach(), low, high)
-    poison = 0 * clipped * ratio
-    return -(torch.where(retained, ratio, clipped) + poison) * advantages
+    return -(torch.where(retained, ratio, clipped) + zero_or_nan(clipped) * ratio) * advantages
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ def _second_moment_reach(tokens: Tokens, threshold: float) -> Tensor:  # 0-d
     outward = (log_ratio * tokens.advantages > 0) & tokens.within
     moments = torch.where(outward, log_ratio**2, 0)
     allowed = threshold * outward.sum(dtype=torch.float64)
-    within = 0 * log_ratio.sum()  # NaN where a ratio is
+    within = zero_or_nan(log_ratio.sum())
     beyond = within + MAX_LOG_RATIO**2
     for _ in range(52):  # as many as a float64 has bits
         middle = (within + beyond) / 2
@@ -312,18 +313,39 @@ def _second_moment_reach(tokens: Tokens, threshold: float) -> Tensor:  # 0-d
     return within.sqrt().to(tokens.dtype)
 
 
-Objective = Callable[..., TokenLoss | Clipped]
+@dataclass(frozen=True)
+class Objective:
+    """An objective and what a trainer has to know to call it."""
+
+    compute: Callable[..., TokenLoss | Clipped]
+    """Tokens and the objective's own options in, the loss of each token out."""
+    solves_bounds: bool = False
+    """Takes `bounds`, which are solved from the tokens of the update."""
+    whole_update: bool = False
+    """Looks at all tokens of the update in one call, so an update cannot be cut into micro-batches."""
+    needs_sequences: bool = False
+    """Has to know which response each token belongs to."""
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """Names of its own options."""
+        return tuple(name for name in inspect.signature(self.compute).parameters if name not in ("tokens", "bounds"))
+
+    def __call__(self, tokens: Tokens, **options: Any) -> TokenLoss | Clipped:
+        """The loss of each token."""
+        return self.compute(tokens, **options)
+
 
 OBJECTIVES: dict[str, Objective] = {
-    "grpo": grpo,
-    "clip_higher": clip_higher,
-    "dual_clip": dual_clip,
-    "bapo": bapo,
-    "dcpo": dcpo,
-    "cispo": cispo,
-    "gspo": gspo,
-    "sapo": sapo,
-    "topr": topr,
-    "asymre": asymre,
-    "m2po": m2po,
+    "grpo": Objective(grpo),
+    "clip_higher": Objective(clip_higher),
+    "dual_clip": Objective(dual_clip),
+    "bapo": Objective(bapo, solves_bounds=True),
+    "dcpo": Objective(dcpo),
+    "cispo": Objective(cispo),
+    "gspo": Objective(gspo, needs_sequences=True),
+    "sapo": Objective(sapo),
+    "topr": Objective(topr, needs_sequences=True),
+    "asymre": Objective(asymre),
+    "m2po": Objective(m2po, whole_update=True),
 }

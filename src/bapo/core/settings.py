@@ -3,7 +3,7 @@
 The search of arXiv:2510.18927 (Algorithm 1) walks one fixed path of candidate pairs (low, high), from the start of both
 ranges to their ends, one bound after the other, and stops at the first pair where positive tokens hold `target_share`
 of the signal. This module only describes that path; `bounds.py` walks it. It imports no torch, so that configuration
-files can be checked without it.
+files can be checked without it; the names of objectives and advantages stand here for the same reason.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ Weight = Literal["none", "rollout_prob"]
 Order = Literal["high_first", "low_first"]
 Remainder = Literal["leave", "weigh"]
 Preset = Literal["paper", "weak-model", "released-script"]
+ObjectiveName = Literal[
+    "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po"
+]
+"""The keys of OBJECTIVES in objectives.py, which needs torch."""
+AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
+"""The keys of ADVANTAGES in advantages.py, which needs torch."""
 
 MAX_STEPS = 10_000
 DEFAULT_RANGES = {"low": (0.6, 0.9), "high": (1.2, 3.0)}
@@ -97,6 +103,11 @@ class ClipSettings:
     def high_grid(self) -> tuple[float, ...]:
         """Candidate upper bounds a + i * step, ascending."""
         return _grid(self.high, self.high_step)
+
+    @property
+    def table_size(self) -> int:
+        """Length of a signal table: P at each high, N at each low, and the number of tokens with a signal."""
+        return len(self.high_grid) + len(self.low_grid) + 1
 
     @property
     def path(self) -> tuple[tuple[int, int], ...]:

@@ -2,7 +2,7 @@
 
 The share at a candidate pair needs only P(high), the signal of positive tokens, and N(low), that of negative ones; and
 P at *every* high and N at *every* low are sums over tokens. So tables add up: micro-batches are accumulated by adding
-theirs, ranks by one all-reduce. On CUDA one kernel fills a table (`table_parts`); the torch code here says what it
+theirs, ranks by one all-reduce. On CUDA one kernel fills a table (`dispatch.py`); the torch code here says what it
 computes. Comparisons and sums are carried out as in float64.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.checks import check_finite, check_mask, check_not_negative, check_shapes, working_dtype
-from bapo.core.kernels import usable
+from bapo.core.nan import zero_or_nan
 from bapo.core.settings import ClipSettings, Measure, Order
 
 CPU_CHUNK = 2**18
@@ -28,26 +28,10 @@ LANES = 4
 """Sums kept side by side for each cell of the CPU histogram."""
 
 
-@torch.no_grad()
-def signal_table(
-    ratio: Tensor,  # [tokens] or [sequences, tokens]: r = pi_theta / pi_behavior
-    advantages: Tensor,  # same shape: A
-    mask: Tensor,  # same shape; which tokens count
-    settings: ClipSettings,
-    *,
-    behavior_logprobs: Tensor | None = None,  # same shape; w = exp of them for weight="rollout_prob", else w = 1
+def summed_signal(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings, behavior_logprobs: Tensor | None
 ) -> Tensor:  # [highs + lows + 1], float64
-    """P at every candidate high, N at every candidate low, and the number of tokens with a signal.
-
-        measure     P(high), over A > 0             N(low), over A < 0
-        surrogate   sum w min(r, high) A            sum w max(r, low) |A|
-        gradient    sum w r A [r < high]            sum w r |A| [r > low]
-
-    Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
-    """
-    mask, behavior_logprobs = check_signal(ratio, advantages, mask, settings, behavior_logprobs)
-    if usable(mask):
-        return table_parts(ratio, advantages, mask, settings, behavior_logprobs).sum(1)
+    """`bapo.core.bounds.signal_table` in torch operations, of arguments that went through `check_signal`."""
     on_cpu = mask.device.type == "cpu"
     named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
     # A list, so that every one of them is checked.
@@ -75,36 +59,6 @@ def signal_table(
     return compared_sums(chunks(DEVICE_CHUNK), grids, settings.measure)
 
 
-def table_parts(
-    ratio: Tensor,  # log-probs under the learner where log_ratio_limit is given
-    advantages: Tensor,
-    mask: Tensor,
-    settings: ClipSettings,
-    behavior_logprobs: Tensor | None,
-    log_ratio_limit: float | None = None,
-) -> Tensor:  # [highs + lows + 1, parts] float64
-    """`signal_table` by one kernel, before the last sum: each part of the tokens has its own column.
-
-    With `log_ratio_limit` the kernel computes the ratios itself and leaves out tokens past the limit.
-    """
-    from bapo.core.kernels.bounds import signal_partials
-
-    assert log_ratio_limit is None or behavior_logprobs is not None, "ratios of log-probs need both policies"
-    grids = grids_of(settings, working_dtype(ratio), ratio.device)
-    return signal_partials(
-        ratio,
-        advantages,
-        mask,
-        grids.low,
-        grids.high,
-        grids.thresholds,
-        surrogate=settings.measure == "surrogate",
-        weighted=settings.weight == "rollout_prob",
-        behavior_logprobs=behavior_logprobs,
-        log_ratio_limit=log_ratio_limit,
-    )
-
-
 def check_signal(
     ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings, behavior_logprobs: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -125,6 +79,7 @@ def check_signal(
 class Grids:
     """The candidates of one path as tensors on one device."""
 
+    size: int  # of a signal table
     low_step: float
     high_step: float
     low: Tensor  # [lows] float64
@@ -137,11 +92,6 @@ class Grids:
     def cells(self) -> int:
         """Places in the CPU histogram."""
         return (2 * self.thresholds.numel() + 1) * LANES
-
-    @property
-    def size(self) -> int:
-        """Length of a signal table: P at each high, N at each low, count of signed tokens."""
-        return self.high.numel() + self.low.numel() + 1
 
 
 def grids_of(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> Grids:
@@ -169,6 +119,7 @@ def _grids(
     rounded = exact.to(dtype)
     above = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
     return Grids(
+        size=settings.table_size,
         low_step=low_step,
         high_step=high_step,
         low=low.to(device),
@@ -254,6 +205,6 @@ def compared_sums(chunks: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure
         positive = contribution(ratio < high_thresholds, signal > 0, grids.high)
         negative = -contribution(ratio > low_thresholds, signal < 0, grids.low)
         signed_tokens = (signal != 0).sum(dtype=torch.float64).reshape(1)
-        poison = weighted.sum() * 0  # NaN fails every comparison, an infinite ratio is clipped: neither may vanish
-        table += torch.cat([positive, negative, signed_tokens]) + poison
+        # NaN fails every comparison, and an infinite ratio is clipped: neither may vanish.
+        table += torch.cat([positive, negative, signed_tokens]) + zero_or_nan(weighted.sum())
     return table

@@ -1,15 +1,17 @@
-"""Noisy searches for the countdown task: what the demo model imitates before any reinforcement learning.
+"""Noisy searches for the countdown task: the demonstrations that the demo model learns from in its warm start.
 
-A demonstration is what a careless solver would write: it tries expressions more or less at random and closes the first
-one whose stated value is the target. Four kinds of noise leave reinforcement learning something to do:
+A demonstration is what a careless solver would write. It tries expressions more or less at random and closes the first
+one whose stated value is the target. Four kinds of chance shape the tries and leave reinforcement learning something to
+do:
 
     careless     a try draws its numbers with replacement, so it may use one twice and another not at all
-    near         a try comes from the few right-numbered expressions nearest to the target; all others are blind
+    near         a try comes from the few expressions of the right numbers whose values are nearest to the target;
+                 otherwise any of them is drawn
     false stop   a try is closed whatever its value
     wrong sum    a try states a value that is a little off
 
-A search that finds nothing runs into the length limit and stays unclosed. So wrong responses are longer than right
-ones, which is the imbalance BAPO is about.
+A search that finds nothing reaches the length limit and stays unclosed. So wrong responses are longer than right ones,
+which is the imbalance that BAPO addresses.
 """
 
 from __future__ import annotations
@@ -24,26 +26,26 @@ from bapo.types import Problem
 __all__ = ["Noise", "demonstrate"]
 
 LOWEST, HIGHEST = -50, 150
-"""Values outside are not tried: sums the model need not learn."""
+"""Expressions with values outside this range are not tried: the model need not learn such sums."""
 NEAREST = 10
 """How many expressions a near try chooses from."""
 SLIPS = (-10, -2, -1, 1, 2, 10)
-"""What a wrong sum adds."""
+"""The errors that a wrong sum can make."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How a search goes astray; all are chances per try."""
+    """How often each kind of noise occurs: a probability per try."""
 
     careless: float = 0.2
     near: float = 0.35
-    """Of the tries that are not careless."""
+    """A probability among the tries that are not careless."""
     false_stop: float = 0.01
     wrong_sum: float = 0.02
 
 
 def demonstrate(problem: Problem, rng: Random, noise: Noise, *, max_length: int) -> str:
-    """One search: a closed chain, or `max_length` characters of an unclosed one."""
+    """One search: a closed chain, or the first `max_length` characters of a chain that is not closed by then."""
     numbers, target = tuple(problem.answer["numbers"]), problem.answer["target"]
     text = ""
     while len(text) < max_length:

@@ -1,13 +1,14 @@
-"""Rebuild the demo model: tokenizer, supervised warm start, measurement, files.
+"""Rebuilds the demo model: tokenizer, supervised warm start, measurement, files.
 
     python -m bapo.demo.warm_start --out DIR
 
-A Llama-architecture model with one token per character learns to imitate noisy searches (see `demonstrations`) for the
-training problems of the countdown task; held-out problems are used for the closing measurement only. What comes out
-solves about four in ten held-out problems per response and nine in ten in eight responses: room for reinforcement
-learning. One thread and one seed give the same files again on the same machine and torch.
+A Llama-architecture model with one token per character is trained, supervised, on noisy searches (see `demonstrations`)
+for the training problems of the countdown task. Held-out problems are used only for the final measurement. The result
+solves about four in ten held-out problems with one response and nine in ten with eight, which leaves room for
+reinforcement learning. One thread and one seed give the same files again, on the same machine and torch version.
 
-The sampler at the end is for the closing report. It knows nothing of versions, parking or log-probs: that is `rollout`.
+The sampler below serves only the final report. It knows nothing about versions, parking or log-probs; the engines in
+`rollout` do.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from bapo.types import Problem
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 IGNORED = -100
-"""Label of tokens that are not learned: prompts and padding."""
+"""The label of tokens that are not learned: prompts and padding."""
 BATCH_SIZE = 32
 PEAK_LR = 1e-3
 WARMUP_STEPS = 100
@@ -51,9 +52,9 @@ class Response:
     """One sampled response to one problem."""
 
     text: str
-    """Without the stop token."""
+    """The text without the stop token."""
     length: int
-    """In tokens, the stop token included."""
+    """In tokens, including the stop token."""
     entropy: float
     """Sum over tokens, in nats."""
     reward: float
@@ -61,7 +62,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Measurement:
-    """How a model does on some problems."""
+    """How well a model does on some problems."""
 
     avg: float
     """Mean reward: avg@k for k responses per problem."""
@@ -73,9 +74,10 @@ class Measurement:
     length_right: float
     length_wrong: float
     positive_share: float
-    """Share of |advantage| on tokens with a positive one, advantages normalised per group as in GRPO."""
+    """Share of the sum of |advantage| over tokens that positive tokens hold. Advantages are normalised per group, as in
+    GRPO."""
     closed_wrong: float
-    """Share of wrong responses that were closed."""
+    """Share of wrong responses that are closed."""
     true_statements: float
     """Share of stated values that are right."""
 
@@ -97,7 +99,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 0.8 million parameters, freshly initialised. Prompts start with their own first character: no bos."""
+    """A Llama of 0.8 million parameters, freshly initialised. There is no bos token: prompts start with their text."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -150,7 +152,8 @@ def train(
     seed: int,
     noise: Noise,
 ) -> None:
-    """Imitate fresh demonstrations, one batch per step; the learning rate warms up, then falls to 0 along a cosine."""
+    """Supervised training on fresh demonstrations, one batch per step. The learning rate warms up, then falls to 0
+    along a cosine."""
     rng = Random(seed)  # noqa: S311 - data, not secrets
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = min(WARMUP_STEPS, steps)
@@ -187,7 +190,7 @@ def sample(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[list[Response]]:
-    """Sample a group of responses per problem, in the order of `problems`; prompts of equal length share a batch."""
+    """Sample a group of responses per problem, in the order of `problems`. Prompts of equal length share a batch."""
     generator = torch.Generator().manual_seed(seed)
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, problem in enumerate(problems):
@@ -208,7 +211,7 @@ def sample(
 def _continue(
     model: LlamaForCausalLM, ids: Tensor, eos: int, temperature: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Sample up to the length limit -> (tokens, entropies), both [rows, length]; after `eos` a row holds noise."""
+    """Sample up to the length limit -> (tokens, entropies), both [rows, length]. After `eos` a row holds noise."""
     past, step_ids, stopped = None, ids, torch.zeros(len(ids), dtype=torch.bool)
     tokens: list[Tensor] = []
     entropies: list[Tensor] = []
@@ -224,7 +227,7 @@ def _continue(
 
 
 def measure(groups: Sequence[Sequence[Response]]) -> Measurement:
-    """Reduce groups of responses to the figures the model is tuned to."""
+    """Reduce groups of responses to the figures that the model is tuned for."""
     responses = [response for group in groups for response in group]
     right = [response for response in responses if response.reward == 1.0]
     wrong = [response for response in responses if response.reward == 0.0]
@@ -255,7 +258,7 @@ def measure(groups: Sequence[Sequence[Response]]) -> Measurement:
 
 
 def _complete_tries(text: str) -> list[re.Match[str]]:
-    """The well-formed tries of a response, less one that the length limit cut short."""
+    """The well-formed tries of a response, without a last one that the length limit cut short."""
     tries = text.replace(END_MARK, SEPARATOR).split(SEPARATOR)[:-1]
     return [match for match in map(_STATED.fullmatch, tries) if match]
 
@@ -264,12 +267,12 @@ def main() -> None:
     """Build, train, measure, save."""
     parser = argparse.ArgumentParser(prog="python -m bapo.demo.warm_start", description="Rebuild the demo model.")
     parser.add_argument("--out", type=Path, required=True, help="directory for the model and tokenizer files")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the demonstrations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the demonstrations")
     parser.add_argument("--steps", type=int, default=4000, help="batches of 32 demonstrations to train on")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for torch")
     arguments = parser.parse_args()
     if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps} trains nothing; give 1 or more.")
+        parser.error(f"--steps {arguments.steps} would train nothing. Give 1 or more.")
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)

@@ -1,55 +1,47 @@
-"""`bapo diagnose`: arguments, and the order in which things can go wrong. Imports no torch before the dump is read.
-
-Exit codes: 0 done (whatever was found), 2 bad usage or a dump that cannot be read, 4 the output cannot be written.
-"""
+"""`bapo diagnose`: its arguments, and what it does with them. Imports no torch before the dump is read."""
 
 from __future__ import annotations
 
 import json as json_format
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from tyro.conf import Positional, UseAppendAction, arg
 
 from bapo.config.errors import DumpError
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the clip does to logged batches, in words and numbers.
+    """Show what the clip does to logged batches of any trainer, and what to do about it.
 
-    A dump is a file (.safetensors, .npz, .parquet) or a directory of them, with log-probs, behaviour log-probs,
-    advantages and a mask per token, under the names of bapo, TRL or verl.
+    A dump is a file (.safetensors, .npz, .parquet) or a directory of such files. It holds log-probs, behaviour
+    log-probs, advantages and a mask per token, under the names that bapo, TRL or verl give them.
     """
 
-    dump: tyro.conf.Positional[tuple[Path, ...]]
+    dump: Annotated[Positional[tuple[Path, ...]], arg(metavar="DUMP...", help_behavior_hint="(required)")] = ()
     """Files or directories."""
-    html: Path | None = None
+    html: Annotated[Path | None, arg(metavar="OUT", help_behavior_hint="")] = None
     """Also write the diagnosis as one HTML page."""
-    json: Path | None = None
+    json: Annotated[Path | None, arg(metavar="OUT", help_behavior_hint="")] = None
     """Also write every number as JSON."""
-    map: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A column name of your own, e.g. --map logprobs=my_column; may be repeated."""
+    map: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="WHAT=COLUMN")] = ()
+    """The name of a column in your dump, for example --map logprobs=my_column."""
 
 
-def run(arguments: list[str]) -> int:
-    """Carry out the command; returns its exit code."""
-    chosen = tyro.cli(Arguments, args=arguments, prog="bapo diagnose")
-    try:
-        if not chosen.dump:
-            raise DumpError("no DUMP given: name a file or a directory of logged batches. See bapo diagnose --help.")
-        mapping = dict(_pair(text) for text in chosen.map)
-        for out in (chosen.html, chosen.json):
-            if out is not None and not out.resolve().parent.is_dir():
-                raise DumpError(f"{out} cannot be written: {out.resolve().parent} is no directory. Create it first.")
+def run(arguments: Arguments) -> int:
+    """Carry out the command; returns its exit code, which is 0 whatever was found."""
+    if not arguments.dump:
+        raise DumpError("no DUMP given. Name a file or a directory of logged batches; see `bapo diagnose --help`.")
+    mapping = dict(_pair(text) for text in arguments.map)
+    for out in (arguments.html, arguments.json):
+        if out is not None and not out.resolve().parent.is_dir():
+            raise DumpError(f"cannot write {out}: {out.resolve().parent} is not a directory. Create it first.")
 
-        from bapo.diagnose.dumps import read_dump
+    from bapo.diagnose.dumps import read_dump
 
-        dump = read_dump(list(chosen.dump), mapping)
-    except DumpError as error:
-        return _fail(2, str(error))
+    dump = read_dump(list(arguments.dump), mapping)
 
     from bapo.diagnose.diagnosis import as_json, diagnose
     from bapo.diagnose.page import html_page
@@ -57,23 +49,15 @@ def run(arguments: list[str]) -> int:
 
     diagnosis = diagnose(dump)
     print_diagnosis(diagnosis)
-    try:
-        if chosen.html is not None:
-            chosen.html.write_text(html_page(diagnosis), encoding="utf-8")
-        if chosen.json is not None:
-            chosen.json.write_text(json_format.dumps(as_json(diagnosis), indent=1), encoding="utf-8")
-    except OSError as error:
-        return _fail(4, f"cannot write: {error}.")
+    if arguments.html is not None:
+        arguments.html.write_text(html_page(diagnosis), encoding="utf-8")
+    if arguments.json is not None:
+        arguments.json.write_text(json_format.dumps(as_json(diagnosis), indent=1), encoding="utf-8")
     return 0
 
 
 def _pair(text: str) -> tuple[str, str]:
     role, equals, column = text.partition("=")
     if not (role and equals and column):
-        raise DumpError(f"--map {text} must have the form WHAT=COLUMN, e.g. --map logprobs=my_column.")
+        raise DumpError(f"--map {text} must have the form WHAT=COLUMN, for example --map logprobs=my_column.")
     return role, column
-
-
-def _fail(code: int, message: str) -> int:
-    print(f"bapo: {message}", file=sys.stderr)
-    return code

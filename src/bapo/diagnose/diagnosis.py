@@ -1,4 +1,4 @@
-"""The whole of it: a dump in, numbers, problems and advice out."""
+"""The whole diagnosis: from a dump to numbers, findings and advice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from bapo.diagnose.advice import advise, unknowns
 from bapo.diagnose.dumps import Dump
+from bapo.diagnose.findings import Finding, find
 from bapo.diagnose.measure import Numbers, measure, total
-from bapo.diagnose.problems import Problem, find_problems
 from bapo.runs.numbers import strict
 
 
@@ -18,29 +18,29 @@ class Diagnosis:
 
     dump: Dump
     updates: list[Numbers]
-    """Of the updates with a usable token."""
+    """One entry per update that has a usable token."""
     overall: Numbers | None
-    """Over all of them."""
-    problems: list[Problem]
+    """The numbers over all of these updates; None if there is none."""
+    findings: list[Finding]
     advice: list[str]
     unknown: list[str]
 
 
 def diagnose(dump: Dump) -> Diagnosis:
-    """Measure every update, look for problems, and put the result into words."""
+    """Measure every update, look for problems, and put the results into words."""
     updates = [numbers for update in dump.updates if (numbers := measure(update)) is not None]
     overall = total(updates) if updates else None
-    problems = find_problems(dump.updates)
-    return Diagnosis(dump, updates, overall, problems, advise(overall, problems), unknowns(dump))
+    findings = find(dump.updates)
+    return Diagnosis(dump, updates, overall, findings, advise(overall, findings), unknowns(dump))
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The same as plain data; a number that is not finite becomes null."""
+    """The diagnosis as plain data; numbers that are not finite become null."""
     plain = {
         "columns": diagnosis.dump.columns,
         "notes": diagnosis.dump.notes,
         "advice": diagnosis.advice,
-        "problems": [asdict(problem) for problem in diagnosis.problems],
+        "problems": [asdict(finding) for finding in diagnosis.findings],
         "unknown": diagnosis.unknown,
         "overall": None if diagnosis.overall is None else _numbers(diagnosis.overall),
         "updates": [_numbers(numbers) for numbers in diagnosis.updates],

@@ -1,7 +1,7 @@
-"""Files of logged batches -> columns of numbers, whatever the format.
+"""Reads files of logged batches into columns of numbers, whatever the format.
 
-.safetensors and .npz hold arrays, .parquet columns of numbers or of lists (one list per response). Pickles are refused:
-they run code when they are opened. Columns that hold no numbers (prompts, ids) are passed over.
+.safetensors and .npz hold arrays; .parquet holds columns of numbers or of lists (one list per response). Pickles are
+refused, because they run code when they are opened. Columns without numbers (prompts, ids) are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Column = Array | Ragged
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, directories opened, in the order a person would count them."""
+    """The files named, and those in the directories named, in natural order (2 before 10)."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -55,7 +55,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
                 )
             found += inside
         elif not path.exists():
-            raise DumpError(f"{path} does not exist.")
+            raise DumpError(f"{path} does not exist. Name a file or a directory of logged batches.")
         else:
             found.append(path)
     return found
@@ -67,7 +67,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 def _pickle_remedy() -> str:
     return (
-        "A pickle runs code when it is opened, so bapo does not open one. Convert it where you trust it: "
+        "Opening a pickle runs code, so bapo does not open one. Convert it where you trust it: "
         "data = torch.load(FILE); safetensors.torch.save_file({k: v.contiguous() for k, v in data.items()}, "
         "'FILE.safetensors'). A verl DataProto keeps its tensors in data.batch."
     )
@@ -78,7 +78,9 @@ def read_columns(path: Path) -> dict[str, Column]:
     if path.suffix in PICKLES:
         raise DumpError(f"{path} is a pickle. {_pickle_remedy()}")
     if path.suffix not in FORMATS:
-        raise DumpError(f"{path} ends in {path.suffix or 'nothing'}; a dump ends in {', '.join(FORMATS)}.")
+        raise DumpError(
+            f"{path} has the ending {path.suffix or '(none)'}, but a dump must end in {', '.join(FORMATS)}."
+        )
     try:
         match path.suffix:
             case ".safetensors":
@@ -91,7 +93,8 @@ def read_columns(path: Path) -> dict[str, Column]:
         raise
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise DumpError(
-            f"{path} cannot be read: {error}. It is damaged, cut short, or no {path.suffix[1:]} file; write it again."
+            f"{path} cannot be read: {error}. It is damaged, cut short, or not a {path.suffix[1:]} file. Write it "
+            "again."
         ) from error
 
 
@@ -104,7 +107,7 @@ def _read_npz(path: Path) -> dict[str, Column]:
             except ValueError as error:
                 if "allow_pickle" not in str(error):
                     raise
-                # Python objects: a pickle inside, which is passed over like every column that holds no numbers.
+                # Python objects are a pickle inside the file. They are skipped like every column without numbers.
     return columns
 
 
@@ -162,6 +165,7 @@ def _is_number(pa: Any, kind: Any) -> bool:
 def _no_nulls(path: Path, name: str, values: Any) -> Array:
     if values.null_count:
         raise DumpError(
-            f"{path}: column {name!r} has {values.null_count} nulls. Every token needs a value; write 0 and mask it."
+            f"{path}: column {name!r} has {values.null_count} nulls, but every token needs a value. Write 0 and mask "
+            "it."
         )
     return np.asarray(values.to_numpy(zero_copy_only=False))

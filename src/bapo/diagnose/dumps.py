@@ -1,16 +1,16 @@
-"""Dumps: files of logged batches, from any trainer, read into one form.
+"""Reads dumps: files of logged batches, from any trainer, brought into one form.
 
-    read_dump([Path("dumps/")]) -> Dump: a list of Updates, each with its tokens under the mask laid end to end
+    read_dump([Path("dumps/")]) -> Dump: a list of LoggedUpdates, each with its tokens under the mask laid end to end
 
 A file is .safetensors, .npz or .parquet and holds, per token, log-probs of the learner, log-probs of the policy that
 sampled, advantages and a mask; the rest is optional. Arrays are padded [sequences, tokens], packed [tokens] with
-sequence_ids, or (parquet) one list per response; what is equal for a whole response may be [sequences]. One file is one
-update, unless it says which update it belongs to (`update` or `step`: one number, or one per row): files of the same
-update, such as its micro-batches and ranks, are put together.
+sequence_ids, or (parquet) one list per response. A value that is the same for a whole response may be [sequences]. One
+file is one update, unless it says which update it belongs to (`update` or `step`: one number, or one per row). Files of
+the same update, such as its micro-batches and ranks, are put together.
 
-Columns are recognised by the names in NAMES. Where a dump has both the sampler's own log-probs and ones recomputed by
-the trainer (TRL's and verl's `old_*`), the sampler's are the behaviour log-probs and the others are kept as `anchor`,
-so that the two can be compared. Nothing here judges values.
+Columns are recognised by the names in NAMES. If a dump has both the sampler's own log-probs and those that the trainer
+recomputed (TRL's and verl's `old_*`), the sampler's are the behaviour log-probs, and the others are kept as `anchor` to
+compare the two. Nothing here judges the values.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ NAMES: dict[str, dict[str, str]] = {
     "rewards": {"rewards": "bapo, TRL", "token_level_rewards": "verl", "token_level_scores": "verl"},
     "update": {"update": "bapo", "step": "bapo", "global_step": "TRL", "global_steps": "verl"},
 }
-"""What each array is, and the column names it is known by, in order of preference, with whose name that is."""
+"""Role of an array -> the column names it goes by, in order of preference, and whose name each is."""
 
 
 @dataclass(frozen=True)
-class Update:
-    """The tokens of one update that were trained on, laid end to end."""
+class LoggedUpdate:
+    """The tokens that one update trained on, laid end to end."""
 
     name: str
-    """The update's number where the dump has one, else the file's path below what all files have in common."""
+    """The number of the update if the dump has it, otherwise the file's path below all files' common directory."""
     logprobs: Array
     """[tokens] under the learner."""
     behavior_logprobs: Array
@@ -63,9 +63,9 @@ class Update:
     advantages: Array
     """[tokens]"""
     sequence_ids: Array | None = None
-    """[tokens] which response each token belongs to, from 0; None where the dump does not say."""
+    """[tokens] the response that each token belongs to, counted from 0; None if the dump does not say."""
     anchor: Array | None = None
-    """[tokens] log-probs recomputed by the trainer, where the dump also has the sampler's own."""
+    """[tokens] log-probs that the trainer recomputed, if the dump also has the sampler's own."""
     entropy: Array | None = None
     """[tokens] of the learner's distribution."""
     staleness: Array | None = None
@@ -83,27 +83,27 @@ class Update:
 class Dump:
     """What was read, and from where."""
 
-    updates: list[Update]
+    updates: list[LoggedUpdate]
     columns: dict[str, str]
-    """Which column became what, e.g. {"mask": "response_mask"}."""
+    """Role -> the column that was read for it, e.g. {"mask": "response_mask"}."""
     notes: list[str] = field(default_factory=list)
     """What a reader of the results should know about how the dump was read."""
 
     @property
     def dialect(self) -> str:
-        """Whose names the columns have."""
+        """Whose names the columns have: TRL, verl or bapo."""
         owners = [NAMES[role].get(column, "--map") for role, column in self.columns.items() if column not in ("", role)]
         known = [name for name in ("TRL", "verl") if any(name in owner for owner in owners)]
         return " and ".join(known) or "bapo"
 
 
 def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -> Dump:
-    """All updates in these files and directories; `mapping` adds names, e.g. {"logprobs": "my_column"}."""
+    """All updates in these files and directories. `mapping` adds column names, e.g. {"logprobs": "my_column"}."""
     unknown = sorted(set(mapping or {}) - set(NAMES))
     if unknown:
-        raise DumpError(f"--map {unknown[0]}=… is not known. What can be mapped: {', '.join(NAMES)}.")
-    numbered: dict[float, list[Update]] = {}
-    unnumbered: list[Update] = []
+        raise DumpError(f"--map {unknown[0]}=…: {unknown[0]} cannot be mapped. Choose one of {', '.join(NAMES)}.")
+    numbered: dict[float, list[LoggedUpdate]] = {}
+    unnumbered: list[LoggedUpdate] = []
     columns: dict[str, str] = {}
     notes: dict[str, None] = {}
     files = find_files(paths)
@@ -121,13 +121,13 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
     if not any(len(update.logprobs) for update in updates):
         raise DumpError(
             f"the mask ({columns.get('mask', 'mask')}) selects no token in any of {len(updates)} updates, so there is "
-            "nothing to diagnose. Check the code that writes it; 1 marks a token that was trained on."
+            "nothing to diagnose. Check the code that writes it: 1 must mark the tokens that were trained on."
         )
     return Dump(updates, columns, list(notes))
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """What tells the files apart: paths below the directory that they have in common, endings only where needed."""
+    """Names that tell the files apart: paths below their common directory, with the ending only if needed."""
     whole = [Path(os.path.abspath(file)) for file in files]
     common = os.path.commonpath([file.parent for file in whole])
     below = [file.relative_to(common) for file in whole]
@@ -139,7 +139,7 @@ def _names(files: Sequence[Path]) -> list[str]:
 def _choose(
     path: Path, table: Mapping[str, Column], mapping: Mapping[str, str], notes: dict[str, None]
 ) -> dict[str, str]:
-    """Which column is what: {role: column}. Raises if what is needed is not there."""
+    """The column for each role: {role: column}. Raises if a required one is missing."""
     chosen: dict[str, str] = {}
     for role, names in NAMES.items():
         if role in mapping:
@@ -157,29 +157,29 @@ def _choose(
     if "logprobs" not in chosen and "anchor" in chosen:
         chosen["logprobs"] = chosen["anchor"]
         notes[
-            f"no log-probs of the learner in the update itself: {chosen['anchor']}, recomputed before its first step, "
-            "stand in for them, so the drift within the rollout batch is not seen"
+            f"the learner's log-probs in the update itself are missing: {chosen['anchor']}, recomputed before its "
+            "first step, stand in for them, so the drift within the rollout batch does not show"
         ] = None
     missing = [role for role in ("logprobs", "behavior_logprobs", "advantages") if role not in chosen]
     if missing:
         role = missing[0]
         raise DumpError(
-            f"{path} has no column for {role}, which goes by: {', '.join(_known_names(role))}. It has: "
-            f"{_listed(table)}. If one of them is it, say so: --map {role}=COLUMN."
+            f"{path} has no column for {role}; known names are {', '.join(_known_names(role))}. It has: "
+            f"{_listed(table)}. If one of these is it, say so with --map {role}=COLUMN."
         )
     return chosen
 
 
 def _check_numbers(path: Path, table: Mapping[str, Column], chosen: Mapping[str, str]) -> None:
-    """Raise if a column that is used holds anything but real numbers."""
+    """Raise if a column that is used holds anything other than real numbers."""
     for role, name in chosen.items():
         column = table[name]
         kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
         if kind.kind not in "biuf":
             holds = {"U": "text", "S": "text", "c": "complex numbers"}.get(kind.kind, "no numbers")
             raise DumpError(
-                f"{path}: column {name!r}, read as {role}, holds {holds} (dtype {kind}), not real numbers. Convert it "
-                f"where it is written, or say which column is meant: --map {role}=COLUMN."
+                f"{path}: column {name!r}, read as {role}, holds {holds} (dtype {kind}) instead of real numbers. "
+                f"Convert it where it is written, or name another column with --map {role}=COLUMN."
             )
 
 
@@ -198,7 +198,7 @@ def _listed(table: Mapping[str, Column]) -> str:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tokens of a file lie: its rows are responses."""
+    """How the tokens of a file are laid out. Its rows are responses."""
 
     path: Path
     tokens: int
@@ -228,8 +228,8 @@ class _Layout:
         )
         rows = "" if self.rows is None else f", or one per response ({self.row_count})"
         return DumpError(
-            f"{self.path}: {role} has {what}, but logprobs has {here}. Each column holds one value per token{rows}; "
-            "slice all of them alike to the response tokens."
+            f"{self.path}: {role} has {what}, but logprobs has {here}. Each column needs one value per token{rows}. "
+            "Slice all columns to the response tokens in the same way."
         )
 
 
@@ -243,8 +243,8 @@ def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
         return _Layout(path, logprobs.size, logprobs.shape, rows, logprobs.shape[0], None)
     if logprobs.ndim != 1:
         raise DumpError(
-            f"{path}: logprobs has shape {list(logprobs.shape)}; expected [sequences, tokens] (padded) or [tokens] "
-            "(packed)."
+            f"{path}: logprobs has shape {list(logprobs.shape)}, but it must be [sequences, tokens] (padded) or "
+            "[tokens] (packed)."
         )
     ids = columns.get("sequence_ids")
     if ids is None:
@@ -257,7 +257,7 @@ def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
 
 def _updates(
     path: Path, file_name: str, columns: Mapping[str, Column], notes: dict[str, None]
-) -> list[tuple[float | None, Update]]:
+) -> list[tuple[float | None, LoggedUpdate]]:
     """The updates in one file, each with its number if it has one."""
     layout = _layout(path, columns)
     rewards = columns.get("rewards")
@@ -271,9 +271,11 @@ def _updates(
             None
         )
     if rewards is not None and layout.rows is None:
-        notes["rewards are not used: packed tokens without sequence_ids do not say where a response ends"] = None
+        notes["rewards are not used, because packed tokens without sequence_ids do not say where a response ends"] = (
+            None
+        )
 
-    def build(name: str, here: npt.NDArray[np.bool_]) -> Update:
+    def build(name: str, here: npt.NDArray[np.bool_]) -> LoggedUpdate:
         chosen = mask & here
         ids: Array | None = None
         row_rewards: Array | None = None
@@ -286,7 +288,7 @@ def _updates(
                 row_rewards = np.bincount(ids, tokens["rewards"][chosen].astype(np.float64), minlength=len(present))
         numbers = {role: _floats(tokens[role][chosen]) for role in ("logprobs", "behavior_logprobs", "advantages")}
         optional = {role: _floats(tokens[role][chosen]) for role in ("anchor", "entropy") if role in tokens}
-        return Update(
+        return LoggedUpdate(
             name=name,
             **numbers,
             **optional,
@@ -307,16 +309,16 @@ def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> npt.NDArray[np.bool_]
     if "mask" not in tokens:
         if layout.shape is not None and len(layout.shape) == 2:
             raise DumpError(
-                f"{layout.path} has padded arrays {list(layout.shape)} and no mask, which goes by: "
-                f"{', '.join(NAMES['mask'])}. Without it padding cannot be told from tokens: dump it, or say "
-                "--map mask=COLUMN."
+                f"{layout.path} has padded arrays {list(layout.shape)} but no mask; known names are "
+                f"{', '.join(NAMES['mask'])}. Without a mask, padding cannot be told from tokens. Dump it, or name its "
+                "column with --map mask=COLUMN."
             )
         return np.ones(layout.tokens, dtype=bool)
     mask = tokens["mask"] * tokens["tool_mask"] if "tool_mask" in tokens else tokens["mask"]
     if not np.isin(mask, (0, 1)).all():
         raise DumpError(
-            f"{layout.path}: mask holds values other than 0 and 1. It selects the tokens that were trained on; weights "
-            "belong into the advantages."
+            f"{layout.path}: mask holds values other than 0 and 1. It selects the tokens that were trained on. "
+            "Multiply weights into the advantages instead."
         )
     return np.asarray(mask != 0)
 
@@ -324,7 +326,7 @@ def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> npt.NDArray[np.bool_]
 def _staleness(
     path: Path, tokens: Mapping[str, Array], mask: npt.NDArray[np.bool_], notes: dict[str, None]
 ) -> Array | None:
-    """[tokens] in integers wide enough for a difference, whatever the dump has; 0 where masked out."""
+    """[tokens] staleness as integers wide enough for differences; 0 where the mask is 0."""
     roles = [role for role in ("staleness", "versions", "version") if role in tokens]
     wide = {}
     for role in roles:
@@ -337,7 +339,7 @@ def _staleness(
     if "version" in wide:
         return np.asarray(wide["version"] - wide["versions"])
     notes[
-        "versions without the learner's own version: staleness is counted from the newest token, so it is a lower bound"
+        "the learner's own version is missing: staleness is counted from the newest token, so it is a lower bound"
     ] = None
     return np.asarray(np.where(mask, wide["versions"].max(initial=0) - wide["versions"], 0))
 
@@ -346,13 +348,13 @@ def _check_finite(path: Path, role: str, values: Array, mask: npt.NDArray[np.boo
     bad = ~np.isfinite(values) & mask
     if bad.any():
         raise DumpError(
-            f"{path}: {role} is {values[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask. It "
-            "counts updates: write a whole number for each, or leave the column out."
+            f"{path}: {role} is {values[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask, but "
+            "it counts updates. Write a whole number for each, or leave the column out."
         )
 
 
 def _exact(value: Any) -> float:
-    """A number of an update without a digit lost, as an integer where it is one."""
+    """The number of an update, as an integer if it is one, so that no digit is lost."""
     return int(value) if value == np.floor(value) else float(value)
 
 
@@ -360,8 +362,8 @@ def _floats(values: Array) -> Array:
     return values if values.dtype in (np.float32, np.float64) else values.astype(np.float32)
 
 
-def _merge(parts: list[Update]) -> Update:
-    """The parts of one update (micro-batches, ranks) as one. What only some of them have is dropped."""
+def _merge(parts: list[LoggedUpdate]) -> LoggedUpdate:
+    """Put the parts of one update (micro-batches, ranks) together. Columns that only some of them have are dropped."""
     if len(parts) == 1:
         return parts[0]
 
@@ -374,5 +376,5 @@ def _merge(parts: list[Update]) -> Update:
         replace(part, sequence_ids=None if part.sequence_ids is None else part.sequence_ids + offset)
         for part, offset in zip(parts, offsets, strict=False)
     ]
-    roles = [one.name for one in fields(Update) if one.name != "name"]
-    return Update(parts[0].name, **{role: joined(role) for role in roles})  # type: ignore[arg-type]
+    roles = [one.name for one in fields(LoggedUpdate) if one.name != "name"]
+    return LoggedUpdate(parts[0].name, **{role: joined(role) for role in roles})  # type: ignore[arg-type]

@@ -5,14 +5,14 @@
 Everything is kept as the sums it is made of (tokens blocked, gradient mass by sign, one count per stop), so that the
 numbers of many updates are those of all their tokens, never a mean of means. Only bounds and quantiles are given per
 update and pooled anew (pooled.py). Tokens that cannot be (not finite, log-probs above 0) are left out here and named in
-problems.py.
+checks.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -27,7 +27,7 @@ from bapo.core.loss import clean_tokens, policy_loss
 from bapo.core.objectives import OBJECTIVES, Tokens, retained_by
 from bapo.core.settings import PRESETS, ClipSettings
 from bapo.diagnose.dump_files import Array
-from bapo.diagnose.dumps import Update
+from bapo.diagnose.dumps import LoggedUpdate
 from bapo.diagnose.pooled import Pooled, join, lengths, mismatch, pool, ratios, share_error
 
 SETTINGS: dict[str, ClipSettings] = {
@@ -37,7 +37,6 @@ SETTINGS: dict[str, ClipSettings] = {
 """BAPO's settings that are tried: the default of this library (gradient measure) and each published preset."""
 FIXED = {"unclipped": (-1.0, math.inf), "(0.8, 1.2)": (0.8, 1.2), "(0.8, 1.28)": (0.8, 1.28)}
 """Fixed clips at which the positive share is given."""
-NEEDS_SEQUENCES = ("gspo", "topr")
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Numbers:
         return dict(Counter(bounds.stop for bounds in self.bounds[settings]))
 
 
-def usable(update: Update) -> Array:
+def usable(update: LoggedUpdate) -> Array:
     """[tokens] which tokens can be computed with: everything finite, no log-prob above 0."""
     good = np.isfinite(update.advantages)
     for logprobs in (update.logprobs, update.behavior_logprobs):
@@ -147,7 +146,7 @@ def usable(update: Update) -> Array:
     return good if update.entropy is None else good & np.isfinite(update.entropy)
 
 
-def measure(update: Update) -> Numbers | None:
+def measure(update: LoggedUpdate) -> Numbers | None:
     """Every number of one update; None where no token is usable."""
     good = usable(update)
     if not good.any():
@@ -249,10 +248,8 @@ def _outcomes(
     fates: dict[str, Fate] = {}
     bounds: dict[str, list[Bounds]] = {}
     quadrants: dict[str, dict[str, float]] = {}
-    tried: list[tuple[str, str, ClipSettings | None]] = [(n, n, None) for n in OBJECTIVES if n != "bapo"]
-    tried[3:3] = [(name, "bapo", settings) for name, settings in SETTINGS.items()]
-    for name, objective, settings in tried:
-        if objective in NEEDS_SEQUENCES and tokens.sequence_ids is None:
+    for name, objective, settings in _tried():
+        if OBJECTIVES[objective].needs_sequences and tokens.sequence_ids is None:
             continue
         logprobs = tokens.logprobs.detach().requires_grad_()
         out = policy_loss(
@@ -281,11 +278,20 @@ def _outcomes(
             start, end = float(found.share_at_start), float(found.share_at_end)
             stop = StopReason(int(found.stop)).name
             bounds[name] = [Bounds(float(found.low), float(found.high), float(found.share), start, end, stop)]
-        if entropy is not None and (objective == "bapo" or name in ("grpo", "clip_higher")):
+        if entropy is not None and (settings is not None or name in ("grpo", "clip_higher")):
             quadrants[name] = {
                 key: float(value) for key, value in quadrant_masses(tokens, entropy, out.retained).items()
             }
     return fates, bounds, quadrants or None
+
+
+def _tried() -> Iterator[tuple[str, str, ClipSettings | None]]:
+    """Label, objective and settings of everything that is tried: one that solves bounds under each of SETTINGS."""
+    for name, objective in OBJECTIVES.items():
+        if objective.solves_bounds:
+            yield from ((label, name, settings) for label, settings in SETTINGS.items())
+        else:
+            yield name, name, None
 
 
 def _by_sign(values: Tensor, advantages: Tensor) -> Signal:

@@ -1,6 +1,6 @@
-"""A diagnosis as one HTML file: nothing is loaded from anywhere, light or dark as the reader's system, narrow or wide.
+"""A diagnosis as one HTML file that loads nothing. It follows the reader's light or dark mode and fits any width.
 
-Bars are drawn as inline SVG. Every text is escaped: names of files and columns come from elsewhere.
+Bars are inline SVG. All text is escaped, because names of files and columns come from outside.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 
 from bapo.diagnose.diagnosis import Diagnosis
-from bapo.diagnose.tables import Part, found_in, parts, read_as
+from bapo.diagnose.tables import Part, parts, read_as, sentence
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #fff; --dim: #60646c; --line: #d9dce1; --bar: #2f7d95;
@@ -40,17 +40,17 @@ BAR = (
 
 def html_page(diagnosis: Diagnosis) -> str:
     """The whole page."""
-    problems = [
-        f'<li><strong class="{"serious" if p.serious else "remark"}">{escape(p.name)}</strong> '
-        f"{escape(_with_place(p.evidence, found_in(p.updates, len(diagnosis.dump.updates))))}. {escape(p.action)}</li>"
-        for p in diagnosis.problems
+    findings = [
+        f'<li><strong class="{"serious" if finding.serious else "remark"}">{escape(finding.name)}</strong> '
+        f"{escape(sentence(finding, len(diagnosis.dump.updates)))}</li>"
+        for finding in diagnosis.findings
     ]
     body = [
         "<h1>bapo diagnose</h1>",
         f'<p class="dim">{escape(read_as(diagnosis))}</p>',
         *(f'<p class="dim">{escape(note)}</p>' for note in diagnosis.dump.notes),
         f'<h2>Recommendation</h2><div class="advice">{_paragraphs(diagnosis.advice)}</div>',
-        f"<h2>Problems</h2><ul>{''.join(problems)}</ul>" if problems else "<h2>Problems</h2><p>None found.</p>",
+        f"<h2>Problems</h2><ul>{''.join(findings)}</ul>" if findings else "<h2>Problems</h2><p>None found.</p>",
         *map(_section, parts(diagnosis)),
         f"<h2>What this dump cannot tell</h2><ul>{''.join(f'<li>{escape(x)}</li>' for x in diagnosis.unknown)}</ul>",
     ]
@@ -59,10 +59,6 @@ def html_page(diagnosis: Diagnosis) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>bapo diagnose</title>'
         f"<style>\n{STYLE}\n</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
-
-
-def _with_place(evidence: str, place: str) -> str:
-    return f"{evidence} ({place})" if place else evidence
 
 
 def _paragraphs(lines: list[str]) -> str:
@@ -83,5 +79,5 @@ def _section(part: Part) -> str:
 
 
 def _bar(share: float) -> str:
-    share = share if share == share else 0.0  # NaN where nothing is left
+    share = share if share == share else 0.0  # NaN if no gradient is left
     return BAR.format(share=share, width=120 * min(1.0, max(0.0, share)))

@@ -1,6 +1,6 @@
-"""Statistics that need every token or response at once: quantiles, effective sample size, lengths, errors.
+"""Statistics that need all tokens or responses at once: quantiles, effective sample size, lengths, errors.
 
-Kept per update as a `Pooled`, so that those of many updates are computed over all of their tokens.
+Each update keeps a `Pooled`, so that the statistics of many updates are computed over all of their tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from bapo.core.objectives import Tokens
 from bapo.diagnose.dump_files import Array
 
 WIDE = (0.8, 1.2)
-"""A ratio outside of these counts as wide: the symmetric clip that most trainers start from."""
+"""A ratio outside these bounds counts as wide. It is the symmetric clip that most trainers start from."""
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """What quantiles and errors need of every token or response, kept to be put together."""
+    """What quantiles and errors need to know about every token or response."""
 
     log_ratio: Array
     signed: Array
     parts: Array
-    """[sequences, 2] unclipped P and N of each response, empty where responses are not known."""
+    """[sequences, 2] unclipped P and N of each response; empty if responses are not known."""
     lengths: Array
     """[sequences]"""
     advantages: Array
@@ -35,7 +35,7 @@ class Pooled:
     rewards: Array
     """[sequences], or empty."""
     drift: Array
-    """[tokens] sampler's minus recomputed log-prob, or empty."""
+    """[tokens] the sampler's log-prob minus the recomputed one, or empty."""
 
 
 def join(parts: Sequence[Pooled]) -> Pooled:
@@ -44,7 +44,7 @@ def join(parts: Sequence[Pooled]) -> Pooled:
 
 
 def pool(tokens: Tokens, rewards: Array | None, drift: Array) -> Pooled:
-    """What is kept of the tokens of one update."""
+    """The `Pooled` of one update."""
     log_ratio = tokens.log_ratio.double().numpy()
     advantages = tokens.advantages.double().numpy()
     parts, lengths, means = np.empty((0, 2)), np.empty(0), np.empty(0)
@@ -58,7 +58,7 @@ def pool(tokens: Tokens, rewards: Array | None, drift: Array) -> Pooled:
 
 
 def ratios(pooled: Pooled) -> dict[str, float]:
-    """Quantiles, KL, effective sample size and mean of the ratio, and how many ratios are wide."""
+    """Quantiles, KL, effective sample size and mean of the ratio, and the share of ratios that are wide."""
     log_ratio = torch.from_numpy(pooled.log_ratio)
     tokens = Tokens(
         log_ratio,
@@ -75,7 +75,7 @@ def ratios(pooled: Pooled) -> dict[str, float]:
 
 
 def share_error(parts: Array) -> float | None:
-    """Of the share P / (P + N), a ratio of two sums over n responses that are taken as independent.
+    """Standard error of the share P / (P + N), a ratio of two sums over n responses taken as independent.
 
     sqrt( n / (n - 1) sum_i (P_i - share (P_i + N_i))^2 ) / (P + N)
     """
@@ -100,7 +100,7 @@ def lengths(pooled: Pooled) -> dict[str, float]:
 
 
 def mismatch(drift: Array) -> dict[str, float] | None:
-    """How far the engine that sampled and the trainer that recomputed disagree about the same tokens."""
+    """How far the engine's log-probs and the trainer's recomputed ones are apart on the same tokens."""
     if not len(drift):
         return None
     limited = -drift.clip(-20, 20)  # log(recomputed / sampler's), over samples of the sampler

@@ -1,7 +1,7 @@
-"""The tables of a diagnosis as plain cells, once for the terminal and the page.
+"""The tables of a diagnosis as plain cells, shared by the terminal and the page.
 
-A `Part` is a title, a sentence that says how to read it, headings and rows. Which numbers are shown, and with how many
-digits, is decided here; how they look is text.py's and page.py's business.
+A `Part` is a title, a sentence that says how to read it, headings and rows. This module decides which numbers are shown
+and with how many digits; text.py and page.py decide how they look.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from statistics import median
 from bapo.core.entropy_rule import QUADRANTS
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.dumps import NAMES
+from bapo.diagnose.findings import Finding
 from bapo.diagnose.measure import SETTINGS, Numbers
 
 EFFECT = {
@@ -39,11 +40,11 @@ class Part:
     headings: list[str]
     rows: list[list[str]]
     bars: list[float] = field(default_factory=list)
-    """One number in [0, 1] per row to draw beside it, or none."""
+    """One number in [0, 1] per row, drawn as a bar beside it; or empty."""
 
 
 def parts(diagnosis: Diagnosis) -> list[Part]:
-    """Every table that the dump allows, in reading order."""
+    """Every table that the dump has numbers for, in reading order."""
     overall = diagnosis.overall
     if overall is None:
         return []
@@ -63,7 +64,7 @@ def parts(diagnosis: Diagnosis) -> list[Part]:
 
 
 def read_as(diagnosis: Diagnosis) -> str:
-    """What was read, and by which names."""
+    """What was read, and under which names."""
     dump = diagnosis.dump
     named = [f"{role} = {column}" for role, column in dump.columns.items() if column != role and role in NAMES]
     tokens = sum(len(update.logprobs) for update in dump.updates)
@@ -86,8 +87,8 @@ def shares(numbers: Numbers) -> Part:
     )
     return Part(
         "Positive share",
-        "Share of the signal held by tokens of positive advantage. gradient: what survives the clip; surrogate: a "
-        f"clipped token counts at its bound (Eq. 8 of the paper).{error}",
+        "Share of the signal that tokens of positive advantage hold. gradient: only tokens that the clip lets pass "
+        f"count; surrogate: a clipped token counts at its bound (Eq. 8 of the paper).{error}",
         ["clip", "gradient", "surrogate"],
         rows,
         bars,
@@ -105,8 +106,8 @@ def objectives(numbers: Numbers) -> Part:
     whole = numbers.fates["grpo"].tokens
     return Part(
         "What each objective would have clipped",
-        f"Of {int(whole.positive)} positive and {int(whole.negative)} negative tokens, those left without a gradient, "
-        "and the positive share of the gradient that is left. Default options of each.",
+        f"Which of the {int(whole.positive)} positive and {int(whole.negative)} negative tokens lose their gradient, "
+        "and the positive share of the gradient that is left. Every objective has its default options.",
         ["objective", "clipped", "positive", "negative", "tokens +", "tokens -", "share left"],
         rows,
         [fate.gradient.share for fate in numbers.fates.values()],
@@ -135,7 +136,7 @@ def bounds(numbers: Numbers) -> Part:
     many = "Median over updates with a signal, and range. " if numbers.updates > 1 else ""
     return Part(
         "The bounds BAPO would have chosen",
-        f"{many}The share, by each setting's own measure, at the first and the last candidate, and how many updates "
+        f"{many}The share at the first and the last candidate, by each setting's own measure, and how many updates "
         "ended their search in which way.",
         ["setting", "target", "low", "high", "share at start", "at end", "target met"],
         rows,
@@ -153,8 +154,8 @@ def quadrants(numbers: Numbers) -> Part:
         rows.append([EFFECT[quadrant], f"{whole:.1%}", *(f"{mass[f'{quadrant}_blocked']:.1%}" for mass in masses)])
     return Part(
         "Entropy-Clip quadrants",
-        "Share of the gradient mass r|A| in each quadrant, and the share of it all that each clip blocks. Mean entropy "
-        f"{numbers.entropy:.3f} nats per token.",
+        "Share of the whole gradient mass r|A| that lies in each quadrant, and how much of the whole each clip blocks "
+        f"there. The mean entropy is {numbers.entropy:.3f} nats per token.",
         ["quadrant", "mass", *names],
         rows,
     )
@@ -173,7 +174,7 @@ def distance(numbers: Numbers) -> Part:
         ["KL per token", f"{values['kl']:.3g}"],
         ["effective sample size", f"{values['ess']:.3f} of the tokens"],
     ]
-    return Part("Distance from the sampler", "Of all tokens under the mask.", ["", ""], rows)
+    return Part("Distance from the sampler", "Over all tokens under the mask.", ["", ""], rows)
 
 
 def lengths(numbers: Numbers) -> Part:
@@ -183,8 +184,8 @@ def lengths(numbers: Numbers) -> Part:
     longest = max(numbers.lengths.values())
     return Part(
         "Response length",
-        "Mean tokens under the mask per response. Where negative responses are longer, negative tokens dominate a "
-        "token mean; correct is a reward above one half.",
+        "Mean number of tokens under the mask per response. If negative responses are longer, negative tokens dominate "
+        "a mean over tokens. A response is correct if its reward is above one half.",
         ["responses", "tokens"],
         rows,
         [value / longest for value in numbers.lengths.values()],
@@ -192,7 +193,7 @@ def lengths(numbers: Numbers) -> Part:
 
 
 def staleness(numbers: Numbers, bins: int = 12) -> Part:
-    """Staleness histogram; the oldest share one row."""
+    """Staleness histogram. The oldest tokens share one row."""
     assert numbers.staleness is not None
     ages = dict(sorted(numbers.staleness.items()))
     shown = dict(list(ages.items())[:bins])
@@ -202,7 +203,7 @@ def staleness(numbers: Numbers, bins: int = 12) -> Part:
         rows.append([f"more, up to {max(ages)}", str(rest), f"{rest / numbers.tokens:.1%}"])
     return Part(
         "Staleness",
-        "Tokens by number of updates between sampling and use.",
+        "Tokens by the number of updates between sampling and use.",
         ["updates", "tokens", "share"],
         rows,
         [count / numbers.tokens for count in (*shown.values(), *([rest] if rest else []))],
@@ -221,15 +222,15 @@ def engine(numbers: Numbers) -> Part:
     ]
     return Part(
         "Engine against trainer",
-        "The sampler's own log-probs and the ones the trainer recomputed, on the same tokens. The ratios above use the "
-        "sampler's.",
+        "The sampler's own log-probs against those that the trainer recomputed for the same tokens. The ratios above "
+        "use the sampler's.",
         ["", ""],
         rows,
     )
 
 
 def by_update(updates: list[Numbers], most: int = 40) -> Part:
-    """One row per update; of very many, evenly spaced ones."""
+    """One row per update; of very many updates, evenly spaced ones."""
     step = math.ceil(len(updates) / most)
     rows = []
     for numbers in updates[::step]:
@@ -251,15 +252,20 @@ def by_update(updates: list[Numbers], most: int = 40) -> Part:
     every = f" Every {step}th update is shown." if step > 1 else ""
     return Part(
         "By update",
-        "Positive share of the gradient unclipped, at (0.8, 1.2) and at BAPO's bounds (ClipSettings()); tokens that "
-        f"(0.8, 1.2) clips; KL per token; effective sample size.{every}",
+        "Positive share of the gradient without a clip, at (0.8, 1.2) and at BAPO's bounds (ClipSettings()); share of "
+        f"tokens that (0.8, 1.2) clips; KL per token; effective sample size.{every}",
         ["update", "tokens", "share", "at (0.8, 1.2)", "at bapo", "bounds", "target met", "clipped", "KL", "ESS"],
         rows,
     )
 
 
-def found_in(updates: list[str], total: int) -> str:
-    """Where a problem was found, in words."""
+def sentence(finding: Finding, total: int) -> str:
+    """What was found, in which of the `total` updates, and what to do about it."""
+    where = _found_in(finding.updates, total)
+    return f"{finding.evidence}{f' ({where})' if where else ''}. {finding.action}"
+
+
+def _found_in(updates: list[str], total: int) -> str:
     if len(updates) == total:
         return "in every update" if total > 1 else ""
     named = ", ".join(updates[:4]) + (", …" if len(updates) > 4 else "")

@@ -1,4 +1,4 @@
-"""A diagnosis in the terminal: rich tables there, plain columns in a file or a pipe."""
+"""A diagnosis as text: rich tables on a terminal, plain columns in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo.diagnose.diagnosis import Diagnosis
-from bapo.diagnose.tables import Part, found_in, parts, read_as
+from bapo.diagnose.tables import Part, parts, read_as, sentence
+from bapo.screen.terminal import write_line
 
 PLAIN_WIDTH = 120
-"""Columns where there is no terminal to ask."""
+"""Width in characters if the stream is not a terminal."""
 
 
 def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
-    """Advice first, then problems, numbers, and what is not known."""
+    """Print advice first, then findings, numbers, and what the dump cannot tell."""
     stream = stream or sys.stdout
     plain = not stream.isatty()
-    # Drawn into memory first, so that a letter the stream cannot spell becomes a question mark and not an error.
+    # Drawn into memory first, so that a letter that the stream cannot encode becomes a question mark and not an error.
     page = io.StringIO()
     console = Console(file=page, force_terminal=not plain, width=PLAIN_WIDTH if plain else None, highlight=False)
     console.print(Text(read_as(diagnosis), "dim"))
@@ -33,11 +34,10 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
     _heading(console, "Recommendation")
     for line in diagnosis.advice:
         _item(console, line)
-    _heading(console, "Problems" if diagnosis.problems else "Problems: none found")
-    for problem in diagnosis.problems:
-        where = found_in(problem.updates, len(diagnosis.dump.updates))
-        name = Text(problem.name, "bold red" if problem.serious else "bold yellow")
-        _item(console, Text.assemble(name, f"  {problem.evidence}{f' ({where})' if where else ''}. {problem.action}"))
+    _heading(console, "Problems" if diagnosis.findings else "Problems: none found")
+    for finding in diagnosis.findings:
+        name = Text(finding.name, "bold red" if finding.serious else "bold yellow")
+        _item(console, Text.assemble(name, f"  {sentence(finding, len(diagnosis.dump.updates))}"))
     for part in parts(diagnosis):
         _heading(console, part.title)
         console.print(Padding(Text(part.reading, "dim"), (0, 0, 0, 2)))
@@ -46,10 +46,7 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
     for line in diagnosis.unknown:
         _item(console, line)
 
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    lines = [line.rstrip() for line in page.getvalue().splitlines()]
-    stream.write("\n".join(lines).encode(encoding, errors="replace").decode(encoding) + "\n")
-    stream.flush()
+    write_line(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
 
 
 def _heading(console: Console, title: str) -> None:

@@ -1,7 +1,7 @@
-"""The data sets of an evaluation: problems under a name, each with what scores them.
+"""The data sets of an evaluation: named lists of problems, and what scores them.
 
-`countdown` is embedded and brings its verifier. Everything else is read by `bapo.tasks.data`: benchmarks, files,
-directories, the hub, and any of them as name=path.
+`countdown` is embedded and comes with its verifier. `bapo.tasks.data` reads everything else: benchmarks, files,
+directories and hub data sets, each also as name=path.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class DataSet:
     own_scorer: Scorer | None = None
     """The verifier that comes with the problems."""
     note: str = ""
-    """What became of its rows, where that needs saying."""
+    """What the user should know about its rows; usually empty."""
 
 
 def load_data_sets(settings: Settings) -> list[DataSet]:
-    """All of them, in order. Names must differ: results are kept by name."""
+    """All data sets, in order. Their names must differ, because results are stored by name."""
     found = [_load(name, settings) for name in settings.data]
     names = [data.name for data in found]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -50,8 +50,8 @@ def load_data_sets(settings: Settings) -> list[DataSet]:
         )
     if "overall" in names:
         raise ValueError(
-            f"--data {','.join(settings.data)} has a data set called 'overall', as the figures of all data sets "
-            "together are: the results would have two lines of that name. Give it another one: name=path."
+            f"--data {','.join(settings.data)} has a data set called 'overall', but the results use that name for all "
+            "data sets together. Give the data set another name: name=path."
         )
     return found
 
@@ -73,7 +73,7 @@ def _load(name: str, settings: Settings) -> DataSet:
 
 
 def _short(label: str, problems: Sequence[Problem], settings: Settings) -> str:
-    """A word about a data set that has fewer problems than were asked for."""
+    """A note about a data set that has fewer problems than were asked for."""
     if settings.problems is None or len(problems) >= settings.problems:
         return ""
     return f"{label}: has {len(problems)} problems, fewer than --problems {settings.problems}"
@@ -81,7 +81,7 @@ def _short(label: str, problems: Sequence[Problem], settings: Settings) -> str:
 
 @contextmanager
 def scorer(settings: Settings, *, opens_thinking: bool) -> Iterator[Scorer]:
-    """The verifier of problems that bring none of their own; what it needs ends with the block.
+    """The verifier of problems that have none of their own. Its processes end with the block.
 
     `opens_thinking`: whether a response begins in the middle of the model's thinking, see `bapo.tasks.verify.math`.
     """
@@ -98,7 +98,7 @@ def scorer(settings: Settings, *, opens_thinking: bool) -> Iterator[Scorer]:
 
 
 def verifier_identity(data_sets: Sequence[DataSet], settings: Settings) -> dict[str, str]:
-    """What the verdicts depend on besides the settings: the version of math-verify, the file of a function."""
+    """What the rewards depend on besides the settings: the version of math-verify, or the file of a function."""
     if settings.reward is not None and settings.reward != MATH:
         file = inspect.getsourcefile(find_function(settings.reward))
         return {"reward_file": sha256(Path(file).read_bytes()).hexdigest()[:16]} if file else {}
@@ -108,6 +108,6 @@ def verifier_identity(data_sets: Sequence[DataSet], settings: Settings) -> dict[
         return {"math_verify": version("math-verify"), "sympy": version("sympy")}
     except PackageNotFoundError:
         raise ValueError(
-            "--reward math needs math-verify, which is not installed: pip install 'bapo[math]'. Or give "
-            "--reward module:function."
+            "--reward math needs math-verify, which is not installed. Install it with `pip install 'bapo[math]'`, or "
+            "give --reward module:function."
         ) from None

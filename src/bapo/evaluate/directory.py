@@ -1,4 +1,4 @@
-"""The directory of an evaluation: what it is, what was said, and the promise that nothing is done twice.
+"""The directory of an evaluation: its configuration, its responses, and the promise that nothing is sampled twice.
 
 config.json       everything that determines the result; written first and never changed
 responses.jsonl   one line per problem, in order; appended a chunk at a time
@@ -6,9 +6,9 @@ results.json      all figures; written last, so its presence means the evaluatio
 report.html       the same for people
 lock              held by the process at work
 
-A chunk is what one engine call sampled. It is kept whole or not at all: a kill may leave half of a line or half of a
-chunk, which opening the directory cuts off. Chunks do not depend on where an evaluation was stopped, so one that was
-continued has the same bytes as one that was not.
+A chunk holds the responses of one engine call and is kept whole or not at all. If the process is killed, half a line or
+half a chunk may be left, which is cut off when the directory is opened again. Chunks do not depend on where an
+evaluation was stopped, so a continued evaluation has the same bytes as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Chunk = tuple[str, Sequence[str]]
 """Name of a data set, and the ids of some of its problems."""
 
 _WHY = {
-    "weights": "the model has other weights now",
-    "fingerprints": "its problems, or how they are put to the model, are others now",
+    "weights": "the model's weights have changed",
+    "fingerprints": "its problems, or the prompts made of them, have changed",
     "versions": "another version may round differently",
     "threads": "another number of threads may round differently",
     "slots": "another number of slots may round differently",
@@ -43,7 +43,7 @@ _WHY = {
 
 @contextmanager
 def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
-    """A directory, new or to be continued, that nobody else works in."""
+    """Open a directory, new or to be continued; nobody else can work in it meanwhile."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "lock").open("a").close()
@@ -63,20 +63,20 @@ class Directory:
         self.responses = path / "responses.jsonl"
 
     def write(self, name: str, text: str) -> None:
-        """A file, whole or not at all."""
+        """Write a file, whole or not at all."""
         partial = self.path / f"{name}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.path / name)
 
     def append(self, rows: Sequence[Row]) -> None:
-        """The rows of one chunk; they are on the disk when this returns."""
+        """Append the rows of one chunk. They are on the disk when this returns."""
         with self.responses.open("ab") as file:
             file.write(b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
 
     def complete(self, chunks: Sequence[Chunk]) -> list[Row]:
-        """The rows of all complete chunks, from the first on. Whatever follows them is cut off."""
+        """The rows of the complete chunks from the first on. Everything after them is cut off."""
         if not self.responses.exists():
             return []
         rows, ends = self._read()
@@ -102,7 +102,7 @@ class Directory:
         return rows[:kept]
 
     def _read(self) -> tuple[list[Row], list[int]]:
-        """The rows, and where in the file the first 0, 1, 2, … of them end. A broken last line is no row."""
+        """The rows, and where in the file the first 0, 1, 2, … of them end. A broken last line is left out."""
         rows: list[Row] = []
         ends = [0]
         lines = self.responses.read_bytes().splitlines(keepends=True)
@@ -115,23 +115,23 @@ class Directory:
                 if number == len(lines):
                     break
                 raise DamagedError(
-                    f"{self.responses}, line {number} is damaged: {line[:60]!r}. Restore the file, or cut it before "
-                    "that line to sample again from there."
+                    f"{self.responses}, line {number} is damaged: {line[:60]!r}. Restore the file, or delete "
+                    "everything from that line on to sample it again."
                 )
             rows.append(row)
             ends.append(ends[-1] + len(line))
         return rows, ends
 
     def _claim(self, identity: dict[str, Any]) -> None:
-        """Write config.json, or see that it says the same."""
+        """Write config.json, or check that it says the same."""
         identity = {"format": FORMAT, **identity}
         config = self.path / "config.json"
         if not config.exists():
             others = sorted(p.name for p in self.path.iterdir() if p.name != "lock" and p.suffix != ".partial")
             if others:
                 raise ConfigError(
-                    f"--out {self.path}: it holds {others[0]}, but no config.json, so it is no evaluation. Choose "
-                    "another directory."
+                    f"--out {self.path}: it holds {others[0]} but no config.json, so it is not an evaluation. "
+                    "Choose another directory."
                 )
             self.write("config.json", json.dumps(identity, indent=2) + "\n")
             return
@@ -140,7 +140,10 @@ class Directory:
         except ValueError as error:
             raise DamagedError(f"{config} is damaged: {error}. Restore it, or choose another directory.") from None
         if not isinstance(there, dict) or there.get("format") != FORMAT:
-            raise ConfigError(f"--out {self.path}: what is in it is no evaluation of this version. Choose another.")
+            raise ConfigError(
+                f"--out {self.path}: its config.json does not describe an evaluation by this version. Choose another "
+                "directory."
+            )
         before, now = dict(_flat(there)), dict(_flat(identity))
         for key in [*now, *before]:
             if before.get(key) != now.get(key):

@@ -1,8 +1,8 @@
-"""From lines of responses to figures: per problem, per data set, over all. Reads rows, never models.
+"""From rows of responses to figures: per problem, per data set and overall. No model is involved.
 
-What avg@k, pass@k, maj@k and their intervals are is in `bapo.evaluate.estimates`. Over all data sets, `overall` counts
-every problem alike, so a large data set outweighs a small one; `mean_over_data_sets` counts every data set alike. Both
-have no maj@k if one of the data sets has none: its problems could not vote, which is not the same as voting wrongly.
+`bapo.evaluate.estimates` defines avg@k, pass@k, maj@k and their intervals. `overall` gives every problem the same
+weight, so a large data set outweighs a small one; `mean_over_data_sets` gives every data set the same weight. Both lack
+maj@k if a data set lacks it: a problem whose responses cannot vote is not a problem whose responses vote wrongly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def results(rows: Sequence[Row], identity: dict[str, Any]) -> dict[str, Any]:
-    """Everything results.json says. A function of the configuration and the responses: no times, no paths."""
+    """The contents of results.json. They depend on configuration and responses only, not on times or paths."""
     names = list(dict.fromkeys(row["data"] for row in rows))
     by_name = {name: figures([row for row in rows if row["data"] == name]) for name in names}
     overall = figures(rows)
@@ -92,7 +92,7 @@ def powers_up_to(k: int) -> list[int]:
 
 
 def _reward(response: dict[str, Any]) -> float:
-    """0 if the verifier failed: nobody showed that the problem is solved."""
+    """0 if the verifier failed, because nothing shows that the problem is solved."""
     return float(response["reward"] or 0.0)
 
 

@@ -1,4 +1,4 @@
-/* Sorts the tables of problems and switches between light and dark. Writes no text but the button's. */
+/* Sorts the tables of problems and switches between light and dark. The only text it writes is the button's. */
 (() => {
   "use strict";
   const root = document.documentElement;

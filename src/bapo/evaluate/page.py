@@ -1,9 +1,9 @@
 """An evaluation as one HTML file: overview, then every problem with its responses. It opens without a network.
 
-All text is in the page as it was written, escaped: models write markup, and data sets do too. The script only sorts the
-table and switches between light and dark; without it the page shows the same. A page of many long responses would be
-too large to open, so beyond `BUDGET` characters it shows two responses per problem, one that solves it and one that
-does not, and cuts the middle out of long ones; responses.jsonl keeps everything.
+All text stands in the page as it was written, escaped, because models and data sets write markup. The script only sorts
+the tables and switches between light and dark; without it the page shows the same. A page of many long responses would
+be too large to open. Beyond `BUDGET` characters it therefore shows at most two responses per problem, one that solves
+it and one that does not, and cuts the middle out of long ones. responses.jsonl keeps everything.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from bapo.evaluate import SOLVED
 __all__ = ["BUDGET", "page"]
 
 BUDGET = 8_000_000
-"""Characters of responses in one page."""
+"""Most characters of responses in one page."""
 SHORTEST_CUT = 400
+"""No response is cut to fewer characters than this."""
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 COLUMNS = ("Problem", "Responses", "avg", "maj", "Length", "Truncated", "Failed")
-"""Of the table of problems."""
+"""Headings of the table of problems."""
 
 Row = dict[str, Any]
 
@@ -32,7 +33,7 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
     """The HTML document."""
     shown, limit, note = _within_budget(rows, budget)
     title = f"{results['model']} on {', '.join(results['data_sets'])}"
-    style = _file("report", "page.css") + _file("evaluation", "page.css")
+    style = _file("report", "page.css") + _file("evaluate", "page.css")
     return "\n".join(
         [
             "<!doctype html>",
@@ -58,7 +59,7 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
             f'<p class="note">{_text(note)}</p>' if note else "",
             _configuration(results),
             "</main>",
-            f"<script>{_file('evaluation', 'page.js')}</script>",
+            f"<script>{_file('evaluate', 'page.js')}</script>",
             "</body>",
             "</html>",
             "",
@@ -96,10 +97,14 @@ def _overview(results: dict[str, Any]) -> str:
     many = len(results["data_sets"]) > 1
     return (
         '<section id="overview"><h2>Overview</h2><p>Means over problems with 95% intervals. Lengths are in tokens. A '
-        "response that the verifier failed on counts 0."
-        + (f" Overall counts every problem alike; the mean of the data sets' avg@{k} is {mean:.3f}." if many else "")
+        "response on which the verifier failed counts 0."
         + (
-            " maj is missing where the verifier names no answers to vote with."
+            f" Overall gives every problem the same weight; the mean of the data sets' avg@{k} is {mean:.3f}."
+            if many
+            else ""
+        )
+        + (
+            " maj@k is missing where the verifier does not extract the answers that would vote."
             if results["overall"]["maj"] is None
             else ""
         )
@@ -114,7 +119,7 @@ def _failures(results: dict[str, Any]) -> str:
     if not causes:
         return ""
     listed = "".join(f"<li>{count} × {_text(cause)}</li>" for cause, count in list(causes.items())[:12])
-    return f'<div class="problems"><strong>Responses the verifier failed on</strong><ul>{listed}</ul></div>'
+    return f'<div class="warning"><strong>Responses on which the verifier failed</strong><ul>{listed}</ul></div>'
 
 
 def _problems(name: str, rows: Sequence[Row], results: dict[str, Any], limit: int | None) -> str:
@@ -126,8 +131,8 @@ def _problems(name: str, rows: Sequence[Row], results: dict[str, Any], limit: in
     )
     bodies = "".join(_problem(line, row, limit) for line, row in lines)
     return (
-        f'<section class="data"><h2>{_text(name)}</h2><p>The hardest first. ■ solves the problem, □ does not, × the '
-        "verifier failed. Open a problem to read its responses.</p>"
+        f'<section class="data"><h2>{_text(name)}</h2><p>The hardest problems come first. ■: the response '
+        "solves the problem. □: it does not. ×: the verifier failed. Open a problem to read its responses.</p>"
         f'<div class="scroll"><table class="each"><thead><tr>{headings}</tr></thead>{bodies}</table></div></section>'
     )
 
@@ -180,7 +185,7 @@ def _configuration(results: dict[str, Any]) -> str:
 
 
 def _within_budget(rows: Sequence[Row], budget: int) -> tuple[Sequence[Row], int | None, str]:
-    """The rows as they are shown, the length that a text is cut to, and what to say about it."""
+    """The rows to show, the length that a text is cut to (None: not at all), and a note that says so."""
 
     def characters(chosen: Sequence[Row]) -> int:
         return sum(len(response["text"]) for row in chosen for response in row["responses"])
@@ -188,14 +193,14 @@ def _within_budget(rows: Sequence[Row], budget: int) -> tuple[Sequence[Row], int
     if characters(rows) <= budget:
         return rows, None, ""
     chosen = [{**row, "responses": _one_of_each(row["responses"])} for row in rows]
-    note = "This page shows at most two responses to a problem, one that solves it and one that does not"
+    note = "This page shows at most two responses per problem, one that solves it and one that does not"
     if characters(chosen) <= budget:
         return chosen, None, f"{note}; responses.jsonl has all of them."
     limit = max(SHORTEST_CUT, budget // sum(len(row["responses"]) for row in chosen))
     return (
         chosen,
         limit,
-        f"{note}, without the middle of those over {limit:,} characters; responses.jsonl has them all.",
+        f"{note}, and leaves out the middle of those over {limit:,} characters; responses.jsonl has them all.",
     )
 
 
@@ -230,7 +235,7 @@ def _short(text: str, length: int) -> str:
 
 
 def _text(value: Any) -> str:
-    """Escaped for the page. What has no place in a text file (lone surrogates, NUL) becomes a question mark."""
+    """Escaped for the page. Characters that a text file cannot hold (lone surrogates, NUL) become question marks."""
     return html.escape(str(value).replace("\0", "?").encode("utf-8", "replace").decode("utf-8"))
 
 

@@ -1,8 +1,8 @@
-"""What only model and data together can tell: how long a response may be, and what an evaluation is.
+"""What depends on model and data together: how long a response may be, and the identity of an evaluation.
 
 `Plan.identity` is everything that determines the result. Two evaluations with the same identity give the same bytes, so
-it names the directory, and a directory with another one is not continued. Weights are known by all their values,
-problems by their ids, the tokens they are put in and their answers.
+the identity names the directory, and only the same identity continues it. Weights are identified by a hash of all their
+values, problems by a hash of their ids, prompt tokens and answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.evaluate.data import DataSet, verifier_identity
 from bapo.evaluate.settings import DEFAULT_MAX_TOKENS, Settings
 from bapo.models import Policy, hush, load_policy
-from bapo.rollout.local.engine import max_positions
+from bapo.rollout.requests import max_positions
 
 __all__ = ["Plan", "default_directory", "fingerprint_of_weights", "load_model", "make_plan"]
 
@@ -38,13 +38,13 @@ class Plan:
     """JSON values."""
 
     def chunks(self, data_sets: list[DataSet]) -> list[tuple[DataSet, slice]]:
-        """What is sampled and saved together: some problems of one data set."""
+        """The problems that are sampled and saved together; all of a chunk come from one data set."""
         size = self.settings.chunk_problems
         return [(data, slice(i, i + size)) for data in data_sets for i in range(0, len(data.problems), size)]
 
 
 def load_model(settings: Settings) -> Policy:
-    """The model, quietly. `settings` have a device, a precision and threads."""
+    """Load the model without log output. Device, dtype and threads of `settings` must be decided."""
     hush()
     assert settings.threads is not None
     torch.set_num_threads(settings.threads)
@@ -61,7 +61,7 @@ def load_model(settings: Settings) -> Policy:
 
 
 def make_plan(settings: Settings, policy: Policy, data_sets: list[DataSet]) -> Plan:
-    """Decide the rest, and say what this evaluation is."""
+    """Decide what is left to decide, and compute the identity."""
     prompts = {data.name: [policy.encode(problem.prompt) for problem in data.problems] for data in data_sets}
     max_tokens = _max_tokens(settings, policy, max(len(ids) for listed in prompts.values() for ids in listed))
     fingerprints = {}
@@ -85,7 +85,7 @@ def make_plan(settings: Settings, policy: Policy, data_sets: list[DataSet]) -> P
 
 
 def default_directory(plan: Plan) -> Path:
-    """evals/MODEL-IDENTITY: the same command finds its directory again, and another evaluation gets another one."""
+    """evals/MODEL-IDENTITY, so that the same command finds its directory again and others do not use it."""
     path = Path(plan.settings.model)
     name = path.parent.name if path.name == "model" and path.parent.name else path.name
     name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name).strip(".-") or "model"
@@ -106,13 +106,13 @@ _FIRST = ("model", "data", "k", "temperature")
 
 
 def _max_tokens(settings: Settings, policy: Policy, longest: int) -> int:
-    """As asked for if the model has room for it; otherwise the usual, or the room there is."""
+    """The length asked for, which must fit the model; by default DEFAULT_MAX_TOKENS or what fits, if that is less."""
     positions = max_positions(policy.model)
     room = DEFAULT_MAX_TOKENS if positions is None else positions - longest
     if room < 1:
         raise ConfigError(
-            f"the longest prompt has {longest} tokens, and the model only {positions} positions: there is no room for "
-            "a response. Leave that problem out, or use a model with a longer context."
+            f"the longest prompt has {longest} tokens, but the model has only {positions} positions, which leaves no "
+            "room for a response. Leave that problem out, or use a model with a longer context."
         )
     if settings.max_tokens is None:
         return min(room, MAX_RESPONSE_TOKENS if settings.model == "demo" else DEFAULT_MAX_TOKENS)

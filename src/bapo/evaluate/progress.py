@@ -1,14 +1,13 @@
-"""What a person sees while an evaluation runs: a bar on a terminal, a line per chunk anywhere else; a table at the end.
-A chunk that takes long says how far it is: below the bar, or in a line now and then.
+"""What a person sees while an evaluation runs: a bar on a terminal, a line per chunk anywhere else, a table at the end.
+The progress within a long chunk appears below the bar, or in a line every 30 seconds.
 
-The time left is the problems left over the rate of this sitting, so that what was saved before does not flatter it:
+The time left is estimated from the problems done since this start, so problems saved earlier do not distort it:
 
     eta = problems left · seconds since the start / problems done since the start
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -21,16 +20,16 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from bapo.evaluate.settings import Settings
-from bapo.screen.watch import OnScreen, Watch, in_lines
+from bapo.screen.terminal import can_redraw, duration, make_console, write_line
+from bapo.screen.watch import OnScreen, Tell, in_lines
 
 __all__ = ["PlainProgress", "failure_note", "make_progress", "results_table"]
 
 
 def make_progress(settings: Settings, path: Path, total: int, rows: Sequence[Any], stream: TextIO) -> PlainProgress:
-    """A bar that is redrawn if the stream is a terminal, otherwise lines."""
-    spells = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
-    live = stream.isatty() and spells and os.environ.get("TERM") not in ("dumb", "unknown")
-    return (LiveProgress if live else PlainProgress)(settings, path, total, rows, stream)
+    """A bar that is redrawn in place if the stream is a terminal, otherwise lines."""
+    kind = LiveProgress if can_redraw(stream) else PlainProgress
+    return kind(settings, path, total, rows, stream)
 
 
 class PlainProgress:
@@ -41,7 +40,7 @@ class PlainProgress:
         settings: Settings,
         path: Path,
         total: int,
-        rows: Sequence[dict[str, Any]],  # saved before
+        rows: Sequence[dict[str, Any]],  # saved before this start
         stream: TextIO,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,7 +57,7 @@ class PlainProgress:
             f"{self.settings.temperature:g}, in {self.path}"
         )
         if self.before:
-            self.say(f"{self.before} of {self.total} problems were done before")
+            self.say(f"{self.before} of {self.total} problems were already done")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,7 +67,7 @@ class PlainProgress:
         """The next chunk is of this data set."""
         self.name = name
 
-    def sampling(self) -> AbstractContextManager[Watch]:
+    def sampling(self) -> AbstractContextManager[Tell]:
         """While a chunk is sampled and scored: a watch to tell how far it is."""
         return in_lines("sampling", self.say, self.clock)
 
@@ -79,18 +78,16 @@ class PlainProgress:
         self.say(f"{self.done}/{self.total} problems  {self.score()}  eta {self.remaining()}")
 
     def say(self, text: str) -> None:
-        """A line."""
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        self.stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
-        self.stream.flush()
+        """Print a line."""
+        write_line(self.stream, text)
 
     def score(self) -> str:
-        """`gsm8k avg@16 0.412`: of the data set at work, so far."""
+        """`gsm8k avg@16 0.412`: the score so far of the data set in progress."""
         rewards = self.rewards.get(self.name)
         return f"{self.name} avg@{self.settings.k} {fmean(rewards):.3f}" if rewards else self.name
 
     def remaining(self) -> str:
-        """As m:ss or h:mm:ss; ? until there is something to go by."""
+        """The time left as m:ss or h:mm:ss; ? until a chunk is done."""
         done = self.done - self.before
         return duration((self.total - self.done) * (self.clock() - self.began) / done) if done else "?"
 
@@ -113,7 +110,7 @@ class LiveProgress(PlainProgress):
             TextColumn("{task.fields[score]}"),
             TimeElapsedColumn(),
             _Eta(),
-            console=Console(file=self.stream, force_terminal=True, highlight=False),
+            console=make_console(self.stream),
         )
         self.task = self.progress.add_task("", total=self.total, completed=self.done, score="", ends=None)
         self.progress.start()
@@ -127,7 +124,7 @@ class LiveProgress(PlainProgress):
         super().working_on(name)
         self.progress.update(self.task, score=Text(self.score()).plain)
 
-    def sampling(self) -> AbstractContextManager[Watch]:
+    def sampling(self) -> AbstractContextManager[Tell]:
         """While a chunk is sampled and scored: a watch to tell how far it is."""
         return self.chunk.doing("sampling")
 
@@ -141,14 +138,14 @@ class LiveProgress(PlainProgress):
 
 
 class _Bar(Progress):
-    """With a line below for the chunk at work, empty while there is nothing to tell, so that nothing moves."""
+    """A bar, and a line below it for the chunk in progress, which may be empty so that nothing moves."""
 
     def __init__(self, chunk: OnScreen, *columns: ProgressColumn, console: Console) -> None:
         self.chunk = chunk
         super().__init__(*columns, console=console, expand=True)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar, and until the end the line."""
+        """The bar, and the line below it until all is done."""
         yield from super().get_renderables()
         if not self.finished:
             yield Text(self.chunk.line, "dim", no_wrap=True, overflow="ellipsis")
@@ -160,14 +157,7 @@ class _Eta(ProgressColumn):
     def render(self, task: Task) -> Text:
         """`eta 1:05`."""
         ends = task.fields["ends"]
-        return Text("" if ends is None else f"eta {duration(max(0.0, ends - time.monotonic()))}", "dim")
-
-
-def duration(seconds: float) -> str:
-    """As m:ss or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        return Text("" if ends is None else f"eta {duration(ends - time.monotonic())}", "dim")
 
 
 def results_table(results: dict[str, Any]) -> str:
@@ -196,14 +186,15 @@ def results_table(results: dict[str, Any]) -> str:
 
 
 def failure_note(results: dict[str, Any]) -> str:
-    """What the verifier failed on most often, as a line; empty if it never did."""
+    """How often the verifier failed, with the most frequent cause; empty if it never failed."""
     found = results["overall"]
     if not found["failures"]:
         return ""
     cause, count = next(iter(found["failure_causes"].items()))
     said = " ".join(str(cause).split())
     return (
-        f"the verifier failed on {found['failures']} of {found['responses']} responses, which count 0; {count} times: "
+        f"the verifier failed on {found['failures']} of {found['responses']} responses, which count 0; the most "
+        f"frequent cause ({count} times): "
         f"{said if len(said) <= 300 else said[:299] + '…'}"
     )
 

@@ -1,7 +1,6 @@
-"""The work of `bapo eval`: chunk after chunk sampled, scored and saved, then figures and page.
+"""The work of `bapo eval`: sample, score and save one chunk after the other, then write the figures and the page.
 
-The engine is the only thing here that samples, so any `Engine` will do. Nothing is kept in memory that is not on the
-disk already, except the chunk at work.
+Only the engine samples, so any `Engine` will do. Everything but the chunk in progress is already on the disk.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from bapo.evaluate.settings import Settings
 from bapo.models import Policy, prompt_text
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
-from bapo.screen.watch import Watch
+from bapo.screen.watch import Tell
 from bapo.tasks.dataset import Scorer
 from bapo.types import Problem
 
@@ -36,7 +35,7 @@ __all__ = ["evaluate_model"]
 
 
 def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tuple[Path, dict[str, Any]]:
-    """Do what is missing of an evaluation; returns its directory and results."""
+    """Do what an evaluation still lacks; returns its directory and its results."""
     try:
         device, dtype, threads = placed(settings.device, settings.dtype, settings.threads)
         settings = replace(settings, device=device, dtype=dtype, threads=threads)
@@ -49,6 +48,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
         if data.note:
             stream.write(f"{data.note}\n")
     engine = engine_for(policy.model, slots=settings.slots)
+    engine.load(policy.model.named_parameters(), version=0)
     path = out or default_directory(plan)
     with opened(path, plan.identity) as directory:
         chunks = plan.chunks(data_sets)
@@ -63,8 +63,8 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
                 if done <= len(rows):
                     continue
                 progress.working_on(data.name)
-                with progress.sampling() as watch:
-                    new = _sampled(engine, policy, scorers[data.name], data.name, problems, plan, watch)
+                with progress.sampling() as tell:
+                    new = _sampled(engine, policy, scorers[data.name], data.name, problems, plan, tell)
                 directory.append(new)
                 rows += new
                 progress.saved(new)
@@ -75,7 +75,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
 
 
 def _scorers(data_sets: list[DataSet], settings: Settings, policy: Policy, stack: ExitStack) -> dict[str, Scorer]:
-    """What scores each data set; processes that this starts end with the stack."""
+    """What scores each data set. Processes started here end with the stack."""
     chosen = {data.name: data.own_scorer for data in data_sets if data.own_scorer and settings.reward is None}
     if len(chosen) < len(data_sets):
         try:
@@ -87,29 +87,27 @@ def _scorers(data_sets: list[DataSet], settings: Settings, policy: Policy, stack
 
 
 def _sampled(
-    engine: Engine, policy: Policy, scores: Scorer, name: str, problems: Sequence[Problem], plan: Plan, watch: Watch
+    engine: Engine, policy: Policy, scores: Scorer, name: str, problems: Sequence[Problem], plan: Plan, tell: Tell
 ) -> list[dict[str, Any]]:
     """The rows of one chunk."""
     settings = plan.settings
     try:
         answers = sample(
             engine,
-            policy.encode,
-            policy.decode,
+            policy,
             scores,
             problems,
             k=settings.k,
             sampling=Sampling(settings.temperature, policy.stop_ids),
             max_tokens=plan.max_tokens,
             seed=settings.seed,
-            version=0,
-            watch=watch,
+            tell=tell,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--slots {settings.slots} and --max-tokens {plan.max_tokens} need more memory than the device has "
-            f"({str(error).splitlines()[0]}) Lower one of them; in another --out, because slots are part of what an "
-            "evaluation is."
+            f"({str(error).splitlines()[0].rstrip('.')}). Lower one of them and choose another --out, because both are "
+            "part of an evaluation's identity."
         ) from None
     return [
         {

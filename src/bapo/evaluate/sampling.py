@@ -6,21 +6,32 @@ model and what becomes of the responses is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
 from statistics import fmean
+from typing import Any, Protocol
 
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, pass_at_k
-from bapo.rollout.engine import Engine, Request, Sampling, Segment
+from bapo.rollout.engine import Engine, Request, Sampling, Segment, TellSampled, generate
 from bapo.rollout.scheduler import new_group
-from bapo.screen.watch import Watch
 from bapo.tasks.dataset import Scorer
-from bapo.tasks.task import Task
 from bapo.types import Message, Problem, Score, Status
 
 __all__ = ["Evaluation", "Response", "evaluate", "mean", "sample"]
+
+
+class Speaker(Protocol):
+    """What turns prompts into tokens and tokens into text: a policy, or anything like one."""
+
+    def encode(self, prompt: str | list[Message]) -> list[int]:
+        """The tokens a response follows."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """Their text."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -85,28 +96,13 @@ class Evaluation:
         return {key: value for key, value in values.items() if value is not None}
 
 
-def evaluate(
-    engine: Engine,
-    encode: Callable[[str | list[Message]], list[int]],
-    decode: Callable[[list[int]], str],
-    task: Task,
-    problems: Sequence[Problem],
-    *,
-    k: int,
-    sampling: Sampling,
-    max_tokens: int,
-    seed: int,
-    version: int,
-    watch: Watch | None = None,
-) -> Evaluation:
-    """Sample k responses to every problem in one engine call, score and count them."""
-    rows = sample(
-        engine, encode, decode, task.scores, problems,
-        k=k, sampling=sampling, max_tokens=max_tokens, seed=seed, version=version, watch=watch,
-    )  # fmt: skip
+def evaluate(engine: Engine, speaker: Speaker, scorer: Scorer, problems: Sequence[Problem], **how: Any) -> Evaluation:
+    """Sample k responses to every problem, as `sample` does with the same arguments, and count them."""
+    rows = sample(engine, speaker, scorer, problems, **how)
     responses = [response for row in rows for response in row]
     rewards = [tuple(response.reward for response in row) for row in rows]
     lengths = [(len(response.segment.tokens), response.reward > SOLVED) for response in responses]
+    k = len(rows[0])
     return Evaluation(
         problems=len(problems),
         k=k,
@@ -125,8 +121,7 @@ def evaluate(
 
 def sample(
     engine: Engine,
-    encode: Callable[[str | list[Message]], list[int]],
-    decode: Callable[[list[int]], str],
+    speaker: Speaker,
     scorer: Scorer,
     problems: Sequence[Problem],
     *,
@@ -134,10 +129,9 @@ def sample(
     sampling: Sampling,
     max_tokens: int,
     seed: int,
-    version: int,
-    watch: Watch | None = None,
+    tell: TellSampled | None = None,
 ) -> list[list[Response]]:  # [problems][k]
-    """k responses to every problem, from one engine call, scored.
+    """k responses to every problem, sampled with the weights that the engine has, and scored.
 
     The random numbers of a response come from (seed, problem id, index): they do not depend on which other problems are
     evaluated, nor on their order.
@@ -155,17 +149,14 @@ def sample(
         Request(context=response.prompt, position=0, seed=response.seed, max_new_tokens=max_tokens)
         for problem in problems
         for response in new_group(
-            _number(problem), problem, encode(problem.prompt), responses=k, seed=seed
+            _number(problem), problem, speaker.encode(problem.prompt), responses=k, seed=seed
         ).trajectories
     ]
-    segments = engine.generate(requests, sampling, version=version, watch=watch)
-    if len(segments) != len(requests):
-        raise RuntimeError(f"{type(engine).__name__} returned {len(segments)} segments for {len(requests)} requests.")
+    segments = generate(engine, requests, sampling, tell=tell)
 
     asked = [problem for problem in problems for _ in range(k)]
-    texts = [
-        decode(_without_stop(segment, sampling, problem)) for segment, problem in zip(segments, asked, strict=True)
-    ]
+    answered = [_without_stop(*pair, sampling) for pair in zip(segments, asked, strict=True)]
+    texts = [speaker.decode(tokens) for tokens in answered]
     scores = scorer(list(zip(asked, texts, strict=True)))
     if len(scores) != len(asked):
         raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
@@ -180,7 +171,7 @@ def _number(problem: Problem) -> int:
     return int.from_bytes(sha256(problem.id.encode()).digest()[:8], "big")
 
 
-def _without_stop(segment: Segment, sampling: Sampling, problem: Problem) -> list[int]:
+def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> list[int]:
     if segment.status not in (Status.STOPPED, Status.TRUNCATED):
         raise RuntimeError(
             f"a response to problem {problem.id!r} came back {segment.status} after {len(segment.tokens)} tokens, "

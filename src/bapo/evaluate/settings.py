@@ -1,6 +1,6 @@
-"""What an evaluation is asked to do, as given on the command line. Checked before anything heavy is imported.
+"""What an evaluation is asked to do: the options of `bapo eval`, checked before anything heavy is imported.
 
-What only the machine, the model and the data can tell (device, length limit, fingerprints) is decided in `parts.py`.
+What depends on the machine, the model and the data (device, length limit, fingerprints) is decided in `parts.py`.
 """
 
 from __future__ import annotations
@@ -9,61 +9,126 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from tyro.conf import UseAppendAction, arg
+
+from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
+from bapo.config.placement import DeviceName, Precision
 
-__all__ = ["DEFAULT_K", "Settings", "data_names"]
+__all__ = ["DEFAULT_K", "DEFAULT_MAX_TOKENS", "Settings", "data_names"]
 
 DEFAULT_K = 16
 DEFAULT_MAX_TOKENS = 4096
-"""Longest response if nothing is said and the model has room for it."""
+"""Length limit of a response if none is given and the model has room for it."""
+
+if TYPE_CHECKING:
+    Decided = int
+else:
+    Decided = int | None  # None on the command line; __post_init__ decides
+
+
+def data_names(given: Sequence[str]) -> tuple[str, ...]:
+    """The names in `--data a,b --data c`. A path with a comma in it, alone or as name=path, is not split."""
+    names: list[str] = []
+    for text in given:
+        name, _, path = text.partition("=")
+        whole = Path(text).exists() or ("," not in name and path != "" and Path(path).exists())
+        names += [text] if whole else [name.strip() for name in text.split(",") if name.strip()]
+    return tuple(names)
+
+
+def chat_options(
+    chat_option: Annotated[
+        Sequence[str],
+        UseAppendAction,
+        arg(metavar="KEY=VALUE", help="An argument of the chat template, such as enable_thinking=false."),
+    ] = (),
+) -> dict[str, bool | int | str]:
+    """The values of `--chat-option KEY=VALUE`: true, false, a whole number, or text."""
+    options: dict[str, bool | int | str] = {}
+    for text in chat_option:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--chat-option {text} must have the form KEY=VALUE, such as enable_thinking=false.")
+        if value in ("true", "false"):
+            options[key] = value == "true"
+        else:
+            options[key] = int(value) if value.lstrip("-").isdecimal() else value
+    return options
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a person can choose. None: decided by model, data or machine."""
+    """Everything that can be chosen. None leaves the choice to the model, the data or the machine."""
 
-    model: str
-    data: tuple[str, ...]
-    k: int = DEFAULT_K
+    model: Annotated[str, arg(metavar="MODEL")]
+    """A transformers model directory or hub id, a GGUF file, or "demo"."""
+    data: Annotated[
+        tuple[str, ...], UseAppendAction, arg(metavar="NAME,...", help_behavior_hint="(required, repeatable)")
+    ]
+    """Benchmarks (gsm8k, math500, aime24, aime25), countdown, files, directories or hub data sets (owner/name:split).
+    Write name=path to give a file a name of its own."""
+    k: Annotated[Decided, option(default=f"{DEFAULT_K}, and 1 at temperature 0")] = None  # type: ignore[assignment]
+    """Responses per problem."""
     temperature: float = 0.6
-    max_tokens: int | None = None
+    """Sampling temperature. 0 is greedy."""
+    max_tokens: Annotated[int | None, option(default=f"{DEFAULT_MAX_TOKENS}, or what the model has room for")] = None
+    """Length limit of a response."""
     seed: int = 0
-    problems: int | None = None
-    """First so many of every data set."""
-    reward: str | None = None
-    """None: the data set's own verifier if it has one, otherwise math."""
+    """Seed of every random choice."""
+    problems: Annotated[int | None, option(default="all")] = None
+    """Use only this many problems of each data set, the first ones."""
+    reward: Annotated[str | None, option(default="the data set's own verifier if it has one, otherwise math")] = None
+    """What scores responses: math (math-verify, in separate processes), or module:function for a function of yours."""
     reward_seconds: float = 10.0
+    """Time limit for scoring one response."""
     reward_memory_mb: int = 2048
-    template: str | None = None
-    prompt_column: str | None = None
-    answer_column: str | None = None
-    chat: str = "auto"
+    """Memory limit for scoring one response with math, in megabytes."""
+    template: Annotated[str | None, option(default="that of a named benchmark, otherwise none")] = None
+    """Text around each prompt, with {prompt} in it."""
+    prompt_column: Annotated[str | None, option(default="recognised by its name")] = None
+    """The column with the prompt."""
+    answer_column: Annotated[str | None, option(default="recognised by its name")] = None
+    """The column with the reference answer."""
+    chat: Literal["auto", "yes", "no"] = "auto"
+    """Whether a plain-text prompt becomes a user message. auto: yes, if the model has a chat template."""
     system: str = ""
-    chat_options: dict[str, bool | int | str] = field(default_factory=dict)
-    device: str = "auto"
-    dtype: str = "auto"
+    """System message for chats that do not bring their own."""
+    chat_options: Annotated[dict[str, bool | int | str], arg(name="", constructor=chat_options)] = field(
+        default_factory=dict
+    )
+    device: DeviceName = "auto"
+    """Where to compute. auto uses a CUDA device if there is one."""
+    dtype: Precision = "auto"
+    """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA."""
     slots: int = 128
-    chunk: int | None = None
-    """Problems sampled and saved together."""
-    threads: int | None = None
+    """How many responses are sampled side by side. Fewer need less memory."""
+    chunk: Annotated[int | None, option(default="4 x slots / k")] = None
+    """How many problems are sampled and saved together."""
+    threads: Annotated[int | None, option(default="one per core")] = None
+    """Number of CPU threads."""
 
     def __post_init__(self) -> None:
-        for key in ("k", "max_tokens", "problems", "slots", "chunk", "threads"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be 1 or more.")
+        object.__setattr__(self, "data", data_names(self.data))
+        if self.k is None:
+            object.__setattr__(self, "k", 1 if self.temperature == 0 else DEFAULT_K)
+        for key in ("k", "max_tokens", "problems", "slots", "chunk", "threads", "reward_memory_mb"):
+            value, least = getattr(self, key), 256 if key == "reward_memory_mb" else 1
+            if value is not None and value < least:
+                raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be {least} or more.")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"--temperature {self.temperature}: it must be a number from 0 on; 0 is greedy.")
+            raise ConfigError(f"--temperature {self.temperature}: it must be a finite number, 0 or more. 0 is greedy.")
         if self.temperature == 0 and self.k > 1:
             raise ConfigError(
-                f"--k {self.k} at --temperature 0: greedy responses to one problem are all the same, so more than one "
-                "tells nothing. Set --k 1, or a temperature above 0."
+                f"--k {self.k} at --temperature 0: greedy responses to one problem are all the same, so one is enough. "
+                "Set --k 1, or a temperature above 0."
             )
         if not self.data:
             raise ConfigError("--data names no data set. Give for example --data gsm8k, or name=path.")
         if not (math.isfinite(self.reward_seconds) and self.reward_seconds > 0):
-            raise ConfigError(f"--reward-seconds {self.reward_seconds}: it must be a number above 0.")
+            raise ConfigError(f"--reward-seconds {self.reward_seconds}: it must be a finite number above 0.")
         if self.reward not in (None, "math") and ":" not in str(self.reward):
             raise ConfigError(
                 f"--reward {self.reward}: it is neither math nor module:function, such as my_rewards:score."
@@ -73,13 +138,3 @@ class Settings:
     def chunk_problems(self) -> int:
         """Problems per engine call: enough responses to keep the slots full for most of it."""
         return self.chunk or max(1, math.ceil(4 * self.slots / self.k))
-
-
-def data_names(given: Sequence[str]) -> tuple[str, ...]:
-    """The names in `--data a,b --data c`. A file with a comma in its path is one name, and so is name=path of one."""
-    names: list[str] = []
-    for text in given:
-        name, _, path = text.partition("=")
-        whole = Path(text).exists() or ("," not in name and path != "" and Path(path).exists())
-        names += [text] if whole else [name.strip() for name in text.split(",") if name.strip()]
-    return tuple(names)

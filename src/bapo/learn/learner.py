@@ -1,8 +1,9 @@
-"""One update: forward, bounds, backward, step. The version counter lives here.
+"""One update: pack, forward, bounds, backward, step. The version counter lives here.
 
 All micro-batches of an update share one denominator and, unless scope is `microbatch`, one pair of clip bounds, so that
 how it is cut changes nothing but rounding. With several micro-batches the bounds need every token's ratio before the
-first backward pass: one forward pass without gradients comes first. With a single micro-batch it is not needed.
+first backward pass: one forward pass without gradients comes first. With a single micro-batch it is not needed. Several
+ranks, each with groups of its own, take one update together (`ranks.py`).
 
 The model stays in eval mode: dropout would make the learner's log-probs differ from the sampler's for no reason. The
 learner never samples and does not know who did.
@@ -14,59 +15,32 @@ deterministic algorithms only, so that the same update gives the same weights, b
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table
-from bapo.core.entropy_rule import diagnose, ratio_profile, staleness_histogram
-from bapo.core.logprobs import token_logprobs
-from bapo.core.loss import PolicyLoss, clean_tokens, policy_loss, update_table, weigh_negatives
-from bapo.core.objectives import Tokens
-from bapo.core.reduction import Reduction, denominator_of
-from bapo.core.settings import ClipSettings
+from bapo.core.loss import policy_loss, update_table
+from bapo.core.objectives import OBJECTIVES
+from bapo.core.reduction import denominator_of
+from bapo.learn.determinism import allow_deterministic_products, deterministic
+from bapo.learn.diagnostics import Output, update_metrics
 from bapo.learn.forward import can_pack, compiled_layers, hidden_states, layers_of
+from bapo.learn.head import head_of
 from bapo.learn.optimizer import Optimizer
-from bapo.types import TokenBatch
+from bapo.learn.packing import empty_batch, pack
+from bapo.learn.ranks import Ranks, largest, sum_gradients, summed
+from bapo.learn.settings import LearnerSettings, learning_rate
+from bapo.learn.weights import restore_weights, trained_weights
+from bapo.types import Group, TokenBatch
 
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-@dataclass(frozen=True)
-class LearnerSettings:
-    """How updates are taken."""
-
-    objective: str = "bapo"
-    clip: ClipSettings = field(default_factory=ClipSettings)
-    scope: Literal["update", "microbatch"] = "update"
-    """Which tokens share one pair of clip bounds."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the objective, such as low and high of grpo."""
-    reduction: Reduction = "token_mean"
-    length: int | None = None
-    """Normaliser of reduction="fixed_length"."""
-    temperature: float = 1.0
-    """The one tokens were sampled at, so that ratios compare like with like."""
-    lr: float = 1e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    warmup_updates: int = 0
-    schedule: Schedule = "constant"
-    total_updates: int = 1
-    """Where linear and cosine schedules reach zero."""
-    activation_checkpointing: bool = False
-    """Whether layers keep only their inputs for the backward pass and are computed again there."""
-    staleness_bins: int = 16
-    """Ages counted one by one in the staleness histogram; older tokens share the last bin."""
-    compile: bool = False
-    """Run the layers compiled by torch."""
+MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -76,43 +50,23 @@ class Update:
     version: int
     """The learner's version after it."""
     tokens: int
-    """Response tokens trained on."""
+    """Response tokens trained on, by this rank."""
     metrics: dict[str, float | list[float]]
-
-
-def learning_rate(update: int, settings: LearnerSettings) -> float:
-    """Linear warm-up, then constant, or linear or cosine decay to zero at total_updates. Updates count from 0."""
-    if update < settings.warmup_updates:
-        return settings.lr * (update + 1) / settings.warmup_updates
-    if settings.schedule == "constant":
-        return settings.lr
-    span = max(1, settings.total_updates - settings.warmup_updates)
-    progress = min(1.0, (update - settings.warmup_updates) / span)
-    if settings.schedule == "linear":
-        return settings.lr * (1 - progress)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Learner:
     """A model, its optimizer and the number of updates taken."""
 
-    def __init__(self, model: Any, settings: LearnerSettings) -> None:
-        # Without it, deterministic matrix products are refused; some versions of torch look once, at the first of all.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    def __init__(self, model: Any, settings: LearnerSettings, *, ranks: Ranks = None) -> None:
+        """`ranks`: processes that take every update together, each with a copy of the model and groups of its own."""
+        allow_deterministic_products()
         self.model = model.eval()
-        _check_head(model)
+        self.head = head_of(model)
         self.settings = settings
+        self.ranks = ranks
         self.version = 0
         self.packed = can_pack(model)
-        if settings.activation_checkpointing and not layers_of(model):
-            raise ValueError(
-                f"learn.activation_checkpointing=True, but {type(model).__name__} has no layers that transformers can "
-                "checkpoint. Set it to False and lower learn.micro_tokens to save memory."
-            )
-        if settings.compile and not layers_of(model):
-            raise ValueError(
-                f"learn.compile=True, but {type(model).__name__} has no layers to compile. Set it to False."
-            )
+        _check_layers(model, settings)
         self.compiled = compiled_layers(model) if settings.compile else None
         self.optimizer = Optimizer(
             model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
@@ -120,23 +74,32 @@ class Learner:
 
     @property
     def device(self) -> torch.device:
-        """Where batches are expected."""
+        """Where the model is."""
         device: torch.device = self.model.device
         return device
 
-    @property
-    def padded(self) -> bool:
-        """Whether forward passes pad; `pack` cuts micro-batches accordingly."""
-        return not self.packed
+    def step(self, groups: Sequence[Group]) -> Update:
+        """One optimizer step on the responses of these groups."""
+        batches = pack(
+            groups,
+            estimator=self.settings.advantages,
+            micro_tokens=self.settings.micro_tokens,
+            device=self.device,
+            padded=not self.packed,
+        )
+        update = self.step_on(batches)
+        update.metrics["groups"] = float(len(groups))
+        return update
 
-    def step(self, batches: Sequence[TokenBatch]) -> Update:
+    def step_on(self, batches: Sequence[TokenBatch]) -> Update:
         """One optimizer step on the tokens of all micro-batches."""
         settings = self.settings
         self.optimizer.forget_gradients()  # of a step that failed half-way
-        if settings.objective == "m2po" and len(batches) > 1:
+        batches = self.filled_up(batches)
+        if OBJECTIVES[settings.objective].whole_update and len(batches) > 1:
             raise ValueError(
-                f"objective m2po finds its bounds over all tokens of an update, but this one is cut into "
-                f"{len(batches)} micro-batches. Raise learn.micro_tokens until it fits into one."
+                f"objective {settings.objective} finds its bounds over all tokens of an update, but this one is cut "
+                f"into {len(batches)} micro-batches. Raise learn.micro_tokens until it fits into one."
             )
         denominator = sum(
             denominator_of(
@@ -147,10 +110,16 @@ class Learner:
             )
             for batch in batches
         )
-        solves_once = settings.objective == "bapo" and settings.scope == "update" and len(batches) > 1
+        denominator = summed(cast(Tensor, denominator), self.ranks)
+        solves_once = settings.solves_bounds and settings.scope == "update" and len(batches) > 1
         bounds = self._solve_over(batches) if solves_once else None
-        outputs = [self._backward(batch, bounds, cast(Tensor, denominator)) for batch in batches]
-        return self.descend(batches, partial(self._metrics, batches, outputs))
+        outputs = [self._backward(batch, bounds, denominator) for batch in batches]
+        return self.descend(batches, partial(self._metrics, outputs))
+
+    def filled_up(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+        """These micro-batches, and empty ones until there are as many as on any other rank."""
+        missing = largest(len(batches), self.ranks, self.device) - len(batches)
+        return [*batches, *[empty_batch(self.device)] * missing]
 
     def descend(
         self,
@@ -159,6 +128,7 @@ class Learner:
     ) -> Update:
         """The end of every update, whatever its loss: clip the gradients, and step if they are finite."""
         settings = self.settings
+        sum_gradients(self.optimizer.masters, self.ranks)
         lr = learning_rate(self.version, settings)
         logged = metrics(self.optimizer.clip(settings.clip_norm)) | {"lr": lr}
         if not math.isfinite(cast(float, logged["grad_norm"])):
@@ -171,6 +141,22 @@ class Learner:
         self.version += 1
         return Update(self.version, sum(len(batch.targets) for batch in batches), logged)
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the model by its name, as it is now: what an engine loads. Not copies."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def save(self, directory: Path) -> None:
+        """Write the weights that are trained and the optimizer's state. The version is the caller's to keep."""
+        save_file(trained_weights(self.model), directory / MODEL_FILE)
+        save_file(self.optimizer.tensors(), directory / OPTIMIZER_FILE)
+
+    def load(self, directory: Path, *, version: int) -> None:
+        """Put back what `save` wrote after this many updates; KeyError if it belongs to another model."""
+        restore_weights(self.model, load_file(directory / MODEL_FILE))
+        self.optimizer.load_tensors(load_file(directory / OPTIMIZER_FILE))
+        self.version = version
+
     def states(self, batch: TokenBatch) -> Tensor:
         """The hidden state that predicts each response token, [tokens, width]."""
         recompute = self.settings.activation_checkpointing
@@ -180,18 +166,12 @@ class Learner:
 
     def logprobs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each response token under the current weights."""
-        head = self.model.get_output_embeddings()
-        return token_logprobs(
-            self.states(batch),
-            head.weight,
-            batch.targets,
-            bias=getattr(head, "bias", None),
-            temperature=self.settings.temperature,
-        )
+        predicted = self.head(self.states(batch), batch.targets, temperature=self.settings.temperature)
+        return predicted.logprobs, predicted.entropies
 
     @torch.no_grad()
     def _solve_over(self, batches: Sequence[TokenBatch]) -> ClipBounds:
-        """Bounds from the summed tables of all micro-batches."""
+        """Bounds from the summed tables of all micro-batches, on all ranks."""
         tables = [
             update_table(
                 self.logprobs(batch)[0],
@@ -202,10 +182,11 @@ class Learner:
             )
             for batch in batches
         ]
-        return bounds_from_table(torch.stack(tables).sum(0), self.settings.clip)
+        return bounds_from_table(summed(torch.stack(tables).sum(0), self.ranks), self.settings.clip)
 
-    def _backward(self, batch: TokenBatch, bounds: ClipBounds | None, denominator: Tensor) -> _Output:
+    def _backward(self, batch: TokenBatch, bounds: ClipBounds | None, denominator: Tensor) -> Output:
         settings = self.settings
+        solves = settings.solves_bounds and bounds is None
         logprobs, entropy = self.logprobs(batch)
         with deterministic(self.device):
             result = policy_loss(
@@ -214,133 +195,31 @@ class Learner:
                 batch.advantages,
                 torch.ones_like(batch.targets, dtype=torch.bool),
                 objective=settings.objective,
-                settings=settings.clip if settings.objective == "bapo" and bounds is None else None,
+                settings=settings.clip if solves else None,
                 bounds=bounds,
                 reduction=settings.reduction,
                 denominator=denominator,
                 sequence_ids=batch.sequence_ids,
+                process_group=self.ranks if solves and settings.scope == "update" else None,
                 **settings.options,
             )
-        with deterministic(self.device):
             result.loss.backward()  # type: ignore[no-untyped-call]
-        return _Output(logprobs.detach(), entropy.detach(), result)
+        return Output(batch, logprobs.detach(), entropy.detach(), result)
 
-    def _metrics(
-        self, batches: Sequence[TokenBatch], outputs: list[_Output], grad_norm: Tensor
-    ) -> dict[str, float | list[float]]:
-        """Diagnostics over the tokens of the whole update, read from the device in one transfer."""
-        every = torch.ones(
-            sum(len(batch.targets) for batch in batches), dtype=torch.bool, device=batches[0].targets.device
-        )
-        tokens = clean_tokens(
-            torch.cat([output.logprobs for output in outputs]),
-            torch.cat([batch.behavior_logprobs for batch in batches]),
-            torch.cat([batch.advantages for batch in batches]),
-            every,
-        )
-        entropy = torch.cat([output.entropy for output in outputs])
-        result = outputs[0].result
-        versions = torch.cat([batch.versions for batch in batches])
-        ages = (self.version - versions).double()
-        scalars: dict[str, Tensor] = {"loss": torch.stack([output.result.loss.detach() for output in outputs]).sum()}
-        searched = {name: result.metrics[name] for name in SEARCH if name in result.metrics}
-        if self.settings.objective == "bapo" and self.settings.scope == "microbatch" and len(outputs) > 1:
-            searched.pop("stop")  # each part has a reason of its own; of the rest, the mean
-            searched = {n: torch.stack([o.result.metrics[n] for o in outputs]).double().mean() for n in searched}
-        scalars |= searched
-        scalars |= diagnose(
-            tokens,
-            torch.cat([output.result.retained for output in outputs]),
-            settings=self.settings.clip,
-            bounds=result.bounds and replace(result.bounds, low=scalars["clip_low"], high=scalars["clip_high"]),
-            entropy=entropy,
-            trained=self._trained_on(tokens, batches, outputs),
-        )
-        scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
-        vectors = {
-            "staleness_histogram": staleness_histogram(
-                versions, every, version=self.version, bins=self.settings.staleness_bins
-            ),
-            **ratio_profile(tokens, entropy),
-        }
-        # float64 holds each of them exactly, the counts too.
-        stacked = torch.stack([value.double() for value in [*scalars.values(), grad_norm]])
-        *values, norm = torch.cat([*(vector.double() for vector in vectors.values()), stacked]).tolist()
-        numbers: dict[str, float | list[float]] = {}
-        for name, vector in vectors.items():
-            head, values = values[: len(vector)], values[len(vector) :]
-            numbers[name] = [int(count) for count in head] if name.endswith("_histogram") else head
-        return numbers | dict(zip(scalars, values, strict=True)) | {"tokens": float(len(every)), "grad_norm": norm}
-
-    def _trained_on(self, tokens: Tokens, batches: Sequence[TokenBatch], outputs: list[_Output]) -> Tokens | None:
-        """The tokens with the advantages that the loss saw; None where those are the advantages themselves."""
-        if self.settings.objective != "bapo" or self.settings.clip.remainder == "leave":
-            return None
-        weights = [cast(ClipBounds, output.result.bounds).negative_weight for output in outputs]
-        return weigh_negatives(
-            tokens,
-            torch.cat([cast(Tensor, w).expand(len(batch.targets)) for w, batch in zip(weights, batches, strict=True)]),
-        )
+    def _metrics(self, outputs: Sequence[Output], grad_norm: Tensor) -> dict[str, float | list[float]]:
+        with_tokens = [output for output in outputs if len(output.batch.targets)] or list(outputs)
+        return update_metrics(with_tokens, self.settings, version=self.version, grad_norm=grad_norm)
 
 
-@contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Inside, CUDA operations add in a fixed order. FlashAttention's backward pass would not, by default.
-
-    One process-wide switch, so it is on no longer than needed. An operation that has no deterministic form raises.
-    """
-    if device.type != "cuda":
-        yield
+def _check_layers(model: Any, settings: LearnerSettings) -> None:
+    """Refuse what a model without transformers' layers cannot do."""
+    if layers_of(model):
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    filling = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # for debugging, and not free
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = filling
-
-
-@torch.no_grad()
-def _check_head(model: Any) -> None:
-    """The head is applied here, in chunks: it must be all there is between hidden states and logits."""
-    config = model.config.get_text_config()
-    ids = torch.arange(4, device=model.device)[None] % config.vocab_size
-    head = model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear:
+    name = type(model).__name__
+    if settings.activation_checkpointing:
         raise ValueError(
-            f"the output head of {type(model).__name__} is a {type(head).__name__}; the learner multiplies by a plain "
-            "Linear and would leave out what it adds. Keep adapters off the head."
+            f"learn.activation_checkpointing=True, but {name} has no layers that transformers can checkpoint. Set it "
+            "to False and lower learn.micro_tokens to save memory."
         )
-    cap = getattr(config, "final_logit_softcapping", None)  # a few small logits would not show it
-    if cap is not None:
-        raise ValueError(
-            f"{type(model).__name__} soft-caps its logits after the output head (final_logit_softcapping={cap:g}); the "
-            "learner's log-probs would not be the sampler's. Use a model without soft-capping: Gemma 2 has it, Gemma 3 "
-            "has not."
-        )
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    ours = torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)).float()
-    theirs = model(input_ids=ids, use_cache=False).logits.float()
-    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2):
-        raise ValueError(
-            f"{type(model).__name__} changes its logits after the output head (scaling or soft-capping), by up to "
-            f"{float((ours - theirs).abs().max()):.3g}; the learner's log-probs would not be the sampler's. Use a "
-            "model without logit scaling or soft-capping."
-        )
-
-
-SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight")
-"""Metrics of the bounds that the diagnostics do not recompute."""
-
-
-@dataclass(frozen=True)
-class _Output:
-    """What one micro-batch left behind."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    result: PolicyLoss
+    if settings.compile:
+        raise ValueError(f"learn.compile=True, but {name} has no layers to compile. Set it to False.")

@@ -62,6 +62,23 @@ def pack_demonstrations(
     return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]
 
 
+def empty_batch(device: torch.device) -> TokenBatch:
+    """A micro-batch without response tokens, for a rank that has fewer than others. One place keeps passes alive."""
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    return TokenBatch(
+        input_ids=nothing.new_zeros(1),
+        position_ids=nothing.new_zeros(1),
+        offsets=torch.tensor([0, 1], dtype=torch.int32, device=device),
+        longest=1,
+        predicts=nothing,
+        targets=nothing,
+        sequence_ids=nothing,
+        behavior_logprobs=nothing.float(),
+        advantages=nothing.float(),
+        versions=nothing,
+    )
+
+
 def _length(trajectory: Trajectory) -> int:
     return len(trajectory.prompt) + len(trajectory.tokens)
 

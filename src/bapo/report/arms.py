@@ -1,8 +1,8 @@
-"""From run directories to arms: an arm is one configuration, its runs differ by seed.
+"""From run directories to arms. An arm is one configuration; its runs differ in their seeds only.
 
-An arm has two names, its setting (where stale data comes from) and its objective. Runs of `bapo compare` lie in
-SETTING/OBJECTIVE/seed-N below a grid.json and are named by it. Other runs are named by the keys in which their
-configurations differ. A copy of a run is no further seed: it is named as a problem, and not counted.
+An arm has two names: its setting (where stale data comes from) and its objective. Runs of `bapo compare` are in
+SETTING/OBJECTIVE/seed-N below a grid.json, and take their names from there. Other runs are named after the keys in
+which their configurations differ. A copy of a run is not a further seed: it is reported as a defect and not counted.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from bapo.runs.read import Problem, Run, find_runs, is_set_aside, read_run
+from bapo.runs.read import Defect, Run, find_runs, is_set_aside, read_run
 from bapo.runs.statistics import mean
 from bapo.types import LOG_RATIO_EDGES
 
 NOT_THE_EXPERIMENT = {"seed", "out", "device", "threads", "checkpoint_every", "checkpoint_keep", "sample_every"}
-"""Keys in which the runs of one arm may differ: the seed, and those that decide where and how, not what."""
+"""Keys in which the runs of one arm may differ: the seed, and keys that do not change what is trained."""
 RATIO_BINS = len(LOG_RATIO_EDGES) + 1
 BINNED: tuple[tuple[tuple[str, ...], int | None], ...] = (
     (("staleness_histogram",), None),
     (("ratio_histogram", "ratio_prob", "ratio_entropy"), RATIO_BINS),
 )
-"""Metrics that are lists, one entry per bin: those that are logged together, and their number of bins where known."""
+"""Metrics that are lists with one entry per bin: those logged together, and the number of bins if it is fixed."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Arm:
 
     setting: str
     objective: str
-    """Of a supervised run: sft."""
+    """sft for a supervised run."""
     runs: list[Run]
 
     @property
-    def supervised(self) -> bool:
-        """Whether they are runs of `bapo sft`."""
-        return self.runs[0].supervised
+    def sft(self) -> bool:
+        """Whether these are runs of `bapo sft`."""
+        return self.runs[0].sft
 
     @property
     def config(self) -> dict[str, Any]:
@@ -56,33 +56,33 @@ class Arm:
 
 @dataclass(frozen=True)
 class Found:
-    """What some paths hold."""
+    """What was found at some paths."""
 
     arms: list[Arm]
-    """Those of reinforcement learning first, then the supervised ones."""
-    problems: list[Problem]
-    """Directories that cannot be shown, those shown as far as they got, and copies of what is shown."""
+    """Arms of reinforcement learning first, then supervised ones."""
+    defects: list[Defect]
+    """Directories that cannot be shown, unfinished runs that are shown as far as they got, and copies."""
 
 
 def find(paths: Sequence[Path]) -> Found:
-    """Every run at or below the paths, gathered into arms. What cannot be read is a problem, never an exception."""
-    runs, problems = [], []
+    """Every run at or below the paths, gathered into arms. An unreadable directory is a defect, not an error."""
+    runs, defects = [], []
     for directory in run_directories(paths):
         run = read_run(directory, finished=False)
-        if isinstance(run, Problem):
-            problems.append(run)
+        if isinstance(run, Defect):
+            defects.append(run)
             continue
         if wrong := _unusable(run):
-            problems.append(Problem(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",)))
+            defects.append(Defect(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",)))
             continue
         runs.append(run)
     shown, copies = _once_per_seed(runs)
     for run in shown:
         if not run.summary:
             done = f"{len(run.timing)} of {run.planned} steps are logged and shown"
-            problems.append(Problem(run.path, "unfinished", f"it is still running, or was stopped: {done}."))
-    arms = [arm for kind in (False, True) for arm in arms_of(run for run in shown if run.supervised is kind)]
-    return Found(arms, sorted([*problems, *copies], key=lambda problem: str(problem.path)))
+            defects.append(Defect(run.path, "unfinished", f"it is still running, or was stopped: {done}."))
+    arms = [arm for kind in (False, True) for arm in arms_of(run for run in shown if run.sft is kind)]
+    return Found(arms, sorted([*defects, *copies], key=lambda defect: str(defect.path)))
 
 
 def run_directories(paths: Sequence[Path]) -> list[Path]:
@@ -95,7 +95,7 @@ def run_directories(paths: Sequence[Path]) -> list[Path]:
 
 
 def _unusable(run: Run) -> str | None:
-    """What a log that parses can still get wrong."""
+    """What is wrong with a log that parses but cannot be shown; None if it can."""
     if not all(isinstance(line.get("version"), int) for line in (*run.updates, *run.evals)):
         return "has a line without its version"
     for keys, bins in BINNED:
@@ -113,7 +113,7 @@ def _is_row(value: Any) -> TypeGuard[list[float]]:
 
 
 def _directories(path: Path) -> list[Path]:
-    """Run directories, and what was one before its config.json got lost."""
+    """Run directories, and directories that have a log but lost their config.json."""
     found = find_runs(path)
     if not path.is_dir() or found == [path]:
         return found or [path]
@@ -121,21 +121,21 @@ def _directories(path: Path) -> list[Path]:
     return sorted([*found, *lost]) or [path]
 
 
-def _once_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
-    """One run per arm and seed, the one that got furthest, and the others: a copy says nothing about other seeds."""
+def _once_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[Defect]]:
+    """For each arm and seed the run that got furthest, and the others as copies."""
     kept: dict[str, Run] = {}
     copies = []
     for run in sorted(runs, key=lambda run: (not run.summary, -len(run.timing))):
         first = kept.setdefault(json.dumps([_arm_key(run), run.config["seed"]]), run)
         if first is not run:
-            message = f"it has the configuration and the seed of {first.path}, which is shown in its place."
-            copies.append(Problem(run.path, "duplicate", message))
+            message = f"it has the same configuration and seed as {first.path}, which is shown instead."
+            copies.append(Defect(run.path, "duplicate", message))
     shown = {id(run) for run in kept.values()}
     return [run for run in runs if id(run) in shown], copies
 
 
 def arms_of(runs: Iterable[Run]) -> list[Arm]:
-    """Runs by configuration, in the order of staleness, then objective with bapo first."""
+    """Arms sorted by the staleness of their setting, then by objective with bapo first."""
     gathered: dict[str, list[Run]] = {}
     for run in runs:
         gathered.setdefault(_arm_key(run), []).append(run)
@@ -194,7 +194,7 @@ def _grid_file(run: Run) -> Path | None:
 
 
 def grid_name(arms: Sequence[Arm]) -> str | None:
-    """The name of the grid whose runs these are, all of them; None if there is no such grid."""
+    """The name of the grid that all these runs belong to; None if there is no such grid."""
     files = {_grid_file(run) for arm in arms for run in arm.runs}
     file = files.pop() if len(files) == 1 else None
     try:
@@ -207,7 +207,7 @@ def grid_name(arms: Sequence[Arm]) -> str | None:
 def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:
     config = flat(run.config)
     said = {key: f"{key.rsplit('.', 1)[-1]} {config[key]}" for key in differing if config.get(key) is not None}
-    if run.supervised:
+    if run.sft:
         return ", ".join(said.values()) or Path(config["model.path"]).name, "sft"
     of_objective = [text for key, text in said.items() if key.startswith("objective.") and key != "objective.name"]
     others = [text for key, text in said.items() if not key.startswith("objective.")]
@@ -226,6 +226,6 @@ def sources(config: dict[str, Any]) -> str:
 
 
 def samples_per_problem(arms: Sequence[Arm]) -> str:
-    """The k of avg@k and pass@k; the letter itself where arms differ."""
+    """The k of avg@k and pass@k; the letter k if arms differ in it."""
     ks = {arm.config["eval"]["k"] for arm in arms}
     return str(ks.pop()) if len(ks) == 1 else "k"

@@ -1,7 +1,7 @@
 """The report of runs that are still going on: a page on 127.0.0.1 that asks for new values every two seconds.
 
-The server only reads. Values are gathered anew when a log has grown, once for all who ask: a request waits for the one
-that is gathering, never for the run, and the run waits for nobody. Answers go to this machine only.
+The server only reads. When a log has grown, one request gathers the values anew and the others wait for it. No request
+waits for the run, and the run never waits for the server. Only this machine gets answers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ HOST = "127.0.0.1"
 PORT = 8377
 """The first port tried."""
 TRIES = 20
-"""Ports tried, one after the other, when none was asked for."""
+"""How many ports are tried, one after the other, if the user did not ask for one."""
 LOGS = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "summary.json")
 
 
 class Follower:
-    """The current values of some runs, gathered again only when a file of theirs has changed."""
+    """The current values of some runs, gathered again only when one of their files has changed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(paths)
@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
-        if host not in (HOST, "localhost"):  # a page elsewhere that has its name point here
+        if host not in (HOST, "localhost"):  # a foreign page whose host name resolves to this machine
             self._answer(403, "text/plain", b"Only for this machine.")
         elif self.path == "/":
             self._answer(200, "text/html", page(self.server.follower.values()[1], live=True).encode())
@@ -101,13 +101,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a line every two seconds helps nobody."""
+        """Print nothing: a line every two seconds would be noise."""
 
 
 def serve(paths: Sequence[Path], port: int | None = None) -> Server:
     """A server on the port asked for, or on the first free one from PORT on. The caller runs and closes it."""
     if port is not None and not 0 <= port < 2**16:
-        raise OSError(errno.EINVAL, f"there is no port {port}. Choose one up to {2**16 - 1}, or none at all")
+        raise OSError(errno.EINVAL, f"there is no port {port}. Choose one up to {2**16 - 1}, or leave --port out")
     follower = Follower(paths)
     ports = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
     for candidate in ports:
@@ -116,4 +116,4 @@ def serve(paths: Sequence[Path], port: int | None = None) -> Server:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    raise OSError(errno.EADDRINUSE, f"port {port} is in use. Choose another --port, or none at all")
+    raise OSError(errno.EADDRINUSE, f"port {port} is in use. Choose another --port, or leave it out")

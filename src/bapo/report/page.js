@@ -1,5 +1,5 @@
-/* Draws the values embedded in the page (or served beside it, when it follows a run) and nothing else.
-   Colour is the objective, dash and symbol the setting. Text from runs is only ever set as textContent. */
+/* Draws the values embedded in the page, or served beside it when the page follows a run, and nothing else.
+   Colour shows the objective, dash and symbol show the setting. Text from runs is only ever set as textContent. */
 (() => {
   "use strict";
   const COLORS = {
@@ -238,11 +238,11 @@
     const several = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
     const runs = (arms) => arms.reduce((sum, arm) => sum + arm.runs.length, 0);
     const different = (arms, key) => new Set(arms.map((arm) => arm[key])).size;
-    const supervised = values.supervised.rows.map((row) => values.arms[row.arm]);
-    const compared = values.arms.filter((arm) => !supervised.includes(arm));
+    const sft = values.sft.rows.map((row) => values.arms[row.arm]);
+    const compared = values.arms.filter((arm) => !sft.includes(arm));
     const facts = [
-      ...(compared.length || !supervised.length ? [several(runs(compared), "run"), several(different(compared, "objective"), "objective"), several(different(compared, "setting"), "setting")] : []),
-      ...(supervised.length ? [several(runs(supervised), "supervised run")] : []),
+      ...(compared.length || !sft.length ? [several(runs(compared), "run"), several(different(compared, "objective"), "objective"), several(different(compared, "setting"), "setting")] : []),
+      ...(sft.length ? [several(runs(sft), "supervised run")] : []),
     ];
     const state = live ? make("span", { class: "state following", id: "state" }, progress()) : `written ${values.written} by ${values.by}`;
     return make("div", { class: "top" },
@@ -254,7 +254,7 @@
 
   function progress() {
     const all = values.arms.flatMap((arm) => arm.steps.map((step, at) => ({ step, of: arm.of, finished: arm.finished[at] })));
-    if (!all.length) return "waiting for the first lines";
+    if (!all.length) return "waiting for the first logged lines";
     if (all.every((run) => run.finished)) return "complete";
     const done = all.reduce((sum, run) => sum + run.step, 0), of = all.reduce((sum, run) => sum + run.of, 0);
     return `following, step ${done} of ${of}`;
@@ -265,10 +265,10 @@
     return make("nav", { "aria-label": "contents" }, ...links.map(([id, text]) => make("a", { href: `#${id}` }, text)));
   }
 
-  function problems() {
-    const listed = values.problems.filter((problem) => !live || problem.kind !== "unfinished");
+  function defects() {
+    const listed = values.defects.filter((defect) => !live || defect.kind !== "unfinished");
     if (!listed.length) return null;
-    return make("div", { class: "problems", role: "status" },
+    return make("div", { class: "warning", role: "status" },
       make("strong", {}, listed.length === 1 ? "One directory is not a finished run" : `${listed.length} directories are not finished runs`),
       make("ul", {}, ...listed.map((p) => make("li", {}, make("b", {}, p.kind), ` ${p.path}: ${p.message}`))));
   }
@@ -297,7 +297,7 @@
   }
 
   // Each table by its id: where its values are, and its heading.
-  const TABLES = { overview: [() => values.table, "Overview"], "supervised-overview": [() => values.supervised, "Supervised runs"] };
+  const TABLES = { overview: [() => values.table, "Overview"], "sft-overview": [() => values.sft, "Supervised runs"] };
   const tables = () => Object.keys(TABLES).filter((id) => TABLES[id][0]().rows.length);
 
   function table(id) {
@@ -327,7 +327,7 @@
       return make("td", {}, text, cell.below ? make("small", {}, cell.below) : null);
     })));
     return make("section", { id }, make("h2", {}, heading),
-      make("p", {}, "Mean over seeds ± half width of its 95% interval (Student's t; with two seeds it is wide). Click a heading to sort."),
+      make("p", {}, "Mean over seeds ± half width of its 95% interval (Student's t; wide with two seeds). Click a heading to sort."),
       make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `${heading.toLowerCase()} table` },
         make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body))));
   }
@@ -353,7 +353,7 @@
       document.querySelector(".pick").focus({ preventScroll: true });
     } }, ...values.arms.map((arm, at) => make("option", { value: at, selected: at === picked ? "" : null }, `${arm.objective} · ${arm.setting} · seed ${arm.seeds[0]}`)));
     return make("section", { id: "samples" }, make("h2", {}, "Responses"),
-      make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. Where several versions of the policy wrote one response, each part is tinted and preceded by its version."),
+      make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. If several versions of the policy wrote one response, each part is tinted and starts with its version number."),
       pick, chosenArm.note ? make("div", { class: "note" }, chosenArm.note) : null,
       make("div", { class: "samples" }, ...chosenArm.shown.map((group) => make("article", { class: "sample" },
         make("h3", {}, group.moment), make("p", {}, `step ${group.step} · mean reward ${group.mean_reward === null ? "–" : group.mean_reward.toFixed(2)} over ${group.count} responses`),
@@ -382,10 +382,10 @@
 
   function footer() {
     const widest = Math.max(1, ...values.figures.flatMap((f) => f.panels).flatMap((p) => p.series.map((s) => s.stretch ?? 1)));
-    return make("footer", {}, "Bold lines are means over seeds, bands reach from the lowest to the highest seed, thin lines are the seeds as logged. " +
+    return make("footer", {}, "Bold lines are means over seeds, bands reach from the lowest to the highest seed, and thin lines show each seed as logged. " +
       "Smoothing is a centred moving mean and applies to bold lines and bands. " +
       (widest > 1 ? `Long curves are drawn as means of up to ${widest} consecutive updates. ` : "") +
-      "The paper is arXiv:2510.18927; the figures show these runs. Drag in a plot to zoom, double-click to reset.");
+      "The paper is arXiv:2510.18927; the curves are from the runs given here. Drag in a plot to zoom, double-click to reset.");
   }
 
   // Drawing
@@ -411,7 +411,7 @@
     const scroll = window.scrollY;
     const open = [...main.querySelectorAll("details")].map((element) => element.open);
     for (const element of main.querySelectorAll(".plot.js-plotly-plot")) Plotly.purge(element);
-    main.replaceChildren(...[header(), values.arms.length ? contents() : null, problems(), values.arms.length ? controls() : null, ...tables().map(table),
+    main.replaceChildren(...[header(), values.arms.length ? contents() : null, defects(), values.arms.length ? controls() : null, ...tables().map(table),
       ...values.figures.map(figure), responses(), configuration(), footer()].filter(Boolean));
     main.querySelectorAll("details").forEach((element, at) => { element.open = open[at] ?? false; });
     window.scrollTo(0, scroll);
@@ -421,7 +421,7 @@
   // Following a run
 
   const shape = (v) => JSON.stringify([v.objectives, v.settings, v.arms.map((a) => a.runs), v.figures.map((f) => f.panels.map((p) => p.id)),
-    v.problems.map((p) => [p.path, p.kind])]);
+    v.defects.map((p) => [p.path, p.kind])]);
   let tag = null;
   async function poll() {
     const state = () => document.getElementById("state");
@@ -436,7 +436,7 @@
           tables().forEach((id) => document.getElementById(id)?.replaceWith(table(id)));
           document.querySelector(".scroll")?.scrollTo(left, 0);
           if (!document.activeElement?.matches(".pick")) document.getElementById("samples")?.replaceWith(responses());
-          document.querySelector(".problems")?.replaceWith(problems() ?? "");
+          document.querySelector(".warning")?.replaceWith(defects() ?? "");
           await draw();
         }
       }
@@ -444,7 +444,7 @@
       state().textContent = progress();
     } catch {
       state().className = "state lost";
-      state().textContent = "the server is gone; what is shown stays";
+      state().textContent = "the server has stopped; the page keeps what it shows";
     }
     setTimeout(poll, POLL_MILLISECONDS);
   }

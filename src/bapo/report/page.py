@@ -1,6 +1,6 @@
-"""The report as one file: values, style, script and plotly.js inline. It opens without a network, and asks for none.
+"""The report as one file, with values, style, script and plotly.js inline. It needs no network.
 
-Its content security policy forbids every request but one to its own origin, which only the live page makes.
+Its content security policy forbids all requests except to its own origin, and only the live page makes those.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import bapo
 from bapo.report.arms import Arm, Found, find, flat, grid_name
 from bapo.report.figures import figures
 from bapo.report.samples import samples
-from bapo.report.sft import supervised_figures, supervised_table
+from bapo.report.sft import sft_figures, sft_table
 from bapo.report.table import table
 from bapo.runs.numbers import strict
 
@@ -29,7 +29,7 @@ POLICY = (
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Found:
-    """Read the runs at or below the paths and write their report, whole or not at all; without any run, nothing."""
+    """Read the runs at or below the paths and write their report, whole or not at all. Without a run, write nothing."""
     found = find(paths)
     if not found.arms:
         return found
@@ -45,7 +45,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Found:
 def contents(found: Found) -> dict[str, Any]:
     """Everything the page shows, as JSON values."""
     arms = found.arms
-    reinforced = [arm for arm in arms if not arm.supervised]  # the first ones, so that they keep their places
+    reinforced = [arm for arm in arms if not arm.sft]  # these come first, so they keep their numbers
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
     configs = [_shown(run.config) for arm in arms for run in arm.runs]
     first = configs[0] if configs else {}
@@ -69,10 +69,10 @@ def contents(found: Found) -> dict[str, Any]:
             }
             for arm in arms
         ],
-        "problems": [{"path": str(p.path), "kind": p.kind, "message": p.message} for p in found.problems],
+        "defects": [{"path": str(d.path), "kind": d.kind, "message": d.message} for d in found.defects],
         "table": table(reinforced),
-        "supervised": supervised_table(arms),
-        "figures": [*(figures(reinforced) if reinforced else []), *supervised_figures(arms)],
+        "sft": sft_table(arms),
+        "figures": [*(figures(reinforced) if reinforced else []), *sft_figures(arms)],
         "samples": [{"arm": index} | _samples(arm) for index, arm in enumerate(arms)],
         "common": common,
     }
@@ -114,20 +114,20 @@ def plotly() -> str:
 
 
 def _shown(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as the page lists it: dotted keys; an infinity, such as that of no clipping, as text."""
+    """A configuration as the page lists it: under dotted keys, with infinity (such as no clipping) as text."""
     values: dict[str, Any] = strict(flat(config), spell=True)
     return values
 
 
 def _samples(arm: Arm) -> dict[str, Any]:
-    if arm.supervised:
+    if arm.sft:
         return {"shown": [], "note": "Supervised training samples no responses."}
     return samples(arm.runs[0].path)
 
 
 def _title(arms: Sequence[Arm]) -> str:
-    """The grid or what is compared in it. Supervised runs compare with nothing: beside others they are only named."""
-    compared = [arm for arm in arms if not arm.supervised]
+    """The name of the grid, or what is compared. Supervised runs are not compared, so the title only mentions them."""
+    compared = [arm for arm in arms if not arm.sft]
     if compared and len(compared) < len(arms):
         return f"{_title(compared)}, with supervised runs"
     if not arms:

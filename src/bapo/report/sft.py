@@ -1,57 +1,56 @@
-"""Table and figure of supervised runs: the loss on what is learned, and on what is held out.
+"""Table and figure of supervised runs: the loss on the demonstrations they learn from, and on those held out.
 
-Runs of `bapo sft` have no rewards, bounds or staleness, so they are not rows of the overview. They share its form, the
-page's colours and the way seeds are joined. Every function takes all arms of a report and leaves out the others, so
-that an arm keeps its number.
+Runs of `bapo sft` have no rewards, bounds or staleness, so they are not rows of the overview. Their table has the same
+form, and their figure uses the same colours and averages seeds in the same way. Every function here takes all arms of
+a report and leaves out the others, so that an arm keeps its number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from bapo.report.arms import Arm
-from bapo.report.figures import Figure, curves, figure
-from bapo.report.table import duration, estimate, plain, short
-from bapo.runs.numbers import number
+from bapo.report.cells import Cell, Facts, Table, common_facts, count, duration, ends, make_table
+from bapo.report.panels import Figure, curves, figure
 from bapo.runs.read import Run
-from bapo.runs.statistics import aggregate, mean, measures, worst
+from bapo.runs.statistics import measures
 
 COLUMNS = (
     ("setting", "Setting", "The model, or the keys in which the runs differ"),
     ("objective", "Objective", "Supervised training"),
     ("seeds", "Seeds", "Runs of this configuration"),
-    ("held_out", "Held-out loss", "Nats per response token after training ± 95% interval; before it below"),
-    ("perplexity", "Perplexity", "exp of that loss"),
-    ("accuracy", "Next token right", "Share of held-out response tokens that were the most likely one, likewise"),
-    ("loss", "Training loss", "Mean over the last tenth of updates; over the first tenth below"),
+    ("held_out", "Held-out loss", "Nats per response token after training ± 95% interval; below: before training"),
+    ("perplexity", "Perplexity", "exp of the held-out loss; below: before training"),
+    (
+        "accuracy",
+        "Next token right",
+        "Share of held-out response tokens that were the model's most likely token; below: before training",
+    ),
+    ("loss", "Training loss", "Mean over the last tenth of updates; below: over the first tenth"),
     ("max_grad_norm", "Max grad norm", "Largest gradient norm of any update"),
     ("updates", "Updates", "Optimizer steps, per run"),
-    ("tokens", "Tokens", "Response tokens trained on, per run; each use counts"),
+    ("tokens", "Tokens", "Response tokens trained on, per run; a token counts each time it is used"),
     ("seconds", "Time", "Wall-clock time of training, per run"),
 )
 
 
-def supervised_table(arms: Sequence[Arm]) -> dict[str, Any]:
-    """One row per supervised arm, in the form of the overview."""
-    return {
-        "columns": [{"key": key, "label": label, "help": explanation} for key, label, explanation in COLUMNS],
-        "rows": [{"arm": index, "cells": _cells(arm)} for index, arm in enumerate(arms) if arm.supervised],
-    }
+def sft_table(arms: Sequence[Arm]) -> Table:
+    """One row per supervised arm."""
+    return make_table(COLUMNS, [(index, _cells(arm)) for index, arm in enumerate(arms) if arm.sft])
 
 
-def supervised_figures(arms: Sequence[Arm]) -> list[Figure]:
-    """Losses over updates; none without a supervised run."""
-    chosen = [index for index, arm in enumerate(arms) if arm.supervised]
+def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
+    """Losses over updates; no figure without a supervised run."""
+    chosen = [index for index, arm in enumerate(arms) if arm.sft]
     if not chosen:
         return []
     held_out = curves(arms, "held_out/loss", "Held-out loss, nats per token", lines="evals", only=chosen)
     return [
         figure(
-            "supervised",
+            "sft",
             ("Supervised training", None),
-            "Mean negative log-prob of response tokens: of each update's own before it is taken, and of held-out "
-            "demonstrations. Where the former falls and the latter rises, the model learns by heart.",
+            "Mean negative log-prob of response tokens: those of each update, just before the update, and those of "
+            "held-out demonstrations. If the first falls while the second rises, the model is learning by heart.",
             [
                 curves(arms, "imitation/loss", "Loss of the update, nats per token", only=chosen),
                 held_out,
@@ -63,46 +62,22 @@ def supervised_figures(arms: Sequence[Arm]) -> list[Figure]:
     ]
 
 
-def _cells(arm: Arm) -> dict[str, dict[str, Any]]:
-    facts = [_facts(run) for run in arm.runs]
-
-    def joined(key: str) -> list[float]:
-        return [fact[key] for fact in facts if key in fact]
-
-    def cell(key: str, *, before: str | None = None, digits: int = 3) -> dict[str, Any]:
-        values = joined(key)
-        below = f"from {estimate(joined(before), digits)}" if before and joined(before) else ""
-        return {"value": number(aggregate(values)[0]), "text": estimate(values, digits), "below": below}
-
-    unfinished = sum(not run.summary for run in arm.runs)
-    seeds = f"seed {', '.join(str(run.config['seed']) for run in arm.runs)}"
+def _cells(arm: Arm) -> dict[str, Cell]:
+    facts = Facts(arm, [_facts(run) for run in arm.runs])
     return {
-        "setting": {"value": arm.setting, "text": arm.setting, "below": ""},
-        "objective": {"value": arm.objective, "text": arm.objective, "below": ""},
-        "seeds": {
-            "value": len(arm.runs),
-            "text": str(len(arm.runs)),
-            "below": f"{seeds}; {unfinished} unfinished" if unfinished else seeds,
-        },
-        "held_out": cell("held_out", before="held_out_before"),
-        "perplexity": cell("perplexity", before="perplexity_before"),
-        "accuracy": cell("accuracy", before="accuracy_before"),
-        "loss": cell("loss_last", before="loss_first"),
-        "max_grad_norm": cell("max_grad_norm", digits=2),
-        "updates": plain(joined("updates"), short),
-        "tokens": plain(joined("tokens"), short),
-        "seconds": plain(joined("seconds"), duration),
+        **facts.names(),
+        "held_out": facts.estimate("held_out", before="held_out_before"),
+        "perplexity": facts.estimate("perplexity", before="perplexity_before"),
+        "accuracy": facts.estimate("accuracy", before="accuracy_before"),
+        "loss": facts.estimate("loss_last", before="loss_first"),
+        "max_grad_norm": facts.estimate("max_grad_norm", digits=2),
+        "updates": facts.mean("updates", count),
+        "tokens": facts.mean("tokens", count),
+        "seconds": facts.mean("seconds", duration),
     }
 
 
 def _facts(run: Run) -> dict[str, float]:
-    """What the table says of one run; an unfinished one has no loss after training."""
+    """What the table says about one run. An unfinished run has no loss after training."""
     facts = measures(run) if run.summary else {}
-    if norms := run.series("grad_norm"):
-        facts["max_grad_norm"] = worst(norms)
-    if losses := run.series("imitation/loss"):
-        tenth = max(1, len(losses) // 10)
-        facts |= {"loss_first": mean(losses[:tenth]), "loss_last": mean(losses[-tenth:])}
-    facts |= {"updates": float(len(run.updates)), "tokens": sum(run.series("tokens"))}
-    facts["seconds"] = sum(line["seconds"] for line in run.timing if isinstance(line.get("seconds"), int | float))
-    return facts
+    return facts | common_facts(run) | ends(run, "imitation/loss", "loss") | {"updates": float(len(run.updates))}

@@ -1,13 +1,33 @@
-"""The Engine protocol: what every sampler, in process or behind a server, must do."""
+"""The Engine protocol: what every sampler must do, in this process, in another one, or on another machine.
+
+    load      weights of a version move to the engine, once per version that samples
+    submit    requests join the work under way
+    collect   what was sampled since the last call, as it comes
+    park      stop; what is unfinished comes back as it is
+
+A caller submits requests and collects until every one of them has had its last segment, the one with a status. The
+engine stamps its version on every token, so nobody can be wrong about who sampled it. `sampled` and `generate` are this
+loop, for callers that wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
-from bapo.screen.watch import Watch
 from bapo.types import Status
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COLLECT_SECONDS = 1.0
+"""How long a caller that waits lets the engine work before it looks at what was sampled."""
+QUIET_SECONDS = 600.0
+"""How long it waits for an engine that samples nothing."""
+NOTHING_LOADED = -1
+"""Version of an engine that has no weights yet."""
 
 
 @dataclass(frozen=True)
@@ -31,36 +51,132 @@ class Request:
     seed: int
     max_new_tokens: int
     """The response is truncated after this many more."""
+    id: int = 0
+    """The name of its segments; unique among the requests under way."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What one sitting added to one response. The four lists have equal length; they may be empty."""
+    """Tokens added to one response. The four lists have equal length; they may be empty."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    entropies: list[float]
-    versions: list[int]
-    status: Status
-    """STOPPED or TRUNCATED if the response is complete, PARKED if it is not."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    """NaN from an engine that does not give entropies."""
+    versions: list[int] = field(default_factory=list)
+    status: Status | None = None
+    """None: more will come. STOPPED or TRUNCATED: the response is complete. PARKED: it is not, and the engine has left
+    it. DROPPED: the engine cannot continue it."""
 
 
 class Engine(Protocol):
     """Samples tokens. Knows nothing about rewards, objectives or the learner."""
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        *,
-        version: int,
-        token_budget: int | None = None,
-        watch: Watch | None = None,
-    ) -> list[Segment]:
-        """Continue every request, first come first served; one segment per request, in the same order.
+    version: int
+    """Of the weights it samples with; NOTHING_LOADED before the first `load`."""
+    draws_by_position: bool
+    """Whether token i of a response is drawn with the random number of (seed, i), so that equal distributions give
+    equal tokens, whoever else is sampled. Without it, a resumed run does not repeat an uninterrupted one."""
+    gives_entropies: bool
+    """Whether segments have the entropy of every distribution that was sampled from."""
 
-        Stops when all are complete or when `token_budget` tokens have been sampled in this call; what is unfinished
-        then comes back as PARKED with the tokens it got. `version` is stamped on every token sampled. `watch` may be
-        told how far it is, about once a second and from this thread; an engine that cannot tell ignores it.
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Sample with these weights from now on. Nothing may be under way: park and collect first."""
+        ...
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
+        """Start work on these requests, first come first served.
+
+        After `token_budget` tokens the rest is parked. Bad requests raise here, and none of them is started.
         """
         ...
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
+        """(request id, segment) of everything sampled since the last call; each id has one last segment, with a status.
+
+        Waits until something was sampled, but not much longer than `timeout` seconds; None waits until all work is
+        done. An engine in this process does its work inside this call.
+        """
+        ...
+
+    def park(self) -> None:
+        """Stop work: whatever is unfinished comes back PARKED from the next `collect`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How far the responses asked for are."""
+
+    responses: int
+    """Complete."""
+    asked: int
+    """Complete or not."""
+    tokens: int
+    """Sampled so far, those of incomplete responses included."""
+
+    def line(self, what: str, seconds: float) -> str:
+        """`sampling: 412/2048 responses, 96,400 tokens, 1,240 tokens/s`, so many seconds after the beginning."""
+        rate = self.tokens / seconds if seconds > 0 else 0.0
+        return f"{what}: {self.responses}/{self.asked} responses, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+
+
+TellSampled = Callable[[Sampled], None]
+"""Is told how far sampling is, at its beginning and about once a second."""
+
+
+def sampled(
+    engine: Engine, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None
+) -> Iterator[list[tuple[int, Segment]]]:
+    """Submit the requests and collect about once a second until each has had its last segment."""
+    engine.submit(requests, sampling, token_budget=token_budget)
+    under_way = {request.id for request in requests}
+    heard = time.monotonic()
+    while under_way:
+        collected = engine.collect(COLLECT_SECONDS)
+        under_way -= {id for id, segment in collected if segment.status is not None}
+        if collected:
+            heard = time.monotonic()
+        elif time.monotonic() - heard > QUIET_SECONDS:
+            raise RuntimeError(
+                f"{type(engine).__name__} has sampled nothing for {QUIET_SECONDS:.0f} s while {len(under_way)} "
+                "requests are under way. Look at the engine's own log, and start it again."
+            )
+        yield collected
+
+
+def generate(
+    engine: Engine,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    token_budget: int | None = None,
+    tell: TellSampled | None = None,
+) -> list[Segment]:
+    """Continue every request and wait for all: one segment per request, in the same order, whatever their ids."""
+    numbered = [replace(request, id=index) for index, request in enumerate(requests)]
+    parts: list[list[Segment]] = [[] for _ in requests]
+    complete = tokens = 0
+    if tell is not None:
+        tell(Sampled(0, len(requests), 0))
+    for collected in sampled(engine, numbered, sampling, token_budget=token_budget):
+        for id, segment in collected:
+            parts[id].append(segment)
+            tokens += len(segment.tokens)
+            complete += segment.status in (Status.STOPPED, Status.TRUNCATED)
+        if tell is not None:
+            tell(Sampled(complete, len(requests), tokens))
+    return [join(listed) for listed in parts]
+
+
+def join(parts: Sequence[Segment]) -> Segment:
+    """Consecutive segments of one response as one, with the status of the last."""
+    if len(parts) == 1:
+        return parts[0]
+    return Segment(
+        tokens=[token for part in parts for token in part.tokens],
+        logprobs=[logprob for part in parts for logprob in part.logprobs],
+        entropies=[entropy for part in parts for entropy in part.entropies],
+        versions=[version for part in parts for version in part.versions],
+        status=parts[-1].status,
+    )

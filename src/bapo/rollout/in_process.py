@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
 from transformers import PreTrainedModel
@@ -14,8 +15,24 @@ __all__ = ["engine_for"]
 
 def engine_for(model: PreTrainedModel, *, slots: int, parked: Literal["rebuild", "keep"] = "rebuild") -> Engine:
     """The fastest engine that can run this model on its device. `parked`: see `GraphEngine`; "keep" needs CUDA."""
-    if model.device.type == "cpu" and parked == "rebuild":
-        return LocalEngine(model, slots=slots)
-    from bapo.rollout.cuda.graphs import in_process_engine  # needs Triton, which a machine without a GPU may not have
+    reason = f"it is on {model.device}"
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        from bapo.rollout.cuda.decoder import unsupported  # needs Triton, which a machine without a GPU may not have
+        from bapo.rollout.cuda.engine import GraphEngine
 
-    return in_process_engine(model, slots=slots, parked=parked)
+        reason = unsupported(model) or ""
+        if not reason:
+            return GraphEngine(model, slots=slots, parked=parked)
+    if parked == "keep":
+        raise ValueError(
+            f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. "
+            "Set it to 'rebuild'."
+        )
+    if on_gpu:
+        warnings.warn(
+            f"{type(model).__name__} is sampled by the general engine, an order of magnitude slower than with CUDA "
+            f"graphs: {reason}.",
+            stacklevel=2,
+        )
+    return LocalEngine(model, slots=slots)

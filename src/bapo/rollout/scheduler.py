@@ -28,19 +28,24 @@ responses; so one dropped response takes its whole group along: every response i
 as wasted, and the group is handed to the caller in `Rollout.dropped` (to draw the problem again, or to see which
 problems are lost: those with long responses). It is never among `Rollout.groups`.
 
-Nothing here waits or runs in parallel: `run` returns when the engine does.
+A run is made of three verbs, which a caller that does not wait for its engines can use by themselves:
+
+    requests   what to submit next, with its token budget; None when this run has nothing more to ask for
+    accept     one segment of one request
+    take       the groups that are finished, and those given up; the next run begins
+
+Nothing here waits or runs in parallel: `run` returns when the engine has done its work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
-from bapo.rollout.engine import Engine, Request, Sampling, Segment
+from bapo.rollout.engine import Engine, Request, Sampled, Sampling, Segment, TellSampled, sampled
 from bapo.rollout.randomness import response_seed
-from bapo.screen.watch import Sampled, Watch
-from bapo.types import Group, Problem, Status, Trajectory, group_from_state, group_state
+from bapo.types import Group, Problem, Status, Trajectory, counted, group_from_state, group_state
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,29 @@ class Rollout:
     dropped: list[Group]
     """Given up: every response is DROPPED."""
     metrics: SchedulerMetrics
+
+
+class Asked(NamedTuple):
+    """Work for an engine."""
+
+    requests: list[Request]
+    token_budget: int | None
+    """Tokens that it may sample for them; None: as many as they need."""
+
+
+@dataclass
+class _Run:
+    """What one run has to remember until `take`."""
+
+    version: int
+    before: SchedulerMetrics
+    """Totals when it began."""
+    begun: set[int]
+    """Responses that had tokens then, by id()."""
+    phases: list[str] = field(default_factory=lambda: ["due", "rest", "due"])
+    """To come: groups whose last chance this is, all others within the budget, groups that have become due by that."""
+    resumed: set[int] = field(default_factory=set)
+    """Of `begun`, those that got tokens."""
 
 
 def new_group(id: int, problem: Problem, prompt_ids: Sequence[int], *, responses: int, seed: int) -> Group:
@@ -141,6 +169,10 @@ class Scheduler:
         self._version: int | None = None
         self._next_id = 0
         self._totals = SchedulerMetrics()
+        self._run: _Run | None = None
+        self._next_request = 0
+        self._under_way: dict[int, Trajectory] = {}
+        """Responses by the id of the request that continues them."""
 
     def admit(self, groups: Iterable[Group]) -> None:
         """Take in new groups; the next run may sample them. Ids must grow: they are the order of admission."""
@@ -163,51 +195,110 @@ class Scheduler:
             self._groups[group.id] = group
             self._next_id = group.id + 1
 
-    def run(self, engine: Engine, *, version: int, watch: Watch | None = None) -> Rollout:
+    def run(self, engine: Engine, *, tell: TellSampled | None = None) -> Rollout:
         """Continue the admitted responses within the budget and return the groups that became complete.
 
-        If the engine raises, nothing is lost: every response keeps the tokens of the engine calls that returned.
-        `watch` is told how far the run is, over all its engine calls.
+        If the engine raises, nothing is lost: every response keeps the tokens that were collected. `tell` is told how
+        far the run is.
         """
-        if self._version is not None and version < self._version:
-            raise ValueError(
-                f"version={version} is older than the last run's {self._version}; versions never decrease along a "
-                "response. Pass the learner's current version."
-            )
-        self._version = version
-        before = self._totals
-        begun = {id(trajectory) for trajectory in self._unfinished() if trajectory.tokens}
-        touched: set[int] = set()
-
-        _give_up(group for group in self._groups.values() if self._too_old(group, version))
+        self._run, self._under_way = None, {}  # of a run that failed
+        self._begin(engine.version)
         asked = len(self._unfinished())
+        while work := self.requests(engine.version):
+            if tell is not None:
+                tell(self._progress(asked))
+            for collected in sampled(engine, work.requests, self.sampling, token_budget=work.token_budget):
+                for request, segment in collected:
+                    self.accept(request, segment)
+                if tell is not None:
+                    tell(self._progress(asked))
+        return self.take()
 
-        def tell(now: Sampled) -> None:
-            earlier = self._totals.sampled_tokens - before.sampled_tokens
-            if watch is not None:
-                watch(Sampled(asked - len(self._unfinished()) + now.responses, asked, earlier + now.tokens))
+    def requests(self, version: int) -> Asked | None:
+        """What an engine with the weights of this version should do next, in this order; None: nothing in this run.
 
-        self._complete_due(engine, version, touched, tell)
-        spent = self._totals.sampled_tokens - before.sampled_tokens
-        if self.token_budget is None or spent < self.token_budget:
-            left = None if self.token_budget is None else self.token_budget - spent
-            waiting = sorted(self._unfinished(), key=lambda trajectory: not trajectory.tokens)
-            self._generate(engine, waiting, version, left, touched, tell)
-        self._complete_due(engine, version, touched, tell)
+        Responses under way are not asked for again. The first call after `take` begins a run and gives up the groups
+        that are too old for it.
+        """
+        self._begin(version)
+        run = self._run
+        assert run is not None
+        while run.phases:
+            phase = run.phases.pop(0)
+            left = None
+            if phase == "due":
+                due = (group for group in self._groups.values() if self._due(group, version))
+                chosen = self._idle(trajectory for group in due for trajectory in _parked(group))
+                self._count(forced=len(chosen))
+            else:
+                chosen = sorted(self._idle(self._unfinished()), key=lambda trajectory: not trajectory.tokens)
+                if self.token_budget is not None:
+                    left = self.token_budget - (self._totals.sampled_tokens - run.before.sampled_tokens)
+            if chosen and (left is None or left > 0):
+                return Asked([self._request(trajectory) for trajectory in chosen], left)
+        return None
+
+    def accept(self, request: int, segment: Segment) -> None:
+        """Add what an engine sampled for one request to its response."""
+        if request not in self._under_way:
+            raise RuntimeError(
+                f"the engine returned a segment for request {request}, which is not under way. It must name the "
+                "requests it was given, and give each one last segment."
+            )
+        trajectory = self._under_way[request]
+        _append(trajectory, segment)
+        if segment.status is not None:
+            del self._under_way[request]
+        if self._run is not None and segment.tokens:
+            self._run.resumed |= {id(trajectory)} & self._run.begun
+        self._count(sampled_tokens=len(segment.tokens))
+
+    def take(self) -> Rollout:
+        """Hand over the groups that are finished and those given up, with what the run did. The next run may begin."""
         _give_up(group for group in self._groups.values() if _any_dropped(group))
-
         finished = self._take(Status.STOPPED, Status.TRUNCATED)
         dropped = self._take(Status.DROPPED)
+        before = self._totals if self._run is None else self._run.before
         self._count(
             returned_tokens=_tokens(finished),
             wasted_tokens=_tokens(dropped),
             finished_groups=len(finished),
             dropped_groups=len(dropped),
             dropped=sum(len(group.trajectories) for group in dropped),
-            resumed=len(touched & begun),
+            resumed=0 if self._run is None else len(self._run.resumed),
         )
+        self._run = None
         done = {name: getattr(self._totals, name) - getattr(before, name) for name in _COUNTS}
         return Rollout(finished, dropped, SchedulerMetrics(**done, **self._levels()))
+
+    def _begin(self, version: int) -> None:
+        """Begin a run, if none is going on: give up what is too old for it."""
+        if self._version is not None and version < self._version:
+            raise ValueError(
+                f"version={version} is older than the last run's {self._version}; versions never decrease along a "
+                "response. Load the learner's current weights first."
+            )
+        if self._run is None:
+            begun = {id(trajectory) for trajectory in self._unfinished() if trajectory.tokens}
+            self._version, self._run = version, _Run(version, self._totals, begun)
+            _give_up(group for group in self._groups.values() if self._too_old(group, version))
+
+    def _progress(self, asked: int) -> Sampled:
+        assert self._run is not None
+        tokens = self._totals.sampled_tokens - self._run.before.sampled_tokens
+        return Sampled(asked - len(self._unfinished()), asked, tokens)
+
+    def _request(self, trajectory: Trajectory) -> Request:
+        """A request to continue this response, under way from now on."""
+        self._next_request += 1
+        self._under_way[self._next_request] = trajectory
+        return Request(
+            context=trajectory.prompt + trajectory.tokens,
+            position=len(trajectory.tokens),
+            seed=trajectory.seed,
+            max_new_tokens=self.max_response_tokens - len(trajectory.tokens),
+            id=self._next_request,
+        )
 
     @property
     def in_progress(self) -> int:
@@ -237,12 +328,12 @@ class Scheduler:
 
     def _unfinished(self) -> list[Trajectory]:
         """In the order of groups, and within a group in the order of its responses."""
-        return [
-            trajectory
-            for group in self._groups.values()
-            for trajectory in group.trajectories
-            if trajectory.status is Status.PARKED
-        ]
+        return [trajectory for group in self._groups.values() for trajectory in _parked(group)]
+
+    def _idle(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+        """Those that no engine works on."""
+        under_way = {id(trajectory) for trajectory in self._under_way.values()}
+        return [trajectory for trajectory in trajectories if id(trajectory) not in under_way]
 
     def _too_old(self, group: Group, version: int) -> bool:
         return self.max_age is not None and _age(group, version) > self.max_age
@@ -252,51 +343,6 @@ class Scheduler:
         if self.over_age == "drop" or not any(trajectory.tokens for trajectory in group.trajectories):
             return False
         return self._too_old(group, version + self.versions_per_run)
-
-    def _complete_due(self, engine: Engine, version: int, touched: set[int], watch: Watch) -> None:
-        """Complete the groups whose last chance this is, whatever it takes."""
-        due = [
-            trajectory
-            for group in self._groups.values()
-            if self._due(group, version)
-            for trajectory in group.trajectories
-            if trajectory.status is Status.PARKED
-        ]
-        self._generate(engine, due, version, None, touched, watch)
-        self._count(forced=len(due))
-
-    def _generate(
-        self,
-        engine: Engine,
-        trajectories: list[Trajectory],
-        version: int,
-        budget: int | None,
-        touched: set[int],
-        watch: Watch,
-    ) -> None:
-        """Continue these responses, in this order. Those that get any token are added to `touched`."""
-        if not trajectories:
-            return
-        requests = [
-            Request(
-                context=trajectory.prompt + trajectory.tokens,
-                position=len(trajectory.tokens),
-                seed=trajectory.seed,
-                max_new_tokens=self.max_response_tokens - len(trajectory.tokens),
-            )
-            for trajectory in trajectories
-        ]
-        segments = engine.generate(requests, self.sampling, version=version, token_budget=budget, watch=watch)
-        if len(segments) != len(requests):
-            raise RuntimeError(
-                f"{type(engine).__name__} returned {len(segments)} segments for {len(requests)} requests; it must "
-                "return one each, in order."
-            )
-        for trajectory, segment in zip(trajectories, segments, strict=True):
-            _append(trajectory, segment)
-            if segment.tokens:
-                touched.add(id(trajectory))
-        self._count(sampled_tokens=sum(len(segment.tokens) for segment in segments))
 
     def _take(self, *statuses: Status) -> list[Group]:
         """Remove and return the groups all of whose responses have one of these statuses."""
@@ -310,9 +356,7 @@ class Scheduler:
         return taken
 
     def _count(self, **more: int) -> None:
-        self._totals = replace(
-            self._totals, **{name: getattr(self._totals, name) + value for name, value in more.items()}
-        )
+        self._totals = counted(self._totals, **more)
 
     def _levels(self) -> dict[str, int]:
         unfinished = self._unfinished()
@@ -328,6 +372,10 @@ def _age(group: Group, version: int) -> int:
     """Version minus that of the group's oldest token; -1 if it has none."""
     firsts = [trajectory.versions[0] for trajectory in group.trajectories if trajectory.versions]
     return version - min(firsts) if firsts else -1
+
+
+def _parked(group: Group) -> list[Trajectory]:
+    return [trajectory for trajectory in group.trajectories if trajectory.status is Status.PARKED]
 
 
 def _any_dropped(group: Group) -> bool:
@@ -348,10 +396,11 @@ def _append(trajectory: Trajectory, segment: Segment) -> None:
     if segment.versions and trajectory.versions and segment.versions[0] < trajectory.versions[-1]:
         raise RuntimeError(
             f"the engine sampled with version {segment.versions[0]} after version {trajectory.versions[-1]}; versions "
-            "never decrease along a response. Push the newest weights before every run."
+            "never decrease along a response. Load the newest weights before every run."
         )
     trajectory.tokens += segment.tokens
     trajectory.behavior_logprobs += segment.logprobs
     trajectory.entropies += segment.entropies
     trajectory.versions += segment.versions
-    trajectory.status = segment.status
+    if segment.status is not None:
+        trajectory.status = segment.status

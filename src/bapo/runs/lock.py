@@ -1,4 +1,4 @@
-"""One process at a time: a lock on a file, kept until all who inherited its descriptor have closed it."""
+"""A lock on a file, for one process at a time. It lasts until every process that inherited its descriptor closes it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from bapo.config.errors import ConfigError
 
 @contextmanager
 def held(path: Path, *, busy: str) -> Iterator[int]:
-    """Inside, nobody else holds this file; a ConfigError that says `busy` if somebody does.
+    """Hold the lock inside the block. If another process holds it, raise a ConfigError with the text `busy`.
 
-    Yields the descriptor, which children must inherit to share the lock. Where files cannot be locked, a note says so.
+    Yields the descriptor, which child processes must inherit to share the lock. If the file system has no locks, a note
+    on standard error says so, and the block runs.
     """
     with path.open("a") as file:
         try:
@@ -24,7 +25,7 @@ def held(path: Path, *, busy: str) -> Iterator[int]:
             raise ConfigError(busy) from None
         except OSError as error:
             print(
-                f"bapo: {path.parent} is in a file system without locks ({error.strerror}): make sure that no other "
+                f"bapo: {path.parent} is on a file system without locks ({error.strerror}). Make sure that no other "
                 "process works there.",
                 file=sys.stderr,
             )
@@ -32,7 +33,7 @@ def held(path: Path, *, busy: str) -> Iterator[int]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds this file now. Only a look: it makes no file, and keeps nobody out for long."""
+    """Whether a process holds the lock now. This creates no file and does not keep the lock."""
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

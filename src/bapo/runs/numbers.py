@@ -1,6 +1,6 @@
-"""Numbers on their way into JSON and pages: JSON can say neither infinity nor NaN, so what is not finite becomes null.
+"""Numbers for JSON and for pages. JSON has neither infinity nor NaN, so numbers that are not finite become null.
 
-A page needs six significant digits (`number`, `numbers`); data keep all of theirs (`strict`).
+Pages get six significant digits (`number`, `numbers`); data keep all digits (`strict`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 
 def number(value: float | None) -> float | None:
-    """Six significant digits; null where there is no finite number."""
+    """The value in six significant digits; None if there is none or it is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def numbers(values: Iterable[float | None]) -> list[float | None]:
-    """The same for many."""
+    """`number` of each value."""
     return [number(value) for value in values]
 
 
 def strict(value: Any, *, spell: bool = False) -> Any:
-    """A value of dicts and lists as JSON can hold it: what is not finite becomes null, or its name with `spell`."""
+    """Nested dicts and lists as JSON can hold them: a number that is not finite becomes null, or text with `spell`."""
     if isinstance(value, Mapping):
         return {str(key): strict(inner, spell=spell) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,16 +1,16 @@
-"""Run directories as others read them: finished runs whole, everything else as a named problem.
+"""Reads run directories: a finished run becomes a `Run`, and anything else a `Defect` that says what is wrong.
 
     for path in find_runs("runs/quick"):
         run = read_run(path)
-        if isinstance(run, Problem):
-            print(run)          # where, what is wrong, what to do
+        if isinstance(run, Defect):
+            print(run)          # which directory, what is wrong with it, what to do
         else:
             run.summary["after"]["eval/avg"], run.series("grad_norm"), run.config["objective"]["name"]
 
-A comparison reads many directories, and some of them were killed, are still being written, or lost a file. Reading one
-never raises and never repairs: a directory is a `Run` or a `Problem`. Values are plain lists, dicts and floats, with
-keys that `bapo.runs.metrics` explains. A run of `bapo sft` is a Run, too: its updates are those of imitation, its
-evaluations those of the held-out loss, and it has no rollouts.
+A comparison reads many directories. Some of their runs were killed, are still running, or have lost a file. Reading
+never raises and never repairs anything. Values are plain lists, dicts and floats under the keys that
+`bapo.runs.metrics` explains. A run of `bapo sft` is a Run, too: its `updates` are the lines of kind imitation, its
+`evals` those of kind held_out, and it has no rollouts.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from typing import Any, Literal
 from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse_config, parse_sft_config
 
-__all__ = ["STOP_REASONS", "Problem", "Run", "find_runs", "read_run"]
+__all__ = ["STOP_REASONS", "Defect", "Run", "find_runs", "read_run"]
 
 STOP_REASONS = ("start", "raising_high", "raising_low", "end", "no_signal")
-"""Names of the values of the metric `stop`."""
+"""Names of the values of the metric `stop`, in order: `bapo.core.bounds.StopReason`, without importing torch."""
 KINDS: dict[str | None, tuple[str, str | None, str]] = {
     None: ("update", "rollout", "eval"),
     "sft": ("imitation", None, "held_out"),
 }
-"""Kinds of metrics lines by the kind of run: of updates, rollouts and evaluations."""
+"""For each kind of run, the kinds of its lines in metrics.jsonl: updates, rollouts and evaluations."""
 DIGITS = 100
-"""Most digits of an integer in a log; sums of such integers are still numbers, and no metric is as large."""
+"""Most digits of an integer in a log. No metric is as large, and longer integers may overflow a float."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory says. Lines are in the order they were logged; every line is a dict of metrics."""
+    """The contents of a run directory. Every line is a dict of metrics; lines are in the order they were logged."""
 
     path: Path
     config: dict[str, Any]
-    """The resolved configuration, nested as in config.json; keys that it lacks have their defaults."""
+    """The resolved configuration, nested as in config.json; keys that the file lacks have their defaults."""
     updates: list[dict[str, Any]]
     """One per optimizer step: grad_norm, entropy, share, clip_low, clip_high, stop (bapo only), staleness_mean, …"""
     rollouts: list[dict[str, Any]]
-    """One per step: reward, length, truncated, rollout/…, buffer/…; reward is absent if no response finished."""
+    """One per step: reward (absent if no response finished), length, truncated, rollout/…, buffer/…"""
     evals: list[dict[str, Any]]
-    """eval/avg, eval/pass, eval/entropy, …; step 0 is before training. Evaluations on the way use fewer problems
-    (eval/problems); eval/temperature tells those at eval.also_at apart."""
+    """eval/avg, eval/pass, eval/entropy, …; step 0 is before training. Evaluations during training use fewer problems
+    (eval/problems). eval/temperature marks the evaluations at the temperatures of eval.also_at."""
     timing: list[dict[str, Any]]
     """One per step: seconds, rollout_seconds, learn_seconds, tokens_per_second."""
     summary: dict[str, Any]
-    """before and after (eval lines on all problems), also_at, updates, training_seconds, staleness_max. Empty if the
-    run is not finished, which only `read_run(…, finished=False)` gives."""
+    """before and after (eval lines on all problems), also_at, updates, training_seconds, staleness_max. Empty for an
+    unfinished run, which only `read_run(…, finished=False)` returns."""
     planned: int
-    """Steps the run will have when it is finished; 0 if it has not found out yet."""
+    """Steps the run will have when it is finished; 0 if that is not known yet."""
 
     @property
-    def supervised(self) -> bool:
-        """Whether it is a run of `bapo sft`."""
+    def sft(self) -> bool:
+        """Whether this is a run of `bapo sft`."""
         return self.config.get("kind") == "sft"
 
     def series(self, key: str) -> list[float]:
@@ -71,15 +71,15 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Defect:
     """Why a directory is not a finished run."""
 
     path: Path
     kind: Literal["missing", "unfinished", "damaged", "duplicate"]
-    """missing: no run at all. unfinished: still running, or stopped and resumable. damaged: files that contradict
-    themselves or cannot be read. duplicate: a copy of another run (only among several, so never from `read_run`)."""
+    """missing: there is no run. unfinished: the run is going on, or was stopped and can be resumed. damaged: its files
+    contradict each other or cannot be read. duplicate: a copy of another run (never returned by `read_run`)."""
     message: str
-    """A sentence for a person: which file, what is wrong with it."""
+    """A sentence that says which file is concerned and what is wrong with it."""
     files: tuple[str, ...] = field(default=())
     """Names of the files concerned."""
 
@@ -88,34 +88,36 @@ class Problem:
 
 
 class _Damage(Exception):  # noqa: N818
-    """Found while reading; becomes a Problem."""
+    """Raised while reading; becomes a Defect."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} {reason.rstrip('.')}.")
         self.name = name
 
 
-def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int] | None = None) -> Run | Problem:
-    """The run in a directory, or what is wrong with it. Never raises for anything found on the disk.
+def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int] | None = None) -> Run | Defect:
+    """The run in a directory, or what is wrong with it. Nothing on the disk makes this raise.
 
-    With `finished=False` a run that is still going on, or was stopped, is a Run too, with an empty summary; a last line
-    that is only half written is then left out. `sizes`: bytes of each log to read, by name, where not all of it.
+    With `finished=False` a run that is going on, or was stopped, is a Run, too: its summary is empty, and a
+    half-written last line is left out. `sizes` limits how many bytes are read of each log, by file name.
     """
     path = Path(path)
     try:
         if not (path / "config.json").is_file():
             reason = "there is no config.json in it" if path.is_dir() else "there is no such directory"
-            return Problem(path, "missing", f"not a run directory: {reason}.", ("config.json",))
+            return Defect(path, "missing", f"not a run directory: {reason}.", ("config.json",))
         if is_evaluation(path):
-            message = f"not a run but an evaluation, whose report is {path / 'report.html'}."
-            return Problem(path, "missing", message, ("config.json",))
+            message = f"this is an evaluation, not a run; its report is {path / 'report.html'}."
+            return Defect(path, "missing", message, ("config.json",))
         config = _read_config(path)
         complete = (path / "summary.json").exists()
         planned = _planned(path, config, complete=complete)
         if finished and not complete:
             done = last_step(path)
-            message = f"it has no summary.json; {done} of {planned} steps are logged. `bapo resume {path}`."
-            return Problem(path, "unfinished", message, ("summary.json",))
+            message = (
+                f"it has no summary.json; {done} of {planned} steps are logged. Continue it: `bapo resume {path}`."
+            )
+            return Defect(path, "unfinished", message, ("summary.json",))
         summary = _read_object(path / "summary.json") if complete else {}
         sizes = sizes or {}
         metrics = _read_lines(path / "metrics.jsonl", whole=complete, size=sizes.get("metrics.jsonl"))
@@ -135,14 +137,14 @@ def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int
         if complete:
             _check_summary(run)
     except _Damage as damage:
-        return Problem(path, "damaged", str(damage), (damage.name,))
+        return Defect(path, "damaged", str(damage), (damage.name,))
     except OSError as error:
-        return Problem(path, "damaged", f"cannot be read: {error.strerror or error}.")
+        return Defect(path, "damaged", f"cannot be read: {error.strerror or error}.")
     return run
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Every run directory at or below a directory, sorted, without evaluations and what a retry has set aside."""
+    """Every run directory at or below a directory, sorted. Evaluations and runs that a retry set aside are left out."""
     root = Path(root)
     if (root / "config.json").is_file():
         return [root]
@@ -151,17 +153,17 @@ def find_runs(root: str | Path) -> list[Path]:
 
 
 def is_set_aside(path: Path) -> bool:
-    """Whether a directory was replaced by a new run: it is kept for its owner, under NAME.damaged-N, and not read."""
+    """Whether `bapo compare --retry` replaced this run by a new one. It is kept as NAME.damaged-N and not read."""
     return re.search(r"\.damaged-\d+$", path.name) is not None
 
 
-def is_supervised(path: Path) -> bool:
-    """Whether a directory holds a run of `bapo sft`; False for anything that cannot be read."""
+def is_sft(path: Path) -> bool:
+    """Whether a directory holds a run of `bapo sft`; False if it cannot be read."""
     return bool(_said_in_config(path, "kind") == "sft")
 
 
 def is_evaluation(path: Path) -> bool:
-    """Whether a directory holds an evaluation of `bapo eval`; False for anything that cannot be read."""
+    """Whether a directory holds an evaluation of `bapo eval`; False if it cannot be read."""
     return str(_said_in_config(path, "format")).startswith("bapo eval ")
 
 
@@ -174,17 +176,17 @@ def _said_in_config(path: Path, key: str) -> Any:
 
 
 def last_step(path: Path) -> int:
-    """Steps that a run has logged so far; reads only the end of its log, so it can be asked often."""
+    """Steps that a run has logged so far. Cheap, because it reads only the end of the log."""
     step = tail(path / "timing.jsonl").get("step")
     return step if isinstance(step, int) else 0
 
 
 def tail(path: Path, size: int = 8192) -> dict[str, Any]:
-    """The last whole line of a log that may be growing; empty if there is none yet."""
+    """The last complete line of a log that may be growing; empty if there is none yet."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - size))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is not whole
+            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is incomplete
         for line in reversed(lines):
             value = json.loads(line)
             if isinstance(value, dict):
@@ -206,7 +208,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _planned(path: Path, config: dict[str, Any], *, complete: bool) -> int:
-    """Steps of the whole run; those of a supervised one depend on its data, and are written down once it is read."""
+    """Steps of the whole run. Those of a supervised run depend on its data; data.json says how many."""
     if config.get("kind") != "sft":
         return int(config["steps"])
     if not complete and not (path / "data.json").exists():
@@ -248,12 +250,12 @@ def _parse(data: bytes, name: str) -> Any:
 
 def _integer(text: str) -> int:
     if len(text) > DIGITS:
-        raise ValueError(f"an integer of {len(text)} digits is no number that a run can log")
+        raise ValueError(f"an integer of {len(text)} digits cannot be a metric")
     return int(text)
 
 
 def _check_lines(run: Run, lines: int) -> None:
-    """Only known kinds, steps in order, one rollout line per timed step."""
+    """Check that all kinds are known, and that steps are in order without a gap."""
     if len(run.updates) + len(run.rollouts) + len(run.evals) != lines:
         raise _Damage("metrics.jsonl", "has a line of unknown kind")
     for line in (*run.updates, *run.rollouts, *run.evals):
@@ -265,13 +267,13 @@ def _check_lines(run: Run, lines: int) -> None:
 
 
 def _by_step(run: Run) -> tuple[tuple[str, list[dict[str, Any]]], ...]:
-    """Lines of which there is one per step, and the files they are in."""
-    return ("metrics.jsonl", run.updates if run.supervised else run.rollouts), ("timing.jsonl", run.timing)
+    """The lines of which there is one per step, each with its file."""
+    return ("metrics.jsonl", run.updates if run.sft else run.rollouts), ("timing.jsonl", run.timing)
 
 
 def _check_summary(run: Run) -> None:
-    """A finished run has every step, and its summary agrees with its log."""
-    (_check_supervised_summary if run.supervised else _check_evaluations)(run)
+    """Check that a finished run has every step, and that its summary agrees with its log."""
+    (_check_sft_summary if run.sft else _check_evaluations)(run)
     for name, listed in _by_step(run):
         if len(listed) != run.planned:
             raise _Damage(name, f"has {len(listed)} of {run.planned} steps, though the run is complete")
@@ -279,8 +281,8 @@ def _check_summary(run: Run) -> None:
         raise _Damage("metrics.jsonl", f"has {len(run.updates)} updates, summary.json {run.summary.get('updates')}")
 
 
-def _check_supervised_summary(run: Run) -> None:
-    """Held-out losses before and after, or None twice, and the time it took."""
+def _check_sft_summary(run: Run) -> None:
+    """Check the held-out losses before and after (None if nothing was held out), and the time."""
     keys = ("held_out/loss", "held_out/perplexity", "held_out/accuracy")
     for when in ("before", "after"):
         line = run.summary.get(when)
@@ -291,18 +293,18 @@ def _check_supervised_summary(run: Run) -> None:
         if line not in run.evals:
             raise _Damage("metrics.jsonl", "lacks a measurement that summary.json has")
     if not isinstance(run.summary.get("training_seconds"), int | float):
-        raise _Damage("summary.json", "has training_seconds that are no number")
+        raise _Damage("summary.json", "has training_seconds that are not a number")
 
 
 def _check_evaluations(run: Run) -> None:
-    """Evaluations before and after, at every temperature."""
+    """Check the evaluations before and after training, at every temperature, and the time."""
     if not _is_evaluation(run.summary.get("before")) or not _is_evaluation(run.summary.get("after")):
         raise _Damage("summary.json", "lacks the evaluation before or after training")
     if not isinstance(run.summary.get("training_seconds"), int | float | None):
-        raise _Damage("summary.json", "has training_seconds that are no number")
+        raise _Damage("summary.json", "has training_seconds that are not a number")
     others = run.summary.get("also_at", [])
     if not isinstance(others, list) or not all(map(_is_pair, others)):
-        raise _Damage("summary.json", "has something else than evaluations in also_at")
+        raise _Damage("summary.json", "has an entry in also_at that is not a pair of evaluations")
     if run.summary["before"] not in run.evals or run.summary["after"] not in run.evals:
         raise _Damage("metrics.jsonl", "lacks an evaluation that summary.json has")
 

@@ -1,4 +1,4 @@
-"""The numbers that sum up a run, and the mean and interval of such numbers over seeds."""
+"""The numbers that summarise a run, and their mean and interval over seeds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["aggregate", "mean", "measures", "stop_shares", "student_quantile", "
 
 
 def measures(run: Run) -> dict[str, float]:
-    """One number per measure of a finished run; a measure the run does not have is absent.
+    """The measures of a finished run, one number each; measures that the run does not have are absent.
 
-    avg, pass, entropy: on held-out problems after training (`_before`: before it). max_grad_norm: the largest of all
-    updates. share: mean over updates. stop_start, …: see `stop_shares`.
-    avg_at_T, pass_at_T: the same as avg and pass at a further temperature T of eval.also_at.
+    avg, pass, entropy: on held-out problems after training (`_before`: before training). max_grad_norm: the largest of
+    all updates. share: mean over updates. stop_start, …: see `stop_shares`. avg_at_T, pass_at_T: avg and pass at a
+    further temperature T of eval.also_at.
 
-    Of a supervised run: held_out, perplexity and accuracy (`_before`: before it), max_grad_norm, updates and
+    A supervised run has held_out, perplexity and accuracy (`_before`: before training), max_grad_norm, updates and
     training_seconds.
     """
-    if run.supervised:
-        return _supervised_measures(run)
+    if run.sft:
+        return _sft_measures(run)
     before, after = run.summary["before"], run.summary["after"]
     values = {
         "avg": after["eval/avg"],
@@ -48,7 +48,7 @@ def measures(run: Run) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _supervised_measures(run: Run) -> dict[str, float]:
+def _sft_measures(run: Run) -> dict[str, float]:
     values = {"updates": float(len(run.updates)), "training_seconds": float(run.summary["training_seconds"])}
     for when, suffix in (("before", "_before"), ("after", "")):
         if (line := run.summary[when]) is not None:
@@ -67,12 +67,12 @@ def stop_shares(run: Run) -> dict[str, float]:
 
 
 def worst(values: Sequence[float]) -> float:
-    """The largest value; NaN, which no comparison finds, where one of them is NaN."""
+    """The largest value; NaN if one of them is NaN."""
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN of no values, and where one of them is not finite."""
+    """The mean; NaN if there are no values, or if one of them is not finite."""
     return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
@@ -81,7 +81,7 @@ def aggregate(values: Sequence[float]) -> tuple[float, float | None]:
 
         mean ± t(0.975, n - 1) s / √n
 
-    One value has no interval (None). No values, or one that is not finite, have the mean NaN and no interval.
+    A single value has no interval (None). Without values, or if one is not finite, the mean is NaN without an interval.
     """
     if not values or not all(map(math.isfinite, values)):
         return math.nan, None
@@ -92,7 +92,7 @@ def aggregate(values: Sequence[float]) -> tuple[float, float | None]:
 
 @lru_cache
 def student_quantile(freedom: int) -> float:
-    """The t that |T| of Student's distribution stays below with probability 0.95, by bisection.
+    """The t for which |T| < t with probability 0.95 under Student's distribution, by bisection.
 
     The distribution function for whole degrees of freedom n is a finite sum (Abramowitz & Stegun, 26.7.3 and 26.7.4).
     """

@@ -15,7 +15,6 @@ away above it and stay in the terminal's history.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -35,6 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
 
 __all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
@@ -80,9 +80,9 @@ def make_view(
     `samples`: whether it keeps room for responses.
     """
     stream = stream or sys.stdout
-    if _is_plain(stream, plain):
+    if plain or (plain is None and not can_redraw(stream)):
         return PlainView(total_steps, title=title, stream=stream, clock=clock)
-    return LiveView(total_steps, title=title, console=_console(stream), clock=clock, samples=samples)
+    return LiveView(total_steps, title=title, console=make_console(stream), clock=clock, samples=samples)
 
 
 def summary_table(
@@ -95,26 +95,26 @@ def summary_table(
 ) -> None:
     """Print a small table of (name, before, after), for the end of a run."""
     stream = stream or sys.stdout
-    lines = [tuple(_printable(cell, newline=" ") for cell in row) for row in (columns, *rows)]
-    if _is_plain(stream, plain):
+    lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (columns, *rows)]
+    if plain or (plain is None and not can_redraw(stream)):
         name, before, after = (max(len(line[column]) for line in lines) for column in range(3))
-        _write(stream, _printable(title))
+        write_line(stream, printable(title))
         for line in lines:
-            _write(stream, f"  {line[0]:<{name}}  {line[1]:>{before}}  {line[2]:>{after}}")
+            write_line(stream, f"  {line[0]:<{name}}  {line[1]:>{before}}  {line[2]:>{after}}")
         return
-    table = Table(box=box.ROUNDED, title=Text(_printable(title), "bold"), title_justify="left", border_style="dim")
+    table = Table(box=box.ROUNDED, title=Text(printable(title), "bold"), title_justify="left", border_style="dim")
     for heading, justify, style in zip(lines[0], ("left", "right", "right"), ("", "", "bold green"), strict=True):
         table.add_column(Text(heading), justify=justify, style=style)  # type: ignore[arg-type]
     for line in lines[1:]:
         table.add_row(*map(Text, line))
-    _console(stream).print(table)
+    make_console(stream).print(table)
 
 
 class View:
     """A context manager that is told what happens. This one remembers the numbers and shows nothing."""
 
     def __init__(self, total_steps: int, *, title: str, clock: Callable[[], float]) -> None:
-        self.total_steps, self.title, self.clock = total_steps, _printable(title, newline=" "), clock
+        self.total_steps, self.title, self.clock = total_steps, printable(title, newline=" "), clock
         self.current = 0
         self.now: dict[str, float] = {}
         self.history: dict[str, list[float]] = {}
@@ -161,7 +161,7 @@ class PlainView(View):
         self.waiting = False
 
     def __enter__(self) -> Self:
-        _write(self.stream, self.title)
+        write_line(self.stream, self.title)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,13 +179,13 @@ class PlainView(View):
         """See `View.sample`."""
         if self.clock() - self.sample_at >= SAMPLE_SECONDS:
             self.sample_at = self.clock()
-            asked, answered = (_printable(text, newline="\\n") for text in (problem, response))
+            asked, answered = (printable(text, newline="\\n") for text in (problem, response))
             answered = answered if len(answered) <= 300 else f"{answered[:100]} ... {answered[-200:]}"
-            _write(self.stream, f"  sample  reward {_number(reward, 2)}  {asked}  ->  {answered}")
+            write_line(self.stream, f"  sample  reward {_number(reward, 2)}  {asked}  ->  {answered}")
 
     def note(self, text: str) -> None:
         """See `View.note`."""
-        _write(self.stream, _printable(text))
+        write_line(self.stream, printable(text))
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
         """See `View.doing`."""
@@ -198,7 +198,7 @@ class PlainView(View):
             label, decimals = SHOWN[key]
             cell = f"{label} {_number(self.now.get(key, 0.0), decimals):<5}"
             cells.append(cell if key in self.now else " " * len(cell))
-        _write(self.stream, "  ".join([*cells, self.remaining()]).rstrip())
+        write_line(self.stream, "  ".join([*cells, self.remaining()]).rstrip())
 
 
 class LiveView(View):
@@ -241,11 +241,11 @@ class LiveView(View):
     def sample(self, problem: str, response: str, reward: float) -> None:
         """See `View.sample`."""
         with self.lock:
-            self.last = (_printable(problem), _printable(response), float(reward))
+            self.last = (printable(problem), printable(response), float(reward))
 
     def note(self, text: str) -> None:
         """See `View.note`."""
-        self.console.print(Text(_printable(text)))
+        self.console.print(Text(printable(text)))
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
         """See `View.doing`."""
@@ -327,35 +327,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def eta(steps_left: int, recent_seconds: Collection[float]) -> str:
     """Steps left times the mean of the recent durations, as m:ss or h:mm:ss."""
-    minutes, seconds = divmod(round(max(0, steps_left) * fmean(recent_seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return duration(steps_left * fmean(recent_seconds))
 
 
 def _number(value: float, decimals: int) -> str:
     """Fixed decimals, or two digits where those would show nothing or too much; nan and inf as they are."""
     fits = value == 0 or 10.0**-decimals <= abs(value) < 1e6
     return f"{value:.{decimals}f}" if fits else f"{value:.2g}"
-
-
-def _printable(text: str, *, newline: str = "\n") -> str:
-    """The text with nothing left in it that could move the cursor: controls and lone surrogates become dots."""
-    lines = text.expandtabs(4).splitlines()
-    return newline.join("".join(letter if letter.isprintable() else "·" for letter in line) for line in lines)
-
-
-def _write(stream: TextIO, line: str) -> None:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(line.encode(encoding, errors="replace").decode(encoding) + "\n")
-    stream.flush()
-
-
-def _is_plain(stream: TextIO, plain: bool | None) -> bool:
-    if plain is not None:
-        return plain
-    spells_bars = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
-    return not (stream.isatty() and spells_bars and os.environ.get("TERM") not in ("dumb", "unknown"))
-
-
-def _console(stream: TextIO) -> Console:
-    return Console(file=stream, force_terminal=True, highlight=False)

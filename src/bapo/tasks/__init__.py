@@ -1,1 +1,1 @@
-"""Problems and verifiers."""
+"""Tasks: where problems come from (`data`), and how responses to them are scored (`verify`)."""

@@ -1,20 +1,21 @@
-"""Countdown by search: make a target from three numbers, by trying.
+"""Countdown by search: find an expression of three numbers that gives the target, by trying.
 
     prompt      3,7,2=13:
     response    3+7+2=12;7*2-3=11;7+3*2=13.
 
-A response is a chain of tries, `expression=value`, joined by `;`. The end mark `.` closes the chain: the last try is
-the answer. An expression is three numbers and two of the operators + - *, without brackets or signs, read with the
-usual precedence: products first, then from left to right, so that 7+3*2 is 13 and 7-3-2 is 2.
+A response is a chain of tries, `expression=value`, joined by `;`. The end mark `.` closes the chain, and the last try
+is the answer. An expression is three numbers and two of the operators + - *, without brackets or signs. It is read with
+the usual precedence, products first and then from left to right, so that 7+3*2 is 13 and 7-3-2 is 2.
 
-The reward is 1 if the closed try uses each given number exactly once, really gives the target and says so; otherwise 0.
-Tries before it are thinking and may hold anything but the end mark. A chain that was never closed scores 0, so a policy
-must notice that it has found the answer before its tokens run out. The end mark is part of the text, ahead of the
-model's own stop token, because a verifier sees the text only: it must tell a closed chain from a truncated one.
+The reward is 1 if the last try uses each given number exactly once, states the target as its value, and really has that
+value; otherwise it is 0. The tries before it are thinking and may hold anything but the end mark. A chain that was
+never closed scores 0, so a policy must notice that it has found the answer before its tokens run out. The end mark is
+part of the text and comes before the model's own stop token, because a verifier sees only the text and must tell a
+closed chain from a truncated one.
 
-A problem is one (numbers, target) pair, the numbers in any order. All pairs are enumerated, every one of them solvable,
-and put in an order drawn by hash from the seed; the held-out problems are the first, the training problems the next. So
-the two are disjoint, and the order depends on nothing but the seed.
+A problem is one (numbers, target) pair, with the numbers in any order. All solvable pairs are enumerated and sorted by
+a hash of the pair and the seed. The first ones are held out, and the next ones are for training. So the two sets are
+disjoint, and the order depends on nothing but the seed.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from bapo.types import Problem, Score
 __all__ = ["ALPHABET", "END_MARK", "MAX_NUMBER", "MAX_TARGET", "Countdown", "evaluate", "expressions"]
 
 MAX_NUMBER = 15
-"""Given numbers are 1 to this."""
+"""Given numbers lie between 1 and this."""
 MAX_TARGET = 99
-"""Targets are 1 to this."""
+"""Targets lie between 1 and this."""
 OPERATORS = "+-*"
 SEPARATOR = ";"
 END_MARK = "."
@@ -45,7 +46,7 @@ _Pair = tuple[tuple[int, ...], int]  # sorted numbers, target
 
 
 class Countdown:
-    """The task: problems drawn from a seed, and the verifier."""
+    """The countdown task: problems drawn from a seed, and their verifier."""
 
     train: Sequence[Problem]
     test: Sequence[Problem]
@@ -54,7 +55,7 @@ class Countdown:
         pairs = _all_pairs()
         for key, size in (("train_size", train_size), ("test_size", test_size)):
             if size < 0:
-                raise ValueError(f"countdown.{key}={size} is negative; a number of problems is 0 or more.")
+                raise ValueError(f"countdown.{key}={size} is negative. A number of problems must be 0 or more.")
         if train_size + test_size > len(pairs):
             raise ValueError(
                 f"countdown.train_size={train_size} and countdown.test_size={test_size} ask for "
@@ -69,7 +70,7 @@ class Countdown:
         return [Score(self.score(problem, response)) for problem, response in responses]
 
     def score(self, problem: Problem, response: str) -> float:
-        """1.0 if the closed try solves the problem, otherwise 0.0. Never raises, whatever the text."""
+        """1.0 if the chain is closed and its last try solves the problem, otherwise 0.0. No text makes it raise."""
         chain, end_mark, rest = response.partition(END_MARK)
         if not end_mark or rest:
             return 0.0
@@ -96,7 +97,7 @@ def evaluate(numbers: Sequence[int], operators: str) -> int:
 
 
 def expressions(numbers: Sequence[int]) -> list[tuple[str, int]]:
-    """Every expression that uses each number exactly once, with its value; texts are distinct, in a fixed order."""
+    """Every expression that uses each number exactly once, with its value. Each text comes once, in a fixed order."""
     found = {}
     for order in permutations(numbers):
         for first, second in product(OPERATORS, repeat=2):
@@ -122,7 +123,7 @@ def _all_pairs() -> list[_Pair]:
 
 
 def _problem(numbers: tuple[int, ...], target: int, seed: int) -> Problem:
-    """The problem of one pair. The prompt shows the numbers in an order of its own, so that order tells nothing."""
+    """The problem of one pair. The prompt shows the numbers in a shuffled order, so that the order reveals nothing."""
     shown = min(permutations(numbers), key=lambda order: _draw(seed, "shown", order, target))
     return Problem(
         id=f"countdown-{'-'.join(map(str, numbers))}-{target}",
@@ -132,5 +133,5 @@ def _problem(numbers: tuple[int, ...], target: int, seed: int) -> Problem:
 
 
 def _draw(seed: int, *key: object) -> bytes:
-    """A random-looking value that depends on its arguments only: the same on every machine and Python."""
+    """A random-looking value that depends only on the arguments: the same on every machine and in every Python."""
     return sha256(repr((seed, *key)).encode()).digest()

@@ -2,20 +2,21 @@
 
     Gym({"countdown": {"min_numbers": 3, "max_numbers": 4}, "gcd": {}}, train_size=4096, test_size=512, seed=0)
 
-Problems of several data sets take turns. Held-out problems come from a seed of their own, and a question that is held
-out is never trained on; no question comes twice. The prompt asks for the answer in <answer> tags, and the last such
-pair after the thinking is what the data set's own `score_answer` sees. Without one the reward is 0. Partial credit is
-the data set's affair and passed on as it is.
+Problems of several data sets take turns. Held-out problems come from a seed of their own. No question comes twice, so
+none that is held out is trained on. The prompt asks for the answer in <answer> tags, and the data set's own
+`score_answer` sees the content of the last such pair after the thinking. Without one the reward is 0. Partial credit is
+up to the data set and is passed on unchanged.
 
-Some of these scorers call `eval` on what they are given, or sympy's `parse_expr`, which is `eval`. They run in a
-sandbox, but that has no walls, so no program of a model may be evaluated there. In the modules that call `eval` it is
-`ast.literal_eval`: lists, numbers and texts, and nothing that runs. `parse_expr` sees an answer only if all of it is
-numbers, operators, single letters and the names of `FUNCTIONS`, in ASCII; any other answer gets 0.
+Some of these scorers call `eval` on the answer, or sympy's `parse_expr`, which calls `eval`. They run in a sandbox, but
+the sandbox is not a jail, so a program that a model wrote must never be evaluated there. In the modules that call
+`eval`, we replace it by `ast.literal_eval`, which reads lists, numbers and texts and runs nothing. `parse_expr` sees an
+answer only if it consists of numbers, operators, single letters and the names in `FUNCTIONS`, in ASCII. Any other
+answer gets 0.
 
-A problem is not sent to the sandbox but made there again, from its data set, seed and index: metadata needs no JSON
-form, and a resumed run needs nothing but the problem. Problems are made in such a process as well, with the same fixed
-hash seed, because a few data sets iterate over sets; a question that does not come out the same is a failure, not a
-wrong score.
+A problem is not sent to the sandbox. It is made there again, from its data set, seed and index, so its metadata needs
+no JSON form and a resumed run needs nothing but the problem. Problems are first made in such a process too, with the
+same fixed hash seed, because a few data sets iterate over sets. If a question does not come out the same, the verifier
+fails; it does not give a wrong score.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from bapo.types import Message, Problem, Score
 __all__ = ["INSTRUCTION", "Gym", "generate", "verify", "verify_thinking"]
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothing else there."
-"""Follows every question."""
+"""The sentence after every question."""
 MAX_DRAWS = 20
-"""Questions drawn for each one wanted, before we say that there are not enough different ones."""
+"""How many questions we draw per question wanted, before we report that there are too few different ones."""
 GENERATE_SECONDS = 600.0
 FUNCTIONS = (
     *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh"),
     *("atanh", "exp", "log", "ln", "sqrt", "abs", "Abs", "pi", "erf", "erfi", "Si", "Ci", "Ei", "li"),
 )
-"""The names of more than one letter that a formula may hold, besides those in the data set's own answer."""
+"""The names of more than one letter that a formula may hold, in addition to those in the data set's own answer."""
 
 
 class Gym:
-    """The task: one or several data sets by name, each with a configuration of its own."""
+    """A task of one or several data sets, given by name, each with its own configuration."""
 
     train: Sequence[Problem]
     test: Sequence[Problem]
@@ -70,13 +71,13 @@ class Gym:
         workers: int | None = None,
         seconds: float = 5.0,
         memory_mb: int = 1024,
-        thinking: bool = False,  # whether the prompt opens the thinking: then there is no answer before </think>
+        thinking: bool = False,  # whether the prompt opens the thinking; if so, only text after </think> can answer
     ) -> None:
         if not datasets:
-            raise ValueError("gym: no data set is named. Name at least one, such as countdown.")
+            raise ValueError("gym names no data set. Name at least one, such as countdown.")
         for key, size in (("train_size", train_size), ("test_size", test_size)):
             if size < 0:
-                raise ValueError(f"gym.{key}={size} is negative; a number of problems is 0 or more.")
+                raise ValueError(f"gym.{key}={size} is negative. A number of problems must be 0 or more.")
         for name, config in datasets.items():
             check_dataset(name, config)
         recipes = [[name, dict(config)] for name, config in datasets.items()]
@@ -86,7 +87,7 @@ class Gym:
         self._pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
-        """What the data set's own scorer says of each response, in order. Never raises over a text."""
+        """The score that the data set's own scorer gives each response, in order. No response text makes it raise."""
         return self._pool.scores([(problem.answer, response) for problem, response in responses])
 
     def close(self) -> None:
@@ -95,23 +96,29 @@ class Gym:
 
 
 def check_dataset(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if reasoning-gym has no such data set or refuses its configuration."""
+    """Raise ValueError if reasoning-gym has no such data set or refuses this configuration for it."""
     if name not in DATASETS or name == "composite":
         near = difflib.get_close_matches(name, DATASETS, n=3)
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {len(DATASETS)}, countdown among them."
-        raise ValueError(f"gym: reasoning-gym has no data set {name!r}. {hint}")
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"It has {len(DATASETS)}; countdown is one of them."
+        raise ValueError(f"gym names the data set {name!r}, which reasoning-gym does not have. {hint}")
     for key in ("seed", "size"):
         if key in config:
-            raise ValueError(f"gym.{name}.{key} is set by the task, from its own seed and sizes. Leave it out.")
+            raise ValueError(
+                f"gym.{name}.{key}={config[key]} cannot be set: the task sets it, from its own seed and sizes. "
+                "Leave it out."
+            )
     try:
         reasoning_gym.create_dataset(name, seed=0, size=1, **config)
     except (TypeError, AssertionError, ValueError) as error:
         known = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"seed", "size"})
-        raise ValueError(f"gym.{name}: {error or 'refused'}. Its keys are {', '.join(known)}.") from error
+        raise ValueError(
+            f"reasoning-gym refuses gym.{name}={dict(config)}: {error or 'it gives no reason'}. The keys of {name} are "
+            f"{', '.join(known)}."
+        ) from error
 
 
 def generate(recipes: list[list[Any]], train_size: int, test_size: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """The questions of both splits, with where each comes from. Called in a process with a fixed hash seed."""
+    """The questions of both splits, each with its origin. Called in a process with a fixed hash seed."""
     seen: set[str] = set()
     made: dict[str, list[dict[str, Any]]] = {"test": [], "train": []}
     for split, size in (("test", test_size), ("train", train_size)):
@@ -132,7 +139,7 @@ def generate(recipes: list[list[Any]], train_size: int, test_size: int, seed: in
             if len(found) < wanted:
                 raise ValueError(
                     f"{name} gave only {len(found)} new questions for the {split} problems in {wanted * MAX_DRAWS} "
-                    f"draws, and {wanted} are wanted. Ask for fewer, or configure it for larger problems"
+                    f"draws, but {wanted} are needed. Ask for fewer, or configure {name} for larger problems"
                 )
             made[split] += found
         made[split].sort(key=lambda item: item["place"])  # the data sets take turns
@@ -140,12 +147,12 @@ def generate(recipes: list[list[Any]], train_size: int, test_size: int, seed: in
 
 
 def verify(answer: dict[str, Any], response: str) -> Score:
-    """The score of a response to the problem that `answer` says how to make."""
+    """The score of a response. `answer` says how to make the problem again."""
     return _verify(answer, response, thinking=False)
 
 
 def verify_thinking(answer: dict[str, Any], response: str) -> Score:
-    """The same for models whose prompt already opens the thinking: without </think> there is no answer."""
+    """Like `verify`, for models whose prompt already opens the thinking: only text after </think> can answer."""
     return _verify(answer, response, thinking=True)
 
 
@@ -165,7 +172,7 @@ def _verify(answer: dict[str, Any], response: str, *, thinking: bool) -> Score:
 
 @functools.cache
 def evaluates(name: str) -> str:
-    """What the scorer of this data set runs the answer with: eval, parse_expr, or nothing. Disarms the first."""
+    """What this data set's scorer evaluates the answer with: eval (replaced here), parse_expr, or an empty text."""
     module = sys.modules[DATASETS[name][0].score_answer.__module__]
     called = re.search(r"\b(eval|parse_expr)\(answer", inspect.getsource(module))
     if called and called[1] == "eval":
@@ -174,7 +181,7 @@ def evaluates(name: str) -> str:
 
 
 def is_formula(text: str, own: str = "") -> bool:
-    """Whether a text is numbers, operators and names that are harmless: one letter, of `FUNCTIONS`, or in `own`."""
+    """Whether a text holds only numbers, operators and harmless names: single letters, `FUNCTIONS`, names in `own`."""
     return _formula(frozenset(re.findall(r"[A-Za-z]{2,}", own))).fullmatch(text) is not None
 
 
@@ -206,7 +213,7 @@ def _made_dataset(name: str, config: str, seed: int, size: int) -> Any:
 
 
 def _seed(seed: int, split: str, name: str) -> int:
-    """A seed for one data set of one split. Far from all others: item i of seed s is item i - 1 of seed s + 1."""
+    """A seed for one data set of one split. Seeds must lie far apart: item i of seed s is item i - 1 of seed s + 1."""
     return int.from_bytes(sha256(f"{seed}/{split}/{name}".encode()).digest()[:4], "big") // 2
 
 

@@ -1,7 +1,7 @@
 """Problems in a shuffled order that a single number can resume.
 
-Draw i is position i mod n of epoch i div n; each epoch has its own order, from (seed, epoch). So the cursor is all the
-state there is.
+With n problems, draw i is position i mod n of epoch i div n. Each epoch has its own order, drawn from (seed, epoch). So
+the cursor is all the state there is.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from bapo.types import Problem
 
 
 class ProblemStream:
-    """Endless draws from a set of problems, every one of them once per epoch."""
+    """Endless draws from a set of problems. Every problem comes once per epoch."""
 
     def __init__(self, problems: Sequence[Problem], *, seed: int, cursor: int = 0) -> None:
         if not problems:
-            raise ValueError("the task has no training problems. Check its size or its data file.")
+            raise ValueError("the task has no training problems, so nothing can be drawn. Check its size or its data.")
         self.problems = problems
         self.seed = seed
         self.cursor = cursor

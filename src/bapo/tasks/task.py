@@ -17,8 +17,8 @@ class Task(Protocol):
     """Held-out problems; none of them is in `train`."""
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
-        """What each complete response text, without its stop token, is worth; in order. Never raises over a text.
+        """The score of each response, given as its complete text without the stop token, in order.
 
-        Pure: the same text always scores the same, unless the verifier itself fails.
+        No response text makes it raise. The same text always gets the same score, unless the verifier itself fails.
         """
         ...

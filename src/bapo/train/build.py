@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -14,12 +13,14 @@ from bapo.buffer import Buffer
 from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
 from bapo.config.run import Config
-from bapo.config.sft import SftConfig
+from bapo.config.sections import LearnConfig
+from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.core.objectives import OBJECTIVES
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.learner import Learner
+from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
-from bapo.rollout.engine import Engine, Sampling
+from bapo.rollout.engine import Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.overlong import overlong_penalty
@@ -36,16 +37,6 @@ def resolve(config: Kind) -> Kind:
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads)
     model = config.model.model_copy(update={"dtype": dtype})
     return config.model_copy(update={"device": device, "model": model, "threads": threads})
-
-
-def make_engine(model: Any, config: Config) -> Engine:
-    """What samples from the model, on the model's own device."""
-    parked = config.offpolicy.partial_cache
-    if config.device == "cpu" and parked == "keep":
-        raise ConfigError(
-            "offpolicy.partial_cache='keep' needs the CUDA engine, but device='cpu'. Set it to 'rebuild'."
-        )
-    return engine_for(model, slots=config.rollout.slots, parked=parked)
 
 
 def make_policy(config: Config | SftConfig) -> Policy:
@@ -66,8 +57,7 @@ def make_policy(config: Config | SftConfig) -> Policy:
 
 
 def build(config: Config) -> Parts:
-    """The parts of a run, at its beginning."""
-    config = resolve(config)
+    """The parts of a run, at its beginning. `config` is resolved."""
     torch.set_num_threads(config.threads)
     policy = make_policy(config)
     prepared = make_task(config, policy)
@@ -81,7 +71,7 @@ def build(config: Config) -> Parts:
         policy=policy,
         notes=prepared.notes,
         overlong=_overlong(config),
-        engine=make_engine(model, config),
+        engine=engine_for(model, slots=config.rollout.slots, parked=off.partial_cache),
         stream=ProblemStream(task.train, seed=config.seed),
         scheduler=Scheduler(
             sampling,
@@ -143,8 +133,8 @@ def _check_fits(config: Config, policy: Policy, task: Task) -> None:
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    options = inspect.signature(OBJECTIVES[config.objective.name]).parameters.keys() - {"tokens", "bounds"}
-    unknown = sorted(config.objective.options.keys() - options)
+    options = OBJECTIVES[config.objective.name].options
+    unknown = sorted(config.objective.options.keys() - set(options))
     if unknown:
         raise ConfigError(
             f"objective.options.{unknown[0]} is not an option of {config.objective.name!r}, which takes: "
@@ -154,22 +144,29 @@ def _check_fits(config: Config, policy: Policy, task: Task) -> None:
 
 def learner_settings(config: Config) -> LearnerSettings:
     """What the learner needs of the configuration."""
-    learn = config.learn
+    learn, objective = config.learn, config.objective
     return LearnerSettings(
-        objective=config.objective.name,
-        clip=config.objective.clip,
-        scope=config.objective.scope,
-        options=dict(config.objective.options),
+        **optimizer_settings(learn),
+        objective=objective.name,
+        clip=objective.clip,
+        scope=objective.scope,
+        options=dict(objective.options),
         reduction=learn.reduction,
         length=config.rollout.max_tokens,
+        advantages=learn.advantages,
         temperature=config.rollout.temperature,
-        lr=learn.lr,
-        betas=learn.betas,
-        weight_decay=learn.weight_decay,
-        clip_norm=learn.clip_norm,
         warmup_updates=learn.warmup_updates,
-        schedule=learn.schedule,
         total_updates=config.steps * config.updates_per_step,
-        activation_checkpointing=learn.activation_checkpointing,
-        compile=learn.compile,
     )
+
+
+SHARED = (
+    *("lr", "betas", "weight_decay", "clip_norm", "schedule", "micro_tokens"),
+    *("activation_checkpointing", "compile"),
+)
+"""Keys of `learn` that reinforcement learning and supervised training have in common with LearnerSettings."""
+
+
+def optimizer_settings(learn: LearnConfig | SftLearnConfig) -> dict[str, Any]:
+    """What every learner needs, whatever its loss."""
+    return {name: getattr(learn, name) for name in SHARED}

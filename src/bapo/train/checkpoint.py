@@ -15,18 +15,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from bapo.config.errors import CheckpointError
 from bapo.learn.learner import Learner
-from bapo.models.weights import restore_weights, trained_weights
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "state.json"
 
 
 def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *, keep: int) -> Path:
@@ -41,17 +38,13 @@ def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *,
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        writers: dict[str, Callable[[Path], None]] = {
-            "model.safetensors": lambda path: save_file(trained_weights(learner.model), path),
-            "optimizer.safetensors": lambda path: save_file(learner.optimizer.tensors(), path),
-            "state.json": lambda path: _write(path, json.dumps(state | {"version": learner.version})),
-        }
+        learner.save(partial)
+        (partial / STATE).write_text(json.dumps(state | {"version": learner.version}))
         checksums = {}
-        for name, write in writers.items():
-            write(partial / name)
-            _flush(partial / name)
-            checksums[name] = _checksum(partial / name)
-        _write(partial / MANIFEST, json.dumps(checksums, indent=2))
+        for path in sorted(partial.iterdir()):
+            _flush(path)
+            checksums[path.name] = _checksum(path)
+        (partial / MANIFEST).write_text(json.dumps(checksums, indent=2))
         _flush(partial / MANIFEST)
         partial.rename(final)
         _flush(directory)
@@ -86,14 +79,12 @@ def load(path: Path, learner: Learner) -> dict[str, Any]:
     """Put the learner back where it was; returns the state that was saved with it."""
     _verify(path)
     try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_text())
-        restore_weights(learner.model, load_file(path / "model.safetensors"))
-        learner.optimizer.load_tensors(load_file(path / "optimizer.safetensors"))
+        state: dict[str, Any] = json.loads((path / STATE).read_text())
+        learner.load(path, version=state["version"])
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{path} does not fit this run's model or this version of bapo: {error}. Use the version that wrote it."
         ) from error
-    learner.version = state["version"]
     return state
 
 
@@ -113,10 +104,6 @@ def _damaged(path: Path, why: str) -> CheckpointError:
         f"Move {path.name} away to resume from {others[-1]}." if others else "It is the only one: start the run again."
     )
     return CheckpointError(f"the checkpoint {path} is damaged: {why}. Nothing was changed. {remedy}")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def _flush(path: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from bapo.config.sft import SftDataConfig
 from bapo.models import Policy
@@ -29,8 +29,7 @@ from bapo.tasks.data.problems import LoadReport
 from bapo.types import Message, batches_per_pass
 
 
-@dataclass(frozen=True)
-class Example:
+class Encoded(NamedTuple):
     """A demonstration in the tokens of a model."""
 
     prompt: list[int]
@@ -39,18 +38,18 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Examples:
+class SftData:
     """What a run learns from and what it only measures, and what became of the rest."""
 
-    train: list[Example]
-    held_out: list[Example]
+    train: list[Encoded]
+    held_out: list[Encoded]
     counts: dict[str, int]
     """Rows read, demonstrations used and held out, and how many were left out for which reason."""
 
     @cached_property
     def fingerprint(self) -> str:
         """One value for all of them, in order; a resumed run must find the one it began with."""
-        lines = (json.dumps([example.prompt, example.response]) for example in (*self.train, *self.held_out))
+        lines = (json.dumps([encoded.prompt, encoded.response]) for encoded in (*self.train, *self.held_out))
         return sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -60,21 +59,21 @@ class Batches:
     An epoch is cut into batches of sizes that differ by one at most, so none is left over.
     """
 
-    def __init__(self, examples: Sequence[Example], *, size: int, epochs: int, seed: int) -> None:
-        self.examples = examples
-        self.per_epoch = batches_per_pass(len(examples), size)
+    def __init__(self, data: Sequence[Encoded], *, size: int, epochs: int, seed: int) -> None:
+        self.data = data
+        self.per_epoch = batches_per_pass(len(data), size)
         self.total = epochs * self.per_epoch
         self.seed = seed
         self._epoch, self._order = -1, list[int]()
 
-    def at(self, update: int) -> list[Example]:
+    def at(self, update: int) -> list[Encoded]:
         """The batch of one update, counted from 0."""
         epoch, index = divmod(update, self.per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.examples)))
+            self._epoch, self._order = epoch, list(range(len(self.data)))
             random.Random(f"{self.seed}/{epoch}").shuffle(self._order)  # noqa: S311
         begin, end = (len(self._order) * i // self.per_epoch for i in (index, index + 1))
-        return [self.examples[i] for i in self._order[begin:end]]
+        return [self.data[i] for i in self._order[begin:end]]
 
 
 Loaded = tuple[list[Demonstration], list[Demonstration], list[LoadReport]]
@@ -85,7 +84,7 @@ def load(config: SftDataConfig) -> Loaded:
     options: dict[str, Any] = config.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
     if not config.sources:
         raise ValueError(
-            'data.sources is empty, so there is nothing to imitate. Set it, for example to ["gsm8k:train"] or to a '
+            'data.sources is empty, so there is nothing to learn from. Set it, for encoded to ["gsm8k:train"] or to a '
             ".jsonl file whose rows have a prompt and a response."
         )
     train, report = load_demonstrations(config.sources, **options)
@@ -95,13 +94,13 @@ def load(config: SftDataConfig) -> Loaded:
     return train, held_out, [report, other]
 
 
-def make_examples(loaded: Loaded, config: SftDataConfig, policy: Policy) -> Examples:
+def encode_demonstrations(loaded: Loaded, config: SftDataConfig, policy: Policy) -> SftData:
     """Demonstrations in the model's tokens; those it cannot hold are left out, and counted."""
     train, held_out, reports = loaded
     counts = {key: sum(asdict(report)[key] for report in reports) for key in COUNTED}
     encoder = Encoder(policy, config.max_tokens)
-    learned = [(question(d), example) for d in train if (example := encoder(d))]
-    measured = [(question(d), example) for d in held_out if (example := encoder(d))]
+    learned = [(question(d), encoded) for d in train if (encoded := encoder(d))]
+    measured = [(question(d), encoded) for d in held_out if (encoded := encoder(d))]
     named = under_one_name(learned + measured)
     learned, measured = named[: len(learned)], named[len(learned) :]
     if config.held_out:
@@ -121,7 +120,7 @@ def make_examples(loaded: Loaded, config: SftDataConfig, policy: Policy) -> Exam
             "has the positions, or choose other data."
         )
     counts |= {"train": len(learned), "held_out": len(measured)}
-    return Examples([example for _, example in learned], [example for _, example in measured], counts)
+    return SftData([encoded for _, encoded in learned], [encoded for _, encoded in measured], counts)
 
 
 COUNTED = ("read", "duplicates", "without_prompt", "without_answer")
@@ -146,7 +145,7 @@ def question(demonstration: Demonstration) -> str:
     return demonstration.id.rpartition("-")[0]
 
 
-def under_one_name(pairs: Sequence[tuple[str, Example]]) -> list[tuple[str, Example]]:
+def under_one_name(pairs: Sequence[tuple[str, Encoded]]) -> list[tuple[str, Encoded]]:
     """The pairs with names that also those share whose prompts are the same tokens: the smallest of all connected."""
     above: dict[str, str] = {}
 
@@ -156,10 +155,10 @@ def under_one_name(pairs: Sequence[tuple[str, Example]]) -> list[tuple[str, Exam
         return name
 
     first: dict[tuple[int, ...], str] = {}
-    for name, example in pairs:
-        one, other = top(name), top(first.setdefault(tuple(example.prompt), name))
+    for name, encoded in pairs:
+        one, other = top(name), top(first.setdefault(tuple(encoded.prompt), name))
         above[max(one, other)] = min(one, other)
-    return [(top(name), example) for name, example in pairs]
+    return [(top(name), encoded) for name, encoded in pairs]
 
 
 def smallest(names: set[str], share: float) -> set[str]:
@@ -178,7 +177,7 @@ class Encoder:
         self.limit = min((limit for limit in (max_tokens, positions) if limit is not None), default=None)
         self.too_long = 0
 
-    def __call__(self, demonstration: Demonstration) -> Example | None:
+    def __call__(self, demonstration: Demonstration) -> Encoded | None:
         """None if it is longer than the limit."""
         prompt = self.policy.encode(demonstration.prompt)
         if not prompt:
@@ -195,7 +194,7 @@ class Encoder:
         if self.limit is not None and len(prompt) + len(response) > self.limit:
             self.too_long += 1
             return None
-        return Example(prompt, response)
+        return Encoded(prompt, response)
 
 
 def end_of_response(policy: Policy, prompt: str | list[Message]) -> int:

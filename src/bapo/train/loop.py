@@ -1,10 +1,12 @@
 """The synchronous loop: read this first.
 
-    new problems join the parked ones; the engine samples within its budget; finished groups are scored and enter the
-    buffer; the learner takes one update per draw until the passes over this rollout are done.
+    new problems join the parked ones; the engine loads the learner's weights and samples within its budget; finished
+    groups are scored and enter the buffer; the learner takes one update per draw until the passes over this rollout are
+    done.
 
-Nothing runs at the same time, so nobody waits for anybody, and the weights the engine samples with are the learner's
-own. A token sampled at version v is trained on at versions v .. v + max_staleness only: the buffer refuses it later.
+Nothing runs at the same time, so nobody waits for anybody. Weights move in one place, `load_weights`, once per version
+that samples. A token sampled at version v is trained on at versions v .. v + max_staleness only: the buffer refuses it
+later.
 
 A step is a pure function of (config, weights, state): every random number comes from a seed and a counter, so a resumed
 run repeats an uninterrupted one bit for bit.
@@ -13,18 +15,17 @@ run repeats an uninterrupted one bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from bapo.buffer import Buffer
+from bapo.buffer import Buffer, NoBatch
 from bapo.config.run import Config
 from bapo.learn.learner import Learner, Update
-from bapo.learn.packing import pack
 from bapo.models import Policy
 from bapo.rollout.engine import Engine
 from bapo.rollout.scheduler import Scheduler, new_group
-from bapo.screen.watch import Learned, Tell, Watching, unwatched
+from bapo.screen.watch import Learned, Tell, Watching
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.scoring import Failure, response_metrics, score
@@ -32,7 +33,7 @@ from bapo.types import Group
 
 
 @dataclass
-class Progress:
+class RunState:
     """Where a run stands, beyond what its parts remember themselves."""
 
     step: int = 0  # steps completed
@@ -70,35 +71,25 @@ class StepRecord:
     timing: dict[str, float]
 
 
-def train(
-    parts: Parts, progress: Progress, *, after_step: Callable[[StepRecord], bool], watching: Watching = unwatched
-) -> None:
-    """Steps until the configured number is done, or until `after_step` returns True."""
-    for step in range(progress.step, parts.config.steps):
-        record = take_step(parts, progress, step, watching)
-        progress.step = step + 1
-        if after_step(record):
-            return
-
-
-def take_step(parts: Parts, progress: Progress, step: int, watching: Watching) -> StepRecord:
+def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
     """One rollout and the updates on it."""
     began = time.perf_counter()
-    admitted = admit(parts, progress)
-    with watching("sampling") as watch:
-        rollout = parts.scheduler.run(parts.engine, version=parts.learner.version, watch=watch)
+    admitted = admit(parts, state)
+    load_weights(parts)
+    with watching("sampling") as tell:
+        rollout = parts.scheduler.run(parts.engine, tell=tell)
     scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong)
-    filtered_before = parts.buffer.metrics().filtered
-    parts.buffer.add(scored.groups, version=parts.learner.version)
+    added = parts.buffer.add(scored.groups, version=parts.learner.version)
     unusable = len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
-    progress.owed = parts.buffer.metrics().filtered - filtered_before + unusable
+    state.owed = len(added.filtered) + unusable
     sampled = time.perf_counter()
     with watching("learning") as tell:
         updates = list(learn(parts, tell))
     ended = time.perf_counter()
+    state.step += 1
     tokens = rollout.metrics.sampled_tokens + sum(update.tokens for update in updates)
     return StepRecord(
-        step=step + 1,
+        step=state.step,
         rollout={
             **response_metrics(rollout.groups, failures=len(scored.failures)),
             **{f"rollout/{name}": value for name, value in asdict(rollout.metrics).items()},
@@ -117,34 +108,32 @@ def take_step(parts: Parts, progress: Progress, step: int, watching: Watching) -
     )
 
 
-def admit(parts: Parts, progress: Progress) -> int:
+def load_weights(parts: Parts) -> None:
+    """Bring the engine to the learner's version, if it is not there yet. Whoever samples calls this first."""
+    if parts.engine.version != parts.learner.version:
+        parts.engine.load(parts.learner.weights(), version=parts.learner.version)
+
+
+def admit(parts: Parts, state: RunState) -> int:
     """New problems for this step, those owed included; fewer while partial rollout still has many in progress."""
     config = parts.config.rollout
     room = 2 * config.prompts - parts.scheduler.in_progress
-    count = max(0, min(config.prompts + min(progress.owed, config.prompts), room))
+    count = max(0, min(config.prompts + min(state.owed, config.prompts), room))
     for problem in parts.stream.draw(count):
         prompt_ids = parts.policy.encode(problem.prompt)
-        group = new_group(progress.groups, problem, prompt_ids, responses=config.responses, seed=parts.config.seed)
+        group = new_group(state.groups, problem, prompt_ids, responses=config.responses, seed=parts.config.seed)
         parts.scheduler.admit([group])
-        progress.groups += 1
+        state.groups += 1
     return count
 
 
 def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
-    """The updates of all passes over the latest rollout, as they are taken."""
+    """The updates of all passes over what the buffer holds, as they are taken."""
     begun, updates, tokens = parts.buffer.metrics(), 0, 0
     while True:
         if tell is not None and begun.to_visit:
             tell(Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens))
-        if not (groups := parts.buffer.draw(version=parts.learner.version)):
+        if isinstance(groups := parts.buffer.draw(version=parts.learner.version), NoBatch):
             return
-        yield (update := update_on(groups, parts))
+        yield (update := parts.learner.step(groups))
         updates, tokens = updates + 1, tokens + update.tokens
-
-
-def update_on(groups: Sequence[Group], parts: Parts) -> Update:
-    """One update on these groups."""
-    config, learner = parts.config.learn, parts.learner
-    options: dict[str, Any] = {"micro_tokens": config.micro_tokens, "device": learner.device, "padded": learner.padded}
-    update = learner.step(pack(groups, estimator=config.advantages, **options))
-    return replace(update, metrics=update.metrics | {"groups": float(len(groups))})

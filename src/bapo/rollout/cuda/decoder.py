@@ -1,14 +1,14 @@
 """The forward pass of Llama, Qwen2 and Qwen3, written for sampling: few launches, static shapes, a slotted cache.
 
 It holds the weights in the layout and dtype that sampling wants (query, key and value in one matrix, gate and up in
-another) as a copy that `refresh` brings up to date: one pass over the weights per sitting, and one more copy of them in
-memory, against a tenth of the launches per token. Everything else (rotation tables, norms, heads) is read from the
+another) as a copy that `load` fills: one pass over the weights per version, and one more copy of them in memory,
+against a tenth of the launches per token. Everything else (rotation tables, norms, heads) is read from the
 transformers model; `unsupported` says why a model has to be sampled by the general engine instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,25 +65,44 @@ class Decoder:
         self.width: int = _first_layer(model).self_attn.head_dim
         self.layers: int = config.num_hidden_layers
         self.eps: float = config.rms_norm_eps
-        with torch.no_grad():
-            self._weights = {
-                name: torch.cat(parts).to(self.dtype, copy=True) for name, parts in self._sources().items()
-            }
+        sources = self._sources()
+        self._weights = {
+            name: torch.empty(
+                sum(len(part) for part in parts), *parts[0].shape[1:], dtype=self.dtype, device=self.device
+            )
+            for name, parts in sources.items()
+        }
+        self._places = self._places_of(sources)
         self._rotation: tuple[Tensor, Tensor] | None = None
 
-    def refresh(self) -> None:
-        """Copy the model's weights as they are now, in place: captured graphs go on reading the same addresses."""
-        sources = self._sources()
-        if sources.keys() != self._weights.keys():
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the model's weights, by their names in it, in place: captured graphs read the same addresses."""
+        missing = set(self._places)
+        for name, tensor in weights:
+            if name not in self._places:
+                raise ValueError(
+                    f"the engine has no place for the weight {name!r}: it was built for another model, or the head was "
+                    "tied or untied since. Build a new engine."
+                )
+            self._places[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
             raise ValueError(
-                "the model's weights are no longer those the engine was built for: "
-                f"{sources.keys() ^ self._weights.keys()} came or went (a head tied or untied?). Build a new engine."
+                f"{len(missing)} weights were not loaded, {min(missing)!r} among them, so the engine would sample with "
+                "old ones. Load all weights of the model."
             )
-        for name, parts in sources.items():
+
+    def _places_of(self, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Name of a parameter in the model -> the part of our matrices that holds it."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        places = {}
+        for fused, parts in sources.items():
             begin = 0
             for part in parts:
-                self._weights[name][begin : begin + len(part)].copy_(part)
+                places[names[part]] = self._weights[fused][begin : begin + len(part)]  # type: ignore[index]
                 begin += len(part)
+        return places
 
     def _sources(self) -> dict[str, list[Tensor]]:
         """The model's parameters behind each of our matrices, stacked along the first axis."""

@@ -1,10 +1,11 @@
 """The in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
 
-It is given a loaded model and keeps no copy of it, so there is nothing to push after an update. Each call to `generate`
-is one sitting. Requests wait in line for a fixed number of slots; contexts are prefilled together; then every step
-feeds the last token of each slot and samples the next. A response that ends frees its slot for the next in line, so
-nobody waits for the longest. The rows have different positions and lengths; `columns.py` explains how they share a
-cache. Nothing survives a sitting: a parked response is prefilled again when it resumes, under the weights of that day.
+It is given a loaded model and keeps no copy of it. `load` copies only those weights that are not in place already, so
+with a learner that trains the same model nothing moves. Each `submit` begins one sitting, and the work happens inside
+`collect`. Requests wait in line for a fixed number of slots; contexts are prefilled together; then every step feeds the
+last token of each slot and samples the next. A response that ends frees its slot for the next in line, so nobody waits
+for the longest. The rows have different positions and lengths; `columns.py` explains how they share a cache. Nothing
+survives a sitting: a parked response is prefilled again when it resumes, under the weights of that day.
 
 What is exact. Each log-prob is that of the sampled token under the distribution it was drawn from: the float32
 log-softmax of the model's logits over the temperature. The draw inverts the cumulative distribution at the uniform of
@@ -21,7 +22,8 @@ Left out: top-k and top-p (see `Sampling`), beams, and models whose state is not
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -30,10 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bapo.rollout.engine import Request, Sampling, Segment
+from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.local.columns import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
-from bapo.screen.watch import Teller, Watch
+from bapo.rollout.requests import check_engine_sizes, check_idle, check_requests, max_positions, non_finite
 from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -44,36 +46,57 @@ _IDLE = -1
 class LocalEngine:
     """Engine on a model in this process. Shares its weights; restores its train mode after every call."""
 
+    draws_by_position = True
+    gives_entropies = True
+
     def __init__(self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384) -> None:
         """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in a prefill of several rows."""
-        if slots < 1:
-            raise ValueError(f"slots={slots} leaves no place to sample in. Set slots >= 1.")
-        if prefill_tokens < 1:
-            raise ValueError(f"prefill_tokens={prefill_tokens} lets no context in. Set prefill_tokens >= 1.")
+        check_engine_sizes(slots, prefill_tokens)
         _check_model(model)
         self.model = model
         self.slots = slots
         self.prefill_tokens = prefill_tokens
+        self.version = NOTHING_LOADED
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.takes_logits_to_keep = "logits_to_keep" in accepted
+        self._sitting: _Sitting | None = None
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        *,
-        version: int,
-        token_budget: int | None = None,
-        watch: Watch | None = None,
-    ) -> list[Segment]:
-        """See `Engine.generate`."""
-        check_requests(requests, sampling, token_budget, positions=max_positions(self.model))
-        if not requests:
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """See `Engine.load`. A weight that already lies where the model has it is not copied."""
+        check_idle(self._sitting, "load")
+        own = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            if name not in own:
+                raise ValueError(f"{type(self.model).__name__} has no weight called {name!r}. Load its own weights.")
+            if own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)
+        self.version = version
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
+        """See `Engine.submit`."""
+        check_idle(self._sitting, "submit")
+        check_requests(requests, sampling, token_budget, positions=max_positions(self.model), version=self.version)
+        if requests:
+            self._sitting = _Sitting(self, requests, sampling, token_budget)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
+        """See `Engine.collect`."""
+        sitting, self._sitting = self._sitting, None  # a sitting that fails is over
+        if sitting is None:
             return []
         # Not inference_mode: a buffer a model makes anew on the way (long-context rotary) must be usable in training.
         with torch.no_grad(), evaluating(self.model):
-            return _Sitting(self, requests, sampling, token_budget).run(version, Teller(watch, len(requests)))
+            sitting.work(None if timeout is None else time.monotonic() + timeout)
+        if not sitting.over:
+            self._sitting = sitting
+        return sitting.segments(self.version)
+
+    def park(self) -> None:
+        """See `Engine.park`."""
+        if self._sitting is not None:
+            self._sitting.parked = True
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: ColumnCache) -> Tensor:
         """Logits after the last token of each row, [rows, vocabulary]."""
@@ -88,7 +111,7 @@ class LocalEngine:
 
 
 class _Sitting:
-    """One call of `generate`. A row is a place in the batch; the first `self.rows` of them run, owned or idle.
+    """One submission. A row is a place in the batch; the first `self.rows` of them run, owned or idle.
 
     Host arrays, one entry per slot: `owner` (which request), `start` (column of its first token), `left` (tokens until
     the length limit), `position` (response tokens so far), `stream`. Device: `last`, the token to feed next.
@@ -106,7 +129,8 @@ class _Sitting:
         self.cache = ColumnCache(slots, self.columns)
         self.column = self.longest_context - 1
 
-        self.next = self.complete = 0
+        self.next = 0
+        self.parked = False
         self.slots, self.rows, self.alive = slots, 0, 0
         self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
         self.owner = np.full(slots, _IDLE, dtype=np.int64)
@@ -117,25 +141,28 @@ class _Sitting:
         self.last = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
         self.stop_ids = np.array(sorted(sampling.stop_ids), dtype=np.int64)
-        self.status = [Status.PARKED] * len(requests)
+        self.ended: dict[int, Status] = {}  # requests whose last segment is still to be given
+        self.given: set[int] = set()  # requests that have had theirs
         self.owners: list[NDArray[np.int64]] = []
         self.tape: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def run(self, version: int, tell: Teller) -> list[Segment]:
-        given = self.budget
-        while self.budget > 0:
-            tell(self.complete, given - self.budget)
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is sampled: all is complete, the budget is spent, or the rest is parked."""
+        return self.parked or self.budget <= 0 or (self.alive == 0 and self.next == len(self.requests))
+
+    def work(self, deadline: float | None) -> None:
+        """Sample until the sitting is over or the deadline has passed; at least one step."""
+        while not self.over:
             if self._wants_refill():
                 self._refill()
-            if self.alive == 0:
-                break
             if self.alive > self.budget:
                 self._park_last(self.alive - self.budget)
             if self.column == self.columns:
                 self._shift()
             self._step()
-        tell(self.complete, given - self.budget, last=True)
-        return self._segments(version)
+            if deadline is not None and time.monotonic() >= deadline:
+                return
 
     # Who sits where.
 
@@ -259,22 +286,31 @@ class _Sitting:
         ended = stopped | (seated & (self.left[:rows] == 0))
         if ended.any():
             for index, by_stop in zip(owner[ended].tolist(), stopped[ended].tolist(), strict=True):
-                self.status[index] = Status.STOPPED if by_stop else Status.TRUNCATED
-            self.complete += int(ended.sum())
+                self.ended[index] = Status.STOPPED if by_stop else Status.TRUNCATED
             self._vacate(np.flatnonzero(ended))
 
-    def _segments(self, version: int) -> list[Segment]:
-        """Sort the tape by owner. Steps come in order, so a stable sort leaves every response in order."""
+    def segments(self, version: int) -> list[tuple[int, Segment]]:
+        """What was sampled since the last call, sorted by request.
+
+        The tape has the tokens in the order of the steps, so a stable sort leaves every response in order.
+        """
+        if self.over:
+            left = set(range(len(self.requests))) - self.given - self.ended.keys()
+            self.ended |= dict.fromkeys(left, Status.PARKED)
         empty = np.zeros(0, dtype=np.int64)
         owners = np.concatenate(self.owners) if self.owners else empty
         order = np.argsort(owners, kind="stable")[(owners < 0).sum() :]
-        ends = np.cumsum(np.bincount(owners[owners >= 0], minlength=len(self.requests)))[:-1]
+        counts = np.bincount(owners[owners >= 0], minlength=len(self.requests))
         columns = [torch.cat(part).cpu().numpy() for part in zip(*self.tape, strict=True)] or [empty] * 3
-        parts = [np.split(column[order], ends) for column in columns]
-        return [
-            Segment(tokens.tolist(), logprobs.tolist(), entropies.tolist(), [version] * len(tokens), status)
-            for tokens, logprobs, entropies, status in zip(*parts, self.status, strict=True)
-        ]
+        parts = [np.split(column[order], np.cumsum(counts)[:-1]) for column in columns]
+        found = []
+        for index, (tokens, logprobs, entropies) in enumerate(zip(*parts, strict=True)):
+            if len(tokens) or index in self.ended:
+                values = tokens.tolist(), logprobs.tolist(), entropies.tolist(), [version] * len(tokens)
+                found.append((self.requests[index].id, Segment(*values, self.ended.get(index))))
+        self.given |= self.ended.keys()
+        self.ended, self.owners, self.tape = {}, [], []
+        return found
 
     def _tensor(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.device)
@@ -305,16 +341,6 @@ def draw(
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0], torch.special.entr(probs).sum(-1)
 
 
-def non_finite(requests: Sequence[Request], index: int, position: int) -> ValueError:
-    """The error for logits that no token can be drawn from."""
-    request = requests[index]
-    return ValueError(
-        f"the model gave non-finite logits for request {index} (seed {request.seed}, context of "
-        f"{len(request.context)} tokens) at response position {position}; no token can be drawn from them. "
-        "Look for NaN or infinite weights after the last update, or sample in a wider dtype."
-    )
-
-
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode inside; outside, every module is back in the mode it was in."""
@@ -325,12 +351,6 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest sequence the model is made for; None if its config does not say."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(positions) if positions else None
 
 
 def _batches(contexts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
@@ -361,34 +381,3 @@ def _check_model(model: PreTrainedModel) -> None:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; LocalEngine continues a context. Use a decoder-only model.")
-
-
-def check_requests(
-    requests: Sequence[Request], sampling: Sampling, token_budget: int | None, *, positions: int | None
-) -> None:
-    """Refuse what cannot be sampled, naming the request."""
-    if not sampling.temperature >= 0:
-        raise ValueError(
-            f"sampling.temperature={sampling.temperature} is not a temperature. Set 0 for greedy, or more to sample."
-        )
-    if token_budget is not None and token_budget < 0:
-        raise ValueError(f"token_budget={token_budget} is negative. Set None for no limit, or a number of tokens >= 0.")
-    for index, request in enumerate(requests):
-        if not request.context:
-            raise ValueError(
-                f"request {index} (seed {request.seed}) has an empty context; there is nothing to continue. "
-                "Start it with a beginning-of-sequence token."
-            )
-        if request.max_new_tokens < 1:
-            raise ValueError(
-                f"request {index} (seed {request.seed}) has max_new_tokens={request.max_new_tokens}; it is already as "
-                "long as it may be. Ask for at least 1, or leave it out."
-            )
-        length = len(request.context) + request.max_new_tokens
-        if positions is not None and length > positions:
-            raise ValueError(
-                f"request {index} (seed {request.seed}) may grow to {length} tokens ({len(request.context)} of context "
-                f"and max_new_tokens={request.max_new_tokens}), but the model has {positions} positions. "
-                f"Lower max_new_tokens to {positions - len(request.context)}, shorten the prompt, or take a model with "
-                "a longer context."
-            )

@@ -1,1 +1,1 @@
-"""Data sets from anywhere, read into problems and demonstrations."""
+"""Data sets from files and from the hub, read into problems and demonstrations."""

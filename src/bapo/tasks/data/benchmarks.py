@@ -1,7 +1,7 @@
-"""Benchmarks by name: where each one is on the hub, and how its problems are put.
+"""Benchmarks by name: where each one is on the hub, and how its prompts are worded.
 
-The prompts ask for the answer in a box because the verifier looks there. Columns are not listed: every layout these
-data sets come in is recognised, whether from the hub, from verl's parquet files or from the authors' own.
+The prompts ask for the answer in a box because the verifier looks there. Columns are not listed here, because
+`columns.py` recognises every layout of these data sets: the hub's, verl's parquet files and the authors' own files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Benchmark:
     hub: str
     """owner/name on the hub."""
     split: str
-    """What its name alone means. NAME:SPLIT takes another."""
+    """The split that NAME alone stands for. NAME:SPLIT selects another."""
     config: str | None = None
     template: str = BOXED_TEMPLATE
-    """Put around every prompt that does not have it yet, unless the caller gives a template."""
+    """Applied to every prompt that does not have this form yet, unless the caller gives a template."""
 
 
 BENCHMARKS = {

@@ -1,12 +1,13 @@
-"""Which columns of a row hold the prompt, the answer, the response.
+"""Which columns of a row hold the prompt, the answer and the response.
 
-A row is read by the columns it has, so one list of sources may mix layouts: verl's (`prompt` as chat messages,
+Each row is read by the columns it has, so one list of sources may mix layouts: verl's (`prompt` as chat messages,
 `reward_model.ground_truth`), GSM8K's (`question`, `answer`), MATH's (`problem`, `solution`), AIME's (`Problem`,
-`Answer`), Alpaca's (`instruction`, `input`, `output`) and plain ones. Names are tried in a fixed order, whatever their
-case; the first one with a value counts. A column named by the caller is the only one tried; dots lead into nested
-columns.
+`Answer`), Alpaca's (`instruction`, `input`, `output`) and plain ones. Names are tried in a fixed order, in upper or
+lower case, and the first column with a value counts. If the caller names a column, only that one is tried. Dots lead
+into nested columns.
 
-A row that has none of the columns is an error, with what it has; a row that has them empty is the caller's to count.
+A row that has none of the columns is an error, which lists the columns that it has. If the columns are there but empty,
+the caller counts the row.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ def prompt_of(row: Row, column: str | None) -> Prompt | None:
 
 
 def answer_of(row: Row, column: str | None) -> Any:
-    """The row's answer, cut from the solution that holds it; None if it is empty."""
+    """The row's answer, extracted from the solution if a solution holds it; None if it is empty."""
     name, value = _first(row, ANSWERS, column, "answer", "answer_column")
     return as_answer(value, worked=column is None and name.lower() == "solution")
 
 
 def pair_of(row: Row, prompt_column: str | None, response_column: str | None) -> tuple[Prompt | None, str | None]:
-    """The row's prompt and response; None for one that is empty.
+    """The row's prompt and response; None for each that is empty.
 
-    The response of a chat is its last message, if that is the assistant's. One out of `messages` answers what stands
-    before it there, so that is its prompt, whatever other columns say: some data sets repeat the first turn in one.
+    The response of a chat is its last message, if the assistant wrote it. A response from `messages` answers the
+    messages before it, so those are its prompt, whatever the other columns say: some data sets repeat the first turn in
+    another column.
     """
     name, value = _first(row, RESPONSES, response_column, "response", "response_column")
     prompt = None
@@ -64,8 +66,8 @@ def _as_response(value: Any, row: Row, name: str) -> str | None:
         value = last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None
     if value is not None and not isinstance(value, str):
         raise ValueError(
-            f"{row.place}: column {name!r} holds {str(value)[:60]!r} ({type(value).__name__}). A response is text, or "
-            "a chat whose last message is the assistant's. Name another column with response_column."
+            f"{row.place}: column {name!r} holds {str(value)[:60]!r} ({type(value).__name__}). A response must be "
+            "text, or a chat whose last message is the assistant's. Name another column with response_column."
         )
     if value:
         check_text(value, row.place, name)
@@ -73,7 +75,7 @@ def _as_response(value: Any, row: Row, name: str) -> str | None:
 
 
 def extra_of(row: Row, used: Sequence[str | None]) -> dict[str, Any]:
-    """What the row says besides prompts and answers, as far as JSON can hold it; verl's `extra_info` opened up."""
+    """The row's other columns, as far as JSON can hold them. The entries of verl's `extra_info` are among them."""
     taken = {*PROMPTS, *ANSWERS, *used, "reward_model", "extra_info", "input", "data_source"}
     said = {
         name: value
@@ -87,7 +89,7 @@ def extra_of(row: Row, used: Sequence[str | None]) -> dict[str, Any]:
 
 
 def look_up(values: dict[str, Any], column: str) -> Any:
-    """The value under a name, or under a path of names joined by dots; None if it is not there."""
+    """The value under a name, or under a path of names joined by dots; None if there is none."""
     found = _find(values, column)
     return None if found is _ABSENT else found
 
@@ -105,10 +107,11 @@ def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, k
                 return name, value
     if present is not None:
         return present, None
-    wanted = f"named by {key}={column!r}" if column is not None else f"called {', '.join(candidates)}"
+    named = f"there is no column for {key}={column!r}"
+    usual = f"none of its columns is called {', '.join(candidates)}"
     raise ValueError(
-        f"{row.place} has no {what}: none of its columns is {wanted}. It has {_columns(row.values)}. "
-        f"Name the right one with {key} (dots lead into nested columns)."
+        f"{row.place} has no {what}: {usual if column is None else named}. It has {_columns(row.values)}. "
+        f"Name the right column with {key} (dots lead into nested columns)."
     )
 
 

@@ -1,8 +1,8 @@
-"""Data sets as demonstrations, for supervised training before reinforcement: a prompt and the response to imitate.
+"""Data sets read into demonstrations, for supervised training: a prompt and a response to learn from.
 
-Sources, layouts, templates and errors are those of `problems.py`. The difference is what repeats: one prompt may have
-many responses, so only the same pair again is left out. Every assistant turn but the last of a chat belongs to the
-prompt.
+Sources, layouts, templates and errors are those of `problems.py`. Only the rule for duplicates differs: one prompt may
+have many responses, so a row is left out only if both prompt and response came before. In a chat, every assistant turn
+but the last belongs to the prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Demonstration", "load_demonstrations"]
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and a good response to it."""
+    """A prompt and a response to learn from."""
 
     id: str
     """Unique within its data set and stable between runs: the id of the question, and a hash of the response."""
@@ -38,10 +38,10 @@ def load_demonstrations(
     template: str | None = None,
     box_answers: bool = True,
 ) -> tuple[list[Demonstration], LoadReport]:
-    r"""The demonstrations of all sources, in order, and what became of their rows.
+    r"""The demonstrations of all sources, in order, and a report of what became of their rows.
 
-    `box_answers` turns GSM8K's solutions, known by their `#### 72` at the end, into text a model should write: without
-    calculator marks, ending in `\boxed{72}`. Other responses are taken as they are.
+    `box_answers` turns GSM8K's solutions, recognised by the `#### 72` at their end, into text that a model should
+    write: without calculator marks, and with `\boxed{72}` at the end. Other responses are taken as they are.
     """
     resolved = resolve_all(sources, template)
     found: dict[str, Demonstration] = {}
@@ -62,7 +62,7 @@ def load_demonstrations(
     report = LoadReport(read, len(found), duplicates, without_prompt=without_prompt, without_answer=without_response)
     if not found:
         raise ValueError(
-            f"{', '.join(sources)} gave no demonstration: {report}. Check which columns hold prompt and response, and "
-            "name them with prompt_column and response_column."
+            f"{', '.join(sources)} gave no demonstration: {report}. Check which columns hold the prompt and the "
+            "response, and name them with prompt_column and response_column."
         )
     return list(found.values()), report

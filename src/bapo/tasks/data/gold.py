@@ -1,7 +1,7 @@
 """The final answer inside a worked solution.
 
-GSM8K ends its solutions with `#### 72` and marks sums for a calculator, `<<48/2=24>>`; MATH puts the answer in a box.
-This reads gold answers, which people wrote; what a model wrote is the verifier's business.
+GSM8K ends its solutions with `#### 72` and marks sums for a calculator, `<<48/2=24>>`. MATH puts the answer in a box.
+This module reads gold answers, which people wrote. The verifier reads what a model wrote.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,]+)")
 def as_answer(value: object, *, worked: bool = False) -> Any:
     """The answer a column holds; None if it is empty.
 
-    Text is cut to what follows `####`, or to the content of its last box, if it has one. Numbers and dates become text.
-    A list, or one of texts written as JSON, stays a list: any of its entries is right. A dict stays one, and what JSON
-    cannot hold in it becomes text. `worked`: the text is a whole solution, and without a mark nothing can be read off.
+    Text is cut down to what follows `####`, or to the content of its last box, if it has either. Numbers and dates
+    become text. A list stays a list, any entry of which is right, and so does a JSON list of texts that is stored as
+    text. A dict stays a dict, and what JSON cannot hold in it becomes text. `worked` says that the text is a whole
+    solution; without `####` or a box it then has no answer.
     """
     if isinstance(value, bool):
         return value
@@ -49,7 +50,7 @@ def as_answer(value: object, *, worked: bool = False) -> Any:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} of a text holds, braces balanced, or \boxed 5 without them; None without a box."""
+    r"""The content of the last \boxed{…} of a text with balanced braces, or of \boxed 5; None if there is no box."""
     for start in reversed([match.end() for match in _BOX.finditer(text)]):
         depth = 1
         for end in range(start, len(text)):
@@ -70,7 +71,7 @@ def without_marks(solution: str) -> str:
 
 
 def _hashes(text: str) -> tuple[str, str] | None:
-    """What stands before and after `####`, if that begins the last line."""
+    """The text before and after `####`, if the last line begins with it."""
     before, mark, after = text.rstrip().rpartition("####")
     answer = after.strip()
     if not mark or not answer or "\n" in answer or before.rstrip(" \t")[-1:] not in ("", "\n"):
@@ -79,7 +80,7 @@ def _hashes(text: str) -> tuple[str, str] | None:
 
 
 def _json_texts(text: str) -> list[str] | None:
-    """The list of texts that a text holds as JSON. An interval such as [0, 1] is not one: its items are numbers."""
+    """The list, if a text is a JSON list of texts. An interval such as [0, 1] is not: its items are numbers."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -90,7 +91,7 @@ def _json_texts(text: str) -> list[str] | None:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it."""
+    """The value in a form that JSON can hold."""
     if isinstance(value, dict):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face hub -> rows, through the `datasets` package. Nothing else imports it.
+"""Rows of data sets on the Hugging Face hub, read with the `datasets` package. No other module imports it.
 
-Also reads what `Dataset.save_to_disk` wrote, which only that package can. Plain files, wherever they came from, do not
-pass through here: they need neither the package nor its cache.
+This module also reads what `Dataset.save_to_disk` wrote, which only that package can do. Plain files do not pass
+through here, wherever they came from: they need neither the package nor its cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_saved(directory: Path) -> bool:
 
 
 def hub_rows(name: str, config: str | None = None, split: str | None = None) -> Iterator[Row]:
-    """The rows of `owner/name`, from the hub or the local cache of it."""
+    """The rows of `owner/name`, from the hub or its local cache."""
     datasets = _package(name)
     label = ":".join(part for part in (name, config, split) if part)
     if split is None:
@@ -39,15 +39,16 @@ def saved_rows(directory: Path, split: str | None = None) -> Iterator[Row]:
         data = datasets.load_from_disk(str(directory))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
-            f"{directory} could not be loaded as a saved data set: {_first_line(error)} Save it again."
+            f"{directory} could not be loaded as a saved data set: {_first_line(error)} Save it again with "
+            "Dataset.save_to_disk."
         ) from error
     if isinstance(data, datasets.DatasetDict):
         wanted = _only_split(str(directory), list(data)) if split is None else split
         if wanted not in data:
-            raise ValueError(f"{directory} has no split {wanted!r}; it has {', '.join(data)}. Name one of these.")
+            raise ValueError(f"{directory} has no split {wanted!r}. It has {', '.join(data)}; name one of these.")
         data = data[wanted]
     elif split is not None:
-        raise ValueError(f"{directory} is one data set without splits; leave ':{split}' out.")
+        raise ValueError(f"{directory} has no split {split!r}: it is a data set without splits. Leave out ':{split}'.")
     yield from _rows(data, str(directory))
 
 
@@ -57,9 +58,9 @@ def _from_hub(label: str, datasets: Any, call: Callable[..., Any], *arguments: A
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"data set {label!r} could not be loaded from the hub: {_first_line(error)} "
-            "Check owner/name, owner/name:split or owner/name:config:split; without a network, give a path instead: "
-            "a .jsonl, .json, .csv or .parquet file, or a directory of them ($BAPO_DATA/NAME is where benchmarks are "
-            "looked for)."
+            "Check the name: owner/name, owner/name:split or owner/name:config:split. Without a network, give the path "
+            "of a .jsonl, .json, .csv or .parquet file or of a directory of them; benchmarks are looked up in "
+            "$BAPO_DATA/NAME first."
         ) from error
 
 
@@ -76,7 +77,7 @@ def _rows(data: Any, label: str) -> Iterator[Row]:
             number += 1
             yield Row(values, label, "row", number)
     if number == 0:
-        raise ValueError(f"{label} holds no rows. Name another split or data set.")
+        raise ValueError(f"{label} has no rows. Name another split or data set.")
 
 
 def _package(name: str) -> Any:
@@ -84,9 +85,9 @@ def _package(name: str) -> Any:
         import datasets
     except ImportError:
         raise ValueError(
-            f"{name!r} is no file or directory of files here, and a data set of the hub needs the datasets package. "
-            "Install it with `pip install 'bapo[data]'` or `pip install datasets`, or give a path to a .jsonl, .json, "
-            ".csv or .parquet file."
+            f"{name!r} is not a file or a directory of plain files, and reading it as a data set needs the datasets "
+            "package. Install it with `pip install 'bapo[data]'` or `pip install datasets`, or give the path of a "
+            ".jsonl, .json, .csv or .parquet file."
         ) from None
     return datasets
 

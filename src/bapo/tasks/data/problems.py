@@ -1,11 +1,11 @@
-"""Data sets as problems: read, cleaned of what repeats, named so that a run can be resumed.
+"""Data sets read into problems, without duplicates, and with ids that let a run be resumed.
 
-A problem's id is a hash of what it asks, before any template. So the same question keeps its id whichever file it comes
-from, problems are found again after a file is reordered, and a training problem that is also a test problem is noticed
-even where the two are put differently.
+A problem's id is a hash of its question, before any template. So the same question has the same id in every file, a
+problem is found again after its file is reordered, and a training problem that is also a test problem is noticed even
+if their templates differ.
 
 A question that comes again is left out: DAPO-Math-17k holds 17 thousand questions a hundred times each. If it comes
-again with another answer, the first answer stands, since nothing says which is right. Both are counted, never silent.
+again with another answer, the first answer counts, since nothing says which one is right. The report counts both cases.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class LoadReport:
     read: int
     kept: int
     duplicates: int = 0
-    """The same again."""
+    """Rows that repeat an earlier one."""
     conflicting: int = 0
-    """The same question again with another answer; the first one stands."""
+    """Rows that repeat a question with another answer. The first answer counts."""
     without_prompt: int = 0
     without_answer: int = 0
     first_conflict: str = ""
-    """Where the first of them stands, and the two answers."""
+    """The place of the first conflicting row, and the two answers."""
 
     def __str__(self) -> str:
         parts = [
@@ -61,11 +61,11 @@ def load_problems(
     answer_column: str | None = None,
     template: str | None = None,
 ) -> tuple[list[Problem], LoadReport]:
-    """The problems of all sources, in order, and what became of their rows.
+    """The problems of all sources, in order, and a report of what became of their rows.
 
-    `sources` are files, directories, data sets of the hub and benchmarks, called as `sources.py` says. Without column
-    names, the usual layouts are recognised (`columns.py`). Without a template, benchmarks get their own and everything
-    else is put as it stands.
+    `sources` are files, directories, data sets on the hub and benchmarks; `sources.py` says how they are named. Without
+    column names, the usual layouts are recognised (`columns.py`). Without a template, benchmarks get their own, and all
+    other prompts stay as they are.
     """
     resolved = resolve_all(sources, template)
     problems: dict[str, Problem] = {}
@@ -94,8 +94,8 @@ def load_problems(
     )
     if not problems:
         raise ValueError(
-            f"{', '.join(sources)} gave no problem: {report}. Check which columns hold prompt and answer, and name "
-            "them with prompt_column and answer_column."
+            f"{', '.join(sources)} gave no problem: {report}. Check which columns hold the prompt and the answer, and "
+            "name them with prompt_column and answer_column."
         )
     return list(problems.values()), report
 
@@ -103,7 +103,7 @@ def load_problems(
 def within(
     problems: Sequence[Problem], count_tokens: Callable[[Prompt], int], max_prompt_tokens: int
 ) -> tuple[list[Problem], list[Problem]]:
-    """The problems whose prompts have at most so many tokens, and those left out."""
+    """The problems whose prompts have at most `max_prompt_tokens` tokens, and those left out."""
     kept: list[Problem] = []
     left_out: list[Problem] = []
     for problem in problems:
@@ -112,10 +112,10 @@ def within(
 
 
 def without_overlap(train: Sequence[Problem], test: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
-    """The training problems that are in no test, and those left out because they are.
+    """The training problems that are not in the test set, and those left out because they are.
 
-    Compared by id and by what the prompt asks, so problems made elsewhere are compared too. A reworded problem is not
-    noticed.
+    Problems are compared by id and by the question in the prompt, so problems made elsewhere are compared too. A
+    reworded problem is not noticed.
     """
     held_out = {problem.id for problem in test} | {question_id(problem.prompt) for problem in test}
     kept: list[Problem] = []
@@ -127,7 +127,7 @@ def without_overlap(train: Sequence[Problem], test: Sequence[Problem]) -> tuple[
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """One value for a data set: ids, prompts, answers and extras. A resumed run must find the one it began with."""
+    """One hash over ids, prompts, answers and extras. A resumed run compares it with the one it started with."""
     digest = sha256()
     for problem in problems:
         said = [problem.id, problem.prompt, problem.answer, problem.extra]
@@ -137,11 +137,13 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 
 def resolve_all(sources: Sequence[str], template: str | None) -> list[Source]:
-    """Where all sources lead; refuses a missing one, no source at all, and a template that would lose the prompt."""
+    """All sources, resolved. Refuses a missing source, an empty list, and a template that would lose the prompt."""
     if template is not None:
         check_template(template)
     if isinstance(sources, str) or not sources:
-        raise ValueError(f"sources={sources!r} is no list of names. Give files, directories, hub names or benchmarks.")
+        raise ValueError(
+            f"sources={sources!r} is not a list of names. Give a list of files, directories, hub names or benchmarks."
+        )
     return [resolve(source) for source in sources]
 
 

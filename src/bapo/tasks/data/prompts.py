@@ -1,11 +1,11 @@
 """Prompts: text to be continued, or the messages of a chat.
 
-A template is text with `{prompt}` in it, put around a text, or around the last user message of a chat. Nothing else in
-it is special, so that `\\boxed{}` can stand in a template and in a problem alike. A prompt that already begins and ends
-as its template does is left alone: some data sets bring the usual instruction with them and some do not. A template
-of punctuation only is no instruction, and always put.
+A template is text with `{prompt}` in it. It is put around a text prompt, or around the last user message of a chat.
+Nothing else in it is special, so `\\boxed{}` may occur in a template as well as in a problem. A prompt that already
+begins and ends like the template is left alone, because some data sets include the usual instruction and some do not. A
+template that holds only punctuation is not an instruction and is always applied.
 
-How a chat becomes tokens, and whether a system message goes before it, is the model's side and not decided here.
+How a chat becomes tokens, and whether a system message comes before it, is decided by the policy, not here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_template(template: str) -> None:
     """Refuse a template that would lose the prompt."""
     if SLOT not in template:
         raise ValueError(
-            f"template={template!r} has no place for the problem. Write {SLOT} where it goes, "
+            f"template={template!r} has no place for the prompt. Write {SLOT} where the prompt belongs, "
             f"for example {SLOT + ' ' + BOXED!r}."
         )
 
@@ -41,28 +41,29 @@ def as_prompt(value: object, place: str, column: str) -> Prompt | None:
         return value if value and value.strip() else None
     if not isinstance(value, list):
         raise ValueError(
-            f"{place}: column {column!r} holds {_shown(value)}. A prompt is text, or a list of messages with role and "
-            "content. Name another column with prompt_column."
+            f"{place}: column {column!r} holds {_shown(value)}. A prompt must be text, or a list of messages with role "
+            "and content. Name another column with prompt_column."
         )
     messages = [_message(message, place, column) for message in value]
     if messages and messages[-1]["role"] == "assistant":
-        messages.pop()  # what the model is to write itself
+        messages.pop()  # the model itself must write this one
     return messages if any(m["content"].strip() for m in messages if m["role"] != "assistant") else None
 
 
 def check_text(text: str, place: str, column: str) -> None:
-    """Refuse half a character, as JSON can hold it: no tokenizer takes it."""
+    """Refuse a lone surrogate, which is half a character: JSON can hold one, but no tokenizer accepts it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{place}: column {column!r} holds the lone surrogate \\u{ord(text[error.start]):04x} at position "
-            f"{error.start + 1}, half of a character. Its text was cut or badly encoded; repair it or remove the row."
+            f"{error.start + 1}, which is half a character. The text was cut or badly encoded. Repair it, or remove "
+            "the row."
         ) from None
 
 
 def fill(template: str, prompt: Prompt) -> Prompt:
-    """The prompt as the template puts it."""
+    """The prompt with the template around it."""
     if isinstance(prompt, str):
         head, _, tail = template.partition(SLOT)
         has_it = prompt.lstrip().startswith(head.strip()) and prompt.rstrip().endswith(tail.strip())
@@ -76,10 +77,10 @@ def fill(template: str, prompt: Prompt) -> Prompt:
 
 
 def question_id(prompt: Prompt) -> str:
-    """A name for what is asked: 16 hex digits, the same on every machine.
+    """An id for the question: 16 hex digits, the same on every machine.
 
-    White space and the usual instruction at the end do not count, and a chat of one user message is its text. So the
-    same question from two data sets has one name.
+    White space and the usual instruction at the end are ignored, and a chat of one user message counts as its text. So
+    the same question has the same id in two data sets.
     """
     if isinstance(prompt, str):
         text = _bare(prompt)
@@ -98,8 +99,8 @@ def _message(message: object, place: str, column: str) -> Message:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(
-            f"{place}: column {column!r} holds {_shown(message)} where a message should be. "
-            'Messages look like {"role": "user", "content": "text"}; only text can be read.'
+            f"{place}: column {column!r} holds {_shown(message)}, which is not a message. "
+            'Write messages as {"role": "user", "content": "text"}; only text can be read.'
         )
     check_text(content, place, column)
     return {"role": role, "content": content}

@@ -1,12 +1,12 @@
-"""Files of data -> rows, each with the place it stands at.
+"""Data files read into rows, each with its place in the file.
 
-    .jsonl      one object per line; blank lines are passed over
+    .jsonl      one object per line; blank lines are skipped
     .json       a list of objects, or one object per line
     .csv        the first line names the columns
-    .parquet    with pyarrow
+    .parquet    needs pyarrow
 
-The first three may be compressed (.gz). Text is UTF-8, with or without a byte-order mark. Rows come one after the
-other: only a .json file is held in memory. What the columns mean is not decided here.
+The first three may be compressed (.gz). Text is UTF-8, with or without a byte-order mark. Rows are read one at a time;
+only a .json file is held in memory as a whole. `columns.py` decides what the columns mean.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ LONGEST_CSV_FIELD = 2**27
 
 
 class Row(NamedTuple):
-    """One row of a data set, and where it stands."""
+    """One row of a data set, and its place."""
 
     values: dict[str, Any]
     file: str
     """The file, or the name of the data set."""
     unit: str
-    """What is counted: line, item, row."""
+    """What `number` counts: line, item or row."""
     number: int
-    """From 1."""
+    """Counted from 1."""
 
     @property
     def place(self) -> str:
-        """As an error message names it."""
+        """The place as an error message names it."""
         return f"{self.file}, {self.unit} {self.number}"
 
 
@@ -48,8 +48,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     kind = data_format(path)
     if kind not in FORMATS:
         raise ValueError(
-            f"{path} ends in {path.suffix or 'nothing'}, which is no data format known here. A data file ends in "
-            f"{', '.join(FORMATS)}; all but parquet may be compressed (.gz)."
+            f"{path} has the ending {path.suffix or '(none)'}, which is not a known data format. A data file must end "
+            f"in {', '.join(FORMATS)}; all but parquet may be compressed (.gz)."
         )
     row = None
     try:
@@ -57,14 +57,15 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield row
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"{path} cannot be read: {error}. If it is there, it is damaged or cut short; write or download it again."
+            f"{path} cannot be read: {error}. If the file exists, it is damaged or incomplete; write or download it "
+            "again."
         ) from error
     if row is None:
-        raise ValueError(f"{path} holds no rows. Write it again, or leave it out.")
+        raise ValueError(f"{path} has no rows. Write it again, or leave it out.")
 
 
 def data_format(path: Path) -> str:
-    """What the name of a file says of its content; a .gz around it is not looked at."""
+    """The format that a file's name states, such as .jsonl; a .gz at the end is ignored."""
     name = path.name.lower()
     return Path(name.removesuffix(".gz")).suffix if not name.endswith(".parquet.gz") else ".gz"
 
@@ -85,8 +86,8 @@ def _json(path: Path) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else None
         raise ValueError(
-            f"{_invalid(error, path, line)} Repair it, or write the file again: a list of objects, or .jsonl with one "
-            "per line."
+            f"{_invalid(error, path, line)} Repair it, or write the file again: as a list of objects, or as .jsonl "
+            "with one object per line."
         ) from None
     for number, item in enumerate(items, 1):
         yield Row(_checked_object(item, path, "item", number), str(path), "item", number)
@@ -104,7 +105,7 @@ def _csv(path: Path) -> Iterator[Row]:
                 header = record
             elif len(record) != len(header):
                 raise ValueError(
-                    f"{path}, line {reader.line_num} has {len(record)} fields, but its first line names {len(header)} "
+                    f"{path}, line {reader.line_num} has {len(record)} fields, but the first line names {len(header)} "
                     "columns. Quote fields that hold commas or line breaks, or write .jsonl instead."
                 )
             else:
@@ -121,7 +122,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as pq
     except ImportError:
         raise ValueError(
-            f"{path} is parquet, which needs pyarrow. Install it with `pip install 'bapo[data]'` or "
+            f"{path} is a parquet file, which needs pyarrow. Install it with `pip install 'bapo[data]'` or "
             "`pip install pyarrow`, or give the data as .jsonl."
         ) from None
     number = 0
@@ -133,7 +134,7 @@ def _parquet(path: Path) -> Iterator[Row]:
                     yield Row(values, str(path), "row", number)
     except pa.ArrowException as error:
         raise ValueError(
-            f"{path} cannot be read as parquet: {error}. It is damaged or cut short; write or download it again."
+            f"{path} cannot be read as parquet: {error}. It is damaged or incomplete; write or download it again."
         ) from error
 
 
@@ -143,7 +144,7 @@ FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines of text. Only a line feed ends one: JSON strings may hold every other separator."""
+    """The lines of a text file, numbered. Only a line feed ends a line: JSON strings may hold any other separator."""
     file: IO[bytes]
     with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:  # type: ignore[assignment]
         for number, line in enumerate(file, 1):
@@ -152,7 +153,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, content.decode()
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{path}, line {number} is not UTF-8: byte 0x{error.object[error.start]:02x} at its position "
+                    f"{path}, line {number} is not UTF-8: it has byte 0x{error.object[error.start]:02x} at position "
                     f"{error.start + 1}. Convert the file: iconv -f ITS-ENCODING -t UTF-8 {path.name}."
                 ) from None
 
@@ -163,13 +164,13 @@ def _json_object(line: str, path: Path, unit: str, number: int) -> dict[str, Any
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{_invalid(error, path, number)} It begins with {line.strip()[:60]!r}. "
-            "Every line must be one whole object; repair this one or remove it."
+            "Every line must be one whole object. Repair this one or remove it."
         ) from None
     return _checked_object(item, path, unit, number)
 
 
 def _invalid(error: Exception, path: Path, line: int | None) -> str:
-    """What is wrong and where in the file; json itself counts lines in the text that it was given."""
+    """What is wrong, and where in the file. json itself counts lines only in the text that it was given."""
     what = str(error)
     if isinstance(error, json.JSONDecodeError):
         what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
@@ -180,6 +181,6 @@ def _checked_object(item: object, path: Path, unit: str, number: int) -> dict[st
     if not isinstance(item, dict):
         raise ValueError(
             f"{path}, {unit} {number} holds a JSON {type(item).__name__}, not an object. "
-            'Write rows as objects with named columns: {"prompt": …, "answer": …}.'
+            'Write each row as an object with named columns: {"prompt": …, "answer": …}.'
         )
     return item

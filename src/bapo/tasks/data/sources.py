@@ -1,17 +1,17 @@
-"""What a data source may be called, and where that leads.
+"""How data sources are named, and what each name leads to.
 
     data/problems.jsonl                 a file
     data/dapo    data/gsm8k:train       a directory, or one split of it
-    openai/gsm8k:main:test              a data set of the hub: owner/name[[:config]:split]
-    aime24       gsm8k:train            a benchmark, from $BAPO_DATA/NAME if it is there, otherwise from the hub;
-                                        a directory of that name is ./aime24
-    aime24=/elsewhere/aime.parquet      any of the above under a name; a benchmark's name brings its prompt
+    openai/gsm8k:main:test              a data set on the hub: owner/name[[:config]:split]
+    aime24       gsm8k:train            a benchmark, from $BAPO_DATA/NAME if that exists, otherwise from the hub;
+                                        for a directory of that name write ./aime24
+    aime24=/elsewhere/aime.parquet      any of the above under a name of your own; a benchmark's name adds its template
 
 In a directory, `train.jsonl`, `train-00000-of-00004.parquet` and `train/0000.parquet` belong to the split `train`. A
-directory that holds several splits is never read as a whole: that would train on its test problems.
+directory that holds several splits is never read as a whole, because that would train on its test problems.
 
-Names are looked up when a source is resolved, so that a missing file is known before anything is read; the hub is asked
-only when rows are wanted.
+Names are looked up when a source is resolved, so that a missing file is reported before anything is read. The hub is
+contacted only when rows are read.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from. One of `files`, `saved` and `hub` is set."""
+    """Where rows come from. Exactly one of `files`, `saved` and `hub` is set."""
 
     label: str
-    """What its problems are called, unless a row names its own data set."""
+    """The `source` of its problems, unless a row names its own data set."""
     named: bool = False
-    """Whether a person chose the label; then it holds for every row."""
+    """Whether a person chose the label. If so, it holds for every row."""
     template: str = "{prompt}"
-    """How its prompts are put, unless the caller says otherwise."""
+    """The template of its prompts, unless the caller gives another."""
     files: tuple[Path, ...] = ()
     saved: Path | None = None
     hub: str = ""
@@ -57,7 +57,7 @@ class Source:
 
 
 def resolve(name: str) -> Source:
-    """Where a name leads, as the module's docstring says. Refuses what leads nowhere."""
+    """The source that a name leads to, as the module's docstring describes. Refuses a name that leads nowhere."""
     label, equals, rest = name.partition("=")
     if equals and _LABEL.fullmatch(label) and not Path(name).exists():
         source = replace(_unnamed(rest), label=label, named=True)
@@ -90,9 +90,9 @@ def _unnamed(name: str) -> Source:
         *config, last = [part or None for part in parts] or [None]
         return Source(label=hub, hub=hub, config=config[0] if config else None, split=last)
     raise ValueError(
-        f"data source {name!r} does not exist: it is no file or directory here, no benchmark "
-        f"({', '.join(BENCHMARKS)}) and no data set of the hub (owner/name, owner/name:split or "
-        f"owner/name:config:split). Paths are taken from {Path.cwd()}."
+        f"data source {name!r} does not exist: it is not a file or directory, not a benchmark "
+        f"({', '.join(BENCHMARKS)}) and not the name of a data set on the hub (owner/name, owner/name:split or "
+        f"owner/name:config:split). Check the spelling; paths are relative to {Path.cwd()}."
     )
 
 
@@ -101,8 +101,8 @@ def _path(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:
         raise ValueError(
-            f"data source {name!r} is in the home directory of a user who is not known here: {error} "
-            "Write the whole path, or ./ before a name that begins with ~."
+            f"data source {name!r} is in the home directory of a user that this machine does not know: {error} "
+            "Write the whole path, or put ./ before a name that begins with ~."
         ) from error
 
 
@@ -110,7 +110,9 @@ def _benchmark(name: str, split: str | None) -> Source:
     benchmark = BENCHMARKS[name]
     root = os.environ.get(DATA_DIRECTORY)
     if root and not Path(root).is_dir():
-        raise ValueError(f"{DATA_DIRECTORY}={root} is no directory. Name the one that holds {name}/, or unset it.")
+        raise ValueError(
+            f"{DATA_DIRECTORY}={root} is not a directory. Set it to the directory that holds {name}/, or unset it."
+        )
     directory = Path(root) / name if root else None
     if directory is not None and directory.is_dir():
         found = _local(directory, split, default=benchmark.split)
@@ -129,7 +131,10 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
     inside = sorted(file for file in path.rglob("*") if _is_data(file, path))
     if not inside:
         present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-        raise ValueError(f"{path} has no file that ends in {', '.join(FORMATS)} (or .gz); it holds: {present}.")
+        raise ValueError(
+            f"{path} has no file that ends in {', '.join(FORMATS)} (or .gz). It holds: {present}. Name a directory "
+            "with data files, or a file."
+        )
     splits: dict[str, list[Path]] = {}
     for file in inside:
         splits.setdefault(_split(file, path), []).append(file)
@@ -139,11 +144,11 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
         if len(splits) > 1:
             choice = min(splits.keys() - {""})
             raise ValueError(
-                f"{path} holds several splits: {_listed(splits)}. Name the one you mean, {path}:{choice}, or a file."
+                f"{path} holds several splits: {_listed(splits)}. Name one of them, such as {path}:{choice}, or a file."
             )
         return Source(label=path.resolve().name, files=tuple(inside))
     if split not in splits:
-        raise ValueError(f"{path} has no split {split!r}; it holds {_listed(splits)}. Name one of these, or a file.")
+        raise ValueError(f"{path} has no split {split!r}. It holds {_listed(splits)}. Name one of these, or a file.")
     return Source(label=path.resolve().name, files=tuple(splits[split]))
 
 
@@ -159,7 +164,7 @@ def _is_data(file: Path, root: Path) -> bool:
 
 
 def _split(file: Path, root: Path) -> str:
-    """The split that a file's name or its directory's tells, or nothing."""
+    """The split that the name of a file or of its directory states; empty if neither does."""
     stem = _stem(file)
     if shard := _SHARD.fullmatch(stem):
         return shard[1]
@@ -169,7 +174,7 @@ def _split(file: Path, root: Path) -> str:
 
 
 def _label(file: Path) -> str:
-    """What a lone file is called: its name, or its directory's if its own only tells the split."""
+    """The label of a lone file: its name, or the name of its directory if the file's name only states the split."""
     stem = _stem(file)
     return file.resolve().parent.name if stem in SPLITS or _SHARD.fullmatch(stem) else stem
 

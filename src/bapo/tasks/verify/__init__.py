@@ -1,1 +1,1 @@
-"""Verifiers: is a response right? They run in processes of their own."""
+"""Verifiers, which score responses: mathematics in sandboxed processes, and functions of the user's own."""

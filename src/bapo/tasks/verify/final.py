@@ -1,12 +1,12 @@
-"""Where the final answer of a response is. Pure rules on text, the same for every problem: they never see the answer.
+"""Where the final answer of a response is. The rules see only the response, never the problem's answer.
 
-    visible         what follows the end of thinking; nothing, if thinking began and never ended
+    visible         the text after the thinking; empty if thinking began and never ended
     boxed           the last \\boxed{…}
-    after_hashes    the rest of the last line if it opens with ####, as GSM8K's own solutions end
+    after_hashes    the rest of the last line if it begins with ####, as in GSM8K's own solutions
     sentence        the end of a last line such as "The answer is 72."
 
-A response has one final answer, the last. Listing candidates, boxing several or hiding one in the thinking gains
-nothing over a single guess. What an answer means is for others to say.
+A response has one final answer, and it is the last. Listing candidates, boxing several or hiding one in the thinking
+gains nothing over a single guess. What an answer means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 __all__ = ["TAIL", "after_hashes", "boxed", "sentence", "visible"]
 
 TAIL = 8192
-"""Characters at the end of a response that count; an answer before them is not seen."""
+"""How many characters at the end of a response are read. An answer before them is not seen."""
 
 _HASHES = re.compile(r"#{4}(?!#)[ \t]*(.+)")
 _SENTENCE = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?\s*(.+)$", re.IGNORECASE)
@@ -24,9 +24,9 @@ _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*")
 
 
 def visible(response: str, *, thinking: bool = False) -> str:
-    """The part after thinking, at most `TAIL` characters of it.
+    """The text after the thinking, at most its last `TAIL` characters.
 
-    With `thinking` the prompt itself has opened the thinking, so that a response without </think> is thinking only.
+    `thinking` says that the prompt itself has opened the thinking, so a response without </think> is all thinking.
     """
     _, end, after = response.rpartition("</think>")
     if not end and (thinking or "<think>" in response):
@@ -36,18 +36,18 @@ def visible(response: str, *, thinking: bool = False) -> str:
 
 
 def boxed(text: str) -> str | None:
-    """What the last \\boxed{…} or \\fbox{…} holds; empty if it is never closed, None if there is no box."""
+    """The content of the last \\boxed{…} or \\fbox{…}; empty if it is never closed, None if there is no box."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
     start = boxes[-1].end()
     if text[start : start + 1] != "{":
-        return text[start : start + 1].strip()  # TeX: without braces the next character is the argument
+        return text[start : start + 1].strip()  # in TeX, without braces, the next character is the argument
     depth, place = 0, start
     while place < len(text):
         character = text[place]
         if character == "\\":
-            place += 1  # an escaped brace, or the first letter of a command
+            place += 1  # skip an escaped brace, or the first letter of a command
         elif character == "{":
             depth += 1
         elif character == "}":
@@ -59,9 +59,9 @@ def boxed(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """What stands after #### if that opens the last line; of "#### Final Answer: 72" what it says the answer is.
+    """The text after #### if the last line begins with it; the 72 of "#### Final Answer: 72".
 
-    On any other line it is a heading.
+    On any other line, #### marks a heading.
     """
     lines = text.rstrip().splitlines()
     marked = _HASHES.fullmatch(lines[-1]) if lines else None
@@ -71,7 +71,7 @@ def after_hashes(text: str) -> str | None:
 
 
 def sentence(text: str) -> str | None:
-    """What the last line says the answer is, without its full stop."""
+    """The answer that the last line states, without the full stop."""
     lines = text.rstrip().splitlines()
     said = _SENTENCE.search(lines[-1][-1000:]) if lines else None
     return said[1].strip().strip("*").removesuffix(".").strip("*").strip() if said else None

@@ -1,21 +1,22 @@
-"""A reward of your own: any function `module:function`, plain or async.
+"""A reward function of your own: any `module:function`, plain or async.
 
     def reward(response, answer):
         return float(answer in response)
 
-It is called with those of these keywords that it names, or with all of them if it takes **kwargs:
+It is called with those of the following keywords that it names, or with all of them if it takes **kwargs:
 
     response    the text of the response, without its stop token
     answer      the problem's ground truth
-    prompt      the problem's prompt: a text, or chat messages
-    extra       the other columns of its data set, a dict
+    prompt      the problem's prompt: text, or chat messages
+    extra       the other columns of its data set, as a dict
 
-and returns a number, a bool, or a dict with "reward" (and, for majority votes, "answer"). Anything else, a NaN, a
-number too large for float32 or an exception is a failure of the verifier, not a reward of 0.
+It returns a number, a bool, or a dict with "reward" (and, for majority votes, "answer"). Anything else counts as a
+failure of the verifier, not as a reward of 0: another type, a NaN, a number too large for float32, an exception.
 
-It runs in the training process: a plain function is called for one response after the other, without a time limit, and
-what it breaks is broken. Async functions, such as calls of a judge model, run side by side in one event loop that lives
-as long as the reward, up to `concurrency` at a time with `seconds` each; clients they keep between calls stay valid.
+The function runs in the training process. A plain function is called for one response after the other, without a time
+limit, and nothing protects the process from it. Async functions, such as calls to a judge model, run concurrently in
+one event loop, at most `concurrency` at a time with `seconds` each. The loop lives as long as the reward, so clients
+that the function keeps between calls stay valid.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ KEYWORDS = ("response", "answer", "prompt", "extra")
 
 
 class FunctionReward:
-    """Scores by a function of the user's."""
+    """Scores responses with a function of the user's own."""
 
     def __init__(self, name: str, *, concurrency: int = 32, seconds: float = 60.0) -> None:
         if concurrency < 1 or not seconds > 0:
-            raise ValueError(f"{name}: concurrency={concurrency} and seconds={seconds} must be positive.")
+            raise ValueError(
+                f"reward function {name!r}: concurrency={concurrency} and seconds={seconds} must both be positive. "
+                "Allow at least one call at a time, and more than 0 seconds for each."
+            )
         self.name, self.concurrency, self.seconds = name, concurrency, seconds
         self._function = find_function(name)
         self._keywords = _accepted(name, self._function)
@@ -53,7 +57,7 @@ class FunctionReward:
         self._finalizer = weakref.finalize(self, self._runner.close)
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
-        """What the function gives for each response, in order. Never raises over a text."""
+        """The score that the function gives each response, in order. No response text makes it raise."""
         if self._is_async:
             return self._runner.run(self._all(responses))
         return [self._one(problem, response) for problem, response in responses]
@@ -94,27 +98,30 @@ class FunctionReward:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names, looked for in the current directory too.
+    """The function that `module:function` names. Modules in the current directory are found too.
 
-    Raises ValueError that says what was not found, and where.
+    Raises a ValueError that says what was not found, and where.
     """
     module_name, colon, function_name = name.partition(":")
     if not (colon and module_name and function_name) or "/" in name or module_name.endswith(".py"):
-        raise ValueError(f"reward function {name!r}: write module:function, such as rewards:score for rewards.py.")
+        raise ValueError(
+            f"reward function {name!r} is not of the form module:function. For the function score in rewards.py, write "
+            "rewards:score."
+        )
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
-    importlib.invalidate_caches()  # its file may be new
+    importlib.invalidate_caches()  # the file may be new
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"reward function {name!r}: {module_name} itself imports {error.name}, which is missing."
+                f"reward function {name!r}: {module_name} imports {error.name}, which is missing. Install it."
             ) from error
         raise ValueError(
             f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
-            "Run where its file is, or install its package."
+            "Start from the directory that holds its file, or install its package."
         ) from error
     except Exception as error:
         raise ValueError(f"reward function {name!r}: importing {module_name} failed: {describe(error)}") from error
@@ -122,13 +129,13 @@ def find_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         defined = [key for key, value in vars(module).items() if callable(value)]
         near = difflib.get_close_matches(function_name, defined, n=3)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"reward function {name!r}: {module_name} has no function {function_name!r}.{hint}")
+        hint = f"Did you mean {' or '.join(near)}?" if near else "Define it there, or name another."
+        raise ValueError(f"reward function {name!r}: {module_name} has no function {function_name!r}. {hint}")
     return function  # type: ignore[no-any-return]
 
 
 def _accepted(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    """The keywords to call it with."""
+    """The keywords to call the function with."""
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
         wanted = parameter.default is parameter.empty and parameter.kind not in (
@@ -137,8 +144,8 @@ def _accepted(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
         )
         if wanted and (parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY):
             raise ValueError(
-                f"reward function {name!r} wants {parameter.name!r}, which we do not have. "
-                f"It is called by keyword with any of {', '.join(KEYWORDS)}; give other parameters a default."
+                f"reward function {name!r} requires the parameter {parameter.name!r}, which is not available. It is "
+                f"called by keyword with any of {', '.join(KEYWORDS)}; give every other parameter a default."
             )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return KEYWORDS
@@ -149,7 +156,9 @@ def _score(returned: Any) -> Score:
     reward, answer = returned, None
     if isinstance(returned, dict):
         if "reward" not in returned:
-            raise TypeError(f"the reward function returned a dict without 'reward': {sorted(map(str, returned))}")
+            raise TypeError(
+                f"the reward function returned a dict without the key 'reward': {sorted(map(str, returned))}"
+            )
         reward, answer = returned["reward"], returned.get("answer")
     if not isinstance(reward, numbers.Real):
         raise TypeError(f"the reward function returned a {type(reward).__name__}, not a number")

@@ -1,29 +1,36 @@
-"""Is this answer to a mathematical problem right? math-verify decides, after rules of ours that it lacks.
+"""Scores answers to mathematical problems. A few rules of ours come first, then math-verify decides.
 
-The final answer of a response is its last \\boxed{…}; else its last line, if that opens with ####; else what its last
-line says the answer is, if that is mathematics; else what math-verify extracts from the text (the last formula or
-number); else the words of that last line. Only what follows </think> counts, and of that the last 8,192 characters
-(`bapo.tasks.verify.final`). An answer of more than 1,000 characters is refused.
+The final answer of a response is the first of these that exists (`bapo.tasks.verify.final`):
+
+    1. the content of its last \\boxed{…}
+    2. the rest of its last line, if that line begins with ####
+    3. the answer that its last line states, if that is mathematics
+    4. what math-verify extracts from the text: the last formula or number
+    5. the words that its last line states as the answer
+
+Only the text after </think> counts, and of that the last 8,192 characters. An answer of more than 1,000 characters is
+refused.
 
 Answer and ground truth are compared by the first rule that applies:
 
     the same text       after removing what does not show: spaces (not between digits), \\left, \\!, $, \\text{…}, …
     two rationals       exactly; if one of them is written as a decimal, within 1e-6 and a 1e-4th of the ground truth
-    words               \\text{Evelyn}, even, (C): only the same text is equal, in any case. To a computer algebra
-                        system a word is a product of letters, so that every anagram would do
+    words               \\text{Evelyn}, even, (C): only the same text is equal, in upper or lower case. To a computer
+                        algebra system a word is a product of letters, so it would accept every anagram
     52_8                the same digits, and the same base if both name one
     mathematics         math-verify: values, expressions, tuples, sets, intervals, matrices, equations
 
-Units, currencies and degrees are ignored, and 50% is both 50 and 0.5, as in math-verify. Three things math-verify would
-read as another number, so that only the same text is equal to them: a number that a word changes (3 trillion, 3 fifths,
-5 minus one; but quarters are coins), digits with a space between them that are no thousands (1 2; but 1 1/2 is 3/2),
-and an equation of two different numbers (7 = 5).
+Units, currencies and degrees are ignored, and 50% is both 50 and 0.5, as in math-verify. There are three things that
+math-verify would read as another number, so only the same text is equal to them: a number that a word changes
+(3 trillion, 3 fifths, 5 minus one; but quarters are coins), digits with a space between them that does not group
+thousands (1 2; but 1 1/2 is 3/2), and an equation of two different numbers (7 = 5).
 
-A response that answers with an equation gives its right side, or its left one if the right is only a name: x = 5, 5 = x
-and 5 cm = x are all 5. So are 3 + 2 = 5 and 5 = 5, which are true; x = 5 = 6 and 6 = 5 = x cannot be, and are nothing.
+If a response answers with an equation, its right side is the answer, or its left side if the right side is only a name:
+x = 5, 5 = x and 5 cm = x all mean 5. So do 3 + 2 = 5 and 5 = 5, which are true. x = 5 = 6 and 6 = 5 = x cannot be true
+and mean nothing.
 
-math-verify's own time limits are off, because signals work in a main thread only: call this through `sandbox.py`.
-`verify` depends on nothing but its arguments, and raises over a ground truth only, never a text.
+math-verify's own time limits are off, because they use signals, which work only in the main thread. So call `verify`
+through `sandbox.py`. It depends on nothing but its arguments. A bad ground truth makes it raise; no response text does.
 """
 
 from __future__ import annotations
@@ -47,7 +54,7 @@ from bapo.types import Score
 __all__ = ["MAX_ANSWER", "verify", "verify_thinking"]
 
 MAX_ANSWER = 1000
-"""Characters of the longest answer that is considered."""
+"""The most characters that an answer may have."""
 
 for _library in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_library).setLevel(logging.CRITICAL)
@@ -73,7 +80,7 @@ _COUNTS = (
     "(?:twen|thir|for|fif|six|seven|eigh|nine)ty|half|quarter"
 )
 _OPERATIONS = "plus|minus|times|over|point|and|or|mod|modulo|choose|divided by|multiplied by|to the"
-_CHANGED = re.compile(  # a word after a number that makes another number of it
+_CHANGED = re.compile(  # a number and a word after it that turns it into another number
     rf"\d *(?:(?:{_MULTIPLES})s?\b|(?:(?:{_PARTS})s|halves|tens|squared|cubed|factorial)\b|(?:{_PARTS})(?! ?[a-z])"
     rf"|(?:{_OPERATIONS}) (?:an? )?(?:{_COUNTS}|{_PARTS}|{_MULTIPLES})s?\b)",
     re.IGNORECASE,
@@ -90,39 +97,39 @@ _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-zA-Z*]+\}|\\[a-zA-Z]+")
 
 
 def verify(answer: str | float | list[str | float], response: str) -> Score:
-    """1.0 if the final answer of the response is `answer`, otherwise 0.0; and that final answer in its normal form.
+    """1.0 if the final answer of the response equals `answer`, otherwise 0.0; and that final answer in normal form.
 
-    A list of answers means that any of them is right.
+    If `answer` is a list, any of its entries is right.
     """
     return _verify(answer, response, thinking=False)
 
 
 def verify_thinking(answer: str | float | list[str | float], response: str) -> Score:
-    """The same for models whose prompt already opens the thinking: without </think> there is no answer."""
+    """Like `verify`, for models whose prompt already opens the thinking: only text after </think> can answer."""
     return _verify(answer, response, thinking=True)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """One answer, read in every way that it can be."""
+    """One answer, read in every way that is possible."""
 
     text: str
-    """Without what does not show."""
+    """The text without what does not show."""
     number: Fraction | None = None
     decimal: bool = False
     """Whether the number is written with a decimal point, and so perhaps rounded."""
     words: bool = False
     base: str = ""
-    """That of the number system, if it is written: the 8 of 52_8. The digits are then `text`."""
+    """The base of the number system, if it is written: the 8 of 52_8. `text` then holds the digits."""
     value: Any = None
-    """What math-verify parsed, unless it is number or words."""
+    """What math-verify parsed, unless the answer is a number or words."""
     misread: bool = False
-    """Whether math-verify would make another number of it than it says; then nothing was parsed."""
+    """Whether math-verify would read it as another number. If so, it was not parsed."""
 
 
 def _verify(answer: str | float | list[str | float], response: str, *, thinking: bool) -> Score:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a library's opinion of a hostile text
+        warnings.simplefilter("ignore")  # libraries warn about hostile texts
         golds = [_gold(_gold_text(one)) for one in (answer if isinstance(answer, list) and answer else [answer])]
         found = _find(visible(response, thinking=thinking))
         if found is None:
@@ -132,7 +139,7 @@ def _verify(answer: str | float | list[str | float], response: str, *, thinking:
 
 def _gold_text(answer: object) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise ValueError(f"the ground truth {answer!r} is not an answer; it must be a number or a text")
+        raise ValueError(f"the ground truth {answer!r} is not an answer; it must be a number or a non-empty text")
     text = str(answer)
     return (boxed(text) or after_hashes(text) or text).strip()
 
@@ -165,7 +172,7 @@ def _find(text: str) -> _Answer | None:
 
 
 def _is_a_base(value: Any, text: str) -> bool:
-    """Whether a number is that of a power which could not be read: the 5 of 5^{9^{8."""
+    """Whether a number is the base of a power that could not be read: the 5 of 5^{9^{8."""
     if not isinstance(value, sympy.Integer | sympy.Float):
         return False
     number = abs(Fraction(int(value)) if isinstance(value, sympy.Integer) else Fraction(str(value)))
@@ -190,8 +197,10 @@ def _read(text: str) -> _Answer:
 
 
 def _read_name_first(text: str) -> _Answer:
-    """The same, 5 = x as x = 5, because math-verify compares with the right side of an equation. Not for ground truths:
-    x + y = z is an equation that was asked for."""
+    """Like `_read`, but 5 = x is read as x = 5, because math-verify compares with the right side of an equation.
+
+    Not for ground truths: there, x + y = z is an equation that the problem asks for.
+    """
     answer = _read(text)
     if not _names_last(answer.value) or text.count("=") != 1:
         return answer
@@ -200,14 +209,14 @@ def _read_name_first(text: str) -> _Answer:
 
 
 def _names_last(value: Any) -> bool:
-    """Whether it is an equation of something and a name, in this order, and the name does not occur in the former."""
+    """Whether it is an equation whose right side is a name, and the left side is not one and does not contain it."""
     if not isinstance(value, sympy.Eq) or not isinstance(value.rhs, sympy.Symbol):
         return False
     return not isinstance(value.lhs, sympy.Symbol) and value.rhs not in value.lhs.free_symbols
 
 
 def _is_false(shown: str, value: Any) -> bool:
-    """Whether it is an equation, or a chain of them, between two different numbers."""
+    """Whether it is an equation, or a chain of equations, between two different numbers."""
     first, *_, last = map(_number, shown.split("=")) if "=" in shown else (None, None)
     if first is not None and last is not None and not _close(first, last):
         return True
@@ -233,7 +242,7 @@ def _clean(text: str) -> str:
 
 
 def _number(shown: str) -> Fraction | None:
-    """The number that a text is, units apart."""
+    """The number that a text is, without its unit; None if it is not a number."""
     if _CHANGED.search(shown):
         return None
     bare = _UNIT.sub("", shown.strip("€£¥ ")).strip()
@@ -252,12 +261,12 @@ def _is_words(text: str, shown: str) -> bool:
 
 
 def _parse(text: str, *more: Any) -> Any:
-    """What math-verify makes of a text; None if nothing."""
+    """What math-verify parses from a text; None if nothing."""
     found = math_verify.parse(
         text,
         [LatexExtractionConfig(boxed_match_priority=0), *more],
         fallback_mode="no_fallback",
-        extraction_mode="any_match" if more else "first_match",  # a box is the whole answer: no looking for parts of it
+        extraction_mode="any_match" if more else "first_match",  # a box is read as a whole, not searched for parts
         parsing_timeout=None,
     )
     return found[0] if found else None
@@ -281,7 +290,7 @@ def _close(gold: Fraction, found: Fraction) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    """Without spaces, but for those between digits."""
+    """The text without spaces, except for those between digits."""
     return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)
 
 
@@ -304,4 +313,4 @@ def _shared_form(answer: _Answer) -> str:
     return form[:200].encode("utf-8", "replace").decode()
 
 
-verify("1", r"\boxed{\frac{1}{2}}")  # the grammar is built on first use: do it on import, outside anybody's time limit
+verify("1", r"\boxed{\frac{1}{2}}")  # the first use builds the grammar: do that on import, outside any time limit

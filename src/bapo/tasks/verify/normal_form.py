@@ -1,13 +1,13 @@
 """One text for all ways of writing a value, so that equal answers can be counted together in a majority vote.
 
-    a number            exactly if it is rational (1/2, also for 0.5), else to 12 digits (1.41421356237)
+    a number            exact if it is rational (1/2, also for 0.5), otherwise to 12 digits (1.41421356237)
     an expression       expanded, as sympy prints it
     x = 5               5: the name is not part of the answer
-    a tuple, set, …     its parts in normal form; the parts of a set in order
+    a tuple, set, …     its parts in normal form; the parts of a set sorted
 
-Two answers share their form only if they are equal (up to those 12 digits); some equal ones do not, such as
-trigonometric identities. Whatever would be dear to compute has no normal form, and its text must do: this is called
-inside the time limit of a verifier and must never be what exceeds it.
+Two answers have the same form only if they are equal (up to those 12 digits). Some equal answers have different forms,
+such as trigonometric identities. A value that would be expensive to compute has no normal form, and the caller uses its
+text: this code runs inside the time limit of a verifier and must never be the part that exceeds it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["normal_form"]
 MAX_OPERATIONS = 40
 MAX_EXPONENT = 20
 MAX_DIGITS = 100
-_DEAR = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative, sympy.factorial, sympy.binomial)
+_EXPENSIVE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative, sympy.factorial, sympy.binomial)
 
 
 def normal_form(value: Any) -> str | None:
-    """The form of what was parsed, or None."""
+    """The normal form of what was parsed, or None."""
     try:
         return _form(value)
-    except Exception:  # sympy raises anything at all over what can be written
+    except Exception:  # on hostile input, sympy may raise anything
         return None
 
 
@@ -70,8 +70,8 @@ def _expression(value: sympy.Expr) -> str:
 
 
 def _is_cheap(value: Any) -> bool:
-    """Whether evaluating and expanding it is a matter of milliseconds."""
-    if not isinstance(value, sympy.Basic) or value.has(*_DEAR) or sympy.count_ops(value) > MAX_OPERATIONS:
+    """Whether it takes only milliseconds to evaluate and expand."""
+    if not isinstance(value, sympy.Basic) or value.has(*_EXPENSIVE) or sympy.count_ops(value) > MAX_OPERATIONS:
         return False
     powers = value.atoms(sympy.Pow)
     return all(

@@ -3,9 +3,9 @@
     with VerifierPool("bapo.tasks.verify.math:verify", workers=4, seconds=5, memory_mb=1024) as pool:
         pool.scores([("72", r"… \\boxed{72}"), …])          # a Score each, in order
 
-A model under training will sooner or later write 9^{9^{9^{9}}}, and a verifier that computes with answers will try.
-So a verifier is a pure function `verify(answer, response) -> Score`, named as module:function, and is called by
-workers (`bapo.tasks.verify.worker`) under a hard limit of wall-clock time and memory for each answer:
+A model under training will sooner or later write 9^{9^{9^{9}}}, and a verifier that computes with answers will try to
+evaluate it. So a verifier is a pure function `verify(answer, response) -> Score`, named as module:function, and workers
+(`bapo.tasks.verify.worker`) call it under hard limits of wall-clock time and memory for each answer:
 
     what happened                                   the Score's failure
     out of time                                     timeout after 5 s
@@ -13,12 +13,13 @@ workers (`bapo.tasks.verify.worker`) under a hard limit of wall-clock time and m
     the process died                                crash: signal 11
     the function raised                             ValueError: …
 
-None of these is a reward of 0: the verifier could not tell. A verifier that catches its own MemoryError decides by
-itself. A worker imports its verifier once, never torch, and is used for as long as it lives. Equal pairs are verified
-once per call. One thread of ours per worker feeds it and waits for it; of several callers one is served at a time, and
-the others wait for it to return.
+None of these is a reward of 0: the verifier could not tell. A verifier that catches its own MemoryError decides for
+itself. A worker imports its verifier once, never imports torch, and is used for as long as it lives. Equal pairs are
+verified once per call. In our process, one thread per worker feeds the worker and waits for it. The pool serves one
+caller at a time, and other callers wait until that call returns.
 
-What it does not do: run code written by a model (a worker has limits but no walls), or retry.
+What it does not do: it never retries, and it must not run code that a model wrote, because a worker has limits but is
+not a jail.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ WORKER = "bapo.tasks.verify.worker"
 START_SECONDS = 120.0
 """How long a worker may take to import its verifier."""
 GRACE_SECONDS = 2.0
-"""How much later than a worker's own timer we stop waiting and kill it; also its time to leave when asked."""
+"""How long after the worker's own timer we kill it, and how long it may take to exit when asked to."""
 MAX_DEFAULT_WORKERS = 16
 
 
@@ -60,15 +61,15 @@ def default_workers() -> int:
 
 
 class VerifierPool:
-    """Workers that all call one verifier. Ends with `close`, with the `with` block, or with the process."""
+    """Workers that all call one verifier. They end with `close`, with the `with` block, or with the process."""
 
     def __init__(
         self, verifier: str, *, workers: int | None = None, seconds: float = 5.0, memory_mb: int = 1024
     ) -> None:
         if workers is not None and workers < 1:
-            raise ValueError(f"workers={workers}: a pool needs at least one. Leave it out for one per core.")
+            raise ValueError(f"workers={workers} is too few. Give at least 1, or leave it out for one per core.")
         if not (seconds > 0 and math.isfinite(seconds)):
-            raise ValueError(f"seconds={seconds}: the time limit of an answer must be positive and finite.")
+            raise ValueError(f"seconds={seconds} cannot limit the time of an answer. Give a positive, finite number.")
         if memory_mb < 64:
             raise ValueError(f"memory_mb={memory_mb} is too little for any verifier. Allow at least 64.")
         self.verifier, self.seconds, self.memory_mb = verifier, seconds, memory_mb
@@ -82,13 +83,13 @@ class VerifierPool:
             raise
 
     def scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
-        """What the verifier says of each (answer, response), in order. Never raises over a text."""
+        """The score that the verifier gives each (answer, response), in order. No response text makes it raise."""
         with self._lock:
             return self._scores(responses)
 
     def _scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
         if not self._finalizer.alive:
-            raise ValueError("this pool of verifiers was closed; make a new one.")
+            raise ValueError(f"the pool of {self.verifier} was closed and cannot score any more. Make a new one.")
         keys = [json.dumps(pair) for pair in responses]
         work: queue.SimpleQueue[tuple[str, tuple[Any, str]]] = queue.SimpleQueue()
         for item in dict(zip(keys, responses, strict=True)).items():
@@ -108,7 +109,7 @@ class VerifierPool:
             try:
                 for finished in [threads.submit(drain, worker) for worker in busy]:
                     finished.result()
-            except BaseException:  # Ctrl-C, or a worker that will not start: let nobody wait
+            except BaseException:  # Ctrl-C, or a worker that does not start: no thread may keep waiting
                 with contextlib.suppress(queue.Empty):
                     while True:
                         work.get_nowait()
@@ -117,7 +118,7 @@ class VerifierPool:
         return [found[key] for key in keys]
 
     def close(self) -> None:
-        """End the workers. Does nothing the second time."""
+        """End the workers. A second call does nothing."""
         self._finalizer()
 
     def _score(self, reply: dict[str, Any]) -> Score:
@@ -141,9 +142,9 @@ class VerifierPool:
 
 
 def call_once(function: str, *arguments: Any, seconds: float) -> Any:
-    """What `module:function` returns for JSON arguments, from a process of its own that ends with the call.
+    """The result of `module:function` for JSON arguments, computed in a process that ends with the call.
 
-    Its hash seed is fixed, so that code which iterates over sets gives the same result in every run.
+    The hash seed of that process is fixed, so that code which iterates over sets gives the same result in every run.
     Raises ValueError with the cause if the call fails.
     """
     worker = _Worker(function, 0)
@@ -157,7 +158,7 @@ def call_once(function: str, *arguments: Any, seconds: float) -> Any:
 
 
 class _Worker:
-    """Our end of one worker process; starts it, and starts it again when it is lost."""
+    """Our end of one worker process. Starts it, and starts it again when it is lost."""
 
     def __init__(self, function: str, memory_mb: int) -> None:
         self.function, self.memory_mb = function, memory_mb
@@ -165,7 +166,7 @@ class _Worker:
         self._start()
 
     def wait_until_ready(self) -> None:
-        """Wait for the import. Raises ValueError if the function cannot be had."""
+        """Wait until the worker has imported the function. Raises ValueError if it cannot."""
         if self.process is None:
             self._start()
         if self.ready:
@@ -176,8 +177,8 @@ class _Worker:
         except (OSError, EOFError, ValueError) as error:
             status = self._end()
             raise RuntimeError(
-                f"a worker for {self.function} did not start ({type(error).__name__}, exit status {status}). "
-                "The machine may be out of memory or processes."
+                f"a worker for {self.function} did not start ({type(error).__name__}, exit status {status}). The "
+                "machine may be out of memory or processes; use fewer workers, or stop other programs."
             ) from error
         if "refused" in greeting:
             self._end()
@@ -205,7 +206,7 @@ class _Worker:
         self._end()
 
     def hang_up(self) -> None:
-        """Say that no more is wanted: an idle worker leaves by itself, and a thread of ours that waits here stops."""
+        """Close the connection: an idle worker then exits by itself, and a thread of ours that waits for it stops."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -235,7 +236,7 @@ class _Worker:
             )
 
     def _end(self) -> int:
-        """Hang up, wait for the worker to go, kill it if it does not; its exit status."""
+        """Hang up, wait for the worker to exit, and kill it if it does not. Returns its exit status."""
         process, self.process, self.ready = self.process, None, False
         self.hang_up()
         self.connection.close()
@@ -252,7 +253,7 @@ class _Worker:
 
 
 def _cause(status: int, seconds: float, memory_mb: int) -> str:
-    """What a death means, from an exit status as subprocess gives it: negative for a signal."""
+    """Why a worker died, from its exit status as subprocess gives it: negative for a signal."""
     if status == -signal.SIGALRM:
         return f"timeout after {seconds:g} s"
     if status == OUT_OF_MEMORY:
@@ -261,9 +262,9 @@ def _cause(status: int, seconds: float, memory_mb: int) -> str:
 
 
 def _close_all(workers: Sequence[_Worker], owner: int) -> None:
-    """End them all. A process forked from the one that started them leaves them alone."""
+    """End all workers. A process forked from their owner leaves them alone."""
     if os.getpid() == owner:
         for worker in workers:
-            worker.hang_up()  # all hear it at once
+            worker.hang_up()  # so that all of them exit at the same time
         for worker in workers:
             worker.close()

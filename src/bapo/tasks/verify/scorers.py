@@ -1,4 +1,4 @@
-"""Which verifier `reward` names: math-verify in processes of its own, or a function of the user's."""
+"""The verifier that `reward` names: math-verify in sandboxed processes, or a function of the user's own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MATH = "math"
 
 
 def check_answers(problems: Sequence[Problem], reward: str) -> None:
-    """Refuse reference answers that the verifier could not even read; it would fail on every response."""
+    """Refuse reference answers that the verifier cannot read: it would fail on every response."""
     for problem in problems if reward == MATH else ():
         answers = problem.answer if isinstance(problem.answer, list) and problem.answer else [problem.answer]
         if not all(isinstance(answer, str | int | float) and not isinstance(answer, bool) for answer in answers):
             raise ValueError(
-                f"problem {problem.id} ({problem.source}) has the reference answer {problem.answer!r}, neither text "
-                "nor number, so reward='math' cannot compare with it. Name another answer_column, or a module:function "
-                "that can."
+                f"problem {problem.id} ({problem.source}) has the reference answer {problem.answer!r}, which is "
+                "neither text nor number, so reward='math' cannot compare with it. Name another answer_column, or set "
+                "reward to a module:function that can."
             )
 
 
@@ -31,16 +31,16 @@ def open_scorer(
     opens_thinking: bool,  # whether a response begins in the middle of the model's thinking, see bapo.tasks.verify.math
     seconds: float,
     memory_mb: int,
-    workers: int | None = None,  # None: one per core, or 32 calls of an async function
+    workers: int | None = None,  # None: one per core, or 32 concurrent calls of an async function
 ) -> tuple[Scorer, Callable[[], None]]:
-    """What scores responses, and what ends it. It ends with the process too."""
+    """A function that scores responses, and one that closes it. It also closes with the process."""
     if reward != MATH:
         function = FunctionReward(reward, seconds=seconds, concurrency=workers or 32)
         return function.scores, function.close
     if find_spec("math_verify") is None:
         raise ValueError(
-            "reward='math' needs math-verify, which is not installed: pip install 'bapo[math]'. Or name a function of "
-            "yours, module:function."
+            "reward='math' needs math-verify, which is not installed. Install it with `pip install 'bapo[math]'`, or "
+            "name a function of your own as module:function."
         )
     verifier = f"bapo.tasks.verify.math:{'verify_thinking' if opens_thinking else 'verify'}"
     pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)

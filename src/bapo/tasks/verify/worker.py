@@ -1,21 +1,22 @@
-"""The inside of a sandbox: a process that calls one function for whoever holds the other end of its socket.
+"""The inside of a sandbox: a process that calls one function for its owner, at the other end of a socket.
 
     python -m bapo.tasks.verify.worker FD module:function MEMORY_MB
 
-Two processes, so that a hostile call costs a fork and not an import. The keeper imports the function once and forks a
-child; the child answers calls. When a call kills the child, the keeper says what killed it and forks the next one:
+A worker is two processes, so that recovery from a hostile call costs a fork and not an import. The keeper imports the
+function once and forks a child, and the child answers calls. When a call kills the child, the keeper reports the cause
+and forks the next one:
 
     who waits           for what                        what unblocks it
     child               a request                       the request, or the end of the socket: the owner is gone
     keeper              the child's death               a crash, the timer, the owner's SIGTERM
-    owner               a reply, or word of a death     either of them; its own clock, a little later than the timer
+    owner               a reply, or a report of death   either of them; its own clock, a little later than the timer
 
-Limits are the kernel's. The timer is SIGALRM with its default action, which ends the child even inside a C loop, and
-needs nobody to watch it: should the owner be killed, no call outlives its time. The memory limit is RLIMIT_AS, counted
-from what the imports already use. A child that has grown past half of it replies and makes way for a fresh one, so that
-no call pays for what an earlier one left behind. Ctrl-C is the owner's business and is ignored here.
+The kernel enforces the limits. The timer is SIGALRM with its default action, which ends the child even inside a C loop.
+Nobody has to watch it, so no call outlives its time even if the owner is killed. The memory limit is RLIMIT_AS, counted
+on top of what the imports already use. A child that has grown past half of it replies and is then replaced, so that no
+call pays for what an earlier one left behind. Ctrl-C is for the owner and is ignored here.
 
-It is no jail: a function that runs code written by a model needs one of its own.
+It is not a jail: a function that runs code written by a model needs one of its own.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from bapo.types import Score
 __all__ = ["LARGEST_REWARD", "OUT_OF_MEMORY", "load", "receive", "send"]
 
 LARGEST_REWARD = 3.4e38
-"""A reward beyond it, or a NaN, is no reward: float32 cannot hold it."""
+"""The largest reward allowed, in absolute value: float32 cannot hold more."""
 OUT_OF_MEMORY = 77
 """Exit status of a child that ran out of memory."""
 MAX_CAUSE = 200
-"""Characters of an exception's message that are passed on."""
+"""How many characters of an exception's message are passed on."""
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Write one JSON message, with its length ahead of it."""
+    """Write one JSON message, preceded by its length."""
     connection.sendall(_encoded(message))
 
 
@@ -62,12 +63,12 @@ def load(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name!r} does not name a function. Write it as module:function.")
     found = getattr(importlib.import_module(module), function, None)
     if not callable(found):
-        raise ValueError(f"module {module!r} has no function {function!r}.")
+        raise ValueError(f"{name!r} does not name a function: module {module!r} has no function {function!r}.")
     return found  # type: ignore[no-any-return]
 
 
 def main(arguments: list[str]) -> int:
-    """The keeper: import, then keep a child alive until the owner hangs up."""
+    """The keeper: imports the function, then keeps a child alive until the owner hangs up."""
     descriptor, name, memory_mb = arguments
     connection = socket.socket(fileno=int(descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -107,13 +108,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: int, busy: mmap.mmap) -> NoReturn:
-    """The child: answer calls until the owner hangs up (status 0) or this process should be replaced (another)."""
+    """The child: answers calls until the owner hangs up (status 0) or it must be replaced (any other status)."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this one goes, not the trainer
+            Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, kill this, not the trainer
         at_start = _address_space()
         if memory_mb and at_start:
             resource.setrlimit(resource.RLIMIT_AS, (at_start + memory_mb * 2**20,) * 2)
@@ -145,7 +146,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one short line."""
+    """The exception in one short line."""
     try:
         message = " ".join(str(error).split())
     except Exception:
@@ -155,7 +156,7 @@ def describe(error: BaseException) -> str:
 
 
 def _encoded(message: Any) -> bytes:
-    body = json.dumps(message, default=_as_data).encode()  # ASCII: any text survives, lone surrogates included
+    body = json.dumps(message, default=_as_data).encode()  # ASCII: any text survives, even lone surrogates
     return len(body).to_bytes(8, "big") + body
 
 
@@ -170,7 +171,7 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
 
 
 def _address_space() -> int:
-    """Bytes of address space in use; 0 where the system does not tell."""
+    """Bytes of address space in use; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -180,7 +181,7 @@ def _address_space() -> int:
 def _as_data(value: object) -> Any:
     if isinstance(value, Score):
         return vars(value)
-    raise TypeError(f"a {type(value).__name__} cannot leave the sandbox; return JSON data or a Score")
+    raise TypeError(f"a {type(value).__name__} cannot leave the sandbox. Return JSON data or a Score")
 
 
 if __name__ == "__main__":

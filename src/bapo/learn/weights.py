@@ -1,8 +1,8 @@
-"""The weights that training changes: what a checkpoint has to keep of a model.
+"""The weights that training changes: the part of a model that a checkpoint has to keep.
 
-Where everything is trained that is everything, each tied weight once. Where most is frozen (low-rank additions) the
-rest is read again from where the model came from; a fingerprint of it is kept, so that additions are never put on
-another model than they were trained on.
+If all weights are trained, the checkpoint keeps all of them, each tied weight once. If most are frozen (low-rank
+additions), the frozen ones are read again from model.path. The checkpoint keeps a fingerprint of them, so that
+additions are never put on a model other than the one they were trained on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LARGE_PRIME = 1_000_003
 
 
 def trained_weights(model: Any) -> dict[str, Tensor]:
-    """Every trained parameter and every buffer of the state once, and the fingerprint of what is frozen, if any is."""
+    """Every trained parameter and every buffer, once, and the fingerprint of the frozen weights if there are any."""
     frozen = _frozen(model)
     seen = {tensor.data_ptr() for tensor in frozen.values()}
     weights = {}
@@ -29,13 +29,13 @@ def trained_weights(model: Any) -> dict[str, Tensor]:
 
 
 def restore_weights(model: Any, weights: dict[str, Tensor]) -> None:
-    """Put back what `trained_weights` gave; KeyError if it belongs to another model."""
+    """Put back what `trained_weights` gave. Raises KeyError if it belongs to another model."""
     expected = trained_weights(model)
     unknown, missing = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
     if unknown or missing:
         raise KeyError(f"{unknown} are unknown and {missing} are missing")
     if FINGERPRINT in expected and not torch.equal(weights[FINGERPRINT], expected[FINGERPRINT]):
-        raise KeyError("the frozen weights under the trained ones changed: model.path holds another model now")
+        raise KeyError("the frozen weights below the trained ones have changed: model.path holds another model now")
     model.load_state_dict({name: tensor for name, tensor in weights.items() if name != FINGERPRINT}, strict=False)
 
 
@@ -44,7 +44,7 @@ def _frozen(model: Any) -> dict[str, Tensor]:
 
 
 def _fingerprint(weights: dict[str, Tensor]) -> Tensor:
-    """One integer of all their bits. Sums of integers wrap around, so neither device nor order of adding matters."""
+    """One integer made of all their bits. Integer sums wrap around, so device and order of addition do not matter."""
     total = 0
     for tensor in weights.values():
         bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

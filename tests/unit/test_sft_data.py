@@ -7,12 +7,12 @@ from bapo.models import Policy, find_stop_ids
 from bapo.tasks.data.demonstrations import Demonstration
 from bapo.train.demonstrations import (
     Batches,
+    Encoded,
     Encoder,
-    Example,
     describe,
+    encode_demonstrations,
     end_of_response,
     load,
-    make_examples,
     smallest,
     under_one_name,
 )
@@ -26,24 +26,24 @@ def policy(*, chat=False, positions=64, eos="<|im_end|>", **options):
     return Policy(weights, tokens, find_stop_ids(tokens, weights), chat=chat, **options)
 
 
-def examples(path, positions=64, **keys):
+def encoded_data(path, positions=64, **keys):
     config = SftDataConfig(sources=(str(path),), **keys)
-    return make_examples(load(config), config, policy(positions=positions))
+    return encode_demonstrations(load(config), config, policy(positions=positions))
 
 
 @pytest.mark.parametrize("system", ["", "Add."])
 def test_a_chat_is_what_the_template_writes_of_the_whole_conversation(system):
     chatty = policy(chat=True, system=system)
-    example = Encoder(chatty, None)(Demonstration("q-r", "2+3=?", "5."))
+    encoded = Encoder(chatty, None)(Demonstration("q-r", "2+3=?", "5."))
     turns = [{"role": "user", "content": "2+3=?"}, {"role": "assistant", "content": "5."}]
     messages = [{"role": "system", "content": system}, *turns] if system else turns
     whole = chatty.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert example is not None
-    ids = example.prompt + example.response
+    assert encoded is not None
+    ids = encoded.prompt + encoded.response
     # The template goes on with a newline after the end of the turn, which nobody has to write.
     assert chatty.tokenizer.decode(ids) + "\n" == whole
     assert ids == chatty.tokenizer.encode(whole, add_special_tokens=False)[:-1]
-    assert chatty.tokenizer.convert_ids_to_tokens(example.response) == ["5", ".", "<|im_end|>"]
+    assert chatty.tokenizer.convert_ids_to_tokens(encoded.response) == ["5", ".", "<|im_end|>"]
 
 
 def test_earlier_turns_belong_to_the_prompt():
@@ -52,11 +52,11 @@ def test_earlier_turns_belong_to_the_prompt():
         *({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}),
         {"role": "user", "content": "2+2="},
     ]
-    example = Encoder(chatty, None)(Demonstration("q-r", turns, "4"))
+    encoded = Encoder(chatty, None)(Demonstration("q-r", turns, "4"))
     whole = chatty.tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "4"}], tokenize=False)
-    assert example is not None
-    assert chatty.tokenizer.decode(example.prompt + example.response) + "\n" == whole
-    assert chatty.tokenizer.decode(example.response) == "4<|im_end|>"
+    assert encoded is not None
+    assert chatty.tokenizer.decode(encoded.prompt + encoded.response) + "\n" == whole
+    assert chatty.tokenizer.decode(encoded.response) == "4<|im_end|>"
 
 
 def test_a_response_ends_where_the_sampler_stops():
@@ -82,26 +82,25 @@ def test_a_response_ends_where_the_sampler_stops():
 def test_what_does_not_fit_is_left_out_and_counted(tmp_path):
     rows = [{"prompt": "a" * n, "response": "b"} for n in range(1, 21)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    found = examples(path, positions=12, held_out_share=0)
+    found = encoded_data(path, positions=12, held_out_share=0)
     assert max(len(e.prompt) + len(e.response) for e in found.train) == 12
     assert (found.counts["train"], found.counts["too_long"], found.counts["longest"]) == (10, 10, 12)
     assert describe(found.counts) == "20 rows read, 10 to learn from, 0 held out; left out: 10 longer than 12 tokens"
-    assert len(examples(path, max_tokens=5, held_out_share=0).train) == 3
+    assert len(encoded_data(path, max_tokens=5, held_out_share=0).train) == 3
     with pytest.raises(ValueError, match=r"data.sources gives no demonstration.*20 longer than 2 tokens.*max_tokens"):
-        examples(path, max_tokens=2)
+        encoded_data(path, max_tokens=2)
 
 
 def test_a_share_of_the_prompts_is_held_out_with_all_their_responses(tmp_path):
     rows = [{"prompt": f"{a}=", "response": str(b)} for a in range(20) for b in range(3)]
-    found = examples(write_rows(tmp_path / "rows.jsonl", rows), held_out_share=0.1)
+    found = encoded_data(write_rows(tmp_path / "rows.jsonl", rows), held_out_share=0.1)
     apart, learned = ({tuple(e.prompt) for e in side} for side in (found.held_out, found.train))
     assert (len(apart), len(found.held_out), len(found.train)) == (2, 6, 54)
     assert not apart & learned
-    reordered = examples(write_rows(tmp_path / "other.jsonl", rows[::-1]), held_out_share=0.1)
+    reordered = encoded_data(write_rows(tmp_path / "other.jsonl", rows[::-1]), held_out_share=0.1)
     assert {tuple(e.prompt) for e in reordered.held_out} == apart
-    assert (
-        reordered.fingerprint != found.fingerprint == examples(tmp_path / "rows.jsonl", held_out_share=0.1).fingerprint
-    )
+    again = encoded_data(tmp_path / "rows.jsonl", held_out_share=0.1)
+    assert reordered.fingerprint != found.fingerprint == again.fingerprint
 
 
 def test_shares_are_never_nothing_and_never_all():
@@ -114,10 +113,10 @@ def test_shares_are_never_nothing_and_never_all():
 def test_prompts_of_the_held_out_file_are_taken_out_of_training(tmp_path):
     train = write_rows(tmp_path / "train.jsonl", sums())
     held_out = write_rows(tmp_path / "held.jsonl", [{"prompt": "3+4=", "response": "It is 7"}, *sums()[:5]])
-    found = examples(train, held_out=(str(held_out),))
+    found = encoded_data(train, held_out=(str(held_out),))
     assert (len(found.train), len(found.held_out), found.counts["also_held_out"]) == (94, 6, 6)
     with pytest.raises(ValueError, match=r"data\.sources gives no demonstration.*100 also held out"):
-        examples(train, held_out=(str(train),))
+        encoded_data(train, held_out=(str(train),))
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -132,21 +131,21 @@ def test_prompts_that_become_the_same_tokens_are_on_one_side(tmp_path, apart):
     held_out = (str(write_rows(tmp_path / "held.jsonl", chats[:3])),) if apart else ()
     rows = write_rows(tmp_path / "rows.jsonl", [*plain, *chats])
     config = SftDataConfig(sources=(str(rows),), held_out=held_out, held_out_share=0.0 if apart else 0.25)
-    found = make_examples(load(config), config, policy(chat=True, system="Add."))
+    found = encode_demonstrations(load(config), config, policy(chat=True, system="Add."))
     measured, learned = ({tuple(e.prompt) for e in side} for side in (found.held_out, found.train))
     assert not measured & learned
     assert (len(found.train), len(found.held_out)) == ((26, 3) if apart else (24, 8))
 
 
 def test_names_are_joined_by_tokens_and_by_questions():
-    listed = [("c", Example([1], [0])), ("b", Example([1], [1])), ("b", Example([2], [2])), ("a", Example([2], [3]))]
-    listed += [("d", Example([3], [4]))]
+    listed = [("c", Encoded([1], [0])), ("b", Encoded([1], [1])), ("b", Encoded([2], [2])), ("a", Encoded([2], [3]))]
+    listed += [("d", Encoded([3], [4]))]
     assert [name for name, _ in under_one_name(listed)] == ["a", "a", "a", "a", "d"]
-    assert [example for _, example in under_one_name(listed)] == [example for _, example in listed]
+    assert [encoded for _, encoded in under_one_name(listed)] == [encoded for _, encoded in listed]
 
 
 def test_every_demonstration_once_per_epoch_in_even_batches():
-    listed = [Example([i], [1]) for i in range(50)]
+    listed = [Encoded([i], [1]) for i in range(50)]
     batches = Batches(listed, size=8, epochs=3, seed=5)
     assert (batches.per_epoch, batches.total) == (6, 18)
     drawn = [batches.at(update) for update in range(18)]

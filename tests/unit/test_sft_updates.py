@@ -8,9 +8,11 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from bapo.learn.learner import Learner, LearnerSettings
+from bapo.learn.head import TokenHead
+from bapo.learn.learner import Learner
 from bapo.learn.packing import pack_demonstrations
-from bapo.learn.sft import fit, imitate, imitation_loss, most_likely
+from bapo.learn.settings import LearnerSettings
+from bapo.learn.sft import measure_fit, sft_loss, sft_step
 from tests.tiny.models import tiny
 
 CPU = torch.device("cpu")
@@ -23,7 +25,7 @@ def packed(pairs, micro_tokens=10**6):
 
 def test_loss_and_gradient_by_hand():
     logprobs = tensor([math.log(0.5), math.log(0.25)], requires_grad=True)
-    loss = imitation_loss(logprobs, denominator=4)
+    loss = sft_loss(logprobs, denominator=4)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(math.log(8) / 4)
     assert_close(logprobs.grad, tensor([-0.25, -0.25]))
@@ -41,11 +43,12 @@ def test_an_update_does_not_depend_on_how_it_is_cut():
     start = tiny()
     results = []
     for micro_tokens in (10**6, 20, 1):
-        batches = packed(PAIRS, micro_tokens)
-        learner = Learner(copy.deepcopy(start), LearnerSettings(lr=1e-3))
-        update = imitate(learner, batches)
+        learner = Learner(copy.deepcopy(start), LearnerSettings(lr=1e-3, micro_tokens=micro_tokens))
+        update = sft_step(learner, PAIRS)
         assert (update.version, update.tokens) == (1, sum(len(response) for _, response in PAIRS))
-        results.append((len(batches), update.metrics, [p.detach().clone() for p in learner.model.parameters()]))
+        results.append(
+            (len(packed(PAIRS, micro_tokens)), update.metrics, [p.detach().clone() for p in learner.model.parameters()])
+        )
     assert [count for count, _, _ in results] == [1, 3, 8]  # 1 x 8, and 8 x 1
     for _, metrics, parameters in results[1:]:
         for name, value in results[0][1].items():
@@ -57,7 +60,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut():
 def test_the_update_is_that_of_torchs_own_cross_entropy():
     start = tiny("qwen2")
     learner = Learner(copy.deepcopy(start), LearnerSettings(lr=1e-3, clip_norm=1e9))
-    metrics = imitate(learner, packed(PAIRS)).metrics
+    metrics = sft_step(learner, PAIRS).metrics
     losses = []
     for prompt, response in PAIRS:
         logits = start(input_ids=tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -72,9 +75,9 @@ def test_the_update_is_that_of_torchs_own_cross_entropy():
 
 def test_repeated_updates_learn_the_responses_by_heart():
     learner = Learner(tiny(), LearnerSettings(lr=3e-3, warmup_updates=2))
-    before = fit(learner, packed(PAIRS))
-    losses = [imitate(learner, packed(PAIRS)).metrics["imitation/loss"] for _ in range(40)]
-    after = fit(learner, packed(PAIRS))
+    before = measure_fit(learner, PAIRS)
+    losses = [sft_step(learner, PAIRS).metrics["imitation/loss"] for _ in range(40)]
+    after = measure_fit(learner, PAIRS)
     assert losses[0] == pytest.approx(before.loss, rel=1e-5)
     assert after.loss < 0.1 < before.loss
     assert (after.accuracy, after.tokens) == (1.0, before.tokens)
@@ -82,9 +85,9 @@ def test_repeated_updates_learn_the_responses_by_heart():
 
 
 def test_fit_is_the_same_however_it_is_cut_and_changes_nothing():
-    learner = Learner(tiny("qwen3"), LearnerSettings())
+    learner, other = (Learner(tiny("qwen3"), LearnerSettings(micro_tokens=most)) for most in (10**6, 1))
     weights = [p.detach().clone() for p in learner.model.parameters()]
-    whole, cut = fit(learner, packed(PAIRS)), fit(learner, packed(PAIRS, 1))
+    whole, cut = measure_fit(learner, PAIRS), measure_fit(other, PAIRS)
     assert (whole.accuracy, whole.tokens) == (cut.accuracy, cut.tokens)
     assert whole.loss == pytest.approx(cut.loss, rel=1e-6)
     assert learner.version == 0
@@ -94,8 +97,10 @@ def test_fit_is_the_same_however_it_is_cut_and_changes_nothing():
 def test_the_most_likely_token_is_found_in_chunks_as_at_once(monkeypatch):
     states, weight, bias = torch.randn(7, 5), torch.randn(11, 5), torch.randn(11)
     expected = (states @ weight.T + bias).argmax(1)
-    monkeypatch.setattr("bapo.learn.sft.CHUNK_LOGITS", 22)
-    assert torch.equal(most_likely(states, weight, bias), expected)
+    monkeypatch.setattr("bapo.learn.head.CHUNK_LOGITS", 22)
+    head = TokenHead(torch.nn.Linear(5, 11))
+    head.linear.weight.data, head.linear.bias.data = weight, bias
+    assert torch.equal(head(states, torch.zeros(7, dtype=torch.int64), best=True).best, expected)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
@@ -103,9 +108,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     before = [p.detach().clone() for p in learner.model.parameters()]
     hooks = [p.register_hook(lambda gradient: gradient * float("inf")) for p in learner.model.parameters()]
     with pytest.raises(FloatingPointError, match=r"gradient norm is (nan|inf) at version 0"):
-        imitate(learner, packed(PAIRS))
+        sft_step(learner, PAIRS)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
     for hook in hooks:
         hook.remove()
     fresh = Learner(tiny(), LearnerSettings())
-    assert imitate(learner, packed(PAIRS)).metrics == imitate(fresh, packed(PAIRS)).metrics  # nothing was left behind
+    assert sft_step(learner, PAIRS).metrics == sft_step(fresh, PAIRS).metrics  # nothing was left behind

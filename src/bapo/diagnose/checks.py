@@ -1,76 +1,51 @@
-"""Problems: what in a dump cannot be right, or makes its numbers say less than they seem to.
+"""Checks on the tokens of a logged update. Each returns its evidence in words, or None if it finds nothing.
 
-Each check looks at one update and returns its evidence in words, or None. Two of them rest on identities that hold
-token by token if, and only if, the behaviour log-probs are those of the distribution that was really sampled from:
+Two checks rest on identities that hold token by token if, and only if, the behaviour log-probs are those of the
+distribution that the tokens were really sampled from:
 
     E_b[ r ] = 1                          the mean ratio over sampled tokens is 1 however far the learner has moved
     E_b[ r (log pi + H) ] = 0             sampled tokens are on average as probable as the learner's entropy H says
 
-Their terms are martingale differences, so that sum / sqrt(sum of squares) is about standard normal. Reuse bends both,
-because the learner has by then seen these very tokens (the mean ratio was off by up to 0.06 at a KL of 0.24, after 15
-updates on one batch); hence the thresholds on the size as well, and for the mean ratio one that grows with the KL.
+Their terms are martingale differences, so sum / sqrt(sum of squares) is about standard normal. Reuse violates both a
+little, because the learner has already trained on these very tokens: the mean ratio was off by up to 0.06 at a KL of
+0.24, after 15 updates on one batch. Hence there are thresholds on the size, too, and the one on the mean ratio grows
+with the KL. findings.py says how serious each finding is and what to do about it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from bapo.core.checks import LOGPROB_SLACK
 from bapo.diagnose.dump_files import Array
-from bapo.diagnose.dumps import Update
+from bapo.diagnose.dumps import LoggedUpdate
 from bapo.diagnose.measure import usable
 from bapo.diagnose.pooled import mismatch
 
 MEAN_RATIO_OFF = 0.03
-"""How far the mean ratio may be from 1. Truncated sampling (top-p 0.95) puts it near 0.95."""
+"""How far the mean ratio may be from 1. Truncated sampling (top-p 0.95) moves it to about 0.95."""
 ENTROPY_OFF = 0.10
-"""How far sampled tokens may be from the learner's entropy, as a share of it."""
+"""How far the mean log-prob of sampled tokens may be from minus the learner's entropy, as a share of the entropy."""
 CERTAIN = 6.0
-"""Standard errors before either is called a problem."""
+"""Least number of standard errors before either counts as a problem."""
 SLOPE_OFF = 1.15
-"""Factor between the scales of the two log-probs that drift does not explain."""
+"""Least factor between the scales of the two log-probs that drift cannot explain."""
 LOW_ESS = 0.5
 """Effective sample size, as a share of the tokens, below which importance weights are mostly noise."""
 PADDING_RUN = 16
-"""Identical values in both columns, in a row at an end of a response, that look like padding."""
+"""Least length of a run of identical values, in both columns at an end of a response, that looks like padding."""
 MISMATCH_KL, MISMATCH_BEYOND = 1e-3, 0.01
 """Sampler against trainer on the same tokens: KL per token, and share of tokens more than 0.1 nats apart."""
 FEW_RESPONSES = 64
-"""Below this a share is mostly noise: its standard deviation was 0.30 over 8 responses, 0.12 over 64, 0.02 over 256."""
+"""With fewer a share is mostly noise: its standard deviation was 0.30 over 8 responses, 0.12 over 64, 0.02 over 256."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong or remarkable, its evidence, and what to do."""
-
-    name: str
-    serious: bool
-    """Whether the other numbers cannot be trusted until it is repaired."""
-    evidence: str
-    action: str
-    updates: list[str]
-    """Where it was found."""
-
-
-def find_problems(updates: Sequence[Update]) -> list[Problem]:
-    """Every problem of the dump, serious ones first, each with the evidence of the first update that shows it."""
-    found = []
-    for name, (check, serious, action) in CHECKS.items():
-        evidence = [(update.name, text) for update in updates if (text := check(update)) is not None]
-        if evidence:
-            found.append(Problem(name, serious, evidence[0][1], action, [where for where, _ in evidence]))
-    return sorted(found, key=lambda problem: not problem.serious)
-
-
-def no_tokens(update: Update) -> str | None:
+def no_tokens(update: LoggedUpdate) -> str | None:
     """The mask selects nothing."""
     return None if len(update.logprobs) else "the mask selects no token"
 
 
-def not_finite(update: Update) -> str | None:
+def not_finite(update: LoggedUpdate) -> str | None:
     """NaN or infinity under the mask."""
     for name in ("logprobs", "behavior_logprobs", "advantages", "entropy", "anchor"):
         values = getattr(update, name)
@@ -82,7 +57,7 @@ def not_finite(update: Update) -> str | None:
     return None
 
 
-def above_zero(update: Update) -> str | None:
+def above_zero(update: LoggedUpdate) -> str | None:
     """Log-probs above 0."""
     for name in ("logprobs", "behavior_logprobs"):
         values = getattr(update, name)
@@ -95,17 +70,17 @@ def above_zero(update: Update) -> str | None:
     return None
 
 
-def same_logprobs(update: Update) -> str | None:
+def same_logprobs(update: LoggedUpdate) -> str | None:
     """Ratios exactly 1."""
     same = update.logprobs == update.behavior_logprobs
     if len(same) and same.mean() > 0.99:
         return (
-            f"the two log-probs are equal to the last bit in {same.mean():.1%} of {len(same)} tokens: every ratio is 1"
+            f"the two log-probs are bit for bit equal in {same.mean():.1%} of {len(same)} tokens, so those ratios are 1"
         )
     return None
 
 
-def coarse(update: Update) -> str | None:
+def coarse(update: LoggedUpdate) -> str | None:
     """Log-probs rounded to bfloat16."""
     for name in ("logprobs", "behavior_logprobs"):
         values = getattr(update, name)
@@ -114,12 +89,15 @@ def coarse(update: Update) -> str | None:
         if len(bits) >= 100 and not (bits & 0xFFFF).any():
             size = float(np.median(np.abs(exact[np.isfinite(exact)])))
             step = size / 128
-            return f"{name} has 8 bits of precision in every token: at its median size {size:.2g} steps of {step:.1g}"
+            return (
+                f"{name} has 8 bits of precision in every token: at its median size of {size:.2g} it moves in steps of "
+                f"{step:.1g}"
+            )
     return None
 
 
-def shifted(update: Update) -> str | None:
-    """One column is a token ahead of the other."""
+def shifted(update: LoggedUpdate) -> str | None:
+    """One column is one token ahead of the other."""
     good = usable(update)
     x, y, ids = update.logprobs, update.behavior_logprobs, update.sequence_ids
     here = _correlation(x[good], y[good])
@@ -131,14 +109,14 @@ def shifted(update: Update) -> str | None:
         there = _correlation(x[second][both], y[first][both])
         if there > 0.8 and there > here + 0.2:
             return (
-                f"behavior_logprobs lie one token {word} logprobs: they correlate {there:.2f} when moved by one token, "
-                f"{here:.2f} as they are"
+                f"behavior_logprobs are one token {word} logprobs: their correlation is {there:.2f} when moved by one "
+                f"token, and {here:.2f} as they are"
             )
     return None
 
 
-def temperature(update: Update) -> str | None:
-    """One column is the other on another scale."""
+def temperature(update: LoggedUpdate) -> str | None:
+    """One column is the other column on another scale."""
     good = usable(update)
     x, y = update.logprobs[good].astype(np.float64), update.behavior_logprobs[good].astype(np.float64)
     if len(x) < 100 or _correlation(x, y) < 0.9:
@@ -147,16 +125,16 @@ def temperature(update: Update) -> str | None:
     if max(slope, 1 / slope) < SLOPE_OFF:
         return None
     return (
-        f"behaviour log-probs are {slope:.2f} times as spread as the learner's (correlation {correlation:.3f}), as if "
-        f"sampled at {1 / slope:.2f} times the temperature that the learner's are computed at"
+        f"behaviour log-probs vary {slope:.2f} times as much as the learner's (correlation {correlation:.3f}), as if "
+        f"tokens were sampled at {1 / slope:.2f} times the temperature at which the learner's are computed"
     )
 
 
-def mean_ratio(update: Update) -> str | None:
+def mean_ratio(update: LoggedUpdate) -> str | None:
     """E_b[r] is not 1."""
     ratio = _ratio(update)
     if len(ratio) < 100 or _ess(ratio) < 0.3:
-        return None  # with so few large ratios carrying the mean it proves nothing
+        return None  # a few large ratios dominate the mean, so it proves nothing
     off, errors = _off(ratio - 1)
     drift = float((ratio - 1 - np.log(ratio)).mean())  # KL; a wrong offset c adds only c^2 / 2 to it
     if abs(off) < max(MEAN_RATIO_OFF, drift) or abs(errors) < CERTAIN:
@@ -164,7 +142,7 @@ def mean_ratio(update: Update) -> str | None:
     return f"the mean ratio is {1 + off:.3f}, {abs(errors):.0f} standard errors from 1"
 
 
-def other_sampling(update: Update) -> str | None:
+def other_sampling(update: LoggedUpdate) -> str | None:
     """E_b[r (log pi + H)] is not 0."""
     if update.entropy is None:
         return None
@@ -182,7 +160,7 @@ def other_sampling(update: Update) -> str | None:
     )
 
 
-def unmasked_padding(update: Update) -> str | None:
+def unmasked_padding(update: LoggedUpdate) -> str | None:
     """Runs of identical values at the ends of responses."""
     count = len(update.logprobs)
     if not count:
@@ -206,42 +184,45 @@ def unmasked_padding(update: Update) -> str | None:
     )
 
 
-def two_kinds(update: Update) -> str | None:
-    """A few tokens whose ratio belongs to another policy."""
+def two_kinds(update: LoggedUpdate) -> str | None:
+    """A few tokens whose ratios look as if another policy had written them."""
     size = np.abs(np.log(np.maximum(_ratio(update), 1e-30)))
     far, between = size > 3, (size > 1) & (size <= 3)
-    # A learner that has drifted has a tail; two kinds of tokens have a gap.
+    # A learner that has drifted gives a tail of large ratios; two kinds of tokens leave a gap.
     if len(size) < 100 or far.mean() < 1e-3 or far.sum() < 2 * between.sum() or np.median(size) > 0.1:
         return None
     usual = np.exp(np.median(size))
-    words = f"{int(far.sum())} of {len(far)} tokens are off by more than 20 times, half of all by less than {usual:.2f}"
+    words = (
+        f"{int(far.sum())} of {len(far)} tokens have ratios beyond a factor of 20, while half of all tokens stay "
+        f"within a factor of {usual:.2f}"
+    )
     if update.sequence_ids is not None:
         per_response = np.bincount(update.sequence_ids[usable(update)][far])
         most = np.sort(per_response)[::-1][: max(1, (update.sequences or 1) // 20)].sum() / far.sum()
-        words += f"; {most:.0%} of them in one response of 20"
+        words += f"; {most:.0%} of them are in one twentieth of the responses"
     return words
 
 
-def low_ess(update: Update) -> str | None:
+def low_ess(update: LoggedUpdate) -> str | None:
     """Importance weights that are mostly noise."""
     ratio = _ratio(update)
     ess = _ess(ratio)
-    return f"effective sample size {ess:.2f} of the tokens" if len(ratio) and ess < LOW_ESS else None
+    return f"the effective sample size is {ess:.2f} of the tokens" if len(ratio) and ess < LOW_ESS else None
 
 
-def no_signal(update: Update) -> str | None:
+def no_signal(update: LoggedUpdate) -> str | None:
     """Every advantage is 0."""
     count = len(update.advantages)
     return f"every advantage of {count} tokens is 0" if count and not update.advantages.any() else None
 
 
-def one_sign(update: Update) -> str | None:
+def one_sign(update: LoggedUpdate) -> str | None:
     """Advantages of one sign only."""
     signs = set(np.sign(update.advantages[np.isfinite(update.advantages)]).tolist()) - {0.0}
     return f"no advantage is {'negative' if signs == {1.0} else 'positive'}" if len(signs) == 1 else None
 
 
-def off_centre(update: Update) -> str | None:
+def off_centre(update: LoggedUpdate) -> str | None:
     """Advantages that do not cancel between responses."""
     values = _response_advantages(update)
     if values is None or len(values) < 8 or len({*np.sign(values).tolist()} - {0.0}) < 2:
@@ -252,7 +233,7 @@ def off_centre(update: Update) -> str | None:
     return f"the mean advantage of {len(values)} responses is {mean:+.3f} (standard deviation {spread:.3f})"
 
 
-def idle_responses(update: Update) -> str | None:
+def idle_responses(update: LoggedUpdate) -> str | None:
     """Responses without an advantage."""
     values = _response_advantages(update)
     if values is None or not values.any() or (values == 0).mean() <= 0.25:
@@ -260,7 +241,7 @@ def idle_responses(update: Update) -> str | None:
     return f"{(values == 0).mean():.0%} of {len(values)} responses have advantage 0 and teach nothing"
 
 
-def varying_advantages(update: Update) -> str | None:
+def varying_advantages(update: LoggedUpdate) -> str | None:
     """Advantages that differ within a response."""
     if update.sequence_ids is None or not len(update.advantages):
         return None
@@ -270,8 +251,8 @@ def varying_advantages(update: Update) -> str | None:
     return f"advantages change within {len(np.unique(ids[1:][changes]))} responses" if changes.any() else None
 
 
-def engine_mismatch(update: Update) -> str | None:
-    """Sampler and trainer disagree about the same tokens."""
+def engine_mismatch(update: LoggedUpdate) -> str | None:
+    """Sampler and trainer disagree on the log-probs of the same tokens."""
     if update.anchor is None:
         return None
     both = usable(update) & np.isfinite(update.anchor)
@@ -284,109 +265,26 @@ def engine_mismatch(update: Update) -> str | None:
     )
 
 
-def copied_anchor(update: Update) -> str | None:
-    """Sampler's and recomputed log-probs are one array."""
+def copied_anchor(update: LoggedUpdate) -> str | None:
+    """The sampler's and the recomputed log-probs are the same array."""
     if update.anchor is None or not len(update.anchor) or not np.array_equal(update.anchor, update.behavior_logprobs):
         return None
-    return "the sampler's log-probs and the recomputed ones are equal to the last bit: one is a copy of the other"
+    return "the sampler's log-probs and the recomputed ones are bit for bit equal: one is a copy of the other"
 
 
-def future_versions(update: Update) -> str | None:
+def future_versions(update: LoggedUpdate) -> str | None:
     """Tokens newer than the learner."""
     bad = np.zeros(0, dtype=bool) if update.staleness is None else update.staleness < 0
     return f"{int(bad.sum())} of {len(bad)} tokens come from a version newer than the learner's" if bad.any() else None
 
 
-def few_responses(update: Update) -> str | None:
-    """Too few responses for a share."""
+def few_responses(update: LoggedUpdate) -> str | None:
+    """Too few responses for a meaningful share."""
     count = update.sequences
-    return f"an update has {count} responses" if count and count < FEW_RESPONSES else None
+    return f"an update has only {count} responses" if count and count < FEW_RESPONSES else None
 
 
-SCALE = (
-    "Compute both at the sampling temperature and over the same vocabulary (top-p and top-k off, or applied to both); "
-    "with vLLM set logprobs_mode='processed_logprobs'."
-)
-CHECKS: dict[str, tuple[Callable[[Update], str | None], bool, str]] = {
-    "no_tokens": (no_tokens, True, "Check what builds the mask; the update is left out here."),
-    "not_finite": (
-        not_finite,
-        True,
-        "Find what produced it; -inf at the end of responses is padding under the mask. Left out of all numbers here.",
-    ),
-    "above_zero": (
-        above_zero,
-        True,
-        "Dump log-softmax outputs of the sampled tokens: not logits, probabilities or negative log-likelihoods.",
-    ),
-    "shifted": (shifted, True, "Slice both alike: position t of each must be about the same token."),
-    "temperature": (temperature, True, SCALE),
-    "mean_ratio": (
-        mean_ratio,
-        True,
-        "These behaviour log-probs cannot be the sampler's: over samples the mean ratio is 1 for every learner. "
-        + SCALE,
-    ),
-    "other_sampling": (
-        other_sampling,
-        True,
-        "The tokens were not sampled from the distribution whose log-probs and entropy are logged. " + SCALE,
-    ),
-    "unmasked_padding": (unmasked_padding, True, "Let the mask end where the response does, its stop token included."),
-    "two_kinds": (
-        two_kinds,
-        True,
-        "Look at those tokens: text the policy did not write (tool output, forced tokens), another tokenisation, or "
-        "weights the sampler had not received.",
-    ),
-    "engine_mismatch": (
-        engine_mismatch,
-        True,
-        "Train against the sampler's own log-probs, as the numbers here do, and find the cause: weights not "
-        "synchronised, another precision or attention kernel, another temperature.",
-    ),
-    "future_versions": (future_versions, True, "Log the learner's version at the time of use."),
-    "one_sign": (one_sign, True, "Dump advantages, not rewards: rewards less the mean of their group."),
-    "low_ess": (low_ess, False, "Fewer updates per rollout batch, a smaller learning rate, or a bound on staleness."),
-    "same_logprobs": (
-        same_logprobs,
-        False,
-        "Either this is the first update on fresh samples, or the trainer recomputed the behaviour log-probs with the "
-        "weights it trains: then staleness is hidden. Log the sampler's own, and also later updates of a batch.",
-    ),
-    "coarse": (
-        coarse,
-        False,
-        "Compute and store log-probs in float32; rounding alone moves ratios by several per cent.",
-    ),
-    "no_signal": (no_signal, False, "All rewards of each group are equal: filter such groups and sample others."),
-    "off_centre": (
-        off_centre,
-        False,
-        "They are not centred within groups, so the share speaks of the baseline as much as of lengths.",
-    ),
-    "idle_responses": (idle_responses, False, "Filter groups whose rewards are all equal, and sample others."),
-    "varying_advantages": (
-        varying_advantages,
-        False,
-        "Right for a critic (GAE). The row of gspo uses each response's mean and is not that objective.",
-    ),
-    "copied_anchor": (
-        copied_anchor,
-        False,
-        "Then the mismatch between engine and trainer cannot be seen in this dump.",
-    ),
-    "few_responses": (
-        few_responses,
-        False,
-        "Over so few a share is mostly noise. If these are micro-batches, log the update's number in `update`: its "
-        "parts are then put together.",
-    ),
-}
-"""name -> its check, whether it is serious, and what to do."""
-
-
-def _ratio(update: Update) -> Array:
+def _ratio(update: LoggedUpdate) -> Array:
     good = usable(update)
     difference = update.logprobs[good].astype(np.float64) - update.behavior_logprobs[good]
     return np.asarray(np.exp(difference.clip(-20, 20)))
@@ -408,7 +306,7 @@ def _correlation(x: Array, y: Array) -> float:
     return float(np.corrcoef(x.astype(np.float64), y.astype(np.float64))[0, 1])
 
 
-def _response_advantages(update: Update) -> Array | None:
+def _response_advantages(update: LoggedUpdate) -> Array | None:
     if update.sequence_ids is None or not np.isfinite(update.advantages).all():
         return None
     return np.asarray(np.bincount(update.sequence_ids, update.advantages) / np.bincount(update.sequence_ids))

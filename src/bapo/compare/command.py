@@ -1,0 +1,38 @@
+"""`bapo compare`: its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from bapo.compare import compare
+from bapo.config.command_line import option
+from bapo.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare objectives and settings over several seeds.
+
+    Starts the runs of a grid that are missing, several at a time, continues those that were stopped, and prints a table
+    of all of them.
+    """
+
+    grid: Annotated[Positional[Path | None], arg(metavar="GRID.toml", help_behavior_hint="(required)")] = None
+    """The objectives, settings and seeds. recipes/quick.toml is an example."""
+    parallel: Annotated[int | None, option(default="one per core; 4 on a GPU", metavar="N")] = None
+    """How many runs at a time."""
+    retry: bool = False
+    """Set damaged runs aside and start them again."""
+    dry_run: bool = False
+    """Check the grid and print what would be done."""
+
+
+def run(arguments: Arguments) -> int:
+    """Carry out the command; returns its exit code."""
+    if arguments.grid is None:
+        raise ConfigError("no GRID.toml given. recipes/quick.toml is an example; see `bapo compare --help`.")
+    return compare(arguments.grid, parallel=arguments.parallel, retry=arguments.retry, dry_run=arguments.dry_run)

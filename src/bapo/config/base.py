@@ -1,0 +1,138 @@
+"""What every configuration is made of: the section, the keys that two configurations share, and the model.
+
+A section is a frozen pydantic model that refuses unknown keys. The docstring of a field is its help text. A key that
+`bapo train` and `bapo sft` both have is a type here: its bound and its help stand once, and each configuration chooses
+its place and its default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from bapo.config.placement import DeviceName, Precision
+
+
+class Section(BaseModel):
+    """A table of keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`steps = true` is a slip of the pen, and pydantic would read it as 1."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
+            raise PydanticCustomError("switch", "give a number, not a switch")
+        return value
+
+
+Seed = Annotated[
+    int,
+    Field(
+        description="Seed of every random choice. The same seed, machine and number of threads give the same result, "
+        "bit for bit.",
+        ge=0,
+    ),
+]
+Out = Annotated[
+    str,
+    Field(description="The run directory. {time} is replaced by the start time. The directory must not exist yet."),
+]
+Device = Annotated[
+    DeviceName,
+    Field(
+        description="Where the run computes. auto uses a CUDA device if there is one. A run can only be resumed on "
+        "the kind of device it started on."
+    ),
+]
+Threads = Annotated[int, Field(description="Number of CPU threads. 0 uses one thread per core.", ge=0)]
+CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]
+
+LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0, allow_inf_nan=False)]
+Betas = Annotated[
+    tuple[float, float], Field(description="AdamW's decay rates for the first and the second moment of the gradient.")
+]
+WeightDecay = Annotated[
+    float, Field(description="AdamW's weight decay. It applies to matrices, but not to norms and biases.", ge=0)
+]
+ClipNorm = Annotated[
+    float, Field(description="Largest gradient norm. Larger gradients are scaled down to this norm.", gt=0)
+]
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine"],
+    Field(description="The learning rate after the warm-up. linear and cosine fall to zero at the end of the run."),
+]
+MicroTokens = Annotated[
+    int,
+    Field(
+        description="Tokens per forward pass, prompts included. Padding counts too where sequences are padded (on the "
+        "CPU and in float32). This changes memory and speed, but not the result.",
+        ge=1,
+    ),
+]
+ActivationCheckpointing = Annotated[
+    bool,
+    Field(
+        description="Keep only the input of each layer and compute the layer again in the backward pass. This needs "
+        "less memory and more time."
+    ),
+]
+Compile = Annotated[
+    bool,
+    Field(
+        description="Compile the layers (CUDA only). This takes a minute at the start and makes updates faster; see "
+        "docs/performance.md."
+    ),
+]
+
+
+class LoraConfig(Section):
+    """LoRA: train low-rank additions to the linear layers (through peft) instead of all weights."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the additions. 0 trains all weights."""
+    alpha: float | None = Field(None, gt=0)
+    """The additions are scaled by alpha / rank. None means twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get additions, such as q_proj. Empty: every linear layer except the output head."""
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        if not self.rank and (self.alpha is not None or self.targets):
+            name, value = ("alpha", self.alpha) if self.alpha is not None else ("targets", list(self.targets))
+            raise ValueError(
+                f"model.lora.{name}={value} does nothing with model.lora.rank=0, which trains all weights. Set "
+                f"model.lora.rank, for example to 16, or remove model.lora.{name}."
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: str = "demo"
+    """A transformers model directory or hub id, a GGUF file, or "demo" for the embedded model."""
+    dtype: Precision = "auto"
+    """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA. With bfloat16 the optimizer keeps a float32
+    copy of every weight."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """The attention implementation of transformers, used where bapo's own kernels are not. auto lets transformers
+    choose."""
+    chat: Literal["auto", "yes", "no"] = "auto"
+    """Whether a plain-text prompt becomes a user message in the model's chat template. auto: yes, if the model has a
+    template."""
+    system: str = ""
+    """System message for chats that do not bring their own."""
+    template_options: dict[str, bool | int | str] = Field(default_factory=dict)
+    """Arguments of the chat template, such as enable_thinking = false."""
+    lora: LoraConfig = LoraConfig()
+
+
+def refuse_compiling_on_cpu(device: str, *, compiles: bool) -> None:
+    """Raise if compiled layers are asked for on the CPU."""
+    if compiles and device == "cpu":
+        raise ValueError("learn.compile=true is for CUDA, but device='cpu'. Set learn.compile=false.")

@@ -1,0 +1,59 @@
+"""From the words of a command line to the arguments of a command. tyro is used for parsing, and only here.
+
+The arguments of a command are a dataclass whose docstrings are the help text. `bapo train` and `bapo sft` take the keys
+of a configuration instead, which becomes one option per key.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar, cast
+
+import tyro
+from pydantic import BaseModel
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+Arguments = TypeVar("Arguments")
+
+
+def parse_arguments(kind: type[Arguments], words: list[str], *, prog: str, positional: bool = False) -> Arguments:
+    """The arguments as a dataclass. Exits with 2 if they cannot be read, and with 0 after --help.
+
+    With `positional`, arguments without a default are given by their place, not by their name.
+    """
+    by_place = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName) if positional else ()
+    config = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, *by_place)
+    return tyro.cli(kind, args=words, prog=prog, config=config)
+
+
+def parse_keys(default: BaseModel, words: list[str], *, prog: str) -> dict[str, Any]:
+    """The keys of a configuration, changed by those on the command line and not yet checked.
+
+    tyro would build every section itself and report a bad value in its own words. Here a section stays a dict, so that
+    all values are checked together and errors read the same as those of a recipe.
+    """
+    registry = ConstructorRegistry()
+    registry.struct_rule(_section)
+    return cast(dict[str, Any], tyro.cli(type(default), args=words, default=default, prog=prog, registry=registry))
+
+
+def option(*, default: str, metavar: str | None = None) -> Any:
+    """An option whose default has to be described in words."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+def _section(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """A section of a configuration as a dict."""
+    if not (isinstance(info.type, type) and issubclass(info.type, BaseModel)):
+        return None
+
+    def values(**given: Any) -> dict[str, Any]:
+        return given
+
+    values.__doc__ = info.type.__doc__  # the heading of the section in --help
+    fields = []
+    for name, field in info.type.model_fields.items():
+        kind, default = cast(Any, field.annotation), getattr(info.default, name)
+        if default in ((), {}):
+            kind = Annotated[kind, option(default="none")]
+        fields.append(StructFieldSpec(name, kind, default, " ".join((field.description or "").split())))
+    return StructConstructorSpec(values, tuple(fields))

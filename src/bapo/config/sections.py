@@ -1,0 +1,255 @@
+"""The sections of a run of `bapo train`: task, rollout, objective, off-policy sources, learning and evaluation.
+
+Each section checks its own keys. What several sections must agree on is checked in `run.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from bapo.config.base import (
+    ActivationCheckpointing,
+    Betas,
+    ClipNorm,
+    Compile,
+    LearningRate,
+    MicroTokens,
+    Schedule,
+    Section,
+    WeightDecay,
+)
+from bapo.core.settings import ClipSettings, Measure, Order, Preset, Remainder, Weight, require_choice
+from bapo.demo import MAX_RESPONSE_TOKENS
+
+OBJECTIVE_NAMES = (
+    "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po",
+)  # fmt: skip
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
+
+
+class TaskConfig(Section):
+    """The problems, and how responses to them are scored."""
+
+    name: Literal["countdown", "data", "gym"] = "countdown"
+    """countdown: the embedded task. data: problems from files or the hub. gym: problems that reasoning-gym
+    generates."""
+    train: tuple[str, ...] = ()
+    """data: what to train on. Files, directories, benchmark names (gsm8k:train) or hub ids (owner/name:split)."""
+    test: tuple[str, ...] = ()
+    """data: the held-out problems, named in the same way. A problem that is in both is removed from train."""
+    prompt_column: str | None = None
+    """data: the column with the prompt. Dots lead into nested columns. None recognises it by its name."""
+    answer_column: str | None = None
+    """data: the column with the reference answer. None recognises it by its name."""
+    template: str | None = None
+    """data: text around each {prompt}, for example a request to put the answer in a box. None uses the template of a
+    named benchmark, and leaves other prompts as they are."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """data: problems with a longer prompt are left out. None keeps all of them."""
+    reward: str = "math"
+    """data: what scores responses: math (math-verify, in separate processes), or module:function for a function of
+    yours."""
+    reward_seconds: float = Field(10.0, gt=0)
+    """Time limit for scoring one response. A response that exceeds it is logged as a failure and not trained on."""
+    reward_memory_mb: int = Field(2048, ge=256)
+    """math: memory limit for scoring one response, in megabytes."""
+    reward_workers: int = Field(0, ge=0)
+    """How many responses are scored at the same time. 0: one per core, or 32 calls of an async function."""
+    gym: dict[str, dict[str, bool | int | float | str]] = Field(default_factory=dict)
+    """gym: the reasoning-gym data sets by name, each with its own options."""
+    gym_train: int = Field(4096, ge=1)
+    """gym: how many problems to train on."""
+    gym_test: int = Field(512, ge=1)
+    """gym: how many held-out problems."""
+    overlong_tokens: int = Field(0, ge=0)
+    """Responses that end within this many tokens of `rollout.max_tokens` lose reward, linearly. 0 turns the penalty
+    off. The rewards that are reported do not include it."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """How much reward a response of the full length loses."""
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        """Refuse keys that the chosen kind of task would ignore."""
+        data = {"train", "test", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
+        gym = {"gym", "gym_train", "gym_test"}
+        unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
+        for key in sorted(unused):
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                wanted = "gym" if key in gym else "data"
+                raise ValueError(
+                    f"task.{key} belongs to task.name={wanted!r}, not to {self.name!r}, which ignores it. Set "
+                    f"task.name={wanted!r}, or leave task.{key} out."
+                )
+        return self
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    prompts: int = Field(16, ge=1)
+    """New problems per step. A group that was filtered out or dropped is replaced in the next step."""
+    responses: int = Field(8, ge=2)
+    """Responses per problem. Together they are a group, and rewards are compared within it."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature. The log-probs that are trained on are taken at the same temperature."""
+    max_tokens: int = Field(MAX_RESPONSE_TOKENS, ge=1)
+    """Length limit of a response. Longer responses are truncated."""
+    slots: int = Field(128, ge=1)
+    """How many responses are sampled side by side."""
+
+
+class ObjectiveConfig(Section):
+    """The loss. The keys from target_share to remainder belong to bapo; one that is set overrides the preset."""
+
+    name: str = "bapo"
+    """One of: grpo, clip_higher, dual_clip, bapo, dcpo, cispo, gspo, sapo, topr, asymre, m2po."""
+    options: dict[str, float] = Field(default_factory=dict)
+    """Options of an objective other than bapo, such as low and high of grpo."""
+    preset: Preset | None = "weak-model"
+    """The published settings of BAPO to start from. None (in TOML: "none") takes the paper's numbers and measures the
+    gradient."""
+    target_share: float | None = None
+    """The share of the signal that positive tokens should hold."""
+    low: tuple[float, float] | None = None
+    """Range of the lower bound on the ratio."""
+    high: tuple[float, float] | None = None
+    """Range of the upper bound on the ratio."""
+    measure: Measure | None = None
+    """How the share is measured. gradient: clipped tokens do not count. surrogate: they count at their bound."""
+    weight: Weight | None = None
+    """How the share weights tokens. none: all alike. rollout_prob: by the probability they were sampled with."""
+    order: Order | None = None
+    """Which bound the search moves first."""
+    remainder: Remainder | None = None
+    """What happens if no bounds reach the target share. leave: nothing. weigh: negative tokens are weighted down until
+    it is reached."""
+    scope: Literal["update", "microbatch"] = "update"
+    """The tokens that share one pair of bounds: those of a whole update (as in the paper), or those of each micro-batch
+    (as in the authors' code)."""
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _toml_has_no_null(cls, value: Any) -> Any:
+        return None if value == "none" else value
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The clip settings that are set here."""
+        names = [field.name for field in fields(ClipSettings) if field.name in type(self).model_fields]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def clip(self) -> ClipSettings:
+        """The clip settings that the preset and the overrides describe."""
+        return ClipSettings.from_options(self.preset, **self.overrides)
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        require_choice("objective.name", self.name, OBJECTIVE_NAMES)
+        if self.name != "bapo":
+            self._refuse_what_only_bapo_has()
+        if self.remainder == "weigh" and self.scope == "microbatch":
+            raise ValueError(
+                "objective.remainder='weigh' balances a whole update, but objective.scope='microbatch' would weigh "
+                "each micro-batch alone and drop those without a positive token. Set objective.scope='update'."
+            )
+        if self.preset is not None:
+            require_choice("objective.preset", self.preset, get_args(Preset))
+        _ = self.clip
+        return self
+
+    def _refuse_what_only_bapo_has(self) -> None:
+        if self.overrides:
+            raise ValueError(
+                f"objective.{next(iter(self.overrides))} belongs to objective.name='bapo', not to {self.name!r}, which "
+                f"ignores it. Options of {self.name!r} go into objective.options."
+            )
+        if self.preset not in (None, "weak-model"):
+            raise ValueError(
+                f"objective.preset={self.preset!r} belongs to objective.name='bapo', not to {self.name!r}, which "
+                "ignores it. Leave it out."
+            )
+        if self.scope != "update":
+            raise ValueError(
+                f"objective.scope={self.scope!r} says which tokens share BAPO's bounds, but {self.name!r} does not "
+                "solve for bounds. Leave it out."
+            )
+
+
+class OffPolicyConfig(Section):
+    """Where stale data comes from, and how stale it may be. Each source can be turned on alone."""
+
+    reuse: int = Field(4, ge=1)
+    """Passes over each rollout batch. 1 uses every response once."""
+    max_staleness: int = Field(16, ge=0)
+    """No token is trained on when the learner is more than this many updates ahead of the policy that sampled it."""
+    replay_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of each batch that is drawn from earlier rollouts. 0 turns replay off."""
+    replay_max_age: int = Field(16, ge=0)
+    """Groups older than this many updates are not replayed."""
+    replay_max_uses: int = Field(2, ge=1)
+    """How often a group may be replayed after its own passes."""
+    replay_capacity: int = Field(1024, ge=1)
+    """How many groups are kept in memory."""
+    partial_budget: int | None = Field(None, ge=1)
+    """Tokens sampled per step. Responses that are unfinished by then are parked and continued in a later step, under
+    newer weights. None turns partial rollout off."""
+    partial_max_age: int | None = Field(None, ge=0)
+    """How many updates old a parked group may grow. None: as old as `max_staleness` allows."""
+    partial_over_age: Literal["finish", "drop"] = "finish"
+    """What happens to a parked response that would grow too old. finish: it is finished beyond the budget. drop: it is
+    dropped."""
+    partial_cache: Literal["rebuild", "keep"] = "rebuild"
+    """What happens to the keys and values of parked responses (CUDA only). rebuild: they are computed again under the
+    new weights. keep: they stay as they are."""
+
+
+class LearnConfig(Section):
+    """How the weights are updated."""
+
+    batch_groups: int = Field(16, ge=1)
+    """Fresh groups per update. Replayed groups are added to them."""
+    advantages: str = "grpo"
+    """How rewards become advantages. One of: grpo, dr_grpo, rloo."""
+    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
+    """How token losses become one number. token_mean: a mean over tokens, as in the paper; long responses weigh more.
+    sequence_mean: every response weighs the same; docs/results.md explains the choice. fixed_length: the sum of each
+    response divided by `rollout.max_tokens`."""
+    lr: LearningRate = 3e-5
+    betas: Betas = (0.9, 0.95)
+    weight_decay: WeightDecay = 0.0
+    clip_norm: ClipNorm = 1.0
+    warmup_updates: int = Field(10, ge=0)
+    """Updates during which the learning rate rises linearly to its peak."""
+    schedule: Schedule = "constant"
+    micro_tokens: MicroTokens = 16384
+    activation_checkpointing: ActivationCheckpointing = False
+    compile: Compile = False
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out problems before, during and after training."""
+
+    problems: int = Field(256, ge=1)
+    """How many held-out problems."""
+    k: int = Field(8, ge=1)
+    """Responses per problem, for avg@k and pass@k."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature. 0 is greedy."""
+    every: int = Field(20, ge=0)
+    """Steps between evaluations on a quarter of the problems. 0 evaluates only before and after training."""
+    also_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """More temperatures to evaluate at, before and after training. 0 is greedy and takes one response per problem."""
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        temperatures = (self.temperature, *self.also_at)
+        if len(set(temperatures)) < len(temperatures):
+            raise ValueError(
+                f"eval.also_at={list(self.also_at)} with eval.temperature={self.temperature:g} evaluates at one "
+                "temperature twice. Name each temperature once."
+            )
+        return self

@@ -1,0 +1,136 @@
+"""ClipBounds: a pair of bounds, the share of the signal it leaves to positive tokens, and the walk that finds it.
+
+Torch code throughout. `bounds.py` solves bounds with it, or with the kernels that compute the same (`dispatch.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from bapo.core.nan import zero_or_nan
+from bapo.core.settings import ClipSettings, Measure
+from bapo.core.table import grids_of
+
+LEAST_WEIGHT = 1e-12
+"""Of negative tokens, where nothing positive is left to hold a share."""
+
+
+class StopReason(IntEnum):
+    """Why the search ended where it did."""
+
+    START = 0
+    """The first candidate already reached the target."""
+    RAISING_HIGH = 1
+    """The target was reached while the upper bound moved."""
+    RAISING_LOW = 2
+    """The target was reached while the lower bound moved."""
+    END = 3
+    """No candidate reached the target; the last one is used."""
+    NO_SIGNAL = 4
+    """No token has a non-zero advantage; the first candidate is used."""
+
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """Bounds on the ratio, and the positive share they give: 0-d tensors on the inputs' device.
+
+    `share_at_start`, `share_at_end` and `stop` describe the search, and are None where the bounds were given.
+    """
+
+    low: Tensor
+    high: Tensor
+    share: Tensor
+    """P / (P + N) at (low, high)."""
+    share_at_start: Tensor | None = None
+    """The share at the first candidate of the path."""
+    share_at_end: Tensor | None = None
+    """The share at the last candidate of the path."""
+    stop: Tensor | None = None
+    """A StopReason, as an integer."""
+    negative_weight: Tensor | None = None
+    """Factor on the advantages of negative tokens, which makes up what the bounds could not (`weight_of_remainder`);
+    None with remainder="leave"."""
+
+    def metrics(self, *, ends: bool = True) -> dict[str, Tensor]:
+        """What is known of the bounds, by the names it is logged under; `ends`: also the share at both ends."""
+        named: dict[str, Tensor | None] = {"clip_low": self.low, "clip_high": self.high, "share": self.share}
+        if ends:
+            named |= {"share_at_start": self.share_at_start, "share_at_end": self.share_at_end}
+        named |= {"stop": self.stop, "negative_weight": self.negative_weight}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
+    """The first candidate on the path whose positive share reaches the target, else the last one: all at once."""
+    grids = grids_of(settings, dtype, table.device)
+    highs = grids.high.numel()
+    positive, negative, signed_tokens = table[:highs][grids.path_high], table[highs:-1][grids.path_low], table[-1:]
+    total = positive + negative
+    # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
+    share = torch.where(total == 0, (signed_tokens == 0).to(total.dtype), positive / total)
+
+    failed = ~(share >= settings.target_share)
+    index = failed.cumprod(0).sum().clamp(max=len(share) - 1).reshape(1)
+    raised_high = grids.path_high[index] > grids.path_high[index - 1]
+    stop = torch.where(raised_high, StopReason.RAISING_HIGH, StopReason.RAISING_LOW)
+    stop = torch.where(index == 0, StopReason.START, stop)
+    stop = torch.where(failed.all(), StopReason.END, stop)
+    stop = torch.where(signed_tokens == 0, StopReason.NO_SIGNAL, stop)
+    bad = zero_or_nan(table.sum()).to(dtype)  # from a table that is not finite comes no plausible bound or share
+    return ClipBounds(
+        low=grids.low[grids.path_low[index]].squeeze(0).to(dtype) + bad,
+        high=grids.high[grids.path_high[index]].squeeze(0).to(dtype) + bad,
+        share=share[index].squeeze(0).to(dtype) + bad,
+        share_at_start=share[0].to(dtype) + bad,
+        share_at_end=share[-1].to(dtype) + bad,
+        stop=stop.squeeze(0),
+    )
+
+
+def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
+    """The factor w <= 1 on negative tokens with which positive ones hold the target, P / (P + w N) = target:
+
+        w = min(1, P (1 - target) / (N target)) = min(1, share (1 - target) / ((1 - share) target))
+
+    1 where the share is reached already. Where no positive signal is left to be balanced it is tiny, but not 0: a
+    negative token stays one.
+    """
+    missing = (share * (1 - target_share) / ((1 - share) * target_share)).clamp(min=LEAST_WEIGHT)
+    return torch.where(share >= target_share, torch.ones_like(share), missing)
+
+
+def with_weight(bounds: ClipBounds, settings: ClipSettings) -> ClipBounds:
+    """The bounds with their weight on negative tokens, where the settings ask for one."""
+    if settings.remainder == "leave":
+        return bounds
+    return replace(bounds, negative_weight=weight_of_remainder(bounds.share, settings.target_share))
+
+
+@torch.no_grad()
+def positive_share(
+    ratio: Tensor, signal: Tensor, low: Tensor | float, high: Tensor | float, measure: Measure = "gradient"
+) -> Tensor:  # 0-d float64
+    """P / (P + N) at one pair of bounds; `signal` is w * A with masked tokens set to 0. No signal at all: 1."""
+    kept = torch.where(signal > 0, ratio < high, ratio > low)
+    clipped = clip(ratio, low, high) if measure == "surrogate" else torch.zeros_like(ratio)
+    contribution = torch.where(kept, ratio, clipped) * signal
+    positive = contribution.clamp(min=0).sum(dtype=torch.float64)
+    negative = -contribution.clamp(max=0).sum(dtype=torch.float64)
+    total = positive + negative
+    bad = zero_or_nan((ratio * signal).sum(dtype=torch.float64))  # a NaN ratio is never kept; it must not vanish
+    return torch.where(total == 0, (signal == 0).all().double(), positive / total) + bad
+
+
+def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """The ratio between two bounds, each a number or a tensor."""
+    return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
+
+
+def fixed_bounds(ratio: Tensor, signal: Tensor, low: float, high: float) -> ClipBounds:
+    """A given pair of bounds with the share (gradient measure) it leaves to positive tokens."""
+    share = positive_share(ratio, signal, low, high).to(ratio.dtype)
+    return ClipBounds(low=torch.full_like(share, low), high=torch.full_like(share, high), share=share)

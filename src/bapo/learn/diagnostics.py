@@ -1,0 +1,95 @@
+"""The metrics of an update: what its clip did to all of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from bapo.core.bounds import ClipBounds
+from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics
+from bapo.core.loss import PolicyLoss, clean_tokens, weigh_negatives
+from bapo.core.objectives import Tokens
+from bapo.learn.settings import LearnerSettings
+from bapo.types import TokenBatch
+
+SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight")
+"""Metrics of the bounds that the diagnostics do not recompute."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one micro-batch left behind."""
+
+    batch: TokenBatch
+    logprobs: Tensor
+    entropy: Tensor
+    result: PolicyLoss
+
+
+def update_metrics(
+    outputs: Sequence[Output], settings: LearnerSettings, *, version: int, grad_norm: Tensor
+) -> dict[str, float | list[float]]:
+    """Diagnostics over the tokens of the whole update, read from the device in one transfer."""
+    batches = [output.batch for output in outputs]
+    every = torch.ones(sum(len(batch.targets) for batch in batches), dtype=torch.bool, device=batches[0].targets.device)
+    tokens = clean_tokens(
+        torch.cat([output.logprobs for output in outputs]),
+        torch.cat([batch.behavior_logprobs for batch in batches]),
+        torch.cat([batch.advantages for batch in batches]),
+        every,
+    )
+    entropy = torch.cat([output.entropy for output in outputs])
+    bounds = outputs[0].result.bounds
+    versions = torch.cat([batch.versions for batch in batches])
+    ages = (version - versions).double()
+    scalars: dict[str, Tensor] = {"loss": torch.stack([output.result.loss.detach() for output in outputs]).sum()}
+    scalars |= _searched(outputs, settings)
+    scalars |= update_statistics(
+        tokens,
+        torch.cat([output.result.retained for output in outputs]),
+        settings=settings.clip,
+        bounds=bounds and replace(bounds, low=scalars["clip_low"], high=scalars["clip_high"]),
+        entropy=entropy,
+        trained=_trained_on(tokens, outputs, settings),
+    )
+    scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
+    vectors = {
+        "staleness_histogram": staleness_histogram(versions, every, version=version, bins=settings.staleness_bins),
+        **ratio_profile(tokens, entropy),
+    }
+    scalars |= {"tokens": torch.as_tensor(float(len(every)), device=every.device), "grad_norm": grad_norm}
+    return _read(scalars, vectors)
+
+
+def _read(scalars: dict[str, Tensor], vectors: dict[str, Tensor]) -> dict[str, float | list[float]]:
+    """All of them as numbers, with one read of the device. float64 holds each exactly, the counts too."""
+    stacked = torch.stack([value.double() for value in scalars.values()])
+    values = torch.cat([*(vector.double() for vector in vectors.values()), stacked]).tolist()
+    numbers: dict[str, float | list[float]] = {}
+    for name, vector in vectors.items():
+        head, values = values[: len(vector)], values[len(vector) :]
+        numbers[name] = [int(count) for count in head] if name.endswith("_histogram") else head
+    return numbers | dict(zip(scalars, values, strict=True))
+
+
+def _searched(outputs: Sequence[Output], settings: LearnerSettings) -> dict[str, Tensor]:
+    """What the search for the bounds found: one answer for the update, or the mean over its micro-batches."""
+    first = outputs[0].result.metrics
+    found = {name: first[name] for name in SEARCH if name in first}
+    if settings.solves_bounds and settings.scope == "microbatch" and len(outputs) > 1:
+        found.pop("stop")  # each part has a reason of its own
+        return {n: torch.stack([o.result.metrics[n] for o in outputs]).double().mean() for n in found}
+    return found
+
+
+def _trained_on(tokens: Tokens, outputs: Sequence[Output], settings: LearnerSettings) -> Tokens | None:
+    """The tokens with the advantages that the loss saw; None where those are the advantages themselves."""
+    if not settings.solves_bounds or settings.clip.remainder == "leave":
+        return None
+    weights = [cast(ClipBounds, output.result.bounds).negative_weight for output in outputs]
+    spread = [cast(Tensor, w).expand(len(o.batch.targets)) for w, o in zip(weights, outputs, strict=True)]
+    return weigh_negatives(tokens, torch.cat(spread))

@@ -1,0 +1,81 @@
+"""The output head as a module: hidden states in, log-probs and entropies of given tokens out, without full logits.
+
+The weights are used inside `forward` only. Whoever shards a model gathers a module's weights while it is called, so
+nothing else may read them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from bapo.core.logprobs import CHUNK_LOGITS, token_logprobs
+
+
+class Predicted(NamedTuple):
+    """What the head says of each state."""
+
+    logprobs: Tensor  # [tokens] of the target
+    entropies: Tensor  # [tokens] of the distribution
+    best: Tensor | None = None  # [tokens] the most likely token, if asked for
+
+
+class TokenHead(Module):
+    """A model's output head. Owns nothing: the linear layer is the model's."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(
+        self,
+        states: Tensor,  # [tokens, width] the state that predicts each target
+        targets: Tensor,  # [tokens]
+        *,
+        temperature: float = 1.0,
+        best: bool = False,
+    ) -> Predicted:
+        """Log-prob of each target and entropy of its distribution, at this temperature."""
+        weight, bias = self.linear.weight, self.linear.bias
+        logprobs, entropies = token_logprobs(states, weight, targets, bias=bias, temperature=temperature)
+        return Predicted(logprobs, entropies, _most_likely(states, weight, bias) if best else None)
+
+
+def _most_likely(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The most likely token after each state, [tokens]; logits are held for a chunk of them at a time."""
+    chunk = max(1, CHUNK_LOGITS // weight.shape[0])
+    parts = torch.split(states, chunk)
+    return torch.cat([torch.nn.functional.linear(part, weight, bias).argmax(1) for part in parts])
+
+
+@torch.no_grad()
+def head_of(model: Any) -> TokenHead:
+    """The model's head, after a look that it is all there is between hidden states and logits."""
+    config = model.config.get_text_config()
+    ids = torch.arange(4, device=model.device)[None] % config.vocab_size
+    head = model.get_output_embeddings()
+    if type(head) is not Linear:
+        raise ValueError(
+            f"the output head of {type(model).__name__} is a {type(head).__name__}; the learner multiplies by a plain "
+            "Linear and would leave out what it adds. Keep adapters off the head."
+        )
+    cap = getattr(config, "final_logit_softcapping", None)  # a few small logits would not show it
+    if cap is not None:
+        raise ValueError(
+            f"{type(model).__name__} soft-caps its logits after the output head (final_logit_softcapping={cap:g}); the "
+            "learner's log-probs would not be the sampler's. Use a model without soft-capping: Gemma 2 has it, Gemma 3 "
+            "has not."
+        )
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    ours = head(states).float()
+    theirs = model(input_ids=ids, use_cache=False).logits.float()
+    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the output head (scaling or soft-capping), by up to "
+            f"{float((ours - theirs).abs().max()):.3g}; the learner's log-probs would not be the sampler's. Use a "
+            "model without logit scaling or soft-capping."
+        )
+    return TokenHead(head)

@@ -1,0 +1,66 @@
+"""How updates are taken: the learner's settings, and the learning rate of each update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bapo.core.objectives import OBJECTIVES
+from bapo.core.reduction import Reduction
+from bapo.core.settings import ClipSettings
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How updates are taken."""
+
+    objective: str = "bapo"
+    clip: ClipSettings = field(default_factory=ClipSettings)
+    scope: Literal["update", "microbatch"] = "update"
+    """Which tokens share one pair of clip bounds."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the objective, such as low and high of grpo."""
+    reduction: Reduction = "token_mean"
+    length: int | None = None
+    """Normaliser of reduction="fixed_length"."""
+    advantages: str = "grpo"
+    """Estimator: a name in ADVANTAGES."""
+    micro_tokens: int = 16384
+    """Places per forward pass; a larger update is cut into several."""
+    temperature: float = 1.0
+    """The one tokens were sampled at, so that ratios compare like with like."""
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    warmup_updates: int = 0
+    schedule: Schedule = "constant"
+    total_updates: int = 1
+    """Where linear and cosine schedules reach zero."""
+    activation_checkpointing: bool = False
+    """Whether layers keep only their inputs for the backward pass and are computed again there."""
+    staleness_bins: int = 16
+    """Ages counted one by one in the staleness histogram; older tokens share the last bin."""
+    compile: bool = False
+    """Run the layers compiled by torch."""
+
+    @property
+    def solves_bounds(self) -> bool:
+        """Whether the objective's bounds are solved from the tokens."""
+        return OBJECTIVES[self.objective].solves_bounds
+
+
+def learning_rate(update: int, settings: LearnerSettings) -> float:
+    """Linear warm-up, then constant, or linear or cosine decay to zero at total_updates. Updates count from 0."""
+    if update < settings.warmup_updates:
+        return settings.lr * (update + 1) / settings.warmup_updates
+    if settings.schedule == "constant":
+        return settings.lr
+    span = max(1, settings.total_updates - settings.warmup_updates)
+    progress = min(1.0, (update - settings.warmup_updates) / span)
+    if settings.schedule == "linear":
+        return settings.lr * (1 - progress)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * progress))

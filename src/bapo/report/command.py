@@ -1,0 +1,71 @@
+"""`bapo report`: its arguments, the file that it writes, and the server that follows runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from bapo.config.command_line import option
+from bapo.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Write one HTML file with the table, the figures and the responses of runs. It can be read offline.
+
+    Directories are searched for runs. Runs that are damaged or unfinished are named.
+    """
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="(required)")] = ()
+    """Runs, or directories with runs below them."""
+    out: Annotated[
+        Path | None, option(default="RUN/report.html for one directory, otherwise report.html", metavar="FILE")
+    ] = None
+    """The file to write."""
+    live: bool = False
+    """Write no file. Serve the report on 127.0.0.1 and follow the runs."""
+    port: Annotated[int | None, option(default="the first free one from 8377 on", metavar="N")] = None
+    """The port of --live."""
+
+
+def run(arguments: Arguments) -> int:
+    """Carry out the command; returns its exit code."""
+    if not arguments.runs:
+        raise ConfigError("no RUN given. Name a run, or a directory with runs below it; see `bapo report --help`.")
+    if arguments.live:
+        return _follow(arguments.runs, arguments.port)
+    return _write(arguments.runs, arguments.out)
+
+
+def _write(paths: Sequence[Path], out: Path | None) -> int:
+    from bapo.report import write_report
+
+    if out is None:
+        out = paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
+    found = write_report(paths, out)
+    for defect in found.defects:
+        print(f"bapo: {defect}", file=sys.stderr)
+    if not found.arms:
+        raise ConfigError("there is no run to report on, so nothing was written.")
+    runs, arms = sum(len(arm.runs) for arm in found.arms), len(found.arms)
+    print(f"{out}: {runs} run{'s' * (runs != 1)} of {arms} configuration{'s' * (arms != 1)}")
+    return 0
+
+
+def _follow(paths: Sequence[Path], port: int | None) -> int:
+    from bapo.report.live import serve
+
+    with serve(paths, port) as server:
+        try:
+            for path in (path for path in paths if not path.exists()):
+                print(f"{path} does not exist yet; waiting for it", flush=True)
+            print(f"following {', '.join(map(str, paths))} on {server.url} (Ctrl-C ends)", flush=True)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("\nno longer following; the runs go on")
+    return 0

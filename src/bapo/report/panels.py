@@ -1,0 +1,226 @@
+"""The panels that figures are made of, as plain values.
+
+A panel is one plot, of one of four kinds:
+
+    curves   one line per arm over updates or steps; the values of every seed, so that the page can average and smooth
+    profile  one line per arm over fixed bins
+    bars     one bar per arm and category
+    points   one point per arm at its staleness, joined by objective
+
+A figure is a dict: id, title, paper (the number of the figure there), caption, note (why something is missing), panels.
+Values are rounded to six significant digits, and those that are not finite become null. page.js decides how it looks.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from bapo.report.arms import Arm
+from bapo.runs.numbers import number, numbers
+from bapo.runs.read import Run
+from bapo.runs.statistics import aggregate, mean, measures
+from bapo.types import LOG_RATIO_EDGES
+
+Panel = dict[str, Any]
+Figure = dict[str, Any]
+Lines = Literal["updates", "rollouts", "evals"]
+
+MAX_POINTS = 400
+"""Points of the longest curve. A longer one is cut into equal stretches, and each is drawn as its mean."""
+FEW_TOKENS = 20
+"""Bins of a ratio profile that hold fewer tokens in the whole run are left out."""
+FIXED_CLIP = (0.8, 1.2)
+"""The bounds at which `share_fixed` is measured."""
+
+
+def figure(
+    name: str,
+    heading: tuple[str, str | None],  # our title, and the number in the paper
+    caption: str,
+    panels: Sequence[Panel],
+    *,
+    reason: str = "These runs have not logged any of these metrics yet.",
+    note: str | None = None,
+) -> Figure:
+    """A figure of the panels that have anything in them; if none has, the reason."""
+    drawn = [panel for panel in panels if panel["series"]]
+    return {
+        "id": name,
+        "title": heading[0],
+        "paper": heading[1],
+        "caption": caption,
+        "note": note if drawn else reason,
+        "panels": [{"id": f"{name}-{index}"} | panel for index, panel in enumerate(drawn)],
+    }
+
+
+def curves(
+    arms: Sequence[Arm],
+    key: str,
+    title: str,
+    *,
+    lines: Lines = "updates",
+    marks: Sequence[dict[str, Any]] = (),
+    only: Iterable[int] | None = None,
+) -> Panel:
+    """One metric over training: the x of all runs of an arm, and each run's values there."""
+    axis = "step" if lines == "rollouts" else "version"
+    chosen = set(range(len(arms)) if only is None else only)
+    series = []
+    for index, arm in enumerate(arms):
+        if index not in chosen:
+            continue
+        points = [
+            {line[axis]: float(line[key]) for line in _lines(run, lines) if isinstance(line.get(key), int | float)}
+            for run in arm.runs
+        ]
+        if any(points):
+            series.append({"arm": index} | _aligned(points))
+    return {
+        "kind": "curves",
+        "title": title,
+        "key": key,
+        "x": "step" if lines == "rollouts" else "update",
+        "markers": lines == "evals",
+        "marks": list(marks),
+        "series": series,
+    }
+
+
+def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
+    if lines != "evals":
+        return run.updates if lines == "updates" else run.rollouts
+    if run.sft:
+        return run.evals
+    usual = run.config["eval"]["temperature"]
+    return [line for line in run.evals if line.get("eval/temperature", usual) == usual]
+
+
+def _aligned(points: Sequence[dict[int, float]]) -> dict[str, Any]:
+    """Runs on a common x of at most MAX_POINTS: each stretch of equal length is its mean, placed at its end."""
+    last = max(max(values) for values in points if values)
+    width = -(-last // MAX_POINTS) or 1
+    runs = []
+    for values in points:
+        stretches: dict[int, list[float]] = {}
+        for x, y in values.items():
+            stretches.setdefault(-(-x // width) * width, []).append(y)
+        runs.append({x: mean(ys) for x, ys in stretches.items()})
+    at = sorted({x for values in runs for x in values})
+    return {"x": at, "runs": [numbers(values.get(x) for x in at) for values in runs], "stretch": width}
+
+
+def profile(arms: Sequence[Arm], key: str, title: str) -> Panel:
+    """A metric over bins of the ratio. Bins are drawn equally wide; the ticks are the edges between them."""
+    bins = list(range(len(LOG_RATIO_EDGES) + 1))
+    ticks = [{"at": index + 0.5, "text": f"{math.exp(edge):.2f}"} for index, edge in enumerate(LOG_RATIO_EDGES)]
+    series = []
+    for index, arm in enumerate(arms):
+        runs = [_profile_of(run, key) for run in arm.runs if any(_sum_lists(run, "ratio_histogram"))]
+        if runs:
+            series.append({"arm": index, "x": bins, "runs": [numbers(values) for values in runs]})
+    return {
+        "kind": "profile",
+        "title": title,
+        "key": key,
+        "x": "ratio",
+        "log": key == "ratio_histogram",
+        "ticks": ticks,
+        "verticals": [_place(math.log(bound)) for bound in FIXED_CLIP],
+        "series": series,
+    }
+
+
+def _place(log_ratio: float) -> float:
+    """Where a log-ratio lies when bins are drawn equally wide."""
+    after = bisect_right(LOG_RATIO_EDGES, log_ratio)
+    low, high = LOG_RATIO_EDGES[after - 1], LOG_RATIO_EDGES[after]
+    return after - 0.5 + (log_ratio - low) / (high - low)
+
+
+def _profile_of(run: Run, key: str) -> list[float | None]:
+    """A binned metric over a whole run: a mean weighted by tokens, or the share of tokens."""
+    counts = _sum_lists(run, "ratio_histogram")
+    if key == "ratio_histogram":
+        values = _shares(counts)
+    else:
+        values = [0.0] * len(counts)
+        for line in run.updates:
+            for position, (count, value) in enumerate(zip(line["ratio_histogram"], line[key], strict=True)):
+                values[position] += count * value / max(counts[position], 1)
+    return [value if count >= FEW_TOKENS else None for value, count in zip(values, counts, strict=True)]
+
+
+def bars(arms: Sequence[Arm], title: str, categories: Sequence[str], keys: Sequence[str]) -> Panel:
+    """One bar per category, each the mean of its metric over updates and seeds."""
+    series = []
+    for index, arm in enumerate(arms):
+        runs = [[mean(run.series(key)) for key in keys] for run in arm.runs if all(run.series(key) for key in keys)]
+        if runs:
+            series.append({"arm": index, "values": numbers(_mean_of(runs))})
+    return {"kind": "bars", "title": title, "x": "", "categories": list(categories), "series": series}
+
+
+def age_bars(arms: Sequence[Arm]) -> Panel:
+    """Share of tokens by staleness, over whole runs; the last bin of the histogram holds all older tokens."""
+    totals = [[_sum_lists(run, "staleness_histogram") for run in arm.runs] for arm in arms]
+    longest = max((_used(total) for group in totals for total in group), default=0)
+    most = max((len(total) for group in totals for total in group), default=0)
+    series = [
+        {"arm": index, "values": numbers(_mean_of([_shares(total)[:longest] for total in group if sum(total)]))}
+        for index, group in enumerate(totals)
+        if any(sum(total) for total in group)
+    ]
+    return {
+        "kind": "bars",
+        "title": "Share of tokens",
+        "x": "updates between sampling and use",
+        "series": series,
+        "categories": [f"{age}+" if age == most - 1 else str(age) for age in range(longest)],
+    }
+
+
+def scores(arms: Sequence[Arm], k: str) -> list[Panel]:
+    """avg@k and pass@k after training against staleness, of the finished runs."""
+    panels = []
+    for key, title in (("avg", f"avg@{k} after training"), ("pass", f"pass@{k} after training")):
+        series = []
+        for arm in arms:
+            values = [measures(run)[key] for run in arm.runs if run.summary]
+            if values:
+                middle, half = aggregate(values)
+                series.append(
+                    {
+                        "setting": arm.setting,
+                        "objective": arm.objective,
+                        "x": number(arm.staleness),
+                        "y": number(middle),
+                        "half": number(half) if half is not None and len(values) > 2 else None,
+                        "runs": numbers(values),
+                    }
+                )
+        panels.append({"kind": "points", "title": title, "key": key, "x": "mean staleness, updates", "series": series})
+    return panels
+
+
+def _sum_lists(run: Run, key: str) -> list[float]:
+    """The sum of a histogram over updates."""
+    listed = [line[key] for line in run.updates if isinstance(line.get(key), list)]
+    return [float(sum(column)) for column in zip(*listed, strict=True)] if listed else []
+
+
+def _shares(counts: Sequence[float]) -> list[float]:
+    total = sum(counts)
+    return [count / total for count in counts] if total else [0.0] * len(counts)
+
+
+def _used(counts: Sequence[float]) -> int:
+    """Number of bins up to the last one that holds anything."""
+    return max((position + 1 for position, count in enumerate(counts) if count), default=0)
+
+
+def _mean_of(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [mean(column) for column in zip(*rows, strict=True)]
