@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.run", "bapo.report"])
 PATIENCE = 300  # seconds
@@ -37,9 +39,14 @@ def bapo(*arguments, cwd=".", env=None, largest_file=None):
         return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
 
 
-def started(*arguments, log):
-    """A fork in the background that writes all it says into one file."""
-    return _fork(arguments, log, log, ".", None, None)
+def started(*arguments, log, errors=None):
+    """A fork in the background that writes all it says into one file, or its errors into another."""
+    return _fork(arguments, log, errors or log, ".", None, None)
+
+
+def in_ranks(work, ranks, *arguments):
+    """Call `work(rank, *arguments)` in so many forks at once. An error in one of them is raised here."""
+    torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def _fork(arguments, out, err, cwd, env, largest_file):
@@ -56,6 +63,7 @@ def _command(arguments, out, err, cwd, env, largest_file):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), descriptor)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(cwd)
+    sys.path.insert(0, os.getcwd())
     os.environ.clear()
     os.environ.update(env)
     if largest_file is not None:

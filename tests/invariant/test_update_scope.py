@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -11,6 +10,7 @@ from torch.testing import assert_close
 
 from bapo import ClipSettings, bounds_from_table, policy_loss, signal_table, solve_bounds
 from bapo.core.reduction import denominator_of
+from tests.processes import in_ranks
 
 SETTINGS = [
     ClipSettings(target_share=0.47),
@@ -97,9 +97,7 @@ def test_padding_and_packing_do_not_matter(settings):
 
 
 def run_ranks(worker, world_size, tmp_path, *arguments):
-    mp.start_processes(
-        worker, args=(world_size, str(tmp_path), *arguments), nprocs=world_size, join=True, start_method="spawn"
-    )
+    in_ranks(worker, world_size, world_size, str(tmp_path), *arguments)
     return [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from bapo import ClipSettings, bounds_from_table, policy_loss, update_table
 from bapo.core.bounds import StopReason
 from bapo.core.controller import BoundController, as_numbers, averageable
+from tests.processes import in_ranks
 
 SETTINGS = ClipSettings(target_share=0.5)
 
@@ -99,7 +100,7 @@ def _rank(rank, folder):
 
 
 def test_all_ranks_share_their_tables_and_their_errors(tmp_path):
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    in_ranks(_rank, 2, str(tmp_path))
     (low, high, share, alone, error), other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     seen = [batch(10 * call + rank) for call in (1, 2) for rank in (0, 1)]
     expected = bounds_from_table(sum(update_table(*part, SETTINGS) for part in seen), SETTINGS)

@@ -20,6 +20,7 @@ from bapo.models import load_policy
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.tasks.countdown import Countdown
+from tests.processes import PATIENCE, bapo, started
 
 FILES = ("config.json", "responses.jsonl", "results.json", "report.html")
 ARGUMENTS = [
@@ -109,16 +110,17 @@ def test_what_was_cut_off_anywhere_is_made_again_with_the_same_bytes(whole, tmp_
 
 def test_ctrl_c_says_how_to_continue_and_nothing_is_lost(whole, tmp_path):
     out = tmp_path / "stopped"
-    command = [sys.executable, "-m", "bapo.cli", *ARGUMENTS, "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = tmp_path / "said.txt"
+    process = started(*ARGUMENTS, "--out", out, log=tmp_path / "log.txt", errors=said)
     deadline = time.monotonic() + 120
     responses = out / "responses.jsonl"
-    while not (responses.exists() and responses.stat().st_size) and process.poll() is None:
+    while not (responses.exists() and responses.stat().st_size) and process.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 130, output + errors
+    os.kill(process.pid, signal.SIGINT)
+    process.join(PATIENCE)
+    errors = said.read_text()
+    assert process.exitcode == 130, errors
     assert "bapo eval --model demo --data countdown --k 4" in errors
     assert f"--out {out}" in errors
     assert "Traceback" not in errors
@@ -126,7 +128,8 @@ def test_ctrl_c_says_how_to_continue_and_nothing_is_lost(whole, tmp_path):
     saved = len(rows_of(out))
     assert saved in (4, 8)
 
-    again = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    again = bapo(*ARGUMENTS, "--out", out)
+    assert again.returncode == 0, again.stderr
     assert f"{saved} of 10 problems were already done" in again.stdout
     assert contents(out) == contents(whole)
 
@@ -322,11 +325,11 @@ def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
     )
     out = tmp_path / "out"
     command = [
-        *(sys.executable, "-m", "bapo.cli", "eval", "--model", "demo", "--data", f"own={file},countdown"),
+        *("eval", "--model", "demo", "--data", f"own={file},countdown"),
         *("--problems", "2", "--k", "2", "--threads", "1", "--reward", "my_rewards:score", "--out", str(out)),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    done = bapo(*command, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     rows = rows_of(out)
     assert [row["data"] for row in rows] == ["own", "own", "countdown", "countdown"]
@@ -340,7 +343,7 @@ def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
     assert "overall" in done.stdout
 
     file.write_text(file.read_text().replace('"answer": "', '"answer": "1'))
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    again = bapo(*command, cwd=tmp_path, env=environment)
     assert again.returncode == 2
     assert "fingerprints.own" in again.stderr
     assert "its problems, or the prompts made of them, have changed" in again.stderr
