@@ -318,9 +318,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Sizes]:
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"there is no section {', '.join(sorted(unknown))}. Name any of {', '.join(SECTIONS)}.")
     if options.shapes and (unknown := set(options.shapes) - set(workload.SHAPES)):
-        parser.error(
-            f"--shapes={','.join(sorted(unknown))} is unknown. Name any of {', '.join(workload.SHAPES)}."
-        )
+        parser.error(f"--shapes={','.join(sorted(unknown))} is unknown. Name any of {', '.join(workload.SHAPES)}.")
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.device == "cpu" and not options.tiny:
         parser.error("torch finds no CUDA device. Without one, only --tiny can run.")
