@@ -10,9 +10,10 @@ import torch
 from torch.testing import assert_close
 
 from bapo.config.recipe import parse_config
+from bapo.learn.determinism import deterministic
 from bapo.learn.forward import can_pack, hidden_states
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings, deterministic
+from bapo.learn.settings import LearnerSettings
 from tests.tiny.batches import batch_of, flat_batch
 from tests.tiny.models import tiny
 
