@@ -119,7 +119,7 @@ class Learner:
     def filled_up(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
         """These micro-batches, and empty ones until there are as many as on any other rank."""
         missing = largest(len(batches), self.ranks, self.device) - len(batches)
-        return [*batches, *[empty_batch(self.device)] * missing]
+        return [*batches, *(empty_batch(self.device) for _ in range(missing))]
 
     def descend(
         self,
