@@ -273,7 +273,11 @@ def test_a_damaged_directory_is_not_continued(whole, tmp_path, capsys):
         (["--model", "demo", "--data", "countdown", "--temperature", "-1"], 2, "--temperature -1.0"),
         (["--model", "demo", "--data", "countdown", "--reward", "maths"], 2, "neither math nor module:function"),
         (["--model", "demo", "--data", "countdown,countdown"], 2, "two data sets called 'countdown'"),
-        (["--model", "demo", "--data", "countdown,overall=mine.jsonl"], 2, "two lines of that name"),
+        (
+            ["--model", "demo", "--data", "countdown,overall=mine.jsonl"],
+            2,
+            "a data set called 'overall', but the results use that name",
+        ),
         (["--model", "demo", "--data", "nowhere.jsonl"], 2, "'nowhere.jsonl' does not exist"),
         (["--model", "/nowhere", "--data", "countdown"], 2, "model.path='/nowhere' cannot be loaded"),
         (["--model", "demo", "--data", "countdown", "--max-tokens", "400"], 2, "Set --max-tokens 1"),
@@ -295,7 +299,7 @@ def test_usage_and_exit_codes(arguments, code, message, tmp_path, monkeypatch, c
 def test_a_training_run_is_not_taken_for_an_evaluation(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"seed": 0, "model": {"path": "demo"}}')
     assert run([*ARGUMENTS, "--out", str(tmp_path)]) == 2
-    assert "no evaluation of this version" in capsys.readouterr().err
+    assert "does not describe an evaluation by this version" in capsys.readouterr().err
 
 
 def test_names_of_data_sets(tmp_path, monkeypatch):
