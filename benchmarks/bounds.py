@@ -1,15 +1,15 @@
 """What choosing the bounds costs: the whole loss, forward and backward, against the textbook loss with fixed bounds.
 
-    fixed clip     the textbook loss, -min(r A, clip(r) A) with token-mean, and bounds given: the time, and the measure
-                   of all other columns
-    ours           the same loss with bounds from solve_bounds: one pass over the tokens, both measures
-    torch only     the same without kernels, by the gradient measure (CUDA only)
-    step search    the same with the share re-measured after every step of a bound, one host read per step, as in the
-                   released code
-    policy_loss    our own loss, checks and metrics included, with fixed bounds (grpo) and with solved ones (bapo)
-    bapo/grpo      the one against the other
+    fixed clip     the textbook loss, -min(r A, clip(r) A) with token-mean and given bounds; this column is a time, and
+                   the others are multiples of it
+    ours           the same loss with bounds from solve_bounds: one pass over the tokens, for both measures
+    torch only     the same without kernels, for the gradient measure (CUDA only)
+    step search    the same, but the share is measured again after every step of a bound, with one host read per step,
+                   as in the released code
+    policy_loss    our own loss, with its checks and metrics, with fixed bounds (grpo) and with solved ones (bapo)
+    bapo/grpo      the time of the second over that of the first
 
-Ratios come from within each round of one run.
+Every ratio compares times of the same round of one run.
 
     python benchmarks/bounds.py [--device cuda] [--rounds 15]
 """
@@ -27,14 +27,14 @@ from bapo.core.table import DEVICE_CHUNK, compared_sums, grids_of
 
 
 def header(device: str) -> list[str]:
-    """Of the columns that `measure` fills."""
+    """The header of the columns that `measure` fills."""
     kernels = ["torch only"] if device == "cuda" else []
     ours = ["ours, gradient", "ours, surrogate", *kernels]
     return ["tokens", "fixed clip", *ours, "step search", "policy_loss grpo", "policy_loss bapo", "bapo/grpo"]
 
 
 def stale_update(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens as a stale update has them: most ratios near 1, heavy tails, wrong responses longer than right ones."""
+    """Tokens as in a stale update: most ratios near 1, heavy tails, wrong responses longer than right ones."""
     generator = torch.Generator().manual_seed(0)
     behavior = -torch.rand(tokens, generator=generator).mul_(8).pow_(2).div_(16)
     drift = torch.randn(tokens, generator=generator) * (0.02 + 0.4 * torch.rand(tokens, generator=generator).pow(3))
@@ -55,7 +55,7 @@ def step_search(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipS
 
 
 def torch_only(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings) -> tuple[Tensor, Tensor]:
-    """The solver in torch operations alone, as it runs on an accelerator without Triton."""
+    """The solver in plain torch operations, as it runs on an accelerator without Triton."""
     grids = grids_of(settings, ratio.dtype, ratio.device)
     columns = torch.where(mask, ratio, 0.0).split(DEVICE_CHUNK), torch.where(mask, advantages, 0.0).split(DEVICE_CHUNK)
     table = compared_sums(zip(*columns, strict=True), grids, settings.measure)

@@ -2,18 +2,18 @@
 
     python benchmarks/engine.py [--repeats 5] [--slots 128 ...] [--threads N]
 
-The model is a Llama of 0.8 million parameters with random weights: the size of the embedded demo, where the cost of a
-step is mostly overhead, which is what an engine can save. Two loads, 32 and 128 sequences each:
+The model is a Llama of 0.8 million parameters with random weights, the size of the embedded demo. At that size the cost
+of a step is mostly overhead, which is what an engine can save. There are two loads, of 32 and 128 sequences each:
 
     ragged   response lengths are lognormal with a mean of about 0.3 of the limit of 256. LocalEngine gets each length
-             as that request's max_new_tokens. `generate` has one limit for its batch, so it runs to the longest, as it
-             does in use; its tokens past a sequence's own length are not counted.
-    equal    every response has 64 tokens, so that nothing can be gained by refilling slots.
+             as that request's max_new_tokens. `generate` has one limit for its batch, so it runs to the longest
+             response, as it does in practice; its tokens past a sequence's own length are not counted.
+    equal    every response has 64 tokens, so that refilling slots gains nothing.
 
 Prompts have 8 to 24 tokens. `generate` gets them left-padded with an attention mask, use_cache, pure sampling at
-the same temperature, and an EOS token (kept from ending a sequence early, so that the lengths are the given ones). That
-is less than is asked of the engine, which also records log-probs and entropies. Only useful tokens are counted. The two
-are timed alternately; the table gives medians, and the lowest and highest ratio of the paired repeats.
+the same temperature, and an EOS token (which is suppressed, so that the lengths are the given ones). It does less than
+the engine, which also records log-probs and entropies. Only useful tokens are counted. The two are timed alternately;
+the table gives medians, and the lowest and highest ratio of the paired repeats.
 """
 
 from __future__ import annotations

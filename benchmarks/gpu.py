@@ -3,19 +3,20 @@
     python benchmarks/gpu.py                            all sections: engine, learner, bounds, step
     python benchmarks/gpu.py engine --shapes 135m --batches 256
     python benchmarks/gpu.py learner step --json gpu.json
-    python benchmarks/gpu.py --tiny                     very small sizes, CPU is enough: checks the script, not speed
+    python benchmarks/gpu.py --tiny                     very small sizes, even on CPU: tests the script, not speed
 
     engine    tokens/s of GraphEngine, 64 prompt + 512 new tokens per row, against transformers `generate` (over 48 new
-              tokens, as it is slow), `generate` with its static, compiled cache (at --static-batches), and the rate at
-              which weights and keys and values could be read; and once with ragged lengths
-    learner   tokens/s (prompts included, padding not) and peak memory of updates of 64 responses, lognormal lengths 64
-              to 4,096, vocabulary 151,936, against padding + full logits, and TRL's GRPOTrainer on the same responses
+              tokens, because it is slow), `generate` with its static, compiled cache (at --static-batches), and the
+              rate at which memory can deliver weights, keys and values; and once with ragged lengths
+    learner   tokens/s (prompts count, padding does not) and peak memory of updates of 64 responses, lognormal lengths
+              64 to 4,096, vocabulary 151,936, against padding + full logits, and TRL's GRPOTrainer on the same
+              responses
     bounds    loss with solved bounds against fixed ones, 2^21 tokens
     step      one whole cycle: 256 responses of 512 tokens, then updates of 32 responses, against TRL's (without vLLM)
 
-TRL is measured where it can be imported. A candidate that fails is "n/a" with the reason; the others go on. Each result
-is printed when it is known and kept in the file given by --json. Our side is warmed up by the first call, whose
-time (kernels compiled, graphs captured) is given as first_s.
+TRL is measured if it can be imported. A candidate that fails is shown as "n/a" with the reason, and the others go on.
+Each result is printed as soon as it is known and written to the file given by --json. The first call warms our side up;
+its time (kernels compiled, graphs captured) is given as first_s.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ def our_engine(model: Any, slots: int) -> Engine:
 
 
 def measure_engine(model: Any, slots: int, requests: list[Request], budget_s: float = 8.0) -> dict[str, Any]:
-    """A sitting to warm up, short if it can be, then whole ones: at most three, none begun after `budget_s`."""
+    """Generate once to warm up, shortened if possible, then up to three times in full, none begun after `budget_s`."""
     device = model.device.type
     peak = Peak()
     engine = our_engine(model, slots)
-    ragged = len({r.max_new_tokens for r in requests}) > 1  # goes through many batch sizes, each with its own graph
+    ragged = len({r.max_new_tokens for r in requests}) > 1  # uses many batch sizes, each with its own graph
     budget = None if ragged else 4 * slots
     first, _ = timed(lambda: generate(engine, requests, Sampling(), token_budget=budget), device)
     peak.reset()
@@ -137,7 +138,7 @@ def updates_of(groups: list[Group], responses: int, group: int) -> list[list[Gro
 
 
 def measure_learner(groups: list[Group], sizes: Sizes, device: str, **how: bool) -> dict[str, Any]:
-    """Packing, forward (twice where the bounds need it), backward, step: the whole of an update. The second round."""
+    """Times whole updates: packing, forward (twice if the bounds need it), backward, step. The second round counts."""
     peak = Peak()
     model = make_model(sizes.learner_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
     learner = Learner(model, LearnerSettings(lr=1e-6, micro_tokens=sizes.micro_tokens, **how))
@@ -217,7 +218,7 @@ def bounds_section(report: Report, sizes: Sizes, options: argparse.Namespace) ->
 
 
 def measure_step(sizes: Sizes, device: str, **how: bool) -> dict[str, Any]:
-    """Sample, score, pack, and take every update: the second cycle."""
+    """Times a whole cycle: sample, score, pack, and take every update. The second cycle counts."""
     peak = Peak()
     model = make_model(sizes.step_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
     learner = Learner(model, LearnerSettings(lr=1e-6, micro_tokens=sizes.step_micro_tokens, **how))
@@ -295,24 +296,31 @@ def gib(numbers: dict[str, Any]) -> str:
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, Sizes]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if none is given"
+        "sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)}; all if none is given"
     )
-    parser.add_argument("--shapes", type=lambda s: s.split(","), help="of the engine section (135m,1.5b)")
-    parser.add_argument("--batches", type=integers, help="of the engine section (64,256,1024)")
-    parser.add_argument("--static-batches", type=integers, default=[256], help="those with a static cache, too (256)")
-    parser.add_argument("--micro-tokens", type=int, help="per forward pass of our learner (16384; 20480 in step)")
+    parser.add_argument("--shapes", type=lambda s: s.split(","), help="models of the engine section (135m,1.5b)")
+    parser.add_argument("--batches", type=integers, help="batch sizes of the engine section (64,256,1024)")
+    parser.add_argument(
+        "--static-batches", type=integers, default=[256], help="batch sizes also measured with a static cache (256)"
+    )
+    parser.add_argument("--micro-tokens", type=int, help="tokens per forward pass of our learner (16384; step: 20480)")
     parser.add_argument("--trl-rows", type=int, help="TRL's per_device_train_batch_size in the learner section (8)")
-    parser.add_argument("--no-trl-checkpointing", dest="trl_checkpointing", action="store_false", help="default: on")
+    parser.add_argument(
+        "--no-trl-checkpointing",
+        dest="trl_checkpointing",
+        action="store_false",
+        help="run TRL without gradient checkpointing",
+    )
     parser.add_argument("--json", type=Path, help="file for all numbers, rewritten after each")
-    parser.add_argument("--tiny", action="store_true", help="very small sizes, to check the script")
+    parser.add_argument("--tiny", action="store_true", help="use very small sizes, to test the script")
     options = parser.parse_args(arguments)
     if unknown := set(options.sections) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+        parser.error(f"there is no section {', '.join(sorted(unknown))}. Name any of {', '.join(SECTIONS)}.")
     if options.shapes and (unknown := set(options.shapes) - set(workload.SHAPES)):
-        parser.error(f"no shape {', '.join(sorted(unknown))}; there are {', '.join(workload.SHAPES)}")
+        parser.error(f"--shapes={','.join(sorted(unknown))} is unknown. Name any of {', '.join(workload.SHAPES)}.")
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.device == "cpu" and not options.tiny:
-        parser.error("torch sees no CUDA device here. Only --tiny runs without one.")
+        parser.error("torch finds no CUDA device. Without one, only --tiny can run.")
     sizes = TINY if options.tiny else Sizes(shapes=["135m", "1.5b"], batches=[64, 256, 1024])
     given = {name: getattr(options, name) for name in ("shapes", "batches", "micro_tokens", "trl_rows")}
     given["step_micro_tokens"] = options.micro_tokens

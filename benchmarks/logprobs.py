@@ -1,8 +1,9 @@
-"""Log-probs and entropy from hidden states, without full logits (ours), against log-softmax over full logits.
+"""Log-probs and entropy from hidden states, without full logits (ours), against log-softmax over full logits (naive).
 
-Vocabulary 151,936 (Qwen), forward and backward into hidden states and head; "forward" is the forward pass alone,
-without gradients. "chunked" is the torch path; on CPU that is ours. Peak memory is what forward and backward add: on
-CPU each variant runs in a process of its own (resident set), on CUDA it is read from the allocator. n/a: out of memory.
+The vocabulary is 151,936 (Qwen). "time" is forward and backward into hidden states and head; "forward" is the forward
+pass alone, without gradients. "chunked" is the torch path; on CPU that path is ours. Peak memory is what forward and
+backward add: on CPU it is the resident set, and each variant runs in a process of its own; on CUDA it is read from the
+allocator. n/a means out of memory.
 
     python benchmarks/logprobs.py [--device cuda] [--tokens 8192 32768] [--rounds 3]
 """
@@ -56,7 +57,7 @@ def forward(name: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 
 
 def peak_mib(name: str, tokens: int, device: str) -> float | None:
-    """MiB added at the peak by one forward and backward, beyond the inputs and the gradients that remain."""
+    """MiB that one forward and backward add at the peak, beyond the inputs and the gradients that remain."""
     tensors = inputs(tokens, device)
     step(name, tensors[0][:8].detach().requires_grad_(), *tensors[1:2], tensors[2][:8])
     remains = sum(x.numel() * x.element_size() for x in tensors[:1]) / 2**20
@@ -82,7 +83,7 @@ def peaks_mib(names: list[str], tokens: int, device: str) -> dict[str, float | N
 
 
 def compare(tokens: int, device: str, rounds: int) -> str:
-    """The table of one size."""
+    """The table for one number of tokens."""
     names = [name for name in VARIANTS if device == "cuda" or name != "chunked"]
     peaks = peaks_mib(names, tokens, device)
     fits = [name for name in names if peaks[name] is not None]

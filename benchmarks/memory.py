@@ -1,14 +1,14 @@
 """What a model needs on one GPU, by arithmetic: python benchmarks/memory.py [--slots N] [--tokens N] [--rank N].
 
-    states        per trained parameter 18 bytes: bfloat16 weight 2, float32 master 4, gradient 4, moments 8; else 2
+    states        18 bytes per trained parameter (bfloat16 weight 2, float32 master 4, gradient 4, moments 8), else 2
     keys, values  layers x 2 x key heads x head width x 2 bytes, per token in flight
     activations   with learn.activation_checkpointing: one input per layer, tokens x hidden x 2 bytes, and the working
                   set of the layer being recomputed, about 2 x (4 hidden + 3 intermediate) x 2 bytes per token
     head          one block of the vocabulary at a time: below 1 GiB
 
-Sampling and learning take turns, and the keys of one are free before the other begins only if the engine is closed;
-here they stand side by side. The measured point: 0.5B parameters, 10.5 GiB with checkpointing (docs/performance.md),
-where this gives 8.3 of states.
+Sampling and learning take turns, but the engine keeps its keys and values while the learner works unless it is closed,
+so both are counted. One point was measured: 0.5B parameters take 10.5 GiB with checkpointing (docs/performance.md); for
+them this script gives 8.3 GiB of states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GPUS = {"24 GB": 24e9, "80 GB": 80e9, "141 GB": 141e9, "192 GB": 192e9}
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model's dimensions."""
+    """The dimensions of a published model."""
 
     kind: str
     hidden: int
@@ -55,7 +55,7 @@ class Shape:
             return int(model_type(config).num_parameters())
 
     def lora_parameters(self, rank: int) -> int:
-        """Two thin matrices beside every linear layer."""
+        """Parameters of two thin matrices for every linear layer."""
         query, keys = self.heads * self.head_width, self.key_heads * self.head_width
         widths = [(self.hidden, query), (self.hidden, keys), (self.hidden, keys), (query, self.hidden)]
         widths += [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
@@ -78,22 +78,22 @@ MODELS = {
 
 
 def states(shape: Shape, rank: int) -> int:
-    """Bytes of weights, masters, gradients and moments; rank 0 trains everything."""
+    """Bytes of weights, masters, gradients and moments. Rank 0 trains all weights."""
     parameters = shape.parameters()
     return 18 * parameters if rank == 0 else 2 * parameters + 18 * shape.lora_parameters(rank)
 
 
 def verdict(needed: float) -> str:
-    """The smallest card that holds it, leaving a tenth for the allocator and the CUDA context."""
+    """The smallest card that holds so many bytes and leaves a tenth for the allocator and the CUDA context."""
     return next((name for name, size in GPUS.items() if needed <= 0.9 * size), f"{needed / (0.9 * 80e9):.1f} x 80 GB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=64, help="responses decoded side by side")
-    parser.add_argument("--tokens", type=int, default=9216, help="longest prompt and response")
+    parser.add_argument("--tokens", type=int, default=9216, help="tokens of the longest prompt and response")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="learn.micro_tokens")
-    parser.add_argument("--rank", type=int, default=64, help="of the LoRA rows")
+    parser.add_argument("--rank", type=int, default=64, help="rank of the LoRA rows")
     chosen = parser.parse_args()
     print(
         f"| model | parameters | keys per token | keys of {chosen.slots} x {chosen.tokens} | trained | states "

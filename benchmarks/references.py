@@ -1,8 +1,8 @@
 """What we compare with on the GPU: transformers' `generate`, a padded learner, and TRL's GRPOTrainer.
 
-Each is used as its users would use it, in the setting that suits it where there is a choice, and each function says
-what it measures. Learners keep float32 weights and compute in bfloat16 autocast, which is TRL's default for a model it
-loads and the same arithmetic as ours (bfloat16 weights with float32 masters).
+Each is used as its users would use it, with its best settings where there is a choice. Each function says what it
+measures. Learners keep float32 weights and compute in bfloat16 autocast, which is TRL's default for a model it loads
+and the same arithmetic as ours (bfloat16 weights with float32 masters).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bapo.types import Group, Trajectory
 
 
 class StopAfter(StoppingCriteria):
-    """Ends all rows at a length, while the cache keeps the size that max_new_tokens asks for."""
+    """Ends all rows at a given length, while the cache keeps the size that max_new_tokens sets."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -37,7 +37,7 @@ class StopAfter(StoppingCriteria):
 
 
 def sample(model: LlamaForCausalLM, ids: Tensor, limit: int, count: int, **options: Any) -> None:
-    """`generate` at temperature 1, ended after `count` of at most `limit` tokens."""
+    """Run `generate` at temperature 1 with a limit of `limit` tokens, and end it after `count` tokens."""
     model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -53,7 +53,7 @@ def sample(model: LlamaForCausalLM, ids: Tensor, limit: int, count: int, **optio
 
 
 def generate(model: LlamaForCausalLM, batch: int, sizes: Sizes) -> dict[str, Any]:
-    """With its default, growing cache, over the first few tokens."""
+    """`generate` with its default, growing cache, over the first few tokens."""
     device = model.device.type
     ids = torch.tensor(prompts(batch, sizes.prompt, model.config.vocab_size), device=device)
     sample(model, ids, sizes.short_new, 2)
@@ -62,10 +62,10 @@ def generate(model: LlamaForCausalLM, batch: int, sizes: Sizes) -> dict[str, Any
 
 
 def generate_static(model: LlamaForCausalLM, batch: int, sizes: Sizes) -> dict[str, Any]:
-    """With the static cache, whose decoding step transformers compiles (reduce-overhead: CUDA graphs)."""
+    """`generate` with the static cache, whose decoding step transformers compiles (reduce-overhead: CUDA graphs)."""
     device = model.device.type
     if device != "cuda":
-        raise RuntimeError("transformers compiles the decoding step on CUDA only")
+        raise RuntimeError("transformers compiles the decoding step only on CUDA")
     ids = torch.tensor(prompts(batch, sizes.prompt, model.config.vocab_size), device=device)
 
     def run(count: int) -> None:
@@ -73,7 +73,7 @@ def generate_static(model: LlamaForCausalLM, batch: int, sizes: Sizes) -> dict[s
 
     try:
         compile_s, _ = timed(lambda: [run(4), run(4), run(4)], device)  # compile, record, replay
-        seconds = min(timed(lambda: run(sizes.static_new), device)[0] for _ in range(2))  # each makes its cache anew
+        seconds = min(timed(lambda: run(sizes.static_new), device)[0] for _ in range(2))  # each makes a new cache
     finally:
         torch.compiler.reset()
         vars(model).pop("_compiled_call", None)
@@ -88,9 +88,9 @@ def generate_static(model: LlamaForCausalLM, batch: int, sizes: Sizes) -> dict[s
 
 
 def padded_learner(groups: list[Group], sizes: Sizes, device: str) -> dict[str, Any]:
-    """Rows padded to the longest of their micro-batch, full logits, log-softmax, PPO clip, fused AdamW.
+    """A learner that pads rows to the longest of their micro-batch: full logits, log-softmax, PPO clip, fused AdamW.
 
-    Log-probs of the sampler are given, so there is one forward pass. Micro-batches are halved until they fit.
+    The sampler's log-probs are given, so there is one forward pass. Micro-batches are halved until they fit.
     """
     rows = sizes.padded_rows
     while True:
@@ -149,7 +149,7 @@ def _naive_loss(model: LlamaForCausalLM, part: list[Trajectory], total: int, dev
 
 
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """One word per id, and an end-of-text token that the model has no logit for: no response ends by itself."""
+    """One word per id, and an end-of-text token for which the model has no logit, so no response ends by itself."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(vocabulary)} | {"<end>": vocabulary}
@@ -160,9 +160,9 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def trl_learner(groups: list[Group], sizes: Sizes, device: str, checkpointing: bool) -> dict[str, Any]:
-    """GRPOTrainer on prescribed responses: scoring (its old log-probs, one forward pass) and all updates of a batch.
+    """GRPOTrainer on given responses: scoring (its old log-probs, one forward pass) and all updates of a batch.
 
-    The responses come from a `rollout_func`, TRL's own hook, and cost nothing. `update_s` leaves the scoring out.
+    The responses come from a `rollout_func`, TRL's own hook, and cost nothing. `update_tokens_per_s` excludes scoring.
     """
     trajectories = [t for group in groups for t in group.trajectories]
 
@@ -196,7 +196,7 @@ def trl_learner(groups: list[Group], sizes: Sizes, device: str, checkpointing: b
 
 
 def trl_cycle(sizes: Sizes, device: str, checkpointing: bool) -> dict[str, Any]:
-    """A whole GRPOTrainer cycle: `generate`, reward, old log-probs, and every update on what was sampled."""
+    """A whole GRPOTrainer cycle: `generate`, reward, old log-probs, and every update on the sampled responses."""
     numbers = _trl(
         shape=sizes.step_shape,
         device=device,
@@ -223,7 +223,7 @@ def _trl(
     new: int,
     rollout: Any,
 ) -> dict[str, Any]:
-    """Two cycles of a GRPOTrainer, the second one measured. The first, to warm up, has short responses."""
+    """Two cycles of a GRPOTrainer. The first warms up, with short responses; the second is measured."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -272,7 +272,7 @@ def _trl(
             disable_tqdm=True,
             use_cpu=device == "cpu",
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # the trainer's own reports have no place in our table
+        with contextlib.redirect_stdout(io.StringIO()):  # keep the trainer's own reports out of our table
             trainer = Timed(
                 model=model,
                 reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
@@ -295,7 +295,7 @@ def _trl(
 
 
 class _Clock:
-    """When the last cycle began, what its phases took, and when its last update was done."""
+    """When the last cycle began, how long its phases took, and when its last update ended."""
 
     def __init__(self, device: str, peak: Peak) -> None:
         self.device, self.peak = device, peak

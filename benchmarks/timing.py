@@ -1,4 +1,4 @@
-"""Side-by-side timing: candidates take turns, so that a machine's drift falls on all of them alike."""
+"""Side-by-side timing: candidates take turns, so that drift of the machine affects all of them equally."""
 
 import statistics
 import time

@@ -1,13 +1,14 @@
-"""Time of an optimizer step of BapoTrainer against TRL's GRPOTrainer, in one run, on the same tokens.
+"""The time of an optimizer step of BapoTrainer against TRL's GRPOTrainer, in one run, on the same tokens.
 
     .venv-trl/bin/python benchmarks/trl_overhead.py [--rounds 5] [--layers 4] [--hidden 256] [--length 64] [--threads N]
 
-The three take turns: GRPOTrainer, BapoTrainer at scope microbatch, and at scope update. The target share is 0, so that
-BAPO's search looks at all its candidates and always stays at (0.8, 1.2), GRPO's own bounds: all three train on the same
-tokens to the same weights, which is checked, and do the same work apart from BAPO's. On CPU the clock is the process's
-own CPU time, so that neighbours on a shared machine count less; on CUDA it is the wall clock. Each generation is used
-for `--iterations` steps: `train` counts those without generation, `all` every step. A step's work is the same in every
-round, so its time is the least of the rounds; beside the ratio stand the lowest and highest of the paired rounds.
+Three trainers take turns: GRPOTrainer, BapoTrainer at scope microbatch, and BapoTrainer at scope update. The target
+share is 0, so BAPO's search looks at all its candidates and always stays at (0.8, 1.2), GRPO's own bounds. All three
+train on the same tokens to the same weights, which is checked, and do the same work apart from BAPO's own. On CPU the
+clock is the process's CPU time, so that other programs on a shared machine matter less; on CUDA it is the wall clock.
+Each generation is used for `--iterations` steps: `train` counts the steps without generation, and `all` counts every
+step. A step's work is the same in every round, so its time is the minimum over rounds. Next to each ratio are the
+lowest and the highest ratio of the paired rounds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Clock(TrainerCallback):
 
 
 def step_times(name: str, options: argparse.Namespace) -> tuple[list[float], float]:
-    """Seconds of each step, and a number that tells whether the weights are the same."""
+    """The seconds of each step, and a sum of the weights that shows whether two runs ended at the same ones."""
     trainer_class, config_class, extra = CANDIDATES[name]
     tokenizer = AutoTokenizer.from_pretrained(model_path(), padding_side="left")
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """What the GPU benchmarks run on: model shapes, requests, ragged updates, and how results are kept.
 
-Weights are random, because speed does not depend on them, and nothing has to be downloaded. A response to such a model
-never ends by itself, so every length is the one prescribed.
+Weights are random, because speed does not depend on them and nothing has to be downloaded. The models have no stop
+token, so no response ends by itself and every length is the given one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bapo.rollout.engine import Request, Segment
 from bapo.types import Group, Problem, Status, Trajectory
 
-# hidden, layers, heads, key-value heads, intermediate, vocabulary; head width 64 but for 1.5b (128) and demo (32); tied
+# hidden, layers, heads, key-value heads, intermediate, vocabulary; heads are 64 wide, in 1.5b 128, in demo 32; tied
 SHAPES = {
     "135m": (576, 30, 9, 3, 1536, 49_152),  # SmolLM2-135M
     "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B, as a Llama
@@ -36,16 +36,16 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything is run."""
+    """How large each benchmark is."""
 
     shapes: list[str]
     batches: list[int]
     prompt: int = 64
     new: int = 512
     short_new: int = 48
-    """Tokens over which `generate` is measured: it is slow, and shorter contexts only help it."""
+    """New tokens over which `generate` is measured: it is slow, and shorter contexts only help it."""
     static_new: int = 128
-    """Likewise with the static cache, which attends to all of its (full-length) places at every step anyway."""
+    """The same for the static cache, which attends to all of its (full-length) positions at every step anyway."""
     learner_shape: str = "0.5b"
     learner_lengths: tuple[int, int, int] = (64, 600, 4096)
     """Shortest, median and longest response of the ragged updates."""
@@ -97,13 +97,13 @@ def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
 
 
 def equal_requests(count: int, sizes: Sizes, vocabulary: int, *, group: int = 1) -> list[Request]:
-    """`group`: responses asked for each prompt."""
+    """Requests that all have the same length. `group` is the number of responses per prompt."""
     every = prompts(count // group, sizes.prompt, vocabulary)
     return [Request(every[seed // group], 0, seed, sizes.new) for seed in range(count)]
 
 
 def ragged_requests(count: int, sizes: Sizes, vocabulary: int) -> list[Request]:
-    """Lognormal limits with a median of a quarter of the longest; more requests than slots is the caller's doing."""
+    """Requests with lognormal limits whose median is a quarter of the longest."""
     lengths = lognormal(count, (max(1, sizes.new // 32), sizes.new // 4, sizes.new))
     every = prompts(count, sizes.prompt, vocabulary)
     return [Request(prompt, 0, seed, n) for seed, (prompt, n) in enumerate(zip(every, lengths, strict=True))]
@@ -116,7 +116,7 @@ def lognormal(count: int, lengths: tuple[int, int, int], sigma: float = 0.9) -> 
 
 
 def ragged_groups(sizes: Sizes, vocabulary: int) -> list[Group]:
-    """Scored responses of lognormal lengths, with log-probs such as a model of random weights gives."""
+    """Scored responses of lognormal lengths, with log-probs like those of a model with random weights."""
     rng = np.random.default_rng(2)
     uniform = -float(np.log(vocabulary))
     trajectories = []
@@ -149,7 +149,7 @@ def grouped(trajectories: list[Trajectory], size: int) -> list[Group]:
 
 
 def decode_floor(model: LlamaForCausalLM, batch: int, sizes: Sizes, bandwidth: float) -> float:
-    """Tokens/s if decoding only read the weights and each row's own keys and values, once per step, at this bandwidth.
+    """Tokens/s if decoding only had to read the weights and each row's own keys and values once per step.
 
     seconds = sum over steps of (weight bytes + batch x context x bytes of one token's keys and values) / bandwidth
     """
@@ -161,7 +161,7 @@ def decode_floor(model: LlamaForCausalLM, batch: int, sizes: Sizes, bandwidth: f
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes read and written per second by a large copy: what this machine's memory really gives."""
+    """Bytes that a large copy reads and writes per second: what this machine's memory really delivers."""
     source = torch.zeros(2**30 if device == "cuda" else 2**22, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     best = float("inf")
@@ -189,7 +189,7 @@ def allocated() -> int:
 
 
 class Peak:
-    """Most GPU memory allocated at once since `reset`, less what was there before the candidate was built."""
+    """Peak of allocated GPU memory since `reset`, minus what was allocated before the candidate was built."""
 
     def __init__(self) -> None:
         self.before = allocated()
@@ -205,14 +205,14 @@ class Peak:
 
 @dataclass
 class Report:
-    """Every measurement, printed and written the moment it exists."""
+    """All measurements, each printed and written as soon as it exists."""
 
     path: Path | None
     environment: dict[str, str]
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def attempt(self, section: str, case: str, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The numbers of one candidate, or why there are none: a failure never stops the rest."""
+        """The numbers of one candidate, or the reason why there are none. A failure never stops the others."""
         start = time.perf_counter()
         record: dict[str, Any] = {"section": section, "case": case, "name": name}
         try:

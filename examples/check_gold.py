@@ -2,10 +2,11 @@
 
     python examples/check_gold.py gsm8k/test.jsonl math500/test.jsonl aime24.parquet …
 
-Reads GSM8K's own files, files with an `answer` column, and verl's parquet files. The data set's own solutions, if it
-has them, and every ground truth in a box, as a sentence and as a #### line must be accepted. Then come responses that
-must be refused: the answer of the next problem, the answer plus one, with its sign turned, in the thinking only, boxed
-before another one, in a list of candidates, and nothing at all. What was accepted or refused wrongly is listed.
+The script reads GSM8K's own files, files with an `answer` column, and verl's parquet files. The verifier must accept
+every ground truth in a box, as a sentence and as a #### line, and the data set's own solutions if it has them. It must
+refuse the answer of the next problem; the right answer plus one, with its sign turned, in the thinking only, boxed
+before another one, in a list of candidates, or in a box that is not closed; an empty box; and an empty response. The
+script lists every wrong decision.
 """
 
 import json
@@ -35,7 +36,7 @@ WRONG = {
 
 
 def ground_truths(path: Path) -> tuple[list[str], list[str]]:
-    """The answers, and solutions that end in them if there are any."""
+    """The answers, and the solutions that end in them, if there are any."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
@@ -74,7 +75,7 @@ def main(paths: list[str]) -> None:
 
 
 def pairs(golds, forms):
-    """Each ground truth with its form, and the next one with its."""
+    """Pairs of a ground truth with its form, and the next ground truth with its form."""
     both = list(zip(golds, forms, strict=True))
     return zip(both, both[1:] + both[:1], strict=True)
 

@@ -1,7 +1,8 @@
-"""A small dump of logged batches, for trying `bapo diagnose` without a training run.
+"""Makes a small dump of logged batches, for trying `bapo diagnose` without a training run.
 
-One rollout batch, several updates: responses of a toy policy (a table of logits), whose learner drifts away from it
-with every update. Wrong responses are longer than right ones, as in reasoning, so negative tokens dominate.
+The dump holds several updates on one rollout batch. A toy policy (a table of logits) samples the responses, and the
+learner drifts away from it with every update. Wrong responses are longer than right ones, as in reasoning, so negative
+tokens dominate.
 
     python examples/make_dump.py OUT [--names bapo|trl|verl] [--updates 4] [--drift 0.12] [--longer 2.0] [--seed 0]
     bapo diagnose OUT
@@ -41,7 +42,7 @@ def log_softmax(logits):
 
 
 def make_updates(updates=4, drift=0.12, longer=2.0, seed=0, mismatch=0.004):
-    """One dict of arrays [sequences, tokens] (or [sequences], or one number) per update."""
+    """One dict per update, of arrays [sequences, tokens], [sequences], or of a single number."""
     random = np.random.default_rng(seed)
     sampler = random.normal(0, 2, (STATES, VOCABULARY))
     responses = GROUPS * RESPONSES
@@ -58,7 +59,7 @@ def make_updates(updates=4, drift=0.12, longer=2.0, seed=0, mismatch=0.004):
     noise = random.gumbel(size=(*mask.shape, VOCABULARY))
     token = (log_softmax(sampler)[state] + noise).argmax(-1)
     recomputed = log_softmax(sampler)[state, token]
-    behavior = np.minimum(recomputed + random.normal(0, mismatch, mask.shape), 0.0)  # another engine, other rounding
+    behavior = np.minimum(recomputed + random.normal(0, mismatch, mask.shape), 0.0)  # another engine rounds differently
 
     learner = sampler.copy()
     for update in range(updates):
@@ -79,11 +80,11 @@ def make_updates(updates=4, drift=0.12, longer=2.0, seed=0, mismatch=0.004):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--names", choices=NAMES, default="bapo")
-    parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("--drift", type=float, default=0.12)
-    parser.add_argument("--longer", type=float, default=2.0)
+    parser.add_argument("out", type=Path, help="directory to write to, one file per update")
+    parser.add_argument("--names", choices=NAMES, default="bapo", help="whose names the arrays get")
+    parser.add_argument("--updates", type=int, default=4, help="updates on the one rollout batch")
+    parser.add_argument("--drift", type=float, default=0.12, help="standard deviation of each update on the logits")
+    parser.add_argument("--longer", type=float, default=2.0, help="how many times longer wrong responses are")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def main():
     for update in make_updates(chosen.updates, chosen.drift, chosen.longer, chosen.seed):
         file = chosen.out / f"update_{int(update['update'])}.safetensors"
         save_file({names.get(name, name): np.ascontiguousarray(values) for name, values in update.items()}, file)
-    print(f"{chosen.updates} updates in {chosen.out}; read them with: bapo diagnose {chosen.out}")
+    print(f"wrote {chosen.updates} updates to {chosen.out}; read them with: bapo diagnose {chosen.out}")
 
 
 if __name__ == "__main__":

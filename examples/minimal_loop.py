@@ -1,9 +1,9 @@
 """The whole idea in one file: a toy policy, stale data, GRPO against BAPO.
 
-A walker must stop on its target. Each prompt is a target, each token a step (-1, +1, +2, +3) or STOP, and reward 1 goes
-to responses that stop exactly there. Who misses the target wanders on, so wrong responses are longer than right ones
-and negative tokens dominate: the imbalance BAPO is about. The policy is a table of logits, so that nothing but the
-method is in the way; every rollout batch is used for many updates, so that most of them are off-policy.
+A walker must stop on its target. Each prompt is a target, and each token is a step (-1, +1, +2, +3) or STOP. A response
+gets reward 1 if it stops exactly on the target. A walker that misses its target wanders on, so wrong responses are
+longer than right ones and negative tokens dominate: the imbalance that BAPO addresses. The policy is a table of logits,
+so that only the method matters. Every rollout batch is used for many updates, so most updates are off-policy.
 
     python examples/minimal_loop.py [--updates 160] [--reuse 32] [--seeds 3]
 """
@@ -20,7 +20,7 @@ from bapo.core.advantages import grpo, to_tokens
 STEPS = torch.tensor([-1, 1, 2, 3, 0])
 STOP, MAX_LENGTH, FIRST_TARGET, LAST_TARGET = 4, 16, 5, 12
 GROUPS, RESPONSES = 32, 8
-COMPARED = {  # name: objective and its options; the last two are the ends of BAPO's search as fixed clips
+COMPARED = {  # name: objective and its options; the last two fix the clip at the start and the end of BAPO's search
     "grpo": {"objective": "grpo"},
     "clip_higher": {"objective": "clip_higher"},
     "bapo": {"objective": "bapo"},
@@ -30,7 +30,7 @@ COMPARED = {  # name: objective and its options; the last two are the ends of BA
 
 
 def initial_policy() -> Tensor:
-    """Logits [target, position, action]: walks at random, and stops on the target more often than elsewhere."""
+    """Logits [target, position, action] of a random walk that stops on the target more often than elsewhere."""
     logits = torch.zeros(LAST_TARGET + 1, 3 * MAX_LENGTH + 1, len(STEPS))
     logits[..., STOP] = -2.5
     for target in range(FIRST_TARGET, LAST_TARGET + 1):
@@ -40,7 +40,7 @@ def initial_policy() -> Tensor:
 
 @torch.no_grad()
 def rollout(policy: Tensor, targets: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """Sample responses; remember the log-prob of every token under the policy that sampled it."""
+    """Sample responses, and keep the log-prob of every token under the policy that samples it."""
     position = torch.zeros_like(targets)
     running = torch.ones_like(targets, dtype=torch.bool)
     columns: dict[str, list[Tensor]] = {"positions": [], "actions": [], "behavior_logprobs": [], "mask": []}
@@ -92,7 +92,7 @@ def train(choice: dict, *, updates: int, reuse: int, lr: float, seed: int) -> di
 
 @torch.no_grad()
 def evaluate(policy: Tensor, generator: torch.Generator) -> dict[str, float]:
-    """Success over all targets at temperature 1, and entropy per token."""
+    """Success rate over all targets at temperature 1, and entropy per token."""
     targets = torch.arange(FIRST_TARGET, LAST_TARGET + 1).repeat_interleave(512)
     batch = rollout(policy, targets, generator)
     distribution = policy[targets[:, None], batch["positions"]].log_softmax(-1)
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # tensors this small only lose by sharing
+    torch.set_num_threads(1)  # more threads only slow down tensors this small
 
     print(f"{arguments.updates} updates, each rollout batch used {arguments.reuse} times, {arguments.seeds} seeds")
     start = evaluate(initial_policy(), torch.Generator().manual_seed(0))
@@ -128,7 +128,7 @@ def main() -> None:
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             cells.append(f"{statistics.mean(values):>8.3f} ± {spread:<5.3f}")
         print(f"{name:14}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
-    print("\nmean ± standard deviation over seeds; share is the positive tokens' share of the signal under each clip")
+    print("\nmean ± standard deviation over seeds; share: the positive tokens' share of the signal under each clip")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""BAPO in a TRL script: what would be a GRPOTrainer script, with two names changed.
+"""BAPO in a TRL script: a GRPOTrainer script with two names changed.
 
-A small Llama, made on the spot, learns to count on from the reward alone (`7+1=` wants `8`), each
-generation used for four optimizer steps. Offline, on CPU, about half a minute:
+A small Llama with random weights learns to add one from the reward alone (the answer to `7+1=` is `8`). Each generation
+is used for four optimizer steps. It runs offline, on CPU, in about half a minute:
 
     pip install -c constraints.txt -c constraints-trl.txt '.[trl]'
     python examples/trl_bapo.py [--max_steps 100] [--bapo_preset weak-model] [--bapo_scope microbatch]
 
-Every option of GRPOConfig is an option here too; on several devices start it with `accelerate launch`.
+Every option of GRPOConfig is an option here too. On several devices, start the script with `accelerate launch`.
 """
 
 from datasets import Dataset
@@ -34,7 +34,7 @@ DEFAULTS = {
 
 
 def correct(completions: list[str], answer: list[str], **kwargs: object) -> list[float]:
-    """1 where the completion starts with the answer."""
+    """1 if the completion starts with the answer, otherwise 0."""
     return [float(text.startswith(right)) for text, right in zip(completions, answer, strict=True)]
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser = HfArgumentParser(BapoConfig)
     parser.set_defaults(**DEFAULTS)
     (args,) = parser.parse_args_into_dataclasses()
-    set_seed(args.seed)  # of the weights, too
+    set_seed(args.seed)  # also seeds the initial weights
 
     tokenizer = AutoTokenizer.from_pretrained(model_path(), padding_side="left")
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}

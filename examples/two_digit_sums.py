@@ -1,7 +1,7 @@
-"""Two-digit sums as data: python examples/two_digit_sums.py DIR [--seed N].
+"""Writes two-digit sums as data: python examples/two_digit_sums.py DIR [--seed N].
 
-solved.jsonl with 256 sums and their answers to imitate, train.jsonl with 2,048 to be rewarded on, test.jsonl with 128
-held out. No sum is in two of them.
+solved.jsonl holds 256 demonstrations for supervised training, train.jsonl 2,048 problems to be rewarded on, and
+test.jsonl 128 held-out problems. No sum is in two of the files.
 """
 
 import argparse
@@ -14,8 +14,8 @@ SIZES = {"solved": 256, "train": 2048, "test": 128}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory to write the three files to")
+    parser.add_argument("--seed", type=int, default=0, help="decides which sums go into which file")
     chosen = parser.parse_args()
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(chosen.seed).shuffle(sums)  # noqa: S311

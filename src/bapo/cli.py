@@ -254,7 +254,7 @@ COMMANDS = {
     "compare": Command(
         _compare,
         "GRID.toml [--parallel N]",
-        "compare objectives over settings and seeds: run what is missing, print a table",
+        "compare objectives: run what is missing of a grid, print a table",
         Remedy(
             disk="Free space or repair the directory, then give the same command again. Finished runs are kept, and "
             "stopped runs continue.",

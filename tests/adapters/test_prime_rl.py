@@ -72,5 +72,5 @@ def test_the_authors_settings():
 
 
 def test_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"ratio_high=2\.0 is no clip setting"):
+    with pytest.raises(ValueError, match=r"ratio_high=2\.0 is not a clip setting"):
         update(logged(), ratio_high=2.0)

@@ -150,7 +150,7 @@ def test_refusals_say_what_to_set():
         ({"use_score_centering": True}, "use_score_centering=True has no clip"),
         ({"use_opsm": True}, "--use-opsm masks tokens"),
         ({"bapo_remainder": "weigh"}, "remainder='weigh' would be ignored: slime's own loss"),
-        ({"bapo_clip": 1}, "clip=1 is no clip setting"),
+        ({"bapo_clip": 1}, "clip=1 is not a clip setting"),
     ]:
         with pytest.raises(ValueError, match=words):
             bapo_loss(arguments(**options), batch, logits, token_sum(batch))

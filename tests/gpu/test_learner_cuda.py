@@ -10,9 +10,10 @@ import torch
 from torch.testing import assert_close
 
 from bapo.config.recipe import parse_config
+from bapo.learn.determinism import deterministic
 from bapo.learn.forward import can_pack, hidden_states
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings, deterministic
+from bapo.learn.settings import LearnerSettings
 from tests.tiny.batches import batch_of, flat_batch
 from tests.tiny.models import tiny
 
@@ -175,7 +176,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype, tmp_path):
 def test_compiled_layers_give_the_same_update(recompute):
     losses, weights = [], []
     for compiled in (False, True):
-        model = tiny("qwen3").bfloat16().cuda()
+        model = tiny("qwen3", initializer_range=0.3, num_hidden_layers=3).bfloat16().cuda()
         settings = LearnerSettings(objective="grpo", lr=1e-2, compile=compiled, activation_checkpointing=recompute)
         learner = Learner(model, settings)
         losses.append([learner.step_on([on_cuda(flat_batch(LENGTHS[: 8 - i]))]).metrics["loss"] for i in range(3)])

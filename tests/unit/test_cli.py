@@ -1,8 +1,19 @@
 """What the command line says when a command cannot go on."""
 
-import pytest
+import subprocess
+import sys
+from dataclasses import replace
 
-from bapo.cli import run
+import pytest
+from pydantic import BaseModel
+
+from bapo.cli import COMMANDS, run
+from bapo.config.command_line import parse_arguments
+from bapo.config.errors import BapoError, VerifierFailed
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
+from bapo.evaluate.command import Arguments as Evaluation
+from bapo.evaluate.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -70,3 +81,97 @@ def test_the_command_line_changes_a_recipe_and_what_they_say_together_is_judged(
     assert (config.model.template_options, config.model.lora.rank) == ({"think": True}, 8)
     assert run(["train", str(recipe), "--objective.target-share", "0.5"]) == 2
     assert "objective.target_share belongs to objective.name='bapo', not to 'grpo'" in capsys.readouterr().err
+
+
+def test_usage_names_every_command_and_a_near_miss_is_understood(capsys):
+    assert run(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in COMMANDS)
+    assert max(map(len, listed.splitlines())) <= 120
+    assert run(["reprot"]) == 2
+    assert "'reprot' is not a command. Did you mean 'report'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_ends_in_the_same_way(name, monkeypatch, capsys):
+    def ends_with(error):
+        def work(_words):
+            raise error
+
+        monkeypatch.setitem(COMMANDS, name, replace(COMMANDS[name], run=work))
+        code = run([name, "a word"])
+        said = capsys.readouterr().err
+        assert said.startswith("bapo: ")
+        assert said.count("\n") == 1
+        return code, said
+
+    for kind in BapoError.__subclasses__():
+        if kind is not VerifierFailed:
+            assert ends_with(kind("what is wrong")) == (kind.exit_code, "bapo: what is wrong\n")
+    remedy = COMMANDS[name].remedy
+    command = f"bapo {name} 'a word'"
+    code, said = ends_with(OSError(28, "No space left on device"))
+    assert (code, remedy.failed in said, remedy.disk.format(command=command) in said) == (4, True, True)
+    code, said = ends_with(KeyboardInterrupt())
+    assert (code, remedy.stopped.format(command=command) in said) == (130, True)
+    assert ends_with(FloatingPointError("not finite."))[0] == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--no-such-option"]])
+def test_every_command_explains_itself(name, words, capsys):
+    code = run([name, *words])
+    said = capsys.readouterr()
+    if words == ["--no-such-option"]:
+        assert code == 2
+        assert f"usage: bapo {name} {COMMANDS[name].usage}" in said.err
+    else:
+        assert (code, said.err) == (0, "")
+        assert said.out.startswith(f"usage: bapo {name} ")
+        assert "--no-retry" not in said.out
+
+
+@pytest.mark.parametrize(("name", "schema"), [("train", Config), ("sft", SftConfig)])
+def test_help_shows_every_key_and_every_heading(name, schema, capsys):
+    assert run([name, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    def check(section, prefix):
+        for key, info in section.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+                assert " ".join(info.annotation.__doc__.split()) in said
+                check(info.annotation, f"{prefix}{key}.")
+            else:
+                assert f"--{prefix}{key}".replace("_", "-") in said
+                assert " ".join(info.description.split()) in said
+
+    check(schema, "")
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from bapo.cli import COMMANDS, run; run(['--help'])\n"
+        "assert not {'tyro', 'pydantic', 'numpy', 'torch'} & set(sys.modules)\n"
+        "assert all(run([name, '--help']) == 0 for name in COMMANDS)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_options_of_an_evaluation_are_read_in_every_spelling():
+    words = ["--model", "m", "--data", "a,b", "--data=c", "--max_tokens", "7", "--reward-seconds", "2", "--k=3"]
+    words += ["--chat-option", "enable_thinking=false", "--chat-option", "budget=-1", "--chat-option", "style=a=b"]
+    settings = parse_arguments(Evaluation, words, prog="bapo eval").settings
+    assert settings == Settings(
+        "m",
+        ("a", "b", "c"),
+        k=3,
+        max_tokens=7,
+        reward_seconds=2.0,
+        chat_options={"enable_thinking": False, "budget": -1, "style": "a=b"},
+    )
+    assert parse_arguments(Evaluation, ["--model", "m", "--data", "a"], prog="bapo eval").settings == Settings(
+        "m", ("a",)
+    )
+    assert (Settings("m", ("a",)).k, Settings("m", ("a",), temperature=0.0).k) == (16, 1)

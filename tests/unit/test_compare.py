@@ -273,7 +273,7 @@ def test_a_damaged_run_is_left_alone_until_a_retry(again):
     stream = io.StringIO()
     assert compare(grid, stream=stream) == 1
     assert "reuse-2/grpo/seed-3: damaged: metrics.jsonl ends in the middle of line 1." in stream.getvalue()
-    assert "or start them anew with --retry" in stream.getvalue()
+    assert "or start them again with --retry" in stream.getvalue()
     assert ran(out) == before
     assert (run / "metrics.jsonl").stat().st_size == 100
 

@@ -358,7 +358,7 @@ def test_a_copy_of_a_run_is_no_further_seed(compared, tmp_path, capsys):
     assert values["arms"][0]["runs"] == [str(tmp_path / "b")]
     assert "±" not in values["table"]["rows"][0]["cells"]["avg"]["text"]
     assert [(p["kind"], p["path"]) for p in values["defects"]] == [("duplicate", str(first)), ("duplicate", str(last))]
-    assert f"{last}: duplicate: it has the configuration and the seed of {tmp_path / 'b'}" in capsys.readouterr().err
+    assert f"{last}: duplicate: it has the same configuration and seed as {tmp_path / 'b'}" in capsys.readouterr().err
 
 
 def test_only_runs_of_a_grid_are_named_by_their_directories(compared, tmp_path):

@@ -4,6 +4,7 @@ import math
 import pytest
 
 from bapo import ClipSettings
+from bapo.core.settings import CLIP_OPTIONS
 
 
 def test_defaults_are_the_papers_numbers_with_the_gradient_measure():
@@ -97,7 +98,8 @@ def test_options_of_a_configuration_file_start_from_a_preset():
     settings = ClipSettings.from_options("weak-model", high=[1.2, 1.6], order="low_first")
     assert settings == dataclasses.replace(ClipSettings.preset("weak-model"), high=(1.2, 1.6), order="low_first")
     assert ClipSettings.from_options() == ClipSettings()
-    with pytest.raises(ValueError, match=r"clip_range=0\.2 is no clip setting"):
+    assert ClipSettings.from_options("weak-model", **dict.fromkeys(CLIP_OPTIONS)) == ClipSettings.preset("weak-model")
+    with pytest.raises(ValueError, match=r"clip_range=0\.2 is not a clip setting"):
         ClipSettings.from_options(clip_range=0.2)
     with pytest.raises(ValueError, match="preset='papers' is not known"):
         ClipSettings.from_options("papers")

@@ -1,13 +1,13 @@
-"""BAPO inside AReaL: `WithinBounds`, to be put in front of an actor engine of AReaL's.
+"""BAPO inside AReaL: `WithinBounds`, a mixin for AReaL's actor engines.
 
     class BapoActor(WithinBounds, FSDPPPOActor):
         clip_settings = ClipSettings.preset("weak-model")
 
 An AReaL actor hands every optimizer step to its engine's `train_batch`, with a partial of `grpo_loss_fn` that names the
-epsilons. So one step is gone through twice: first the engine's own `eval_batch` on the same data, with a loss function
-that adds up tables; one all-reduce over the data-parallel group; then `train_batch` with the epsilons of the bounds in
-place of the configured ones. That is scope `update`, exactly, however AReaL splits the step. Nothing of AReaL is copied
-or imported here, and its statistics go on; the bounds join them through what `train_batch` returns.
+epsilons. `WithinBounds` runs the step twice: first the engine's own `eval_batch` on the same data, with a loss function
+that collects tables; then, after one all-reduce over the data-parallel group, `train_batch` with the epsilons of the
+bounds in place of the configured ones. That is exactly scope `update`, however AReaL splits the step. No code of AReaL
+is copied or imported here. Its statistics stay, and the bounds join them through what `train_batch` returns.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import bounds_from_table
+from bapo.adapters.shared import DEFAULT_EPSILON, ignored_epsilons, refuse_nan
+from bapo.core.bounds import bounds_over_ranks
 from bapo.core.controller import as_numbers
 from bapo.core.loss import update_table
 from bapo.core.settings import ClipSettings, refuse_weighing
 
 TESTED_VERSIONS = "1.0.4"
-AREAL_EPSILON = 0.2
 
 
 class WithinBounds:
     """An AReaL actor engine whose optimizer steps are clipped at solved bounds (arXiv:2510.18927)."""
 
     clip_settings: ClipSettings = ClipSettings()
-    """Where the bounds may be; set it in the class that names an engine of AReaL's."""
+    """Where the bounds may be. Set it in the class that combines this one with an engine of AReaL."""
 
     def train_batch(
         self,
@@ -57,36 +55,25 @@ class WithinBounds:
             return logprobs.new_zeros(())
 
         self.eval_batch(input_, collect, loss_weight_fn)  # type: ignore[attr-defined]
-        bounds = bounds_from_table(self._summed(tables), self.clip_settings)
+        bounds = bounds_over_ranks(
+            tables,
+            self.clip_settings,
+            device=self.device,  # type: ignore[attr-defined]
+            process_group=self.data_parallel_group,  # type: ignore[attr-defined]
+        )
         numbers = as_numbers(bounds.metrics(ends=False))
-        if numbers["bapo/share"] != numbers["bapo/share"]:
-            raise ValueError(
-                "the log-probs or advantages of this update hold NaN or infinity on some rank. "
-                "bapo.core.checks.check_tokens names the token."
-            )
+        refuse_nan(numbers["bapo/share"], "log-probs or advantages")
         chosen = {"eps_clip": 1 - numbers["bapo/clip_low"], "eps_clip_higher": numbers["bapo/clip_high"] - 1}
         within = functools.partial(loss_fn.func, *loss_fn.args, **{**loss_fn.keywords, **chosen})
         return {**super().train_batch(input_, within, loss_weight_fn), **numbers}  # type: ignore[misc]
-
-    def _summed(self, tables: list[Tensor]) -> Tensor:
-        """One table of all micro-batches on all data-parallel ranks: the one collective of ours."""
-        size = len(self.clip_settings.low_grid) + len(self.clip_settings.high_grid) + 1
-        device = self.device  # type: ignore[attr-defined]
-        table = torch.zeros(size, dtype=torch.float64, device=device)  # a rank may have nothing to train on
-        for part in tables:
-            table += part
-        dist.all_reduce(table, group=self.data_parallel_group)  # type: ignore[attr-defined]
-        return table
 
 
 def _refuse(options: dict[str, Any]) -> None:
     """What BAPO's bounds would silently replace, or do not apply to."""
     low, high = options["eps_clip"], options["eps_clip_higher"]
-    if low != AREAL_EPSILON or high is not None:
-        raise ValueError(
-            f"actor.eps_clip={low}, actor.eps_clip_higher={high} would be ignored: BAPO chooses both bounds. Leave "
-            "them out; low and high of clip_settings say where the bounds may be (equal numbers fix them)."
-        )
+    if low != DEFAULT_EPSILON or high is not None:
+        given = f"actor.eps_clip={low}, actor.eps_clip_higher={high}"
+        raise ignored_epsilons(given, "low and high of clip_settings")
     if options.get("use_decoupled_loss", False):
         raise ValueError(
             "actor.use_decoupled_loss=true takes ratios to a third policy, neither the sampler nor the learner. Set "

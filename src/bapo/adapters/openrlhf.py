@@ -1,4 +1,4 @@
-"""BAPO inside OpenRLHF: its `PolicyLoss`, with the two epsilons chosen anew in every call.
+"""BAPO inside OpenRLHF: its `PolicyLoss`, with two epsilons that are chosen in every call.
 
 OpenRLHF has no registry of losses: its actor builds a `PolicyLoss` by name. docs/adapters/openrlhf.md has the patch
 that puts `policy_loss(preset="weak-model", window=8)` there instead. Nothing of the loss is copied: `forward` solves
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
+from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, not_importable
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import ClipSettings, refuse_weighing, require_choice
 
@@ -24,14 +25,9 @@ TESTED_VERSIONS = "0.11.2"
 try:
     from openrlhf.models.loss import PolicyLoss
 except ImportError as error:
-    raise ImportError(
-        f"bapo.adapters.openrlhf needs OpenRLHF (tested with {TESTED_VERSIONS}): pip install openrlhf. It said: {error}"
-    ) from error
+    raise not_importable("openrlhf", "OpenRLHF", TESTED_VERSIONS, "openrlhf", error) from error
 
 __all__ = ["TESTED_VERSIONS", "BapoPolicyLoss", "policy_loss"]
-
-RatioTo = Literal["rollout", "old"]
-OPENRLHF_EPSILON = 0.2
 
 
 class BapoPolicyLoss(PolicyLoss):
@@ -40,7 +36,7 @@ class BapoPolicyLoss(PolicyLoss):
     clip_eps_low: Tensor | float
     clip_eps_high: Tensor | float
     metrics: dict[str, Tensor]
-    """The last call's bounds and shares under `bapo/`: what OpenRLHF's fixed return value has no place for."""
+    """The last call's bounds and share under `bapo/`, because OpenRLHF's fixed return value has no place for them."""
 
     def __init__(
         self,
@@ -55,11 +51,9 @@ class BapoPolicyLoss(PolicyLoss):
                 f"actor.policy_loss_type={self.policy_loss_type!r} has one ratio per response, but BAPO balances "
                 "tokens by their own. Set --actor.policy_loss_type ppo."
             )
-        if (self.clip_eps_low, self.clip_eps_high) != (OPENRLHF_EPSILON, OPENRLHF_EPSILON):
-            raise ValueError(
-                f"actor.eps_clip_low_high={self.clip_eps_low} {self.clip_eps_high} would be ignored: BAPO chooses both "
-                "bounds. Leave it out; low= and high= of policy_loss say where they may be (equal numbers fix them)."
-            )
+        if (self.clip_eps_low, self.clip_eps_high) != (DEFAULT_EPSILON, DEFAULT_EPSILON):
+            given = f"actor.eps_clip_low_high={self.clip_eps_low} {self.clip_eps_high}"
+            raise ignored_epsilons(given, "low= and high= of policy_loss")
         refuse_weighing(controller.settings, "OpenRLHF")
         self.controller = controller
         self.ratio_to = ratio_to

@@ -7,7 +7,7 @@
 
 prime-rl calls a custom loss once per sequence and divides the sum of all by its own scale. A share over one sequence
 means nothing (all its tokens have the same sign), so bounds come from the last `window` sequences of this process
-(`bapo.core.controller`). Nothing of prime-rl is imported here: it reads `loss` and `metrics` of what is returned.
+(`bapo.core.controller`). prime-rl is not imported here: it reads `loss` and `metrics` of what is returned.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from bapo.adapters.shared import as_key
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import ClipSettings
 
@@ -39,9 +40,8 @@ def bapo_loss(
 
     `loss_weights`, where a version of prime-rl has them, multiply a token's signal as they multiply its loss.
     """
-    options = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items())
     weights = getattr(inputs, "loss_weights", None)
-    out = _controller(window, preset, options).policy_loss(
+    out = _controller(window, preset, as_key(settings.items())).policy_loss(
         inputs.trainer_logprobs,
         inputs.inference_logprobs,
         inputs.advantages if weights is None else inputs.advantages * weights,

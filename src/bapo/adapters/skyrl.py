@@ -12,11 +12,12 @@ KL and entropy terms are SkyRL's own.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, not_importable
 from bapo.core.controller import BoundController, as_numbers
 from bapo.core.settings import ClipSettings, require_choice
 
@@ -29,14 +30,9 @@ try:
     )
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 except ImportError as error:
-    raise ImportError(
-        f"bapo.adapters.skyrl needs SkyRL (tested with {TESTED_VERSIONS}): pip install 'skyrl[fsdp]'. It said: {error}"
-    ) from error
+    raise not_importable("skyrl", "SkyRL", TESTED_VERSIONS, "'skyrl[fsdp]'", error) from error
 
 __all__ = ["TESTED_VERSIONS", "BapoPolicyLoss", "register"]
-
-RatioTo = Literal["rollout", "old"]
-SKYRL_EPSILON = 0.2
 
 
 class BapoPolicyLoss:
@@ -96,12 +92,9 @@ def register(name: str = "bapo", **options: Any) -> BapoPolicyLoss:
 
 
 def _refuse_epsilons(config: Any) -> None:
-    if (config.eps_clip_low, config.eps_clip_high) != (SKYRL_EPSILON, SKYRL_EPSILON):
-        raise ValueError(
-            f"trainer.algorithm.eps_clip_low={config.eps_clip_low}, eps_clip_high={config.eps_clip_high} would be "
-            "ignored: BAPO chooses both bounds. Leave them out; low= and high= of register say where the bounds may be "
-            "(equal numbers fix them)."
-        )
+    if (config.eps_clip_low, config.eps_clip_high) != (DEFAULT_EPSILON, DEFAULT_EPSILON):
+        given = f"trainer.algorithm.eps_clip_low={config.eps_clip_low}, eps_clip_high={config.eps_clip_high}"
+        raise ignored_epsilons(given, "low= and high= of register")
 
 
 def _rollout_logprobs(rollout_logprobs: Tensor | None, config: Any) -> Tensor:

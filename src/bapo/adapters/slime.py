@@ -1,4 +1,4 @@
-"""BAPO inside slime: its own policy loss, with the two epsilons chosen anew in every call.
+"""BAPO inside slime: slime's own policy loss, with two epsilons that are chosen in every call.
 
     --loss-type custom_loss --custom-loss-function-path bapo.adapters.slime.bapo_loss
     --use-rollout-logprobs --custom-config-path bapo.yaml      # bapo_preset: weak-model, bapo_window: 8
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo.adapters.shared import DEFAULT_EPSILON, as_key, ignored_epsilons
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import ClipSettings, refuse_weighing
 
 PREFIX = "bapo_"
 """Options are attributes of slime's arguments: bapo_preset, bapo_window, and bapo_<field of ClipSettings>."""
-SLIME_EPSILON = 0.2
 
 
 def bapo_loss(
@@ -77,11 +77,8 @@ def _tokens(
 
 def _options(args: Namespace) -> tuple[tuple[str, Any], ...]:
     """Everything in slime's arguments that is meant for us, in a form that can be a key."""
-    return tuple(
-        (name.removeprefix(PREFIX), tuple(value) if isinstance(value, list) else value)
-        for name, value in sorted(vars(args).items())
-        if name.startswith(PREFIX)
-    )
+    ours = ((name, value) for name, value in sorted(vars(args).items()) if name.startswith(PREFIX))
+    return as_key((name.removeprefix(PREFIX), value) for name, value in ours)
 
 
 @cache
@@ -101,11 +98,9 @@ def _refuse(args: Namespace) -> None:
             "--recompute-loss-function runs a loss twice, and the window would hold every micro-batch twice. Leave it "
             "out."
         )
-    if args.eps_clip != SLIME_EPSILON or args.eps_clip_high not in (None, SLIME_EPSILON):
-        raise ValueError(
-            f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high} would be ignored: BAPO chooses both "
-            "bounds. Leave them out; bapo_low and bapo_high say where the bounds may be (equal numbers fix them)."
-        )
+    if args.eps_clip != DEFAULT_EPSILON or args.eps_clip_high not in (None, DEFAULT_EPSILON):
+        given = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
+        raise ignored_epsilons(given, "bapo_low and bapo_high")
     if args.advantage_estimator in ("gspo", "cispo"):
         raise ValueError(
             f"--advantage-estimator {args.advantage_estimator} does not clip token ratios on two sides, so there are "

@@ -10,15 +10,14 @@ bounds come from the last `window` calls on this rank (`bapo.core.controller`); 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from torch import Tensor
 
+from bapo.adapters.shared import not_importable
 from bapo.core.controller import BoundController, averageable, read
 from bapo.core.entropy_rule import clip_statistics
-from bapo.core.loss import clean_tokens, update_table, weigh_negatives
-from bapo.core.objectives import bapo
+from bapo.core.loss import clipped_at, update_table
 from bapo.core.settings import ClipSettings
 
 TESTED_VERSIONS = "0.6.0"
@@ -27,10 +26,7 @@ try:
     from trinity.algorithm.policy_loss_fn.policy_loss_fn import PolicyLossFn
     from trinity.algorithm.utils import aggregate_loss
 except ImportError as error:
-    raise ImportError(
-        f"bapo.adapters.trinity needs Trinity-RFT (tested with {TESTED_VERSIONS}): pip install trinity-rft. "
-        f"It said: {error}"
-    ) from error
+    raise not_importable("trinity", "Trinity-RFT", TESTED_VERSIONS, "trinity-rft", error) from error
 
 __all__ = ["TESTED_VERSIONS", "BapoPolicyLossFn"]
 
@@ -48,14 +44,11 @@ class BapoPolicyLossFn(PolicyLossFn):
         **settings: Any,  # fields of ClipSettings
     ) -> None:
         super().__init__(backend=backend)
-        start = ClipSettings() if preset is None else ClipSettings.preset(preset)  # type: ignore[arg-type]
-        unknown = settings.keys() - {field.name for field in dataclasses.fields(ClipSettings)}
-        if unknown:
-            raise ValueError(
-                f"policy_loss_fn_args has {', '.join(sorted(unknown))}, which BapoPolicyLossFn does not know. It takes "
-                f"preset, window, dual_clip, loss_agg_mode, {', '.join(f.name for f in dataclasses.fields(start))}."
-            )
-        self.controller = BoundController(dataclasses.replace(start, **settings), window)
+        try:
+            clip_settings = ClipSettings.from_options(preset, **settings)
+        except ValueError as error:
+            raise ValueError(f"policy_loss_fn_args: {error}") from None
+        self.controller = BoundController(clip_settings, window)
         self.dual_clip = dual_clip
         self.loss_agg_mode = loss_agg_mode
 
@@ -71,12 +64,9 @@ class BapoPolicyLossFn(PolicyLossFn):
         mask = action_mask.bool()
         table = update_table(logprob, old_logprob, advantages, mask, self.controller.settings)
         bounds = self.controller.bounds(table)
-        tokens = clean_tokens(logprob, old_logprob, advantages, mask)
-        if bounds.negative_weight is not None:
-            tokens = weigh_negatives(tokens, bounds.negative_weight)
-        clipped = bapo(tokens, bounds=bounds, dual_clip=self.dual_clip)
+        clipped = clipped_at(bounds, logprob, old_logprob, advantages, mask, dual_clip=self.dual_clip)
         loss = aggregate_loss(clipped.loss, mask, loss_agg_mode=self.loss_agg_mode)
-        metrics = averageable({**bounds.metrics(ends=False), **clip_statistics(tokens, clipped.retained)})
+        metrics = averageable({**bounds.metrics(ends=False), **clip_statistics(clipped.tokens, clipped.retained)})
         return loss, read({**metrics, "pg_loss": loss.detach()})
 
     @classmethod

@@ -5,9 +5,9 @@
     trainer = BapoTrainer(model, reward_funcs=reward, args=BapoConfig(num_iterations=4), train_dataset=dataset)
     trainer.train()
 
-TRL's loss reads the two epsilons it clips with from the trainer, after it has computed the log-probs. So nothing of it
-is copied: when the log-probs of a loss call are there, `BapoTrainer` solves the bounds and sets the epsilons for the
-rest of that call. All else (generation, rewards, advantages, reduction, logging, hub) is TRL's own.
+TRL's loss reads the two epsilons it clips with from the trainer, after it has computed the log-probs. So no code of TRL
+is copied: once the log-probs of a loss call are there, `BapoTrainer` solves the bounds and sets the epsilons for the
+rest of that call. Generation, rewards, advantages, reduction, logging and hub remain TRL's own.
 
     scope update        one pair of bounds for the whole optimizer step, over all its micro-batches and processes, with
                         one collective. With gradient accumulation this needs every log-prob before the first backward
@@ -19,7 +19,6 @@ Evaluation is left to TRL: there the policy that sampled is the one that is scor
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 import warnings
@@ -30,13 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, not_importable, refuse_nan
 from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
 from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
 from bapo.core.entropy_rule import entropy_statistics
 from bapo.core.loss import clean_tokens, update_table
 from bapo.core.objectives import Tokens, retained_by
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.settings import CLIP_OPTIONS, ClipSettings, refuse_weighing, require_choice
 
 TESTED_VERSIONS = "1.16"
 """TRL versions the tests ran with; others are let in as long as `check_trl` finds what it needs."""
@@ -45,15 +45,12 @@ try:
     from trl import GRPOConfig, GRPOTrainer
     from trl import __version__ as trl_version
 except ImportError as error:
-    raise ImportError(
-        f"bapo.adapters.trl needs TRL (tested with {TESTED_VERSIONS}): pip install 'bapo[trl]'. It said: {error}"
-    ) from error
+    raise not_importable("trl", "TRL", TESTED_VERSIONS, "'bapo[trl]'", error) from error
 
 __all__ = ["LOSS_TYPES", "TESTED_VERSIONS", "BapoConfig", "BapoTrainer", "check_trl"]
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses with PPO's two-sided clip of token ratios; the others clip otherwise, or not at all."""
-SCOPES = ("update", "microbatch")
 NO_SIGNAL = f"bapo/stop/{StopReason.NO_SIGNAL.name.lower()}"
 """The metric that counts parts without any advantage."""
 
@@ -116,6 +113,11 @@ class BapoConfig(GRPOConfig):
         None, "Weight of a token in the share: 'none', or 'rollout_prob', the probability it was sampled with."
     )
     bapo_order: str | None = _option(None, "Which bound moves first: 'high_first' (paper) or 'low_first'.")
+    bapo_remainder: str | None = _option(
+        None,
+        "What to do where no candidate reaches the target. Only 'leave' is possible: TRL's loss cannot weigh negative "
+        "tokens.",
+    )
     bapo_scope: str = _option(
         "update",
         "What one pair of bounds is solved from: 'update', all micro-batches and processes of an optimizer step (with "
@@ -141,13 +143,9 @@ class BapoConfig(GRPOConfig):
                 "use_liger_kernel=True is not supported: Liger's losses clip inside their own kernels, where no bounds "
                 "can be given. TRL has deprecated it; set model_init_kwargs={'use_kernels': True} instead."
             )
-        given = {"epsilon": self.epsilon} if self.epsilon != 0.2 else {}
-        given |= {"epsilon_high": self.epsilon_high} if self.epsilon_high is not None else {}
-        if given:
-            raise ValueError(
-                f"{', '.join(f'{k}={v}' for k, v in given.items())} would be ignored: BAPO chooses both bounds. "
-                "Leave them out; bapo_low and bapo_high say where the bounds may be (equal numbers fix them)."
-            )
+        if self.epsilon != DEFAULT_EPSILON or self.epsilon_high is not None:
+            given = f"epsilon={self.epsilon}, epsilon_high={self.epsilon_high}"
+            raise ignored_epsilons(given, "bapo_low and bapo_high")
         highest = self.clip_settings.high[1]
         if self.delta is not None and self.delta < highest:
             raise ValueError(
@@ -159,11 +157,11 @@ class BapoConfig(GRPOConfig):
     @property
     def clip_settings(self) -> ClipSettings:
         """These options as the core's ClipSettings."""
-        names = ("target_share", "low", "high", "low_step", "high_step", "measure", "weight", "order")
-        given = {name: value for name in names if (value := getattr(self, f"bapo_{name}")) is not None}
+        options = {name: getattr(self, f"bapo_{name}") for name in CLIP_OPTIONS}
         try:
-            preset = ClipSettings() if self.bapo_preset is None else ClipSettings.preset(self.bapo_preset)  # type: ignore[arg-type]
-            return dataclasses.replace(preset, **given)
+            settings = ClipSettings.from_options(self.bapo_preset, **options)
+            refuse_weighing(settings, "TRL")
+            return settings
         except ValueError as error:
             raise ValueError(f"BapoConfig, options bapo_*: {error}") from None
 
@@ -177,7 +175,7 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Update:
-    """One optimizer step in the making."""
+    """One optimizer step under way."""
 
     batches: list[Any] = field(default_factory=list)  # as the data loader gave them, one per micro-batch
     inputs: list[dict[str, Any]] = field(default_factory=list)  # the same, generated and scored by TRL
@@ -186,7 +184,7 @@ class _Update:
 
 
 class BapoTrainer(GRPOTrainer):
-    """`GRPOTrainer` with the clip bounds of BAPO (arXiv:2510.18927), solved anew for every update."""
+    """`GRPOTrainer` with the clip bounds of BAPO (arXiv:2510.18927), solved for every update."""
 
     epsilon_low: float  # what TRL's loss clips with: 1 - epsilon_low and 1 + epsilon_high
     epsilon_high: float
@@ -205,7 +203,9 @@ class BapoTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = BapoConfig(f"{name.rstrip('/').split('/')[-1] or 'model'}-BAPO")
         if not isinstance(args, BapoConfig):
-            raise ValueError(f"args is a {type(args).__name__}; BapoTrainer needs a BapoConfig, which takes the same.")
+            raise ValueError(
+                f"args is a {type(args).__name__}; BapoTrainer needs a BapoConfig, which takes the same options."
+            )
         if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
             warnings.warn(
                 f"every token is trained on once, by the policy that sampled it (num_iterations={args.num_iterations}, "
@@ -275,11 +275,7 @@ class BapoTrainer(GRPOTrainer):
             bounds = self._solve([self._table(*arguments)])
         # The one host read of a solve, as TRL reads its metrics. 1 - (1 - low) is low again: float32 in float64.
         low, high, share = torch.stack([bounds.low, bounds.high, bounds.share]).tolist()
-        if math.isnan(share):
-            raise ValueError(
-                "the log-probs, advantages or importance ratios of this update hold NaN or infinity on some process. "
-                "bapo.core.checks.check_tokens names the token."
-            )
+        refuse_nan(share, "log-probs, advantages or importance ratios")
         self.epsilon_low, self.epsilon_high = 1 - low, high - 1
         tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
         retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within & ~self._capped(tokens)
@@ -325,7 +321,7 @@ class BapoTrainer(GRPOTrainer):
             yield self._table(*self._four_tensors(inputs, logprobs, entropy))
 
     def _table(self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The signal table of one micro-batch. A token past delta has no gradient, so no say where that is measured."""
+        """The signal table of one micro-batch. A token past delta has no gradient and does not count as one."""
         if self.args.delta is not None and self._settings.measure == "gradient":
             tokens = clean_tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
             mask = tokens.mask & ~self._capped(tokens)

@@ -5,18 +5,18 @@
     +actor_rollout_ref.actor.policy_loss.target_share=0.45
 
 Importing this module registers the loss; the first line imports it wherever verl builds its configuration, on the
-driver and on every worker. verl calls a policy loss once per micro-batch and averages with `agg_loss`; that stays
-verl's. Ours are the two bounds the loss per token is clipped at.
+driver and on every worker. verl calls a policy loss once per micro-batch and averages it with `agg_loss`, which stays
+verl's. We choose the two bounds at which the loss of each token is clipped.
 
     scope update        one pair of bounds for the whole optimizer step, over all its micro-batches and data-parallel
                         ranks, with one all-reduce. verl's engine runs every micro-batch inside one method,
-                        `BaseEngine.train_batch`; we go through the same micro-batches once before it, without
-                        gradients, with the same loss function, which then adds up tables instead. If the step is one
-                        micro-batch, its own log-probs suffice and no further pass is made.
+                        `BaseEngine.train_batch`. Before it we run the same micro-batches once without gradients, with
+                        the same loss function, which then collects tables instead. If the step is one micro-batch,
+                        its own log-probs suffice and no further pass is made.
     scope microbatch    each loss call on its own; no collective and no further pass, but bounds from fewer tokens.
 
-Two passes rather than tables carried over from the last step, because then the bounds are those of the tokens they
-clip: the same numbers as `bapo.policy_loss` on the whole update, however it is split.
+We make two passes rather than carry tables over from the last step, because the bounds are then those of the tokens
+that they clip: the same numbers as `bapo.policy_loss` on the whole update, however it is split.
 
 In verl's bypass mode (fully-async training's default) ratios are to the policy that sampled, which is what BAPO wants;
 verl then renames the loss to `bypass_mode`, so that name leads here too where the configuration is ours.
@@ -24,7 +24,6 @@ verl then renames the loss to `bypass_mode`, so that name leads here too where t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -36,12 +35,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, bounds_from_table
+from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, not_importable, refuse_nan
+from bapo.core.bounds import ClipBounds, bounds_from_table, bounds_over_ranks
 from bapo.core.controller import averageable, read
 from bapo.core.entropy_rule import clip_statistics
-from bapo.core.loss import clean_tokens, update_table
-from bapo.core.objectives import bapo
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.loss import clipped_at, update_table
+from bapo.core.settings import CLIP_OPTIONS, ClipSettings, require_choice
 
 TESTED_VERSIONS = "0.9.1; its loss alone with 0.6.0, 0.7.1, 0.8.0 and 0.9.0 too"
 """verl versions the tests ran with; others are let in as long as the names used here are there."""
@@ -51,17 +50,12 @@ try:
     from verl.utils.device import get_device_id
     from verl.workers.config.actor import PolicyLossConfig
 except ImportError as error:
-    raise ImportError(
-        f"bapo.adapters.verl needs verl (tested with {TESTED_VERSIONS}): pip install 'verl>=0.9,<0.11'. "
-        f"It said: {error!r}"
-    ) from error
+    raise not_importable("verl", "verl", TESTED_VERSIONS, "'verl>=0.9,<0.11'", error) from error
 
 __all__ = ["TESTED_VERSIONS", "BapoPolicyLossConfig", "bapo_policy_loss"]
 
 NAME = "bapo"
 BYPASS = "bypass_mode"
-SCOPES = ("update", "microbatch")
-VERL_EPSILON = 0.2
 TARGET = "bapo.adapters.verl.BapoPolicyLossConfig"
 verl_bypass_mode = POLICY_LOSS_REGISTRY.get(BYPASS)  # from 0.7 on
 RETURNS_FOUR = "dict" not in str(inspect.signature(POLICY_LOSS_REGISTRY["vanilla"]).return_annotation)
@@ -72,7 +66,7 @@ RETURNS_FOUR = "dict" not in str(inspect.signature(POLICY_LOSS_REGISTRY["vanilla
 class BapoPolicyLossConfig(PolicyLossConfig):
     """verl's `PolicyLossConfig` plus where BAPO may put its clip bounds. An option left at None has the preset's value.
 
-    Fields are the core's ClipSettings by the same names, and three more.
+    The fields are those of the core's ClipSettings, plus `preset`, `scope` and `dual_clip`.
     """
 
     loss_mode: str = NAME
@@ -86,6 +80,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     measure: str | None = None
     weight: str | None = None
     order: str | None = None
+    remainder: str | None = None
     scope: str = "update"
     """What one pair of bounds is solved from: `update` or `microbatch`."""
     dual_clip: float | None = None
@@ -111,11 +106,8 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     @property
     def clip_settings(self) -> ClipSettings:
         """These options as the core's ClipSettings."""
-        names = ("target_share", "low", "high", "low_step", "high_step", "measure", "weight", "order")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         try:
-            preset = ClipSettings() if self.preset is None else ClipSettings.preset(self.preset)  # type: ignore[arg-type]
-            return dataclasses.replace(preset, **given)
+            return ClipSettings.from_options(self.preset, **{name: getattr(self, name) for name in CLIP_OPTIONS})
         except ValueError as error:
             raise ValueError(f"actor_rollout_ref.actor.policy_loss: {error}") from None
 
@@ -131,12 +123,8 @@ class _Update:
 
     def solve(self, settings: ClipSettings) -> ClipBounds:
         """Bounds from the tables of all micro-batches, on all ranks: the one collective of the step."""
-        size = len(settings.low_grid) + len(settings.high_grid) + 1  # a pipeline stage without a loss has no table
-        table = torch.zeros(size, dtype=torch.float64, device=get_device_id())
-        for part in self.tables:
-            table += part
-        dist.all_reduce(table, group=self.group)
-        return bounds_from_table(table, settings)
+        # A pipeline stage without a loss has no table.
+        return bounds_over_ranks(self.tables, settings, device=get_device_id(), process_group=self.group)
 
 
 _update_under_way: ContextVar[_Update | None] = ContextVar("bapo_update_under_way", default=None)
@@ -229,23 +217,18 @@ def bapo_policy_loss(
             update.bounds = update.solve(settings)
         bounds = update.bounds
 
-    tokens = clean_tokens(log_prob, old_log_prob, advantages, mask)
-    clipped = bapo(tokens, bounds=bounds, dual_clip=options.dual_clip)
+    clipped = clipped_at(bounds, log_prob, old_log_prob, advantages, mask, dual_clip=options.dual_clip)
     totals = getattr(config, "global_batch_info", {})  # of the whole step; before 0.7 there are none
     loss = agg_loss(loss_mat=clipped.loss, loss_mask=mask, loss_agg_mode=loss_agg_mode, **totals)
 
-    statistics = clip_statistics(tokens, clipped.retained)
+    statistics = clip_statistics(clipped.tokens, clipped.retained)
     count = mask.sum().clamp(min=1)
     metrics = averageable({**bounds.metrics(), **statistics}) | {
         "actor/pg_clipfrac": (mask & ~clipped.retained).sum() / count,
-        "actor/ppo_kl": -tokens.log_ratio.detach().sum() / count,
+        "actor/ppo_kl": -clipped.tokens.log_ratio.detach().sum() / count,
     }
     numbers = read(metrics)
-    if numbers["bapo/share"] != numbers["bapo/share"]:
-        raise ValueError(
-            "the log-probs, advantages or rollout_is_weights of this update hold NaN or infinity on some rank. "
-            "bapo.core.checks.check_tokens names the token."
-        )
+    refuse_nan(numbers["bapo/share"], "log-probs, advantages or rollout_is_weights")
     if RETURNS_FOUR:
         return loss, metrics["actor/pg_clipfrac"], metrics["actor/ppo_kl"], torch.zeros_like(loss.detach())
     return loss, numbers | rejections
@@ -274,12 +257,9 @@ def _checked_options(config: Any) -> BapoPolicyLossConfig:
             f"actor_rollout_ref.actor.policy_loss._target_={TARGET}."
         )
     low, high = config.get("clip_ratio_low", None), config.get("clip_ratio_high", None)
-    if any(epsilon not in (None, VERL_EPSILON) for epsilon in (low, high, config.get("clip_ratio", None))):
-        raise ValueError(
-            f"actor.clip_ratio={config.get('clip_ratio')}, clip_ratio_low={low}, clip_ratio_high={high} would be "
-            "ignored: BAPO chooses both bounds. Leave them out; policy_loss.low and policy_loss.high say where the "
-            "bounds may be (equal numbers fix them)."
-        )
+    if any(epsilon not in (None, DEFAULT_EPSILON) for epsilon in (low, high, config.get("clip_ratio", None))):
+        given = f"actor.clip_ratio={config.get('clip_ratio')}, clip_ratio_low={low}, clip_ratio_high={high}"
+        raise ignored_epsilons(given, "policy_loss.low and policy_loss.high")
     return options
 
 

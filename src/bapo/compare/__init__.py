@@ -1,9 +1,9 @@
 """`bapo compare GRID.toml`: objectives x settings x seeds, and a table of what came out.
 
     command.py    the arguments of `bapo compare`
-    grid.py       the file: what is to be run, checked in full before anything starts
-    plan.py       what of it is done already, can be continued, or must not be touched
-    execute.py    several runs at a time, each a process of its own
+    grid.py       the file: what to run, checked in full before anything starts
+    plan.py       which runs are done, which can be continued, and which must not be touched
+    execute.py    several runs at a time, each in its own process
     progress.py   what a person sees meanwhile
     results.py    mean and interval over seeds
 
@@ -36,19 +36,19 @@ def compare(
     dry_run: bool = False,
     stream: TextIO | None = None,
 ) -> int:
-    """Run what is missing of the grid in a file, then print and write its results. Returns the exit code.
+    """Run what is missing of a grid, then print and write its results. Returns the exit code.
 
     0: every run of the grid is finished. 1: some failed or are damaged. 130: stopped by the user.
     """
     stream = stream or sys.stdout
     grid = load_grid(path)
     if parallel is not None and parallel < 1:
-        raise ConfigError(f"--parallel {parallel}: at least one run at a time. Leave it out for a choice that fits.")
+        raise ConfigError(
+            f"--parallel {parallel}: it must be at least one run at a time. Leave it out to use the default."
+        )
     parallel = parallel or default_parallel(grid)
     jobs = make_plan(grid)
-    busy = (
-        f"another `bapo compare`, or a run that one started, is still at work in {grid.out}. Wait for it, or stop it."
-    )
+    busy = f"another `bapo compare`, or a run that it started, is still at work in {grid.out}. Wait for it, or stop it."
     if dry_run:
         _say(stream, f"{len(jobs)} run{'s' * (len(jobs) != 1)} in {grid.out}, {parallel} at a time")
         for job in jobs:
@@ -58,7 +58,7 @@ def compare(
         return 0
     grid.out.mkdir(parents=True, exist_ok=True)
     with held(grid.out / "lock", busy=busy) as lock:
-        jobs = make_plan(grid)  # again, now that nobody else can change it
+        jobs = make_plan(grid)  # again, now that no other process can change it
         write_json(grid.out / "grid.json", grid.record())
         with make_progress(grid, jobs, parallel, stream) as progress:
             stopped = execute(
@@ -77,7 +77,7 @@ def compare(
     for job in bad:
         _say(stream, f"{job.cell.name}: {job.describe()}")
     if any(job.state is State.DAMAGED for job in bad):
-        _say(stream, "damaged runs are left alone; repair them as it says above, or start them anew with --retry")
+        _say(stream, "damaged runs are left alone; repair them as described above, or start them again with --retry")
     _say(stream, f"results   {grid.out / 'results.json'}")
     if stopped:
         _say(stream, f"stopped; the same command continues: bapo compare {path}")

@@ -55,5 +55,6 @@ def _section(info: StructTypeInfo) -> StructConstructorSpec | None:
         kind, default = cast(Any, field.annotation), getattr(info.default, name)
         if default in ((), {}):
             kind = Annotated[kind, option(default="none")]
-        fields.append(StructFieldSpec(name, kind, default, " ".join((field.description or "").split())))
+        sentence = " ".join(field.description.split()) if field.description else None  # None: the heading of a section
+        fields.append(StructFieldSpec(name, kind, default, sentence))
     return StructConstructorSpec(values, tuple(fields))

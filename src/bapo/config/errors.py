@@ -1,8 +1,8 @@
 """Every error of ours that a person can act on, each with the exit code of the command that ends with it.
 
     0     done
-    1     an unexpected error, a verifier that fails on everything, a gradient that is not finite, or a comparison whose
-          runs did not all finish
+    1     an unexpected error, a verifier that fails on every response, a gradient that is not finite, or a comparison
+          with runs that did not finish
     2     bad usage, a bad configuration, or input that cannot be read
     3     a checkpoint, or what an evaluation saved, is missing or damaged
     4     the disk is full or cannot be written to (an OSError)
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 
 class BapoError(Exception):
-    """What a person can put right."""
+    """An error that a person can act on."""
 
     exit_code = 1
 
 
 class ConfigError(BapoError, ValueError):
-    """Something was asked for that cannot be done."""
+    """What was asked for cannot be done."""
 
     exit_code = 2
 
@@ -39,18 +39,18 @@ class CheckpointError(BapoError, RuntimeError):
 
 
 class DamagedError(BapoError):
-    """The directory of an evaluation holds something that cannot be continued."""
+    """What an evaluation saved is damaged, so that it cannot be continued."""
 
     exit_code = 3
 
 
 class VerifierFailed(BapoError, RuntimeError):  # noqa: N818
-    """A verifier failed on every response: nothing can be learned or measured with it."""
+    """A verifier failed on every response, so that nothing can be learned or measured with it."""
 
     def __init__(self, responses: int, cause: str, when: str) -> None:
         super().__init__(
-            f"the verifier failed on all {responses} responses {when}; the first time with: {cause}. Nothing was "
-            "learned from them. Check task.reward, and the answers in the data."
+            f"the verifier failed on all {responses} responses {when}. The first failure was: {cause}. Nothing was "
+            "learned from these responses. Check task.reward, and the answers in the data."
         )
 
 

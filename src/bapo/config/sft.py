@@ -48,7 +48,7 @@ class SftDataConfig(Section):
     template: str | None = None
     """Text around each {prompt}. None uses the template of a named benchmark, and leaves other prompts as they are."""
     box_answers: bool = True
-    """Whether the solutions of GSM8K lose their calculator marks and end in \\\\boxed{72} instead of #### 72."""
+    """Whether the solutions of GSM8K lose their calculator marks and end in \\boxed{72} instead of #### 72."""
     max_tokens: int | None = Field(None, ge=2)
     """Demonstrations with more tokens, prompt and response together, are left out. None: what the model can hold."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class GroupAdvantages(NamedTuple):
-    """One advantage per response, and which groups had nothing to say."""
+    """One advantage per response, and which groups carry no signal."""
 
     advantages: Tensor  # [responses] float32 (float64 stays)
     zero_variance: Tensor  # [groups] bool: all rewards of that group are equal, or it has one response only
@@ -55,7 +55,7 @@ def to_tokens(advantages: Tensor, mask: Tensor, sequence_ids: Tensor | None = No
     if advantages.dim() != 1 or (sequence_ids is None and advantages.shape != mask.shape[:1]):
         raise ValueError(
             f"advantages has shape {tuple(advantages.shape)} but mask has {tuple(mask.shape)}; expected one advantage "
-            "per row of the mask, or sequence_ids= for packed tokens. Of a GroupAdvantages pass .advantages."
+            "per row of the mask, or sequence_ids= for packed tokens. For a GroupAdvantages, pass its .advantages."
         )
     mask = mask != 0
     spread = advantages[:, None].expand(mask.shape) if sequence_ids is None else advantages[sequence_ids]
@@ -76,7 +76,7 @@ def gae(
         delta_t = R_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1}
 
     The state after the last token has value 0. Masked tokens (padding, tool output) are skipped: the step goes from one
-    chosen token to the next, whatever lies between.
+    chosen token to the next, over anything between them.
     """
     if not (rewards.shape == values.shape == mask.shape) or mask.dim() != 2:
         raise ValueError(

@@ -15,6 +15,7 @@ loop's on every input, with comparisons and sums carried out as in float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ __all__ = [
     "StopReason",
     "bounds_from_parts",
     "bounds_from_table",
+    "bounds_over_ranks",
     "poison_peers",
     "signal_table",
     "solve_bounds",
@@ -85,6 +87,21 @@ def solve_bounds(
             "Its own error names the sequence."
         )
     return bounds
+
+
+def bounds_over_ranks(
+    tables: Iterable[Tensor],
+    settings: ClipSettings,
+    *,
+    device: torch.device | int | str,
+    process_group: dist.ProcessGroup | None,
+) -> ClipBounds:
+    """Bounds from the tables of all parts of an update on all ranks: one all-reduce. A rank may have no part at all."""
+    table = torch.zeros(settings.table_size, dtype=torch.float64, device=device)
+    for part in tables:
+        table += part
+    dist.all_reduce(table, group=process_group)
+    return bounds_from_table(table, settings)
 
 
 def poison_peers(settings: ClipSettings, process_group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Token log-probs and entropy from hidden states in torch, chunk by chunk: the logits are never all there at once.
 
-Each chunk's logits live only until they are reduced to two numbers per token, and the backward pass makes them anew.
-Beyond the head's own gradient, peak memory is that of one chunk; time is one more head multiplication.
+Each chunk's logits live only until they are reduced to two numbers per token, and the backward pass computes them
+again. Beyond the head's own gradient, peak memory is that of one chunk; time is one more head multiplication.
 
     log p_j = z_j - logsumexp(z),   H = -sum_j p_j log p_j,   z = hidden @ weight^T / temperature
     d log p_t / dz_j = [j = t] - p_j,   dH / dz_j = -p_j (log p_j + H)

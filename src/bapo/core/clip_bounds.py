@@ -16,7 +16,7 @@ from bapo.core.settings import ClipSettings, Measure
 from bapo.core.table import grids_of
 
 LEAST_WEIGHT = 1e-12
-"""Of negative tokens, where nothing positive is left to hold a share."""
+"""The weight of negative tokens where no positive signal is left."""
 
 
 class StopReason(IntEnum):
@@ -52,11 +52,11 @@ class ClipBounds:
     stop: Tensor | None = None
     """A StopReason, as an integer."""
     negative_weight: Tensor | None = None
-    """Factor on the advantages of negative tokens, which makes up what the bounds could not (`weight_of_remainder`);
+    """Factor on the advantages of negative tokens, which corrects what the bounds could not (`weight_of_remainder`);
     None with remainder="leave"."""
 
     def metrics(self, *, ends: bool = True) -> dict[str, Tensor]:
-        """What is known of the bounds, by the names it is logged under; `ends`: also the share at both ends."""
+        """All that is known of the bounds, by the names it is logged under. `ends=False` leaves out `share_at_*`."""
         named: dict[str, Tensor | None] = {"clip_low": self.low, "clip_high": self.high, "share": self.share}
         if ends:
             named |= {"share_at_start": self.share_at_start, "share_at_end": self.share_at_end}
@@ -96,8 +96,8 @@ def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
 
         w = min(1, P (1 - target) / (N target)) = min(1, share (1 - target) / ((1 - share) target))
 
-    1 where the share is reached already. Where no positive signal is left to be balanced it is tiny, but not 0: a
-    negative token stays one.
+    It is 1 where the share is reached already. Where no positive signal is left it is tiny, but not 0, so that negative
+    tokens keep their sign.
     """
     missing = (share * (1 - target_share) / ((1 - share) * target_share)).clamp(min=LEAST_WEIGHT)
     return torch.where(share >= target_share, torch.ones_like(share), missing)

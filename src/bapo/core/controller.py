@@ -1,9 +1,9 @@
 """BoundController: bounds for trainers whose loss hook sees a part of an update, and never the whole.
 
-Tables add up, so a controller keeps those of the last `window` calls, the present one included, and solves from their
-sum. With as many calls in the window as an update has parts, the bounds rest on an update's worth of tokens: the
-present part's, and of the parts before it the ones trained on most recently. That is not scope `update` (the first part
-of an update is clipped by what the last update's parts said), but its noise is that of an update and not of a part.
+Tables add up, so a controller keeps those of the last `window` calls, including the present one, and solves from their
+sum. With as many calls in the window as an update has parts, the bounds rest on an update's worth of tokens: those of
+the present part and of the parts just before it. That is not scope `update`, because the first part of an update is
+clipped by bounds from the previous update's parts; but the bounds are as little noisy as those of a whole update.
 
     controller = BoundController(ClipSettings(), window=8)
     for each part: controller.policy_loss(logprobs, behavior_logprobs, advantages, mask, denominator=…).loss.backward()

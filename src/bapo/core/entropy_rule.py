@@ -195,7 +195,7 @@ def ratio_profile(tokens: Tokens, entropy: Tensor) -> dict[str, Tensor]:  # each
 
 @cache
 def _edges(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept, because numbers of the host that become a tensor of the device make the host wait for it."""
+    """Cached, because copying numbers from the host to the device makes the host wait."""
     return torch.tensor(LOG_RATIO_EDGES, dtype=dtype, device=device)
 
 

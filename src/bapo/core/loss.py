@@ -29,7 +29,7 @@ from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, ch
 from bapo.core.clip_bounds import ClipBounds
 from bapo.core.dispatch import ReducedLoss
 from bapo.core.entropy_rule import entropy_statistics
-from bapo.core.objectives import OBJECTIVES, Tokens
+from bapo.core.objectives import OBJECTIVES, Clipped, Tokens, bapo
 from bapo.core.reduction import Reduction, denominator_of
 from bapo.core.settings import ClipSettings, require_choice
 
@@ -111,8 +111,7 @@ def policy_loss(
 
     if solves:
         bounds = _solve(tokens, settings_or_default, process_group)
-    if bounds is not None and bounds.negative_weight is not None:
-        tokens = weigh_negatives(tokens, bounds.negative_weight)
+    tokens = _weighed(tokens, bounds)
     solved = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
     result = OBJECTIVES[objective](tokens, **solved, **options)
     reduced = dispatch.reduced_loss(result, tokens, reduction, denominator)
@@ -133,7 +132,7 @@ def update_table(
 
 
 def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGroup | None) -> ClipBounds:
-    """Bounds from these tokens. One past the ratio limit has no gradient, so it has no say in the bounds either."""
+    """Bounds from these tokens. A token past the ratio limit has no gradient, so it does not count here either."""
     if process_group is None:
         return bounds_from_parts(dispatch.parts_of_tokens(tokens, settings), settings, tokens.dtype)
     return solve_bounds(
@@ -153,7 +152,7 @@ def clean_tokens(
     mask: Tensor,
     sequence_ids: Tensor | None = None,
 ) -> Tokens:
-    """The tokens, to be had in working precision and with zeros where the mask is off: padding can hold anything."""
+    """The tokens of one call. Padding can hold anything: `Tokens` puts zeros where the mask is off."""
     if behavior_logprobs.requires_grad and not logprobs.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "behavior_logprobs requires grad and logprobs does not: the two are swapped. The first argument is the "
@@ -163,9 +162,29 @@ def clean_tokens(
 
 
 def weigh_negatives(tokens: Tokens, weight: Tensor) -> Tokens:
-    """The tokens with the advantages of negative ones multiplied: what the bounds left of the imbalance is made up."""
+    """The tokens, with the advantages of negative ones multiplied by a weight that corrects what the bounds left."""
     advantages = tokens.given_advantages.detach()
     return replace(tokens, given_advantages=torch.where(advantages < 0, advantages * weight, advantages))
+
+
+def _weighed(tokens: Tokens, bounds: ClipBounds | None) -> Tokens:
+    """The tokens as the loss takes them: weighed where the bounds say so."""
+    weight = None if bounds is None else bounds.negative_weight
+    return tokens if weight is None else weigh_negatives(tokens, weight)
+
+
+def clipped_at(
+    bounds: ClipBounds,
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    dual_clip: float | None = None,
+) -> Clipped:
+    """The loss of each token at solved bounds, for trainers that average losses themselves; `policy_loss` does both."""
+    tokens = _weighed(clean_tokens(logprobs, behavior_logprobs, advantages, mask), bounds)
+    return bapo(tokens, bounds=bounds, dual_clip=dual_clip)
 
 
 def _metrics(tokens: Tokens, reduced: ReducedLoss, entropy: Tensor | None) -> dict[str, Tensor]:
@@ -181,7 +200,7 @@ def _metrics(tokens: Tokens, reduced: ReducedLoss, entropy: Tensor | None) -> di
 def _check_options(
     objective: str, settings: object, bounds: object, process_group: object, options: dict[str, Any]
 ) -> None:
-    """Options belong to the objective they are given for, and none is ignored."""
+    """Raise for options that the objective does not take: none is silently ignored."""
     require_choice("objective", objective, OBJECTIVES)
     known = OBJECTIVES[objective].options
     for name in options:
@@ -191,9 +210,12 @@ def _check_options(
                 f"{name}={options[name]!r} is not an argument of policy_loss, nor an option of "
                 f"objective={objective!r}, which takes: {', '.join(known) or 'none'}.{hint}"
             )
-    for name, value, kind in (("settings", settings, ClipSettings), ("bounds", bounds, ClipBounds)):
+    for name, value, kind, builder in (
+        ("settings", settings, ClipSettings, "ClipSettings.preset('paper')"),
+        ("bounds", bounds, ClipBounds, "solve_bounds or bounds_from_table"),
+    ):
         if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{name}={value!r} is no {kind.__name__}. Build one, e.g. ClipSettings.preset('paper').")
+            raise ValueError(f"{name}={value!r} is not a {kind.__name__}. Build one, e.g. with {builder}.")
     given = [
         n for n, v in (("settings", settings), ("bounds", bounds), ("process_group", process_group)) if v is not None
     ]

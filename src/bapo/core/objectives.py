@@ -7,8 +7,8 @@ return a description, `Clipped`, which a kernel can evaluate and reduce in one p
 bounds on the ratio, never epsilons. The log-ratio is limited to +-20 so that no ratio overflows; a token beyond it has
 gradient 0 and is not retained.
 
-The peers are here for comparison, and only as far as their loss goes: no KL terms, no advantage tricks, no resampling
-of theirs (see each docstring).
+The other objectives are here for comparison, and only as losses: without the KL terms, advantage tricks and resampling
+of their papers (see each docstring).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ MAX_LOG_RATIO = 20.0
 class Tokens:
     """The tokens of one loss call: [tokens] packed or [sequences, tokens] padded.
 
-    They are given in any floating dtype, with anything where masked out, and handed out in working precision, with
-    zeros there. That costs nothing before the first use: kernels take them as given.
+    The given tensors may have any floating dtype and hold anything where the mask is off. The properties return them in
+    working precision, with zeros there. They are computed on first use, and kernels, which take what was given, never
+    use them.
     """
 
     given_logprobs: Tensor  # under the learner now; carries grad
@@ -130,7 +131,7 @@ class Clipped:
     tokens: Tokens
     low: Tensor | float
     high: Tensor | float
-    solved: ClipBounds | None = None  # what is known of (low, high) where a search chose them
+    solved: ClipBounds | None = None  # the whole result of the search that chose (low, high)
     cap: float | None = None  # on ratios of negative tokens
 
     def __post_init__(self) -> None:

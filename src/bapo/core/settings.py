@@ -50,8 +50,8 @@ class ClipSettings:
     order: Order = "high_first"
     """Which bound moves first: `high_first` as in the paper, `low_first` as in the authors' code."""
     remainder: Remainder = "leave"
-    """Where even the last candidate misses the target: `leave` the share there, as the paper does, or `weigh` negative
-    tokens down until it is reached. An extension of ours; see docs/algorithm.md."""
+    """What to do where even the last candidate misses the target: `leave` the share as it is, like the paper, or
+    `weigh` negative tokens down until the target is reached. `weigh` is our extension; see docs/algorithm.md."""
     target_odds: InitVar[float | None] = None
     """P / N, as the authors' code states the target. Becomes target_share = odds / (1 + odds)."""
     target_signed: InitVar[float | None] = None
@@ -85,14 +85,17 @@ class ClipSettings:
 
     @classmethod
     def from_options(cls, preset: str | None = None, **options: Any) -> ClipSettings:
-        """Settings as configuration files state them: a preset, if any, and the fields that differ from it."""
-        known = [field.name for field in fields(cls)]
+        """Settings as configuration files state them: a preset, if any, and the options in CLIP_OPTIONS that differ.
+
+        An option that is None has the preset's value.
+        """
         for name in options:
-            if name not in known:
+            if name not in CLIP_OPTIONS:
                 raise ValueError(
-                    f"{name}={options[name]!r} is no clip setting. Choose from preset, {', '.join(known)}."
+                    f"{name}={options[name]!r} is not a clip setting. Choose from preset, {', '.join(CLIP_OPTIONS)}."
                 )
-        return replace(cls() if preset is None else cls.preset(preset), **options)  # type: ignore[arg-type]
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(cls() if preset is None else cls.preset(preset), **given)  # type: ignore[arg-type]
 
     @property
     def low_grid(self) -> tuple[float, ...]:
@@ -120,6 +123,8 @@ class ClipSettings:
         return tuple([(low, 0) for low in range(last_low + 1)] + [(last_low, high) for high in range(1, last_high + 1)])
 
 
+CLIP_OPTIONS = tuple(field.name for field in fields(ClipSettings))
+"""Names of the options that `ClipSettings.from_options` takes beside a preset."""
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"target_share": 0.4, "low": (0.6, 0.9), "high": (1.2, 3.0), "measure": "surrogate"},
     "weak-model": {"target_share": 0.45, "low": (0.8, 0.9), "high": (1.2, 2.0), "measure": "surrogate"},
@@ -147,7 +152,7 @@ def require_choice(argument: str, value: object, choices: Any) -> None:
 
 
 def refuse_weighing(settings: ClipSettings, trainer: str) -> None:
-    """Raise where the loss is the trainer's own, takes two bounds, and would ignore a weight on negative tokens."""
+    """Raise if the settings ask for a weight on negative tokens: the trainer's own loss has no place for one."""
     if settings.remainder != "leave":
         raise ValueError(
             f"remainder={settings.remainder!r} would be ignored: {trainer}'s own loss takes two bounds, but no weight "
@@ -205,8 +210,8 @@ def _checked_range(name: str, bounds: Any, step: float) -> tuple[float, float]:
         )
     if (end - start) / step > MAX_STEPS or step < 1e-5 * end:
         raise ValueError(
-            f"{name}_step={step} is too fine for {name}={bounds}: at most {MAX_STEPS} steps, none below 1e-5 of the "
-            "bound, can be told apart in float32. The published steps are 0.02 and 0.05."
+            f"{name}_step={step} is too fine for {name}={bounds}. Use at most {MAX_STEPS} steps, each at least 1e-5 of "
+            "the bound: float32 cannot tell closer bounds apart. The published steps are 0.02 and 0.05."
         )
     return start, end
 

@@ -90,8 +90,7 @@ def coarse(update: LoggedUpdate) -> str | None:
             size = float(np.median(np.abs(exact[np.isfinite(exact)])))
             step = size / 128
             return (
-                f"{name} has 8 bits of precision in every token: at its median size of {size:.2g} it moves in steps of "
-                f"{step:.1g}"
+                f"{name} has 8 bits of precision in every token: steps of {step:.1g} at its median size of {size:.2g}"
             )
     return None
 

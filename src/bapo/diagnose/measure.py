@@ -4,8 +4,8 @@
 
 Everything is kept as the sums it is made of (tokens blocked, gradient mass by sign, one count per stop), so that the
 numbers of many updates are those of all their tokens, never a mean of means. Only bounds and quantiles are given per
-update and pooled anew (pooled.py). Tokens that cannot be (not finite, log-probs above 0) are left out here and named in
-checks.py.
+update and pooled from all tokens (pooled.py). Impossible tokens (not finite, log-probs above 0) are left out here and
+named in checks.py.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Numbers:
     pooled: Pooled = field(repr=False)
 
     def searched(self, settings: str) -> list[Bounds]:
-        """Of the updates with a signal. One without has nothing to search by: bounds at their start, a share of 1."""
+        """The bounds of updates with a signal. Without one there is no search: bounds at their start, a share of 1."""
         return [bounds for bounds in self.bounds[settings] if bounds.stop != "NO_SIGNAL"]
 
     def stops(self, settings: str) -> dict[str, int]:
@@ -175,7 +175,7 @@ def measure(update: LoggedUpdate) -> Numbers | None:
     if update.staleness is not None:
         ages, counts = np.unique(update.staleness[good].astype(np.int64), return_counts=True)
         staleness = dict(zip(ages.tolist(), counts.tolist(), strict=True))
-    signal = tokens.advantages * tokens.within  # beyond the limit of log-ratios a token has no say
+    signal = tokens.advantages * tokens.within  # a token past the limit of log-ratios does not count
     weight = 1 / tokens.lengths if ids is not None else None
     return Numbers(
         name=update.name,
@@ -204,7 +204,7 @@ def measure(update: LoggedUpdate) -> Numbers | None:
 
 
 def total(parts: Sequence[Numbers]) -> Numbers:
-    """The numbers of all updates: sums added up, quantiles taken anew over all tokens."""
+    """The numbers of all updates: sums are added up, and quantiles are taken over all tokens."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -122,17 +122,8 @@ def bounds(numbers: Numbers) -> Part:
         low, high = (_range(sorted(getattr(one, side) for one in found)) for side in ("low", "high"))
         start, end = (_median([getattr(one, f"share_at_{side}") for one in found]) for side in ("start", "end"))
         stops = ", ".join(f"{count} {STOPS[stop]}" for stop, count in numbers.stops(name).items())
-        rows.append(
-            [
-                name,
-                f"{SETTINGS[name].target_share:.2f} {SETTINGS[name].measure}",
-                low,
-                high,
-                start,
-                end,
-                stops,
-            ]
-        )
+        target = f"{SETTINGS[name].target_share:.2f} {SETTINGS[name].measure}"
+        rows.append([name, target, low, high, start, end, stops])
     many = "Median over updates with a signal, and range. " if numbers.updates > 1 else ""
     return Part(
         "The bounds BAPO would have chosen",

@@ -61,8 +61,8 @@ def update_metrics(
         "staleness_histogram": staleness_histogram(versions, every, version=version, bins=settings.staleness_bins),
         **ratio_profile(tokens, entropy),
     }
-    scalars |= {"tokens": torch.as_tensor(float(len(every)), device=every.device), "grad_norm": grad_norm}
-    return _read(scalars, vectors)
+    numbers = _read(scalars | {"grad_norm": grad_norm}, vectors)
+    return numbers | {"tokens": float(len(every)), "grad_norm": numbers.pop("grad_norm")}
 
 
 def _read(scalars: dict[str, Tensor], vectors: dict[str, Tensor]) -> dict[str, float | list[float]]:

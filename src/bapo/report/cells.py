@@ -1,4 +1,4 @@
-"""What the report's two tables share: the columns that name an arm, and how the numbers of several runs become text.
+"""What the report's two tables share: some columns, and how the numbers of several runs become text.
 
 A cell is a value to sort by, its text, and a second line of text below it.
 """
@@ -17,10 +17,17 @@ from bapo.runs.statistics import aggregate, mean, worst
 
 Cell = dict[str, Any]
 Table = dict[str, Any]
+Column = tuple[str, str, str]
+"""Key, label and explanation."""
+
+SEEDS: Column = ("seeds", "Seeds", "Runs of this configuration")
+GRAD_NORM: Column = ("max_grad_norm", "Max grad norm", "Largest gradient norm of any update")
+TOKENS: Column = ("tokens", "Tokens", "Response tokens trained on, per run; a token counts each time it is used")
+SECONDS: Column = ("seconds", "Time", "Wall-clock time of training, per run")
 
 
-def make_table(columns: Sequence[tuple[str, str, str]], rows: Sequence[tuple[int, dict[str, Cell]]]) -> Table:
-    """A table from its columns (key, label, explanation) and its rows (number of the arm, cells by key)."""
+def make_table(columns: Sequence[Column], rows: Sequence[tuple[int, dict[str, Cell]]]) -> Table:
+    """A table from its columns and its rows (number of the arm, cells by key)."""
     return {
         "columns": [{"key": key, "label": label, "help": explanation} for key, label, explanation in columns],
         "rows": [{"arm": index, "cells": cells} for index, cells in rows],
@@ -44,8 +51,8 @@ class Facts:
         """One number, of the runs that have it."""
         return [run[key] for run in self.runs if key in run]
 
-    def names(self) -> dict[str, Cell]:
-        """The cells that say which arm it is: setting, objective and seeds."""
+    def cells(self) -> dict[str, Cell]:
+        """The cells that both tables have: setting, objective, seeds, gradient norm, tokens and time."""
         runs = self.arm.runs
         unfinished = sum(not run.summary for run in runs)
         seeds = f"seed {', '.join(str(run.config['seed']) for run in runs)}"
@@ -53,6 +60,9 @@ class Facts:
             "setting": cell(self.arm.setting, self.arm.setting),
             "objective": cell(self.arm.objective, self.arm.objective),
             "seeds": cell(len(runs), str(len(runs)), f"{seeds}; {unfinished} unfinished" if unfinished else seeds),
+            "max_grad_norm": self.estimate("max_grad_norm", digits=2),
+            "tokens": self.mean("tokens", count),
+            "seconds": self.mean("seconds", duration),
         }
 
     def estimate(self, key: str, *, before: str | None = None, digits: int = 3) -> Cell:

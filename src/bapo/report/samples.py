@@ -1,7 +1,7 @@
 """Responses at the start, in the middle and at the end of a run, from rollouts.jsonl.
 
-The log can be large and its last line half written, so lines are found by their place in the file and only the three
-that are shown are parsed. A log that is missing or cannot be parsed gives no samples, and a sentence that says why.
+The log can be large, and its last line may be half written. So this module only notes where each line starts, and
+parses the three lines that are shown. If the log is missing or cannot be parsed, a note says so.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from bapo.runs.numbers import number
 
 RESPONSES = 4
-"""Responses shown of each group."""
+"""How many responses of each group are shown."""
 CHARACTERS = 2000
-"""Longest text shown of each."""
+"""How many characters of each response are shown."""
 
 
 def samples(directory: Path) -> dict[str, Any]:
-    """`shown`: up to three groups with their moment; `note`: why there are none."""
+    """`shown`: up to three groups, each with its moment; `note`: why there are none."""
     path = directory / "rollouts.jsonl"
     try:
         return _samples(path, path.stat().st_size)
     except FileNotFoundError:
-        return {"shown": [], "note": "There is no rollouts.jsonl, so no response to show."}
+        return {"shown": [], "note": "There is no rollouts.jsonl, so there are no responses to show."}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return {"shown": [], "note": f"rollouts.jsonl cannot be read: {type(error).__name__}: {error}."}
 
@@ -63,7 +63,7 @@ def _group(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reward(trajectory: dict[str, Any]) -> float | None:
-    """Absent where the response was not scored."""
+    """None if the response was not scored."""
     return None if trajectory["reward"] is None else float(trajectory["reward"])
 
 

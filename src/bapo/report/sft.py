@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bapo.report import cells
 from bapo.report.arms import Arm
-from bapo.report.cells import Cell, Facts, Table, common_facts, count, duration, ends, make_table
+from bapo.report.cells import Cell, Facts, Table
 from bapo.report.panels import Figure, curves, figure
 from bapo.runs.read import Run
 from bapo.runs.statistics import measures
@@ -18,7 +19,7 @@ from bapo.runs.statistics import measures
 COLUMNS = (
     ("setting", "Setting", "The model, or the keys in which the runs differ"),
     ("objective", "Objective", "Supervised training"),
-    ("seeds", "Seeds", "Runs of this configuration"),
+    cells.SEEDS,
     ("held_out", "Held-out loss", "Nats per response token after training ± 95% interval; below: before training"),
     ("perplexity", "Perplexity", "exp of the held-out loss; below: before training"),
     (
@@ -27,16 +28,16 @@ COLUMNS = (
         "Share of held-out response tokens that were the model's most likely token; below: before training",
     ),
     ("loss", "Training loss", "Mean over the last tenth of updates; below: over the first tenth"),
-    ("max_grad_norm", "Max grad norm", "Largest gradient norm of any update"),
+    cells.GRAD_NORM,
     ("updates", "Updates", "Optimizer steps, per run"),
-    ("tokens", "Tokens", "Response tokens trained on, per run; a token counts each time it is used"),
-    ("seconds", "Time", "Wall-clock time of training, per run"),
+    cells.TOKENS,
+    cells.SECONDS,
 )
 
 
 def sft_table(arms: Sequence[Arm]) -> Table:
     """One row per supervised arm."""
-    return make_table(COLUMNS, [(index, _cells(arm)) for index, arm in enumerate(arms) if arm.sft])
+    return cells.make_table(COLUMNS, [(index, _cells(arm)) for index, arm in enumerate(arms) if arm.sft])
 
 
 def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
@@ -65,19 +66,21 @@ def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
 def _cells(arm: Arm) -> dict[str, Cell]:
     facts = Facts(arm, [_facts(run) for run in arm.runs])
     return {
-        **facts.names(),
+        **facts.cells(),
         "held_out": facts.estimate("held_out", before="held_out_before"),
         "perplexity": facts.estimate("perplexity", before="perplexity_before"),
         "accuracy": facts.estimate("accuracy", before="accuracy_before"),
         "loss": facts.estimate("loss_last", before="loss_first"),
-        "max_grad_norm": facts.estimate("max_grad_norm", digits=2),
-        "updates": facts.mean("updates", count),
-        "tokens": facts.mean("tokens", count),
-        "seconds": facts.mean("seconds", duration),
+        "updates": facts.mean("updates", cells.count),
     }
 
 
 def _facts(run: Run) -> dict[str, float]:
     """What the table says about one run. An unfinished run has no loss after training."""
     facts = measures(run) if run.summary else {}
-    return facts | common_facts(run) | ends(run, "imitation/loss", "loss") | {"updates": float(len(run.updates))}
+    return (
+        facts
+        | cells.common_facts(run)
+        | cells.ends(run, "imitation/loss", "loss")
+        | {"updates": float(len(run.updates))}
+    )

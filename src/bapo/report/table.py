@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from bapo.report import cells
 from bapo.report.arms import Arm, samples_per_problem
-from bapo.report.cells import Cell, Facts, Table, cell, common_facts, count, duration, ends, make_table
+from bapo.report.cells import Cell, Facts, Table
 from bapo.runs.numbers import number
 from bapo.runs.read import STOP_REASONS, Run
 from bapo.runs.statistics import mean, measures, stop_shares, worst
@@ -18,11 +19,11 @@ def table(arms: Sequence[Arm]) -> Table:
     columns = [
         ("setting", "Setting", "Where stale data comes from"),
         ("objective", "Objective", "The loss"),
-        ("seeds", "Seeds", "Runs of this configuration"),
+        cells.SEEDS,
         ("avg", f"avg@{k}", "Mean success on held-out problems after training ± 95% interval; below: before training"),
         ("pass", f"pass@{k}", "Chance that at least one of k samples succeeds; below: before training"),
         ("entropy", "Entropy", "Nats per token on held-out problems after training; below: before training"),
-        ("max_grad_norm", "Max grad norm", "Largest gradient norm of any update"),
+        cells.GRAD_NORM,
         ("staleness", "Staleness", "Age of the oldest token trained on, in updates; below: the bound"),
         (
             "share",
@@ -30,25 +31,22 @@ def table(arms: Sequence[Arm]) -> Table:
             "Positive share of the signal at the bounds in use, over the last tenth of updates; below: the first tenth",
         ),
         ("stop", "Search ended", "Why BAPO's search for bounds stopped, as a share of updates"),
-        ("tokens", "Tokens", "Response tokens trained on, per run; a token counts each time it is used"),
-        ("seconds", "Time", "Wall-clock time of training, per run"),
+        cells.TOKENS,
+        cells.SECONDS,
     ]
-    return make_table(columns, [(index, _cells(arm)) for index, arm in enumerate(arms)])
+    return cells.make_table(columns, [(index, _cells(arm)) for index, arm in enumerate(arms)])
 
 
 def _cells(arm: Arm) -> dict[str, Cell]:
     facts = Facts(arm, [_facts(run) for run in arm.runs])
     return {
-        **facts.names(),
+        **facts.cells(),
         "avg": facts.estimate("avg", before="avg_before"),
         "pass": facts.estimate("pass", before="pass_before"),
         "entropy": facts.estimate("entropy", before="entropy_before"),
-        "max_grad_norm": facts.estimate("max_grad_norm", digits=2),
         "staleness": _staleness(facts),
         "share": facts.estimate("share_last", before="share_first"),
         "stop": _stop(facts),
-        "tokens": facts.mean("tokens", count),
-        "seconds": facts.mean("seconds", duration),
     }
 
 
@@ -56,7 +54,7 @@ def _staleness(facts: Facts) -> Cell:
     ages = facts.of("staleness_max")
     oldest = worst(ages) if ages else math.nan
     bound = facts.arm.config["offpolicy"]["max_staleness"]
-    return cell(number(oldest), f"{oldest:.0f}" if ages else "–", f"bound {bound}")
+    return cells.cell(number(oldest), f"{oldest:.0f}" if ages else "–", f"bound {bound}")
 
 
 def _stop(facts: Facts) -> Cell:
@@ -64,9 +62,9 @@ def _stop(facts: Facts) -> Cell:
     shares = {name: mean(facts.of(f"stop_{name}")) for name in STOP_REASONS if facts.of(f"stop_{name}")}
     reasons = sorted(((share, name) for name, share in shares.items() if share > 0), reverse=True)
     if not reasons:
-        return cell(None, "–")
+        return cells.cell(None, "–")
     first, *others = [f"{name.replace('_', ' ')} {share:.0%}" for share, name in reasons]
-    return cell(reasons[0][0], first, ", ".join(others))
+    return cells.cell(reasons[0][0], first, ", ".join(others))
 
 
 def _facts(run: Run) -> dict[str, float]:
@@ -78,4 +76,4 @@ def _facts(run: Run) -> dict[str, float]:
         facts |= {name: float(first[key]) for name, key in before.items() if isinstance(first.get(key), int | float)}
     if ages := run.series("staleness_max"):
         facts["staleness_max"] = worst(ages)
-    return facts | common_facts(run) | ends(run, "share", "share") | stop_shares(run)
+    return facts | cells.common_facts(run) | cells.ends(run, "share", "share") | stop_shares(run)

@@ -7,10 +7,10 @@
         with view.doing("sampling") as watch:
             watch(Sampled(responses=412, asked=2048, tokens=96_400))
 
-A view shows and never decides: it keeps nothing that the metrics log does not have, takes whatever metrics there are,
-and no text a model writes can break it (markup, control characters, letters the stream cannot spell). The live view is
-redrawn four times a second by a thread of rich's own, from state that a lock guards; nobody waits for it. Notes scroll
-away above it and stay in the terminal's history.
+A view shows things and decides nothing. It keeps only what the metrics log has, accepts whatever metrics there are, and
+no text that a model writes can break it (markup, control characters, letters that the stream cannot encode). A thread
+of rich redraws the live view four times a second, from state that a lock guards; training never waits for it. Notes
+scroll away above the view and stay in the terminal's history.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ SHOWN = {
     "staleness_mean": ("stale", 1),
     "staleness_max": ("stalest", 0),
 }
-"""Metrics and timings on show, in this order, with label and decimals; others are left to the log."""
+"""Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
 LINE_SECONDS = 2.0
-"""Least time between two lines of the plain view; notes, the first and the last step are always printed."""
+"""Least time between two lines of the plain view. Notes and the first and last step are always printed."""
 SAMPLE_SECONDS = 20.0
-"""The same between two of its samples."""
+"""Least time between two samples in the plain view."""
 RECENT_STEPS = 20
-"""Steps whose mean duration the ETA goes by."""
+"""The ETA uses the mean duration of this many recent steps."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -77,7 +77,7 @@ def make_view(
 ) -> View:
     """A live view if the stream (standard output) is a terminal that can show one, otherwise plain lines.
 
-    `samples`: whether it keeps room for responses.
+    `samples`: whether the live view keeps room for responses.
     """
     stream = stream or sys.stdout
     if plain or (plain is None and not can_redraw(stream)):
@@ -111,7 +111,7 @@ def summary_table(
 
 
 class View:
-    """A context manager that is told what happens. This one remembers the numbers and shows nothing."""
+    """A context manager that is told what happens. This base class remembers the numbers and shows nothing."""
 
     def __init__(self, total_steps: int, *, title: str, clock: Callable[[], float]) -> None:
         self.total_steps, self.title, self.clock = total_steps, printable(title, newline=" "), clock
@@ -127,7 +127,7 @@ class View:
         return
 
     def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """Once per training step, counted from 1."""
+        """Called once per training step, counted from 1."""
         given = {**metrics, **timing}
         self.current = step
         self.now = {key: float(given[key]) for key in SHOWN if key in given}
@@ -137,17 +137,17 @@ class View:
             self.seconds.append(self.now["seconds"])
 
     def sample(self, problem: str, response: str, reward: float) -> None:
-        """A response to look at, now and then."""
+        """Show a response; called now and then."""
 
     def note(self, text: str) -> None:
-        """An evaluation, a checkpoint, a warning."""
+        """Show a line of text, such as an evaluation, a checkpoint or a warning."""
 
     def doing(self, what: str) -> AbstractContextManager[Tell | None]:
-        """Something that may take long, and a watch to tell how far it is meanwhile."""
+        """Entered around something that may take long; gives a watch that is told how far it is."""
         return nullcontext()
 
     def remaining(self) -> str:
-        """`eta 1:32`, or nothing while no step has told how long it took."""
+        """`eta 1:32`; empty until a step has said how long it took."""
         return f"eta {eta(self.total_steps - self.current, self.seconds)}" if self.seconds else ""
 
 
@@ -202,7 +202,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """One screen that is redrawn in place. Built for 24 lines of 80; smaller ones get less of it."""
+    """One screen that is redrawn in place. It is made for 24 lines of 80 characters; smaller terminals see less."""
 
     def __init__(
         self, total_steps: int, *, title: str, console: Console, clock: Callable[[], float], samples: bool = True
@@ -252,7 +252,7 @@ class LiveView(View):
         return self.work.doing(what)
 
     def frame(self) -> RenderableType:
-        """The screen as it is now; its height changes only when a new metric appears."""
+        """What the screen shows now. Its height changes only when a new metric appears."""
         width, height = self.console.size
         with self.lock:
             table = _metrics_table(self.history, columns=2 if width >= 76 else 1, sparks=width >= 40)
@@ -261,7 +261,7 @@ class LiveView(View):
             Group(self.progress, table),
             title=Text(self.title),
             title_align="left",
-            subtitle=Text(self.work.line) or None,  # in the border: it comes and goes without moving anything
+            subtitle=Text(self.work.line) or None,  # in the border, where it can come and go without moving anything
             subtitle_align="left",
             border_style="cyan",
         )
@@ -270,7 +270,7 @@ class LiveView(View):
 
 
 def _metrics_table(history: Mapping[str, Sequence[float]], *, columns: int, sparks: bool) -> Table:
-    """Label, value and history of each metric, running down one column and then the next."""
+    """Label, value and history of each metric, down one column and then the next."""
     table = Table.grid(padding=(0, 1), expand=True)
     for _ in range(columns):
         table.add_column(style="dim", no_wrap=True, min_width=8)
@@ -302,7 +302,7 @@ def _sample_panel(sample: tuple[str, str, float] | None, console: Console, lines
 
 
 def _fit(text: Text, console: Console, width: int, lines: int) -> list[Text]:
-    """At most this many lines: the beginning and the end, for the end holds the answer."""
+    """At most this many lines: the beginning and the end, because the end holds the answer."""
     wrapped = list(text.wrap(console, width, overflow="fold"))
     if len(wrapped) <= lines:
         return wrapped
@@ -311,16 +311,14 @@ def _fit(text: Text, console: Console, width: int, lines: int) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole history in at most `width` bars, each the mean of its stretch, from lowest to highest; × if there is
-    nothing finite in it.
-    """
+    """The whole history in at most `width` bars. Each bar is the mean of its stretch; × if it has no finite value."""
     count = min(width, len(values))
     ends = [index * len(values) // max(1, count) for index in range(count + 1)]
     parts = [[value for value in values[a:b] if isfinite(value)] for a, b in pairwise(ends)]
     means = [fmean(part) if part else nan for part in parts]
     known = [mean for mean in means if isfinite(mean)] or [0.0]
     low, high = min(known), max(known)
-    flat = isclose(low, high, rel_tol=1e-9)  # equal but for the rounding of the means
+    flat = isclose(low, high, rel_tol=1e-9)  # equal except for rounding
     heights = [mean - mean + 0.4 if flat else (mean - low) / (high - low) for mean in means]
     return "".join(_LEVELS[round(7 * height)] if isfinite(height) else "×" for height in heights)
 
@@ -331,6 +329,6 @@ def eta(steps_left: int, recent_seconds: Collection[float]) -> str:
 
 
 def _number(value: float, decimals: int) -> str:
-    """Fixed decimals, or two digits where those would show nothing or too much; nan and inf as they are."""
+    """Fixed decimals, or two significant digits if the number is too small or too large for them."""
     fits = value == 0 or 10.0**-decimals <= abs(value) < 1e6
     return f"{value:.{decimals}f}" if fits else f"{value:.2g}"

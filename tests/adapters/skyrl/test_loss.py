@@ -172,5 +172,5 @@ def test_refusals_say_what_to_set(registered):
         called(registered(), logged(), config=twice)
     with pytest.raises(ValueError, match="ratio_to='sampler' is not known"):
         BapoPolicyLoss(ratio_to="sampler")
-    with pytest.raises(ValueError, match=r"eps_clip_low=0\.2 is no clip setting"):
+    with pytest.raises(ValueError, match=r"eps_clip_low=0\.2 is not a clip setting"):
         BapoPolicyLoss(eps_clip_low=0.2)

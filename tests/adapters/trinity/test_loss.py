@@ -63,5 +63,5 @@ def test_default_args_make_one():
 
 
 def test_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match="clip_range, which BapoPolicyLossFn does not know"):
+    with pytest.raises(ValueError, match=r"policy_loss_fn_args: clip_range=0\.2 is not a clip setting"):
         POLICY_LOSS_FN.get(PATH)(clip_range=0.2)

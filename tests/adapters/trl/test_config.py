@@ -1,5 +1,6 @@
 """Options are checked when they are given, and TRL when it is imported."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo import ClipSettings
 from bapo.adapters.trl import BapoConfig, BapoTrainer, check_trl
+from bapo.core.settings import CLIP_OPTIONS
 from tests.adapters.trl.tiny import config, digits, model, prompts, tokenizer
 
 
@@ -44,12 +46,20 @@ def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
         ({"bapo_low": [0.9, 0.6]}, "is not ordered"),
         ({"bapo_high": [1.2]}, "must be a pair"),
         ({"bapo_measure": "loss"}, "Choose one of: gradient, surrogate"),
+        ({"bapo_remainder": "weigh"}, r"options bapo_\*: remainder='weigh' would be ignored: TRL's own loss"),
+        ({"bapo_remainder": "keep"}, "Choose one of: leave, weigh"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **options)
+
+
+def test_every_clip_setting_is_an_option(tmp_path):
+    ours = {field.name for field in dataclasses.fields(BapoConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
+    assert ours == {f"bapo_{name}" for name in ("preset", *CLIP_OPTIONS, "scope")}
+    assert config(tmp_path, bapo_remainder="leave").clip_settings == ClipSettings()
 
 
 def test_a_grpo_config_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The loss under verl's own registry: how it gets there, what it computes, what it refuses."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from bapo import ClipSettings
 from bapo.adapters.verl import BapoPolicyLossConfig, bapo_policy_loss
 from bapo.core.bounds import StopReason
+from bapo.core.settings import CLIP_OPTIONS
 from tests.adapters.logged import core as core_on
 from tests.adapters.logged import logged
 from tests.adapters.verl import tiny
@@ -148,6 +150,21 @@ def test_rejection_sampling_of_bypass_mode_takes_tokens_out():
     assert 0 < kept.sum() < given["response_mask"].sum()
     out, _ = core({**given, "response_mask": kept}, settings=ClipSettings(target_share=0.5))
     assert metrics["bapo/share"] == pytest.approx(out.bounds.share.item(), abs=1e-6)
+
+
+def test_the_remainder_is_weighed_as_in_the_core():
+    given, settings = tokens(), {"target_share": 0.9, "remainder": "weigh"}
+    loss, metrics = bapo_policy_loss(**given, loss_agg_mode="token-mean", config=actor(**settings))
+    loss.backward()
+    out, gradient = core(given, settings=ClipSettings(**settings))
+    assert metrics["bapo/negative_weight"] == pytest.approx(out.bounds.negative_weight.item(), abs=1e-6) != 1
+    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
+    assert_close(given["log_prob"].grad, gradient, rtol=0, atol=1e-6)
+
+
+def test_every_clip_setting_is_an_option():
+    ours = {field.name for field in dataclasses.fields(BapoPolicyLossConfig)}
+    assert {"preset", "scope", "dual_clip", *CLIP_OPTIONS} <= ours
 
 
 def test_refusals_say_what_to_set():

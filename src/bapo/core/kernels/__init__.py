@@ -8,5 +8,5 @@ from __future__ import annotations
 
 
 def blocks_of(count: int, size: int) -> int:
-    """Blocks of this size that hold so many. Triton's own `cdiv` takes microseconds on the host."""
+    """How many blocks of this size hold `count` items. Triton's own `cdiv` takes microseconds on the host."""
     return -(-count // size)

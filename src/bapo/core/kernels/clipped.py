@@ -241,7 +241,7 @@ def _summary_kernel(
         divisor = tl.load(denominator).to(tl.float64)
     else:
         divisor = tl.cast(denominator, tl.float64)
-    # Nothing to divide by, or a loss that is not finite: NaN, for the loss and for whatever is multiplied by the scale.
+    # Without tokens to divide by, or with a loss that is not finite, loss and scale (hence every gradient) are NaN.
     poison = tl.where((divisor != 0) & (tl.abs(loss) < float("inf")), 0.0, float("nan"))
     divisor = tl.where(divisor == 0, 1.0, divisor)
     tl.store(loss_ptr, loss / divisor + poison)

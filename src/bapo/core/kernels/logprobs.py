@@ -8,11 +8,11 @@ logsumexp(z) and entropy H_b, of z = logits / temperature, and the chain rule of
 
 The backward kernel turns a tile's logits into their gradient in place.
 
-Tiles cover all tokens and a span of the vocabulary, as long as that is no sliver. A span's weight gradient is then one
+Tiles cover all tokens and a span of the vocabulary, unless that span were too narrow. Its weight gradient is then one
 product, summed in float32 inside the multiplication and written once; what has to be summed over tiles is the gradient
 of the hidden states, [tokens, width]. Cut the other way it would be the weight's, [vocabulary, width].
 
-No float64 and no empty input: these stay with the torch code.
+Float64 and empty inputs stay with the torch code.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""What adapters have in common: options by the same names, and refusals in the same words.
+
+No framework is imported here. An adapter names its framework's options; the sentences around them are written once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+SCOPES = ("update", "microbatch")
+"""What one pair of bounds is solved from: the whole optimizer step, or each loss call on its own."""
+RatioTo = Literal["rollout", "old"]
+"""Ratios are to the policy that sampled, or to the log-probs that the trainer recomputed."""
+DEFAULT_EPSILON = 0.2
+"""The default of every framework here. Somebody who set another value expects it to be used."""
+
+
+def not_importable(adapter: str, framework: str, tested: str, install: str, error: ImportError) -> ImportError:
+    """The error of an adapter whose framework is missing or has changed."""
+    return ImportError(
+        f"bapo.adapters.{adapter} needs {framework} (tested with {tested}): pip install {install}. It said: {error}"
+    )
+
+
+def ignored_epsilons(given: str, ranges: str) -> ValueError:
+    """The error of epsilons that somebody set (`given`), with the options that replace them (`ranges`)."""
+    return ValueError(
+        f"{given} would be ignored: BAPO chooses both bounds. Leave them out; {ranges} say where the bounds may be "
+        "(equal numbers fix them)."
+    )
+
+
+def refuse_nan(share: float, inputs: str) -> None:
+    """Raise where the bounds of an update are NaN, which only bad inputs make them."""
+    if math.isnan(share):
+        raise ValueError(
+            f"the {inputs} of this update hold NaN or infinity on some rank. bapo.core.checks.check_tokens names the "
+            "token."
+        )
+
+
+def as_key(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Options in a form that can be the key of a cache: lists become tuples."""
+    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in options)
