@@ -24,8 +24,9 @@ import time
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
+from workload import make_model
 
 from bapo.rollout.engine import Request, Sampling, generate
 from bapo.rollout.local.engine import LocalEngine
@@ -34,20 +35,9 @@ VOCABULARY, EOS, PAD, LIMIT, TEMPERATURE = 32, 1, 0, 256, 1.0
 
 
 def demo_sized_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        bos_token_id=2,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
-    return LlamaForCausalLM(config).eval()
+    model = make_model("demo", "cpu", torch.float32)
+    model.generation_config.eos_token_id = EOS
+    return model
 
 
 def load(name: str, count: int) -> list[Request]:

@@ -24,12 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bapo.rollout.engine import Request, Segment
 from bapo.types import Group, Problem, Status, Trajectory
 
-# hidden, layers, heads, key-value heads, intermediate, vocabulary; head width is 64, in 1.5b 128; tied embeddings
+# hidden, layers, heads, key-value heads, intermediate, vocabulary; heads are 64 wide, in 1.5b 128, in demo 32; tied
 SHAPES = {
     "135m": (576, 30, 9, 3, 1536, 49_152),  # SmolLM2-135M
     "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B, as a Llama
     "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B, as a Llama
     "tiny": (128, 2, 2, 1, 256, 512),
+    "demo": (128, 4, 4, 4, 384, 32),  # the embedded model
 }
 
 

@@ -1,20 +1,9 @@
 """The page of an evaluation in a real browser: it opens in silence, sorts, unfolds, fits a phone, and stays text."""
 
-import os
-import shutil
-
 import pytest
 
 from bapo.evaluate.figures import results
 from bapo.evaluate.page import page as document
-
-CHROMIUM = os.environ.get("CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install bapo[dev]")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium in PATH (apt-get install chromium), nor its path in $CHROMIUM"
-)
 
 EVIL = "<img src=x onerror=\"document.title='gone'\"></pre></script><script>document.title='gone'</script>"
 
@@ -46,37 +35,19 @@ ROWS = [
 IDENTITY = {"model": "a/model", "k": 2, "temperature": 0.6, "max_tokens": 64, "seed": 0, "versions": {"bapo": "0"}}
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def opened(browser, tmp_path):
-    """A function that opens the page; at the end nothing may have gone wrong in any."""
+def opened(watched, tmp_path):
+    """A function that opens the page."""
     file = tmp_path / "report.html"
     file.write_text(document(ROWS, results(ROWS, IDENTITY)), encoding="utf-8")
-    wrong, contexts = [], []
 
     def open_page(**options):
-        context = browser.new_context(viewport=options.pop("viewport", {"width": 1280, "height": 900}), **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith("file:") else wrong.append(request.url))
-        page.goto(file.as_uri())
+        page = watched(file.as_uri(), ("file:", "data:,"), **options)
         if options.get("java_script_enabled", True):
             page.wait_for_selector("html[data-drawn]")
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert [text for text in wrong if not text.startswith("data:,")] == []
+    return open_page
 
 
 def ids(page, table=0):

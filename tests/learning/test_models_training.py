@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo.config.recipe import parse_config
 from bapo.models import load_policy
 from bapo.models.lora import LoraSettings
 from bapo.tasks.countdown import Countdown
@@ -17,22 +16,13 @@ from bapo.train.run import resume, start
 from bapo.train.tasks import PreparedTask
 from bapo.types import Problem, Score
 from tests.tiny.families import publish
+from tests.tiny.runs import configured
 
-SMALL = {
-    "steps": 4,
-    "threads": 1,
-    "device": "cpu",
-    "rollout": {"prompts": 4, "responses": 4},
-    "learn": {"batch_groups": 4},
-    "eval": {"problems": 4, "k": 2, "every": 0, "also_at": [0.6, 0.0]},
-    "checkpoint_every": 2,
-}
 LORA = {"lora": {"rank": 4, "alpha": 16.0}}
 
 
 def run(out, **sections):
-    config = {**SMALL, "out": str(out), **sections}
-    start(parse_config(config, source="test"), plain=True)
+    start(configured(out, **sections), plain=True)
     return out
 
 
@@ -62,7 +52,6 @@ def test_a_chat_model_learns_from_nothing(tmp_path, monkeypatch):
         rollout={"prompts": 8, "responses": 16, "max_tokens": 4},
         learn={"batch_groups": 8, "lr": 1e-2, "warmup_updates": 0},
         eval={"problems": 8, "k": 8, "every": 0},
-        checkpoint_every=12,
     )
     rewards = [line["reward"] for line in lines(out, "rollout")]
     assert sum(rewards[:2]) / 2 < 0.4
@@ -77,7 +66,8 @@ def test_a_chat_model_learns_from_nothing(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def with_lora(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("lora") / "run", model=LORA)
+    out = tmp_path_factory.mktemp("lora") / "run"
+    return run(out, model=LORA, eval={"also_at": [0.6, 0.0]}, checkpoint_every=2)
 
 
 def test_a_run_with_additions_leaves_a_plain_model_and_the_additions(with_lora):
@@ -122,7 +112,6 @@ def test_additions_to_the_embedded_model_learn(tmp_path, monkeypatch):
         rollout={"prompts": 8, "responses": 8, "max_tokens": 4},
         learn={"batch_groups": 8, "lr": 2e-3, "warmup_updates": 0},
         eval={"problems": 16, "k": 8, "every": 0},
-        checkpoint_every=8,
     )
     before, after = (line["eval/avg"] for line in lines(out, "eval"))
     assert after > before + 0.3

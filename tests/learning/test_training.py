@@ -28,22 +28,7 @@ from bapo.train.run import resume, start
 from bapo.train.scoring import score
 from bapo.types import Problem, Score
 from tests.tiny.models import untrained
-
-SMALL = {
-    "steps": 4,
-    "threads": 1,
-    "device": "cpu",
-    "rollout": {"prompts": 4, "responses": 4},
-    "learn": {"batch_groups": 4},
-    "eval": {"problems": 4, "k": 2, "every": 0},
-}
-
-
-def configured(out, **sections):
-    values = {**SMALL, "out": str(out)}
-    for name, section in sections.items():
-        values[name] = {**values[name], **section} if name in values and isinstance(section, dict) else section
-    return parse_config(values, source="test")
+from tests.tiny.runs import configured
 
 
 class FirstCharacter:

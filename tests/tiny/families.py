@@ -5,7 +5,7 @@ such models do it: which end tokens there are and who names them, who writes the
 template opens a response with, whether there is a token to pad with, whether head and embedding are one matrix.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -70,39 +70,22 @@ class Family:
     options: dict[str, object] = field(default_factory=dict)  # of the model's configuration
 
 
+_QWEN = Family(
+    "qwen2",
+    ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    CHATML + "{% endif %}",
+    eos="<|im_end|>",
+    pad="<|endoftext|>",
+    ends=("<|im_end|>", "<|endoftext|>"),
+    stops=("<|im_end|>", "<|endoftext|>"),
+    asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    options={"tie_word_embeddings": True},
+)
 FAMILIES = {
-    "qwen2.5-instruct": Family(
-        "qwen2",
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        CHATML + "{% endif %}",
-        eos="<|im_end|>",
-        pad="<|endoftext|>",
-        ends=("<|im_end|>", "<|endoftext|>"),
-        stops=("<|im_end|>", "<|endoftext|>"),
-        asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        options={"tie_word_embeddings": True},
-    ),
-    "qwen2.5-base": Family(  # its settings know nothing of the token its template ends a turn with
-        "qwen2",
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        CHATML + "{% endif %}",
-        eos="<|endoftext|>",
-        pad="<|endoftext|>",
-        ends=("<|endoftext|>",),
-        stops=("<|im_end|>", "<|endoftext|>"),
-        asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        options={"tie_word_embeddings": True},
-    ),
-    "qwen3": Family(
-        "qwen3",
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        CHATML + NO_THINKING + "{% endif %}",
-        eos="<|im_end|>",
-        pad="<|endoftext|>",
-        ends=("<|im_end|>", "<|endoftext|>"),
-        stops=("<|im_end|>", "<|endoftext|>"),
-        asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    ),
+    "qwen2.5-instruct": _QWEN,
+    # its settings know nothing of the token its template ends a turn with
+    "qwen2.5-base": replace(_QWEN, eos="<|endoftext|>", ends=("<|endoftext|>",)),
+    "qwen3": replace(_QWEN, architecture="qwen3", template=CHATML + NO_THINKING + "{% endif %}", options={}),
     "llama3": Family(
         "llama",
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -137,17 +120,8 @@ FAMILIES = {
         stops=("<｜end▁of▁sentence｜>",),
         asked="<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜><think>\n",
     ),
-    "smollm2": Family(
-        "llama",
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        CHATML + "{% endif %}",
-        eos="<|im_end|>",
-        bos="<|im_start|>",
-        pad="<|im_end|>",
-        ends=("<|im_end|>",),
-        stops=("<|im_end|>",),
-        asked="<|im_start|>system\nDEFAULT<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        options={"tie_word_embeddings": True},
+    "smollm2": replace(
+        _QWEN, architecture="llama", bos="<|im_start|>", pad="<|im_end|>", ends=("<|im_end|>",), stops=("<|im_end|>",)
     ),
     "mistral": Family(
         "mistral",

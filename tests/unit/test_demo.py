@@ -29,12 +29,7 @@ PROBLEM = Problem(id="by-hand", prompt="3,7,2=13:", answer={"numbers": [3, 7, 2]
 SILENT = Noise(careless=0.0, near=0.0, false_stop=0.0, wrong_sum=0.0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

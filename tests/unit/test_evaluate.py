@@ -6,7 +6,6 @@ from math import inf, isfinite, nan, sqrt
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -323,14 +322,7 @@ def test_a_verifier_that_fails_counts_nothing_and_is_counted():
 # The shipped model
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
+@pytest.mark.usefixtures("one_thread")
 def test_the_shipped_model_evaluates_the_same_whatever_the_slots_and_the_company():
     task = Countdown()
     tokenizer = AutoTokenizer.from_pretrained(model_path(), local_files_only=True)

@@ -5,20 +5,18 @@ import shutil
 
 import pytest
 
-from bapo.config.recipe import parse_config
 from bapo.core.bounds import StopReason
 from bapo.evaluate.directory import FORMAT
 from bapo.runs.read import STOP_REASONS, Defect, Run, find_runs, last_step, read_run, tail
 from bapo.runs.statistics import aggregate, measures, student_quantile, worst
+from tests.tiny.runs import configured
 
 TINY = {
     "steps": 2,
-    "threads": 1,
-    "device": "cpu",
-    "rollout": {"prompts": 2, "responses": 4},
+    "rollout": {"prompts": 2},
     "learn": {"batch_groups": 2},
     "offpolicy": {"reuse": 2},
-    "eval": {"problems": 2, "k": 2, "every": 0, "also_at": [0.0, 0.6]},
+    "eval": {"problems": 2, "also_at": [0.0, 0.6]},
 }
 
 
@@ -27,7 +25,7 @@ def finished(tmp_path_factory):
     from bapo.train.run import start
 
     out = tmp_path_factory.mktemp("runs") / "run"
-    start(parse_config(TINY | {"out": str(out)}, source="test"), plain=True)
+    start(configured(out, **TINY), plain=True)
     return out
 
 

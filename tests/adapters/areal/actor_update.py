@@ -11,26 +11,13 @@ from areal.api.alloc_mode import ModelAllocation
 from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import stats_tracker
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.adapters.areal import bapo_actor
+from tests.adapters.launched import Collectives
 
 SEQUENCES, PROMPT, RESPONSE, VOCABULARY = 8, 3, 8, 24
 LEARNING_RATE = 0.05
 AREALS_OWN = areal.engine.FSDPPPOActor
-
-
-class Collectives(TorchDispatchMode):
-    """The sizes of float64 all-reduces: nobody but us sums in float64."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and "allreduce" in func.__name__ and args[0][0].dtype == torch.float64:
-            self.sizes.append(args[0][0].numel())
-        return func(*args, **(kwargs or {}))
 
 
 def config(model, **options):

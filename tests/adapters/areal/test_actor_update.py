@@ -1,11 +1,6 @@
 """AReaL's real actor update, on CPU in two processes, does what the whole update through `bapo.policy_loss` does."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +11,7 @@ pytest.importorskip("areal")
 from bapo import ClipSettings, policy_loss
 from bapo.adapters.areal import WithinBounds
 from bapo.core.bounds import StopReason
+from tests.adapters.launched import launched
 from tests.tiny.models import ONE_LAYER, tiny
 from tests.tiny.tokenizers import words
 
@@ -35,17 +31,8 @@ def model(tmp_path_factory):
 def two(model, tmp_path_factory):
     """Every case in two processes of four sequences each, one to a micro-batch."""
     out = tmp_path_factory.mktemp("two") / "results.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.adapters.areal.actor_update", json.dumps({"model": str(model), "out": str(out)})],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "AREAL_SPMD_MODE": "1"},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return torch.load(out, weights_only=True)
+    spmd = {"AREAL_SPMD_MODE": "1"}
+    return launched("tests.adapters.areal.actor_update", 2, out=out, environment=spmd, model=str(model))
 
 
 def whole_update(model, tokens, **options):

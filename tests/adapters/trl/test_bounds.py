@@ -21,8 +21,8 @@ ADAPTIVE = {"bapo_target_share": 0.55, "bapo_low": [0.6, 0.9], "bapo_high": [1.1
 """A target that a tiny model under a high learning rate does not meet at once."""
 
 
-class Recording(BapoTrainer):
-    """Keeps what each training loss call saw: its inputs, its log-probs and the epsilons it ran with."""
+class Watched(BapoTrainer):
+    """Keeps something of each training loss call."""
 
     def __init__(self, *args, **kwargs):
         self.calls = []
@@ -31,8 +31,15 @@ class Recording(BapoTrainer):
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._loss_inputs is not None:
-            self.calls.append((self._loss_inputs, outputs[0].detach(), 1 - self.epsilon_low, 1 + self.epsilon_high))
+            self.calls.append(self.seen(outputs[0]))
         return outputs
+
+
+class Recording(Watched):
+    """Keeps what each training loss call saw: its inputs, its log-probs and the epsilons it ran with."""
+
+    def seen(self, logprobs):
+        return self._loss_inputs, logprobs.detach(), 1 - self.epsilon_low, 1 + self.epsilon_high
 
 
 def same_run(one, other):
@@ -154,19 +161,12 @@ def test_tokens_past_delta_have_no_gradient_and_are_counted_so(tmp_path, scope, 
     assert silenced > 0  # otherwise delta was not put to the test
 
 
-class Grading(BapoTrainer):
+class Grading(Watched):
     """Keeps the log-probs of each training loss call, with their gradient, and what the metrics take for retained."""
 
-    def __init__(self, *args, **kwargs):
-        self.calls = []
-        super().__init__(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._loss_inputs is not None:
-            outputs[0].retain_grad()
-            self.calls.append((outputs[0], self._update.parts[-1].columns))
-        return outputs
+    def seen(self, logprobs):
+        logprobs.retain_grad()
+        return logprobs, self._update.parts[-1].columns
 
 
 @pytest.mark.parametrize("options", [{}, CAPPED], ids=["no delta", "delta"])

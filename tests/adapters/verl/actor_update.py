@@ -5,24 +5,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
+from tests.adapters.launched import Collectives
 from tests.adapters.verl import tiny
-
-
-class Collectives(TorchDispatchMode):
-    """The sizes of float64 all-reduces: nobody but us sums in float64."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and "allreduce" in func.__name__ and args[0][0].dtype == torch.float64:
-            self.sizes.append(args[0][0].numel())
-        return func(*args, **(kwargs or {}))
 
 
 def logprobs_now(worker, data):

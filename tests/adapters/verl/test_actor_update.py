@@ -1,11 +1,5 @@
 """verl's real actor update, on CPU and in two processes, does what the whole update through `bapo.policy_loss` does."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -14,6 +8,7 @@ pytest.importorskip("verl")
 
 from bapo import ClipSettings, policy_loss
 from bapo.core.bounds import StopReason
+from tests.adapters.launched import launched
 from tests.adapters.verl import tiny
 
 TARGET = 0.42
@@ -42,31 +37,19 @@ def model(tmp_path_factory):
     return tiny.save_model(tmp_path_factory.mktemp("model"))
 
 
-def launched(model, out, processes, cases):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    arguments = json.dumps({"model": str(model), "out": str(out), "cases": cases})
-    done = subprocess.run(
-        [*command, "-m", "tests.adapters.verl.actor_update", arguments],
-        env=environment,
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return torch.load(out, weights_only=True)
+def updates(model, out, processes, cases):
+    return launched("tests.adapters.verl.actor_update", processes, out=out, model=str(model), cases=cases)
 
 
 @pytest.fixture(scope="module")
 def two(model, tmp_path_factory):
     """Every case in two processes, two micro-batches of two sequences in each unless it says otherwise."""
-    return launched(model, tmp_path_factory.mktemp("two") / "results.pt", 2, CASES)
+    return updates(model, tmp_path_factory.mktemp("two") / "results.pt", 2, CASES)
 
 
 @pytest.fixture(scope="module")
 def one(model, tmp_path_factory):
-    return launched(model, tmp_path_factory.mktemp("one") / "results.pt", 1, {"update": CASES["update"]})
+    return updates(model, tmp_path_factory.mktemp("one") / "results.pt", 1, {"update": CASES["update"]})
 
 
 def whole_update(model, tokens, **options):
