@@ -197,12 +197,12 @@ def test_a_device_that_is_not_there_is_refused_in_one_sentence(command, monkeypa
 
 
 def test_what_needs_the_cuda_engine_is_refused_on_cpu():
-    from bapo.train.build import build
+    from bapo.train.build import build, resolve
 
     keep = {"partial_cache": "keep", "partial_budget": 5000}
     config = parse_config({"device": "cpu", "offpolicy": keep}, source="test")
     with pytest.raises(ConfigError, match=r"partial_cache='keep' needs the CUDA engine.*'rebuild'"):
-        build(config)
+        build(resolve(config))
     assert "keeps nothing without partial rollout" in refused({"offpolicy": {"partial_cache": "keep"}})
     assert "learn.compile=true is for CUDA" in refused({"device": "cpu", "learn": {"compile": True}})
 
