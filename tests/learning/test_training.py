@@ -22,7 +22,7 @@ from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.stream import ProblemStream
-from bapo.train.build import build, learner_settings
+from bapo.train.build import build, learner_settings, resolve
 from bapo.train.loop import Parts, RunState, admit, learn, take_step
 from bapo.train.run import resume, start
 from bapo.train.scoring import score
@@ -272,7 +272,7 @@ def test_shipped_recipes_are_possible(recipe):
     if config.model.path != "demo":  # its weights are not here
         assert config.task.name == "data"
         return
-    parts = build(config)
+    parts = build(resolve(config))
     assert parts.learner.version == 0
     assert len(parts.task.train) == 4096
 

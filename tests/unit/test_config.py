@@ -201,7 +201,7 @@ def test_what_needs_the_cuda_engine_is_refused_on_cpu():
 
     keep = {"partial_cache": "keep", "partial_budget": 5000}
     config = parse_config({"device": "cpu", "offpolicy": keep}, source="test")
-    with pytest.raises(ConfigError, match=r"partial_cache='keep' needs the CUDA engine.*'rebuild'"):
+    with pytest.raises(ValueError, match=r"partial_cache='keep' needs the CUDA engine.*'rebuild'"):
         build(resolve(config))
     assert "keeps nothing without partial rollout" in refused({"offpolicy": {"partial_cache": "keep"}})
     assert "learn.compile=true is for CUDA" in refused({"device": "cpu", "learn": {"compile": True}})
