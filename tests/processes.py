@@ -1,20 +1,24 @@
-"""The command line in processes of its own, without the seven seconds that each would take to import torch.
+"""Commands and scripts in processes of their own, without the seven seconds that each would take to import torch.
 
-`bapo` and `started` fork a server that has imported everything already. What they give is a whole process: it has its
-own signals, limits, working directory and exit code, and it can be killed. All forks of one server hash strings alike,
-so a test of runs that must not depend on that compares them with a run of `bapo_anew`, which starts the interpreter.
+`bapo`, `script` and `started` fork a server that has imported everything already. What they give is a whole process: it
+has its own signals, limits, working directory and exit code, and it can be killed. All forks of one server hash strings
+alike, so a test of runs that must not depend on that compares them with a run of `bapo_anew`, which starts the
+interpreter.
 """
 
 import atexit
 import multiprocessing
 import os
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+
+from bapo.cli import main
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.run", "bapo.report"])
@@ -27,21 +31,19 @@ def bapo_anew(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, **options)
 
 
-def bapo(*arguments, cwd=".", env=None, largest_file=None):
-    """The same in a fork, which cannot write files of more than `largest_file` bytes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out, err = Path(scratch, "out"), Path(scratch, "err")
-        process = _fork(arguments, out, err, cwd, env, largest_file)
-        process.join(PATIENCE)
-        if process.is_alive():
-            process.kill()
-            raise TimeoutError(f"bapo {arguments} took longer than {PATIENCE} seconds:\n{out.read_text()}")
-        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+def bapo(*arguments, **options):
+    """The same in a fork."""
+    return _ended(None, arguments, **options)
+
+
+def script(path, *arguments, **options):
+    """`python PATH` in a fork."""
+    return _ended(str(path), arguments, **options)
 
 
 def started(*arguments, log, errors=None):
-    """A fork in the background that writes all it says into one file, or its errors into another."""
-    return _fork(arguments, log, errors or log, ".", None, None)
+    """`bapo` in the background. It writes all it says into one file, or its errors into another."""
+    return _fork(None, arguments, log, errors or log)
 
 
 def in_ranks(work, ranks, *arguments):
@@ -49,28 +51,42 @@ def in_ranks(work, ranks, *arguments):
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
-def _fork(arguments, out, err, cwd, env, largest_file):
+def _ended(path, arguments, **options):
+    """A fork that has come to its end."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out, err = Path(scratch, "out"), Path(scratch, "err")
+        process = _fork(path, arguments, out, err, **options)
+        process.join(PATIENCE)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(f"{arguments} took longer than {PATIENCE} seconds:\n{out.read_text()}")
+        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+
+def _fork(path, arguments, out, err, **options):
     arguments = [str(argument) for argument in arguments]
-    details = (arguments, str(out), str(err), str(cwd), env or dict(os.environ), largest_file)
-    process = FORKS.Process(target=_command, args=details, daemon=True)
+    options = {"env": dict(os.environ), **options}
+    process = FORKS.Process(target=_program, args=(path, arguments, str(out), str(err)), kwargs=options, daemon=True)
     process.start()
     return process
 
 
-def _command(arguments, out, err, cwd, env, largest_file):
-    """What the interpreter would do around `bapo.cli.main`."""
-    for path, descriptor in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), descriptor)
+def _program(path, arguments, out, err, *, env, cwd=".", largest_file=None):
+    """What the interpreter would do around the script at `path`, or around `bapo.cli.main`."""
+    for file, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), descriptor)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(cwd)
-    sys.path.insert(0, os.getcwd())
     os.environ.clear()
     os.environ.update(env)
-    if largest_file is not None:
+    if largest_file is not None:  # in bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    from bapo.cli import main
-
+    sys.path.insert(0, os.path.dirname(path) if path else os.getcwd())
+    sys.argv = [path or "bapo", *arguments]
     try:
-        main(arguments)
+        if path:
+            runpy.run_path(path, run_name="__main__")
+        else:
+            main()
     finally:
         atexit._run_exitfuncs()

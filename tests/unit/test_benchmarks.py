@@ -3,18 +3,17 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import script
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
 def run(*arguments):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=environment)
+    return script(SCRIPT, *arguments, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
 def test_help_names_every_section_and_needs_no_gpu():

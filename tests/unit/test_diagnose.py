@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from bapo.diagnose.measure import SETTINGS, Fate, Signal, measure, total
 from bapo.diagnose.page import html_page
 from bapo.diagnose.tables import bounds
 from bapo.diagnose.text import print_diagnosis
+from tests.processes import bapo, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -392,19 +391,9 @@ def test_text_is_plain_where_it_is_no_terminal():
         assert part in text
 
 
-def bapo(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "bapo.cli", "diagnose", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_command(tmp_path):
-    script = [sys.executable, EXAMPLES / "make_dump.py", tmp_path / "dump", "--names", "verl"]
-    subprocess.run(script, check=True, capture_output=True)
-    done = bapo(tmp_path / "dump", "--html", tmp_path / "a.html", "--json", tmp_path / "a.json")
+    assert script(EXAMPLES / "make_dump.py", tmp_path / "dump", "--names", "verl").returncode == 0
+    done = bapo("diagnose", tmp_path / "dump", "--html", tmp_path / "a.html", "--json", tmp_path / "a.json")
     assert (done.returncode, done.stderr) == (0, "")
     assert "names of verl: logprobs = log_prob, behavior_logprobs = rollout_log_probs" in done.stdout
     assert "Problems: none found" in done.stdout
@@ -425,7 +414,7 @@ def test_command_refuses_with_a_reason(tmp_path):
         ([tmp_path / "a.npz", "--html", tmp_path / "no" / "a.html"], "is not a directory"),
         ([], "DUMP"),
     ):
-        done = bapo(*arguments)
+        done = bapo("diagnose", *arguments)
         assert done.returncode == 2
         assert part in done.stderr + done.stdout
         assert "Traceback" not in done.stderr

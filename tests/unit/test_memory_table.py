@@ -1,19 +1,18 @@
 """The table of docs/hardware.md is the script's, and its arithmetic that of the optimizer."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from bapo.learn.optimizer import Optimizer
+from tests.processes import script
 
 ROOT = Path(__file__).parents[2]
 
 
 def table():
-    script = ROOT / "benchmarks" / "memory.py"
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    result = script(ROOT / "benchmarks" / "memory.py")
+    assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
