@@ -52,36 +52,25 @@ from bapo.types import Group, batches_per_pass, counted, group_from_state, group
 
 @dataclass(frozen=True)
 class BufferMetrics:
-    """What the buffer did since it was made, and what it holds. Always added = retired + expired + evicted + held."""
+    """What the buffer did since it was made, and what it holds; `bapo.runs.metrics` explains every field.
+
+    Always added = retired + expired + evicted + held.
+    """
 
     adds: int = 0
-    """Rollouts added."""
     draws: int = 0
-    """Draws that returned groups; each is one update."""
     added: int = 0
-    """Groups admitted."""
     filtered: int = 0
-    """Groups refused for want of a signal: all rewards equal, or no token in any response."""
     fresh: int = 0
-    """Groups drawn in a fresh pass, counted once per pass."""
     replayed: int = 0
-    """Groups drawn again after their fresh passes, counted once per draw."""
     replay_short: int = 0
-    """Replay places left empty because too few groups were eligible."""
     retired: int = 0
-    """Groups released after their last use."""
     expired: int = 0
-    """Groups released by age: beyond max_staleness, or waiting for replay and beyond replay_max_age."""
     evicted: int = 0
-    """Groups released because more than the capacity were held."""
     lost_fresh: int = 0
-    """Those of expired and evicted that had fresh passes to come: sampled, and not trained on as often as asked."""
     held: int = 0
-    """Now: groups held."""
     held_tokens: int = 0
-    """Now: response tokens in them."""
     to_visit: int = 0
-    """Now: visits left in the fresh passes; 0 when it is time for the next rollout."""
 
 
 _LEVELS = ("held", "held_tokens", "to_visit")

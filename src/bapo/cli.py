@@ -237,7 +237,7 @@ COMMANDS = {
     "sft": Command(
         _sft,
         "[RECIPE.toml] [--key.path value ...]",
-        "imitate given responses: the warm start before training",
+        "learn from demonstrations: the warm start before training",
         RESUME,
     ),
     "resume": Command(_resume, "RUN", "continue a run from its newest checkpoint", RESUME),

@@ -1,11 +1,16 @@
 """The things that move through the system, and the words for them.
 
-    problem     a prompt with what its verifier needs
-    response    the tokens a policy adds to a prompt; while it grows we call it a trajectory
-    group       the responses to one problem; rewards are compared within it
-    version     how many updates the learner had taken when a token was sampled; one per token
-    staleness   learner version minus token version
-    parked      a trajectory paused mid-generation, to be continued under newer weights
+    policy          a model with its tokenizer
+    problem         a prompt with what its verifier needs
+    verifier        what gives a response its reward
+    response        the tokens a policy adds to a prompt; while it grows we call it a trajectory
+    group           the responses to one problem; rewards are compared within it
+    version         how many updates the learner had taken when a token was sampled; one per token
+    staleness       learner version minus token version
+    update          one optimizer step; `version` counts them
+    rollout         the groups that were sampled between two series of updates
+    parked          a trajectory paused mid-generation, to be continued under newer weights
+    demonstration   a prompt with a response to learn from, in supervised training
 
 Every token keeps the log-prob and the version of the policy that really sampled it. Nothing is recomputed or guessed
 later. This module imports nothing heavy, so that every other one may import it.

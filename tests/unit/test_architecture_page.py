@@ -1,4 +1,4 @@
-"""docs/architecture.md stays true: every module is named there, every file and name there exists, and so do the rules."""
+"""docs/architecture.md stays true: it names every module, and every file, name and rule on it exists."""
 
 import ast
 import re

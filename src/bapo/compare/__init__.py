@@ -1,12 +1,5 @@
 """`bapo compare GRID.toml`: objectives x settings x seeds, and a table of what came out.
 
-    command.py    the arguments of `bapo compare`
-    grid.py       the file: what to run, checked in full before anything starts
-    plan.py       which runs are done, which can be continued, and which must not be touched
-    execute.py    several runs at a time, each in its own process
-    progress.py   what a person sees meanwhile
-    results.py    mean and interval over seeds
-
 Comparing knows runs only from outside: it starts `bapo train` and `bapo resume`, and reads the directories they write.
 It never imports torch, so nothing here can disturb a run.
 """

@@ -50,30 +50,22 @@ from bapo.types import Group, Problem, Status, Trajectory, counted, group_from_s
 
 @dataclass(frozen=True)
 class SchedulerMetrics:
-    """What one run did (or all runs so far), and what it left behind."""
+    """What one run did (or all runs so far), and what it left behind; `bapo.runs.metrics` explains every field.
+
+    In totals, always sampled = returned + held + wasted tokens.
+    """
 
     sampled_tokens: int = 0
-    """Tokens sampled. Always sampled = returned + held + wasted, in totals."""
     returned_tokens: int = 0
-    """Tokens in the groups returned as finished."""
     wasted_tokens: int = 0
-    """Tokens in groups given up."""
     finished_groups: int = 0
-    """Groups returned as finished."""
     dropped_groups: int = 0
-    """Groups given up: too old, or with a response the engine could not continue."""
     dropped: int = 0
-    """Responses in them, the complete ones included."""
     resumed: int = 0
-    """Parked responses continued, counted once per run."""
     forced: int = 0
-    """Responses completed regardless of the token budget, because their group would have grown too old."""
     parked: int = 0
-    """Now: responses begun and not complete."""
     waiting: int = 0
-    """Now: responses admitted and not begun."""
     held_tokens: int = 0
-    """Now: tokens in groups not yet returned."""
 
 
 _LEVELS = ("parked", "waiting", "held_tokens")

@@ -1,0 +1,67 @@
+"""One update by two ranks is the update of one process, though the ranks have different numbers of micro-batches."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from bapo.core.settings import ClipSettings
+from bapo.learn.learner import Learner
+from bapo.learn.settings import LearnerSettings
+from bapo.types import Group, Problem, Status, Trajectory
+from tests.processes import in_ranks
+from tests.tiny.models import VOCABULARY, tiny
+
+CLIP = ClipSettings(target_share=0.48, low=(0.8, 0.9), high=(1.05, 1.5))
+
+
+def groups():
+    """Six groups of three responses, the first two of them long."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for id in range(6):
+        responses = []
+        for index in range(3):
+            length = (14 if id < 2 else 3) + index
+            tokens = torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
+            logprobs = (-torch.rand(length, generator=generator) * 0.5 - 3).tolist()
+            responses.append(
+                Trajectory([5, 6], 0, tokens, logprobs, [1.0] * length, [0] * length, Status.STOPPED, float(index == 1))
+            )
+        made.append(Group(id, Problem(str(id), "", None), responses))
+    return made
+
+
+def learner(scope, ranks=None):
+    settings = LearnerSettings(clip=CLIP, scope=scope, reduction="sequence_mean", lr=1e-2, micro_tokens=40)
+    return Learner(tiny(), settings, ranks=ranks)
+
+
+def take_part(rank, directory, split):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
+    mine = groups()[:split] if rank == 0 else groups()[split:]
+    ours = learner("update", dist.group.WORLD)
+    update = ours.step(mine)
+    torch.save([p.detach() for p in ours.model.parameters()], f"{directory}/{rank}.pt")
+    with open(f"{directory}/{rank}.json", "w") as file:
+        json.dump(update.metrics | {"version": update.version}, file)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("split", [2, 5])
+def test_two_ranks_take_the_update_of_one_process(split, tmp_path):
+    whole = learner("update")
+    metrics = whole.step(groups()).metrics
+    assert metrics["stop"] in (1, 2)  # the search ended inside its path, so that a wrong table would show
+    in_ranks(take_part, 2, str(tmp_path), split)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["version"] == 1
+        for name in ("clip_low", "clip_high", "grad_norm"):
+            assert math.isclose(found[name], metrics[name], rel_tol=1e-5), name
+        for ours, theirs in zip(torch.load(tmp_path / f"{rank}.pt"), whole.model.parameters(), strict=True):
+            assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
