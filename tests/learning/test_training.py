@@ -127,7 +127,14 @@ def rollouts(lines):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("plain"), "plain")
+    return run(tmp_path_factory.mktemp("plain"), "plain", steps=2)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A run with reuse, replay and partial rollouts."""
+    off = {"reuse": 2, "max_staleness": 6, "replay_fraction": 0.4, "replay_max_age": 6, "partial_budget": 400}
+    return run(tmp_path_factory.mktemp("mixed"), "mixed", offpolicy=off, steps=8)
 
 
 def identical(one, other):
@@ -136,15 +143,14 @@ def identical(one, other):
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
-def test_one_seed_is_one_result_bit_for_bit(plain, tmp_path):
-    identical(plain, run(tmp_path, "again"))
+def test_another_seed_is_another_result(plain, tmp_path):
     assert run(tmp_path, "other", seed=1, steps=1)[0][1] != plain[0][1]
 
 
-def test_being_watched_changes_nothing(plain, tmp_path, monkeypatch, capsys):
+def test_one_seed_is_one_result_bit_for_bit_watched_or_not(plain, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
     monkeypatch.setattr("bapo.screen.watch.LINE_SECONDS", 0)
-    identical(plain, run(tmp_path, "watched"))
+    identical(plain, run(tmp_path, "watched", steps=2))
     told = capsys.readouterr().out
     asked = [("sampling", str(4 * line["rollout/admitted"])) for line in rollouts(plain[0])]
     asked = [("evaluating", "8"), *asked, ("evaluating", "8")]  # 4 problems, 2 responses each
@@ -165,12 +171,9 @@ def test_being_watched_changes_nothing(plain, tmp_path, monkeypatch, capsys):
     assert {int(asked) for _, asked, _ in learned} == {4 * n for n in groups}  # passes; these steps are one batch each
 
 
-def test_a_budget_larger_than_any_response_is_the_plain_loop(plain, tmp_path):
-    identical(plain, run(tmp_path, "partial", offpolicy={"partial_budget": 10**6}))
-
-
-def test_replay_off_is_the_plain_loop(plain, tmp_path):
-    identical(plain, run(tmp_path, "replay", offpolicy={"replay_fraction": 0.0, "replay_max_uses": 5}))
+def test_replay_off_and_a_budget_larger_than_any_response_are_the_plain_loop(plain, tmp_path):
+    off = {"partial_budget": 10**6, "replay_fraction": 0.0, "replay_max_uses": 5}
+    identical(plain, run(tmp_path, "off", offpolicy=off, steps=2))
 
 
 def test_the_run_directory_holds_what_it_should(plain):
@@ -188,7 +191,7 @@ def test_the_run_directory_holds_what_it_should(plain):
 
 
 def test_on_policy_has_no_staleness_and_reuse_has_as_much_as_it_makes(plain, tmp_path):
-    fresh = run(tmp_path, "on-policy", offpolicy={"reuse": 1, "max_staleness": 0})[0]
+    fresh = run(tmp_path, "on-policy", offpolicy={"reuse": 1, "max_staleness": 0}, steps=2)[0]
     assert {line["staleness_max"] for line in updates(fresh)} == {0.0}
     assert all(line["kl"] < 1e-6 for line in updates(fresh))
     assert max(line["staleness_max"] for line in updates(plain[0])) == 3.0
@@ -200,10 +203,9 @@ def test_replay_draws_from_earlier_rollouts(tmp_path):
     assert max(line["groups"] for line in updates(lines)) > 4
 
 
-def test_partial_rollout_parks_and_resumes_under_newer_weights(tmp_path):
-    sections = {"offpolicy": {"reuse": 2, "partial_budget": 500}, "steps": 8}
-    lines, _, out = run(tmp_path, "partial", **sections)
-    assert all(line["rollout/sampled_tokens"] <= 500 or line["rollout/forced"] for line in rollouts(lines))
+def test_partial_rollout_parks_and_resumes_under_newer_weights(mixed):
+    lines, _, out = mixed
+    assert all(line["rollout/sampled_tokens"] <= 400 or line["rollout/forced"] for line in rollouts(lines))
     assert sum(line["rollout/resumed"] for line in rollouts(lines)) > 0
     versions = [
         trajectory["versions"]
@@ -214,10 +216,8 @@ def test_partial_rollout_parks_and_resumes_under_newer_weights(tmp_path):
     assert all(v == sorted(v) for v in versions)
 
 
-def test_all_sources_together_keep_the_staleness_bound(tmp_path):
-    off = {"reuse": 2, "max_staleness": 6, "replay_fraction": 0.4, "replay_max_age": 6, "partial_budget": 400}
-    lines = run(tmp_path, "all", offpolicy=off, steps=8)[0]
-    ages = [line["staleness_max"] for line in updates(lines)]
+def test_all_sources_together_keep_the_staleness_bound(mixed):
+    ages = [line["staleness_max"] for line in updates(mixed[0])]
     assert 2 < max(ages) <= 6
 
 
@@ -241,15 +241,17 @@ def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path):
 
 
 def test_activation_checkpointing_is_the_plain_run(plain, tmp_path):
-    identical(plain, run(tmp_path, "checkpointing", learn={"activation_checkpointing": True}))
+    identical(plain, run(tmp_path, "checkpointing", learn={"activation_checkpointing": True}, steps=2))
 
 
 def test_every_objective_trains(tmp_path):
     from bapo.config.run import OBJECTIVE_NAMES
 
+    short = {"steps": 1, "offpolicy": {"reuse": 2}, "eval": {"problems": 1, "k": 1}}
     for name in OBJECTIVE_NAMES:
-        lines = run(tmp_path, name, objective={"name": name}, steps=1)[0]
-        assert all(abs(line["loss"]) < 100 for line in updates(lines))
+        losses = [line["loss"] for line in updates(run(tmp_path, name, objective={"name": name}, **short)[0])]
+        assert len(losses) == 2
+        assert all(abs(loss) < 100 for loss in losses)
 
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))

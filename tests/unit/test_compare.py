@@ -329,7 +329,7 @@ def test_only_one_comparison_at_a_time(again):
 
 def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
     out = tmp_path / "out"
-    grid = write_grid(tmp_path / "grid.toml", out, steps=16, seeds="[0, 1]")
+    grid = write_grid(tmp_path / "grid.toml", out, steps=8, seeds="[0, 1]")
     command = [sys.executable, "-m", "bapo.cli", "compare", str(grid), "--parallel", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run, waiting = (out / f"reuse-2/grpo/seed-{seed}" for seed in (0, 1))
@@ -346,12 +346,12 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
 
     state = {job.cell.seed: (job.action, job.step) for job in make_plan(load_grid(grid))}
     assert state[0][0] == "resume"
-    assert 1 <= state[0][1] < 16
+    assert 1 <= state[0][1] < 8
     shortened = grid.read_text().replace("seeds = [0, 1]", "seeds = [0]")
     grid.write_text(shortened)
     assert compare(grid, stream=io.StringIO()) == 0
     assert "resumed at step" in run.with_name("seed-0.log").read_text()
-    assert len((run / "timing.jsonl").read_text().splitlines()) == 16
+    assert len((run / "timing.jsonl").read_text().splitlines()) == 8
 
 
 def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):

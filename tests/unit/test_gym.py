@@ -19,6 +19,14 @@ def gym():
     gym.close()
 
 
+@pytest.fixture(scope="module")
+def other():
+    """Of another seed, as text, after a prompt that opens the thinking."""
+    gym = Gym(DATASETS, train_size=30, test_size=10, seed=4, workers=1, chat=False, thinking=True)
+    yield gym
+    gym.close()
+
+
 def question(problem):
     return problem.prompt[0]["content"].removesuffix(f"\n\n{INSTRUCTION}")
 
@@ -45,16 +53,12 @@ def test_splits_have_their_sizes_take_turns_and_share_no_question(gym):
     assert json.loads(json.dumps(gym.train[0].answer)) == gym.train[0].answer
 
 
-def test_the_same_seed_makes_the_same_problems_whatever_the_hash_seed_of_this_process(gym):
+def test_the_same_seed_makes_the_same_problems_whatever_the_hash_seed_of_this_process(gym, other):
     again = Gym(DATASETS, train_size=30, test_size=10, seed=3, workers=1)
-    other = Gym(DATASETS, train_size=30, test_size=10, seed=4, workers=1, chat=False)
-    try:
-        assert (again.train, again.test) == (gym.train, gym.test)
-        assert not {problem.id for problem in other.train} & {problem.id for problem in gym.train}
-        assert isinstance(other.train[0].prompt, str)
-    finally:
-        again.close()
-        other.close()
+    again.close()
+    assert (again.train, again.test) == (gym.train, gym.test)
+    assert not {problem.id for problem in other.train} & {problem.id for problem in gym.train}
+    assert isinstance(other.train[0].prompt, str)
 
 
 def test_the_data_sets_own_scorer_decides(gym):
@@ -126,22 +130,18 @@ def test_what_each_scorer_evaluates_with():
     "name", ["countdown", "polynomial_multiplication", "intermediate_integration", "simple_integration"]
 )
 def test_the_data_sets_own_answers_are_formulas(name):
-    dataset = reasoning_gym.create_dataset(name, seed=1, size=100)
-    answers = [dataset[i]["answer"] for i in range(100)]
+    dataset = reasoning_gym.create_dataset(name, seed=1, size=40)
+    answers = [dataset[i]["answer"] for i in range(40)]
     assert all(is_formula(answer, own=answer) for answer in answers)
     assert is_formula("2*sqrt(x) + 1.5e-3*exp(-x**2) - .5!")
     assert not is_formula("2*alpha")
     assert is_formula("2*alpha", own="alpha**2")
 
 
-def test_where_the_prompt_opens_the_thinking_only_what_follows_it_counts():
-    task = Gym({"chain_sum": {}}, train_size=1, test_size=0, workers=1, thinking=True)
-    right = own_answer(task.train[0])
+def test_where_the_prompt_opens_the_thinking_only_what_follows_it_counts(other):
+    right = own_answer(other.train[0])
     responses = [f"<answer>{right}</answer>", f"so</think><answer>{right}</answer>"]
-    try:
-        assert [score.reward for score in task.scores([(task.train[0], text) for text in responses])] == [0.0, 1.0]
-    finally:
-        task.close()
+    assert [score.reward for score in other.scores([(other.train[0], text) for text in responses])] == [0.0, 1.0]
 
 
 def test_an_answer_without_end_is_a_failure(gym):

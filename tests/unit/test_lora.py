@@ -1,5 +1,7 @@
 """Low-rank additions: trained alone, sampled with, kept small, exported merged and by themselves."""
 
+from functools import cache
+
 import pytest
 import torch
 from peft import PeftModel
@@ -37,6 +39,18 @@ def trained(policy, **settings):
     return learner
 
 
+@pytest.fixture(scope="module")
+def taught(published):
+    """A function that gives a policy and its learner after two updates. All tests share them and change nothing."""
+
+    @cache
+    def made(name, dtype):
+        policy = loaded(published[name], dtype=dtype)
+        return policy, trained(policy)
+
+    return made
+
+
 def logits(model):
     return model(torch.arange(20)[None]).logits
 
@@ -56,9 +70,8 @@ def test_training_starts_at_the_model_and_changes_the_additions_only(published, 
 
 @ALL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_sampler_samples_with_the_additions(published, name, dtype):
-    policy = loaded(published[name], dtype=dtype)
-    learner = trained(policy)
+def test_the_sampler_samples_with_the_additions(taught, name, dtype):
+    policy, learner = taught(name, dtype)
     groups = sampled_groups(policy, temperature=1.0)
     bound = 2e-5 if dtype == "float32" else 0.1
     for batch in batches(learner, groups):
@@ -78,9 +91,8 @@ def test_activation_checkpointing_recomputes_the_additions_too(published, name):
 
 @ALL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_merged_model_is_plain_and_computes_the_same(published, name, dtype, tmp_path):
-    policy = loaded(published[name], dtype=dtype)
-    trained(policy)
+def test_the_merged_model_is_plain_and_computes_the_same(published, taught, name, dtype, tmp_path):
+    policy, _ = taught(name, dtype)
     before = logits(policy.model)
     save_policy(policy, tmp_path / "model", card="")
     assert torch.equal(logits(policy.model), before)  # saving changes nothing
@@ -93,9 +105,8 @@ def test_the_merged_model_is_plain_and_computes_the_same(published, name, dtype,
     assert (logits(plain) - before).abs().max() / before.abs().max() > 0.1
 
 
-def test_the_adapter_by_itself_fits_the_base_model(published, tmp_path):
-    policy = loaded(published["smollm2"])
-    trained(policy)
+def test_the_adapter_by_itself_fits_the_base_model(published, taught, tmp_path):
+    policy, _ = taught("smollm2", "float32")
     save_additions(policy, tmp_path / "adapter", card="# card", base=published["smollm2"])
     base = AutoModelForCausalLM.from_pretrained(published["smollm2"])
     again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -142,9 +153,8 @@ def test_additions_are_float32_in_a_16_bit_model(published):
     assert policy.model.dtype == torch.bfloat16
 
 
-def test_a_checkpoint_keeps_the_additions_and_knows_their_model(published):
-    policy = loaded(published["smollm2"])
-    trained(policy)
+def test_a_checkpoint_keeps_the_additions_and_knows_their_model(published, taught):
+    policy, _ = taught("smollm2", "float32")
     kept = trained_weights(policy.model)
     assert {key for key in kept if "lora_" not in key} == {FINGERPRINT}
     again = loaded(published["smollm2"])

@@ -30,7 +30,7 @@ def loaded(path, **options):
     return load_policy(path, dtype=options.pop("dtype", "float32"), device="cpu", **options)
 
 
-def sampled_groups(policy, *, temperature=0.7, max_tokens=24):
+def sampled_groups(policy, *, temperature=0.7, max_tokens=12):
     """Two prompts of different lengths, two responses each, with the log-probs the engine gives."""
     engine = LocalEngine(policy.model, slots=3)
     prompts = [policy.encode("Hi"), policy.encode("How many letters has this question?")]
