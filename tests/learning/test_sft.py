@@ -169,7 +169,7 @@ def test_reinforcement_learning_starts_from_its_model(tmp_path):
     ("arguments", "code", "message"),
     [
         (["--help"], 0, "--data.held-out-share"),
-        ([], 2, "data.sources is empty, so there is nothing to imitate"),
+        ([], 2, "data.sources is empty, so there is nothing to learn from"),
         (["--data.sources", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["--data.sources", "rows.jsonl", "--data.prompt-column", "asked"], 2, "prompt_column"),
         (["--data.sources", "rows.jsonl", "--data.max-tokens", "2"], 2, "gives no demonstration that can be used"),

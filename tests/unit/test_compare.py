@@ -350,7 +350,7 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
     shortened = grid.read_text().replace("seeds = [0, 1]", "seeds = [0]")
     grid.write_text(shortened)
     assert compare(grid, stream=io.StringIO()) == 0
-    assert "resumed at step" in run.with_name("seed-0.log").read_text()
+    assert "resumed after step" in run.with_name("seed-0.log").read_text()
     assert len((run / "timing.jsonl").read_text().splitlines()) == 8
 
 

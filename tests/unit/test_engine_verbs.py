@@ -152,7 +152,7 @@ def test_a_rollout_of_several_submissions_copies_the_weights_once(monkeypatch):
     copies = count_loads(monkeypatch)
     engine = GraphEngine(tiny("llama"), slots=2)
     # Group 0 is due when the second run begins, so that run submits three times: it, the rest, and what is due then.
-    scheduler = Scheduler(SAMPLING, max_response_tokens=6, token_budget=4, max_age=1)
+    scheduler = Scheduler(SAMPLING, max_response_tokens=20, token_budget=4, max_age=1)
     submissions = []
     submit = engine.submit
     monkeypatch.setattr(

@@ -52,17 +52,17 @@ def test_the_figures_are_those_of_evaluate(whole):
     results = json.loads((whole / "results.json").read_text())
     policy = load_policy("demo", dtype="float32", device="cpu")
     task = Countdown()
+    engine = LocalEngine(policy.model)
+    engine.load(policy.model.named_parameters(), version=0)
     expected = evaluate(
-        LocalEngine(policy.model),
-        policy.encode,
-        policy.decode,
-        task,
+        engine,
+        policy,
+        task.scores,
         task.test[:10],
         k=4,
         sampling=Sampling(0.6, policy.stop_ids),
         max_tokens=64,
         seed=0,
-        version=0,
     )
     found = results["data_sets"]["countdown"]
     assert (found["problems"], found["responses"], results["k"], results["temperature"]) == (10, 40, 4, 0.6)

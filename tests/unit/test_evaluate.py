@@ -330,17 +330,17 @@ def test_the_shipped_model_evaluates_the_same_whatever_the_slots_and_the_company
     sampling = Sampling(stop_ids=frozenset({tokenizer.eos_token_id}))
 
     def measured(*, slots=128, seed=0, problems=task.test[:32]):
+        engine = LocalEngine(model, slots=slots)
+        engine.load(model.named_parameters(), version=0)
         return evaluate(
-            LocalEngine(model, slots=slots),
-            tokenizer.encode,
-            tokenizer.decode,
-            task,
+            engine,
+            tokenizer,
+            task.scores,
             problems,
             k=8,
             sampling=sampling,
             max_tokens=MAX_RESPONSE_TOKENS,
             seed=seed,
-            version=0,
         )
 
     result = measured()

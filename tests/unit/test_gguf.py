@@ -111,7 +111,7 @@ def test_a_gguf_file_is_a_model_that_trains_and_is_saved(tmp_path, architecture,
     assert policy.decode(policy.encode("Hi")) == FAMILIES["smollm2"].asked
     assert policy.decode(sorted(policy.stop_ids)) == "<|im_end|>"
     learner = Learner(policy.model, LearnerSettings(lr=1e-2))
-    assert learner.step(batches(learner, sampled_groups(policy, temperature=1.0))).metrics["grad_norm"] > 0
+    assert learner.step_on(batches(learner, sampled_groups(policy, temperature=1.0))).metrics["grad_norm"] > 0
     save_policy(policy, tmp_path / "model", card="")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     torch.testing.assert_close(again(ids).logits, policy.model(ids).logits, atol=1e-5, rtol=1e-4)

@@ -186,7 +186,7 @@ def test_activation_checkpointing_gives_the_same_update(published, name):
     for checkpointing in (False, True):
         policy = loaded(published[name])
         learner = Learner(policy.model, LearnerSettings(lr=1e-2, activation_checkpointing=checkpointing))
-        update = learner.step(batches(learner, sampled_groups(policy, temperature=1.0)))
+        update = learner.step_on(batches(learner, sampled_groups(policy, temperature=1.0)))
         assert update.metrics["grad_norm"] > 0
         weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
     torch.testing.assert_close(*weights, atol=0, rtol=0)
@@ -202,7 +202,7 @@ def test_soft_capped_logits_are_refused_even_where_a_few_would_not_show_it():
 def test_what_is_exported_is_what_was_trained(published, name, tmp_path):
     policy = loaded(published[name])
     learner = Learner(policy.model, LearnerSettings(lr=1e-2))
-    learner.step(batches(learner, sampled_groups(policy, temperature=1.0)))
+    learner.step_on(batches(learner, sampled_groups(policy, temperature=1.0)))
     save_policy(policy, tmp_path / "model", card="# card", temperature=0.6)
     assert not list(tmp_path.glob("*.partial"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
@@ -268,6 +268,6 @@ def test_tied_and_untied_heads_both_train(published):
         assert (head is embedding) == tied
         before = head.detach().clone()
         learner = Learner(policy.model, LearnerSettings(lr=1e-2))
-        learner.step(batches(learner, sampled_groups(policy, temperature=1.0)))
+        learner.step_on(batches(learner, sampled_groups(policy, temperature=1.0)))
         assert not torch.equal(head, before)
         assert (policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight) == tied

@@ -83,8 +83,8 @@ def test_what_cannot_be_is_refused(task, message):
     [
         ({"task": {"train": ["x.jsonl"]}}, r"task.train belongs to task.name='data', not to 'countdown'"),
         ({"task": {"name": "gym", "gym": {"gcd": {}}, "reward": "a:b"}}, r"task.reward belongs to task.name='data'"),
-        ({"objective": {"name": "grpo", "scope": "microbatch"}}, r"'grpo' has none"),
-        ({"objective": {"remainder": "weigh", "scope": "microbatch"}}, r"Use scope='update'"),
+        ({"objective": {"name": "grpo", "scope": "microbatch"}}, r"'grpo' does not solve for bounds"),
+        ({"objective": {"remainder": "weigh", "scope": "microbatch"}}, r"Set objective\.scope='update'"),
     ],
 )
 def test_keys_that_would_be_ignored_are_refused(values, message):

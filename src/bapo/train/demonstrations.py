@@ -84,7 +84,7 @@ def load(config: SftDataConfig) -> Loaded:
     options: dict[str, Any] = config.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
     if not config.sources:
         raise ValueError(
-            'data.sources is empty, so there is nothing to learn from. Set it, for encoded to ["gsm8k:train"] or to a '
+            'data.sources is empty, so there is nothing to learn from. Set it, for example to ["gsm8k:train"] or to a '
             ".jsonl file whose rows have a prompt and a response."
         )
     train, report = load_demonstrations(config.sources, **options)

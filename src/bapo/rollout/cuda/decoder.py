@@ -90,7 +90,7 @@ class Decoder:
         if missing:
             raise ValueError(
                 f"{len(missing)} weights were not loaded, {min(missing)!r} among them, so the engine would sample with "
-                "old ones. Load all weights of the model."
+                "old ones. Load all weights, or build a new engine if a head was tied or untied since."
             )
 
     def _places_of(self, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
