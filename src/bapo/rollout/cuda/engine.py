@@ -273,7 +273,7 @@ class _Sitting:
         self.pool.seat(list(self.seated))
 
     def _prefill(self, newcomers: dict[int, int]) -> None:
-        """Compute keys and values of contexts up to the last token, which the next step feeds. Equal ones run once."""
+        """Compute keys and values of contexts except the last token, which the next step feeds. Equal ones run once."""
         seats: dict[tuple[int, ...], list[int]] = {}
         for slot, index in newcomers.items():
             context = tuple(self.requests[index].context[:-1])

@@ -192,7 +192,7 @@ class _Sitting:
         self._settle(max(self.rows, int(rows[-1]) + 1))
 
     def _prefill(self, rows: Sequence[int], newcomers: Sequence[int]) -> None:
-        """Compute keys and values of contexts up to the last token, which the next step feeds. Equal ones run once."""
+        """Compute keys and values of contexts except the last token, which the next step feeds. Equal ones run once."""
         seats: dict[tuple[int, ...], list[int]] = {}
         for row, index in zip(rows, newcomers, strict=True):
             context = tuple(self.requests[index].context[:-1])
