@@ -6,36 +6,41 @@ section 6) live here, each with its own switch:
     reuse     a group is fresh until `reuse` passes have visited it, once per pass
     replay    groups of earlier rollouts join the batches of later ones, up to an age and a number of uses
 
-A rollout is what was added up to and with the call that says it is whole; its passes begin then. Groups may be added at
-any time, also while passes over earlier rollouts go on: rollouts are visited one after the other, the oldest first.
+A rollout consists of all groups added up to the call that declares it whole, including the groups of that call. Its
+passes begin then. Groups may be added at any time, even during the passes over earlier rollouts: rollouts are visited
+one after the other, the oldest first.
 
 A pass over m groups makes max(1, m / batch_groups rounded) batches of even size (at most `max_batches`), so that no
-update rests on a few left-over groups. A draw takes the next such batch, n groups, and joins them with
-round(f / (1 - f) n) replayed ones (ties to even), so that these are the fraction f of the batch; fewer if fewer are
-eligible. Replay accompanies fresh groups and never stands alone. A draw that has no batch says why: DONE, all passes
-are over and it is time for the next rollout; or NOT_YET, groups are waiting for the rest of their rollout.
+update rests on a few left-over groups. A draw takes the next such batch of n groups and adds round(f / (1 - f) n)
+replayed groups (ties to even), so that replay makes up the fraction f of the batch; it adds fewer if fewer are
+eligible. Replay accompanies fresh groups and never stands alone. A draw that has no batch says why: DONE means that all
+passes are over and it is time for the next rollout; NOT_YET means that groups are waiting for the rest of their
+rollout.
 
 The staleness bound. Let age(group, v) = v - version of the oldest token in any of its responses; an empty response
 has no token and does not count. With `max_staleness` = S, no token with staleness above S is ever trained on:
 
-    - a draw at version v first releases every group of age > S, so all it returns has age at most S at v;
+    - a draw at version v first releases every group of age > S, so everything it returns has age at most S at v;
     - the learner takes exactly one update per draw, with weights of version v, and keeps no group for a later one;
     - so every group in every update came from that update's own draw, and each of its tokens has staleness
       v - token version <= age(group, v) <= S.
 
-Admission plays no part in it, so it holds however old a rollout is when it arrives and however far the learner has
-moved between two calls. What S must be for the bound to cost nothing: n groups make u = reuse * max(1, n / batch_groups
-rounded) updates. If their rollout becomes whole at age at most A (the scheduler's `max_age`), is drawn at once, and the
-version advances by one per update, the last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group expires;
-`lost_fresh` counts those that do.
-Groups of a rollout have age u or more when the next one is first drawn, so a replay age below u replays nothing.
+Admission plays no part in this proof, so the bound holds however old a rollout is when it arrives and however far the
+learner has moved between two calls.
 
-Order depends on names, not on history: groups are sorted by a hash of (seed, what for, their id), so neither the order
-in which they arrive or are held, nor the loss of one of them, changes the order of the others.
+How large S must be for the bound to cost nothing: n groups make u = reuse * max(1, n / batch_groups rounded) updates.
+If their rollout becomes whole at age at most A (the scheduler's `max_age`), is drawn at once, and the version advances
+by one per update, then the last visit happens at age A + u - 1. With S >= A + u - 1 no fresh group expires.
+`lost_fresh` counts fresh groups that do expire. The groups of a rollout have age u or more when the next rollout is
+first drawn, so a replay age below u replays nothing.
+
+Order depends on names, not on history: groups are sorted by a hash of (seed, purpose, group id). So the order of the
+groups does not change with the order in which they arrive or are held, or when one of them is lost.
 
 Memory. At most `capacity` groups are held; the oldest (by oldest token, then id) are evicted first, fresh or not. A
-group that no draw can return any more is released at once. Groups are handed out as they are, not copied, and must not
-be changed. Advantages, packing and weighting by age are the learner's. Nothing here waits or runs in parallel.
+group that no draw can return any more is released at once. Groups are handed out without being copied, so callers must
+not change them. Advantages, packing and weighting by age are the learner's task. Nothing here waits or runs in
+parallel.
 """
 
 from __future__ import annotations
@@ -52,9 +57,9 @@ from bapo.types import Group, batches_per_pass, counted, group_from_state, group
 
 @dataclass(frozen=True)
 class BufferMetrics:
-    """What the buffer did since it was made, and what it holds; `bapo.runs.metrics` explains every field.
+    """What the buffer has done since it was made, and what it holds; `bapo.runs.metrics` explains every field.
 
-    Always added = retired + expired + evicted + held.
+    At all times, added = retired + expired + evicted + held.
     """
 
     adds: int = 0
@@ -79,27 +84,27 @@ _COUNTS = tuple(field.name for field in fields(BufferMetrics) if field.name not 
 
 @dataclass
 class _Held:
-    """A group and how often it was used."""
+    """A group, and how often it has been used."""
 
     group: Group
     rollout: int
-    """Number of its rollout, from 1."""
+    """The number of its rollout, counted from 1."""
     oldest: int
     """Version of its oldest token."""
     passes: int = 0
-    """Fresh passes that visited it."""
+    """How many fresh passes have visited it."""
     replays: int = 0
-    """Times it was replayed."""
+    """How often it was replayed."""
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """What became of the groups of one `add`."""
+    """What happened to the groups of one `add`."""
 
     groups: list[Group]
-    """Taken in."""
+    """Groups the buffer now holds."""
     filtered: list[Group]
-    """Refused for want of a signal."""
+    """Groups without a training signal, which the buffer does not hold."""
 
 
 class NoBatch(Enum):
@@ -125,9 +130,9 @@ class Buffer:
         capacity: int = 1024,
         seed: int = 0,
     ) -> None:
-        """`max_batches`: of one pass; a larger rollout makes larger batches. `replay_fraction`: of each batch; 0 for no
-        replay. `replay_max_age`: oldest group replayed, in versions. `replay_max_uses`: replays per group, on top of
-        its `reuse` fresh passes.
+        """`max_batches`: most batches in one pass; a larger rollout makes larger batches. `replay_fraction`: the
+        replayed share of each batch; 0 turns replay off. `replay_max_age`: the age of the oldest group that is
+        replayed, in versions. `replay_max_uses`: how often a group is replayed, on top of its `reuse` fresh passes.
         """
         _check_settings(batch_groups, reuse, max_staleness, replay_fraction, replay_max_age, replay_max_uses, capacity)
         self.batch_groups = batch_groups
@@ -142,13 +147,13 @@ class Buffer:
         self._held: dict[int, _Held] = {}
         self._version: int | None = None
         self._batch_sizes: dict[int, int] = {}
-        """Whole rollouts that have passes to come, and the fresh groups in each of their batches."""
+        """For each whole rollout with passes left: how many fresh groups go into each of its batches."""
         self._totals = BufferMetrics()
 
     def add(self, groups: Iterable[Group], *, version: int, whole: bool = True) -> Admitted:
         """Take in finished, scored groups. A refused call changes nothing.
 
-        `whole`: with these groups their rollout is complete, and its passes begin; otherwise they wait for the rest.
+        `whole`: these groups complete their rollout, so its passes begin; otherwise they wait for the rest.
         """
         self._check_version(version)
         rollout = self._totals.adds + 1
@@ -158,8 +163,8 @@ class Buffer:
             _check_group(group, version)
             if group.id in self._held or group.id in admitted:
                 raise ValueError(
-                    f"group {group.id} (problem {group.problem.id!r}) is already in the buffer; ids are unique within "
-                    "a run. Add each finished group once."
+                    f"group {group.id} (problem {group.problem.id!r}) is already in the buffer, and ids are unique "
+                    "within a run. Add each finished group once."
                 )
             if _has_signal(group):
                 admitted[group.id] = _Held(group, rollout=rollout, oldest=_oldest(group))
@@ -180,7 +185,7 @@ class Buffer:
         self._count(adds=1)
 
     def draw(self, *, version: int) -> list[Group] | NoBatch:
-        """The groups of the next update, fresh ones first, or why there is none."""
+        """Return the groups of the next update, fresh ones first, or the reason why there are none."""
         self._check_version(version)
         self._version = version
         self._settle(version)
@@ -199,7 +204,7 @@ class Buffer:
         return [held.group for held in fresh + replayed]
 
     def metrics(self) -> BufferMetrics:
-        """Counts since the buffer was made (saved and restored with it), and present levels."""
+        """Counts since the buffer was made, which are saved and restored with it, and present levels."""
         groups = [held.group for held in self._held.values()]
         return replace(
             self._totals,
@@ -209,7 +214,7 @@ class Buffer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides how this buffer goes on, as plain JSON data. Settings are not part of it."""
+        """Everything that decides what this buffer does next, as plain JSON data. Settings are not included."""
         return {
             "version": self._version,
             "batch_sizes": [[rollout, size] for rollout, size in self._batch_sizes.items()],
@@ -226,7 +231,7 @@ class Buffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken; what this buffer held before is forgotten."""
+        """Continue exactly where `state_dict` was taken. Whatever this buffer held before is forgotten."""
         self._version = state["version"]
         self._batch_sizes = dict(state.get("batch_sizes", ()))
         self._totals = BufferMetrics(**state["totals"])
@@ -238,7 +243,7 @@ class Buffer:
             )
 
     def _passes_left(self, held: _Held) -> int:
-        """Fresh passes to come; none over a rollout whose turn is over."""
+        """Fresh passes that will still visit it: none once all passes over its rollout are done."""
         over = held.rollout <= self._totals.adds and held.rollout not in self._batch_sizes
         return 0 if over else max(0, self.reuse - held.passes)
 
@@ -246,19 +251,19 @@ class Buffer:
         return sum(self._passes_left(held) for held in self._held.values())
 
     def _next_of_pass(self, rollout: int) -> list[_Held]:
-        """The next batch of the current pass: of the groups it has not visited yet, the first in its order."""
+        """The next batch of the current pass: the first groups, in its order, that it has not visited yet."""
         unfinished = [held for held in self._held.values() if held.rollout == rollout and self._passes_left(held)]
         current = min(held.passes for held in unfinished)
         unvisited = [held for held in unfinished if held.passes == current]
         return self._shuffled(unvisited, "pass", rollout, current)[: self._batch_sizes[rollout]]
 
     def _sample_replay(self, places: int, *, before: int) -> list[_Held]:
-        """Groups of earlier rollouts, without replacement. All that are held are eligible: `_settle` saw to it."""
+        """Groups of earlier rollouts, without replacement. All held groups are eligible, since `_settle` has run."""
         earlier = [held for held in self._held.values() if held.rollout < before]
         return self._shuffled(earlier, "replay", self._totals.draws)[:places]
 
     def _shuffled(self, groups: list[_Held], *purpose: str | int) -> list[_Held]:
-        """In a random order that is a function of (seed, purpose, ids)."""
+        """The groups in a random order that is a function of (seed, purpose, ids)."""
 
         def key(held: _Held) -> bytes:
             return sha256(repr((self.seed, *purpose, held.group.id)).encode()).digest()
@@ -266,7 +271,7 @@ class Buffer:
         return sorted(groups, key=key)
 
     def _settle(self, version: int) -> None:
-        """Release what no draw at this version or later can return, then the oldest beyond the capacity."""
+        """Release every group that no draw at this version or later can return, then the oldest beyond the capacity."""
         for held in list(self._held.values()):
             fresh = self._passes_left(held) > 0
             limit = self.max_staleness if fresh else self.replay_max_age
@@ -287,7 +292,7 @@ class Buffer:
     def _check_version(self, version: int) -> None:
         if self._version is not None and version < self._version:
             raise ValueError(
-                f"version={version} is older than the last call's {self._version}; the learner only moves forward. "
+                f"version={version} is older than the last call's {self._version}; the learner never moves back. "
                 "Pass the learner's current version."
             )
 
@@ -300,7 +305,7 @@ def _oldest(group: Group) -> int:
 
 
 def _has_signal(group: Group) -> bool:
-    """Whether rewards differ, so that advantages are not all 0, and there are tokens to give them to."""
+    """Whether rewards differ, so that not all advantages are 0, and there are tokens to apply them to."""
     return len({trajectory.learning_reward for trajectory in group.trajectories}) > 1 and any(
         trajectory.tokens for trajectory in group.trajectories
     )
@@ -311,15 +316,18 @@ def _check_group(group: Group, version: int) -> None:
     for index, trajectory in enumerate(group.trajectories):
         name = f"response {index} of group {group.id} (problem {group.problem.id!r})"
         if not trajectory.finished:
-            raise ValueError(f"{name} is {trajectory.status}; only finished groups are added. Add what a run returned.")
+            raise ValueError(
+                f"{name} is {trajectory.status}; only finished groups can be added. Add the groups that a run returned."
+            )
         if trajectory.reward is None or not math.isfinite(trajectory.reward):
             raise ValueError(
-                f"{name} has reward {trajectory.reward}. Score every response of a group before adding it."
+                f"{name} has reward {trajectory.reward}, which is not a finite number. Score every response of a group "
+                "before you add it."
             )
         if max(trajectory.versions, default=version) > version:
             raise ValueError(
                 f"{name} has a token of version {max(trajectory.versions)}, newer than the learner's {version}, so its "
-                "age is not known. Pass the learner's current version."
+                "age is unknown. Pass the learner's current version."
             )
 
 
@@ -333,12 +341,14 @@ def _check_settings(
     capacity: int,
 ) -> None:
     if batch_groups < 1:
-        raise ValueError(f"learn.batch_groups={batch_groups} leaves updates without data. Set it to 1 or more.")
+        raise ValueError(f"learn.batch_groups={batch_groups} would leave updates without data. Set it to 1 or more.")
     if reuse < 1:
-        raise ValueError(f"offpolicy.reuse={reuse} never trains on a rollout. Set it to 1 or more; 1 is a single pass.")
+        raise ValueError(
+            f"offpolicy.reuse={reuse} would never train on a rollout. Set it to 1 (a single pass) or more."
+        )
     if max_staleness < 0:
         raise ValueError(
-            f"offpolicy.max_staleness={max_staleness} forbids every token; 0 is on-policy. Set it to 0 or more."
+            f"offpolicy.max_staleness={max_staleness} forbids every token. Set it to 0 (on-policy) or more."
         )
     if reuse - 1 > max_staleness:
         raise ValueError(
@@ -349,18 +359,18 @@ def _check_settings(
     if not 0 <= replay_fraction < 1:
         raise ValueError(
             f"offpolicy.replay_fraction={replay_fraction} is not a share of a batch that leaves room for fresh groups. "
-            "Set it to 0 for no replay, or below 1."
+            "Set it to 0 for no replay, or to a number between 0 and 1."
         )
     if replay_max_age < 0:
         raise ValueError(f"offpolicy.replay_max_age={replay_max_age} is negative. Set it to 0 or more.")
     if replay_max_age > max_staleness:
         raise ValueError(
-            f"offpolicy.replay_max_age={replay_max_age} is beyond offpolicy.max_staleness={max_staleness}, which holds "
-            f"for replay too. Set replay_max_age <= {max_staleness}, or raise max_staleness."
+            f"offpolicy.replay_max_age={replay_max_age} is above offpolicy.max_staleness={max_staleness}, which limits "
+            f"replay too. Set replay_max_age <= {max_staleness}, or raise max_staleness."
         )
     if replay_fraction > 0 and replay_max_age < reuse:
         raise ValueError(
-            f"offpolicy.replay_fraction={replay_fraction} replays nothing with offpolicy.replay_max_age="
+            f"offpolicy.replay_fraction={replay_fraction} would replay nothing with offpolicy.replay_max_age="
             f"{replay_max_age}: after its fresh passes (offpolicy.reuse={reuse}) a group is {reuse} or more versions "
             f"old. Set replay_max_age >= {reuse}, or replay_fraction=0 for no replay."
         )

@@ -2,7 +2,7 @@
 
     policy          a model with its tokenizer
     problem         a prompt with what its verifier needs
-    verifier        what gives a response its reward
+    verifier        the program that gives a response its reward
     response        the tokens a policy adds to a prompt; while it grows we call it a trajectory
     group           the responses to one problem; rewards are compared within it
     version         how many updates the learner had taken when a token was sampled; one per token
@@ -13,7 +13,7 @@
     demonstration   a prompt with a response to learn from, in supervised training
 
 Every token keeps the log-prob and the version of the policy that really sampled it. Nothing is recomputed or guessed
-later. This module imports nothing heavy, so that every other one may import it.
+later. This module imports nothing heavy, so every other module may import it.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Problem:
     source: str = ""
     """Where it comes from: the name of its data set."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What else its data set says of it: JSON-serialisable, for a scorer that asks for it."""
+    """Whatever else its data set says about it: JSON-serialisable, for scorers that ask for it."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a verifier says of one response: a reward, or why it could not tell."""
+    """What a verifier says about one response: a reward, or why it could not give one."""
 
     reward: float | None
-    """None: the verifier failed. Such a response is never trained on."""
+    """None if the verifier failed. Such a response is never trained on."""
     failure: str = ""
     """The cause, if it failed: timeout, memory, crash, or the exception with its message."""
     answer: str | None = None
@@ -82,23 +82,23 @@ class Trajectory:
     prompt: list[int]
     """Token ids of the prompt."""
     seed: int
-    """Of this response's own random numbers; token i draws from (seed, i), whatever else is in the batch."""
+    """The seed of this response's own random numbers. Token i draws from (seed, i), whatever else is in the batch."""
     tokens: list[int] = field(default_factory=list)
     behavior_logprobs: list[float] = field(default_factory=list)
     """Log-prob of each token under the distribution it was sampled from (temperature included)."""
     entropies: list[float] = field(default_factory=list)
-    """Entropy of that distribution."""
+    """Entropy of the distribution each token was sampled from."""
     versions: list[int] = field(default_factory=list)
     """Version of the policy that sampled each token; never decreases along a response."""
     status: Status = Status.PARKED
     reward: float | None = None
     """Set once, by the verifier, after the response is finished."""
     shaping: float = 0.0
-    """Added to the reward when advantages are computed, and nowhere else: the penalty for running long."""
+    """The penalty for long responses. It is added to the reward when advantages are computed, and nowhere else."""
 
     @property
     def learning_reward(self) -> float | None:
-        """What advantages are computed from."""
+        """The reward that advantages are computed from."""
         return None if self.reward is None else self.reward + self.shaping
 
     @property
@@ -131,7 +131,7 @@ def counted(totals: Totals, **more: int) -> Totals:
 
 
 def batches_per_pass(groups: int, batch_groups: int) -> int:
-    """Updates in one pass over so many groups: their number over the batch size, rounded, at least one."""
+    """Updates in one pass over this many groups: the groups over the batch size, rounded, and at least one."""
     return max(1, math.floor(groups / batch_groups + 0.5))
 
 
@@ -155,7 +155,7 @@ def group_from_state(state: dict[str, Any]) -> Group:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences (prompt and response) for one forward pass, and their response tokens. All laid end to end: no padding.
+    """Sequences (prompt and response) for one forward pass, and their response tokens, laid end to end without padding.
 
     A place is one token of one sequence.
     """
@@ -169,7 +169,7 @@ class TokenBatch:
     longest: int
     """Places of the longest sequence."""
     predicts: Tensor
-    """[tokens] the places whose next token is a response token, ascending. They match what follows."""
+    """[tokens] the places whose next token is a response token, ascending. The fields below follow the same order."""
     targets: Tensor
     """[tokens] the response tokens."""
     sequence_ids: Tensor

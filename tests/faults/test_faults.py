@@ -85,7 +85,7 @@ def test_a_run_at_work_is_not_resumed_and_does_not_notice(uninterrupted, tmp_pat
     os.kill(process.pid, signal.SIGCONT)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        f"bapo: another process is at work on the run in {out}. Wait for it, or stop it, then give the command again.\n"
+        f"bapo: another process is at work on the run in {out}. Wait for it, or stop it, then run this command again.\n"
     )
     assert reported.returncode == 0
     process.join()
@@ -203,7 +203,7 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["train", "--model.path", "/nowhere", "--out", "unused"], 2, "model.path='/nowhere' cannot be loaded"),
         (["train", "--out", "."], 2, "exists already. Choose another directory; this one holds no run."),
         (["train", "--out", "/proc/nowhere"], 2, "cannot create /proc/nowhere"),
-        (["train", "--eval.problems", "513"], 2, "the task holds out 512"),
+        (["train", "--eval.problems", "513"], 2, "the task holds out only 512 problems"),
         (["train", "--rollout.max-tokens", "400"], 2, "positions. Set rollout.max_tokens <="),
         (["train", "--device", "gpu"], 2, "device"),
         (["train", "--objective.options", "hgih", "1.3"], 2, "objective.options.hgih is not an option of 'bapo'"),

@@ -142,7 +142,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
         GraphEngine(tiny("llama"), parked="both")
     odd = tiny("llama")
     odd.config.rope_parameters["rope_type"] = "dynamic"
-    assert "changes with the length" in unsupported(odd)
+    assert "depends on the sequence length" in unsupported(odd)
     wrapped = tiny("llama")
     wrapped.model.layers[0].mlp.up_proj = torch.nn.Sequential(wrapped.model.layers[0].mlp.up_proj)
     assert "Sequential" in unsupported(wrapped)

@@ -290,7 +290,7 @@ def test_non_finite_logits_name_the_request(llama, temperature):
     ("request_", "message"),
     [
         (Request([], 0, 7, 4), r"request 0 \(seed 7\) has an empty context.*beginning-of-sequence"),
-        (Request([5], 0, 7, 0), r"request 0 \(seed 7\) has max_new_tokens=0.*at least 1"),
+        (Request([5], 0, 7, 0), r"request 0 \(seed 7\) has max_new_tokens=0.*Set max_new_tokens >= 1"),
         (Request([5], 0, 7, -2), r"max_new_tokens=-2"),
         (
             Request([5] * 90, 0, 7, 7),
@@ -311,7 +311,7 @@ def test_a_response_may_fill_the_last_position():
 
 @pytest.mark.parametrize("temperature", [-0.1, float("nan")])
 def test_what_is_not_a_temperature_is_refused(temperature):
-    with pytest.raises(ValueError, match=r"sampling\.temperature=(-0\.1|nan) .*Set 0 for greedy"):
+    with pytest.raises(ValueError, match=r"sampling\.temperature=(-0\.1|nan) .*Set it to 0 \(greedy\)"):
         sitting(LocalEngine(LLAMA), [Request([5], 0, 0, 1)], Sampling(temperature), version=0)
 
 

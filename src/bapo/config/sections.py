@@ -21,13 +21,21 @@ from bapo.config.base import (
     Section,
     WeightDecay,
 )
-from bapo.core.settings import ClipSettings, Measure, Order, Preset, Remainder, Weight, require_choice
+from bapo.core.settings import (
+    AdvantageName,
+    ClipSettings,
+    Measure,
+    ObjectiveName,
+    Order,
+    Preset,
+    Remainder,
+    Weight,
+    require_choice,
+)
 from bapo.demo import MAX_RESPONSE_TOKENS
 
-OBJECTIVE_NAMES = (
-    "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po",
-)  # fmt: skip
-ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
+OBJECTIVE_NAMES: tuple[str, ...] = get_args(ObjectiveName)
+ADVANTAGE_NAMES: tuple[str, ...] = get_args(AdvantageName)
 
 
 class TaskConfig(Section):
@@ -104,8 +112,7 @@ class RolloutConfig(Section):
 class ObjectiveConfig(Section):
     """The loss. The keys from target_share to remainder belong to bapo; one that is set overrides the preset."""
 
-    name: str = "bapo"
-    """One of: grpo, clip_higher, dual_clip, bapo, dcpo, cispo, gspo, sapo, topr, asymre, m2po."""
+    name: str = Field("bapo", description=f"One of: {', '.join(OBJECTIVE_NAMES)}.")
     options: dict[str, float] = Field(default_factory=dict)
     """Options of an objective other than bapo, such as low and high of grpo."""
     preset: Preset | None = "weak-model"
@@ -212,8 +219,7 @@ class LearnConfig(Section):
 
     batch_groups: int = Field(16, ge=1)
     """Fresh groups per update. Replayed groups are added to them."""
-    advantages: str = "grpo"
-    """How rewards become advantages. One of: grpo, dr_grpo, rloo."""
+    advantages: str = Field("grpo", description=f"How rewards become advantages. One of: {', '.join(ADVANTAGE_NAMES)}.")
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
     """How token losses become one number. token_mean: a mean over tokens, as in the paper; long responses weigh more.
     sequence_mean: every response weighs the same; docs/results.md explains the choice. fixed_length: the sum of each

@@ -1,1 +1,1 @@
-"""Consumes groups of scored responses and takes updates. Knows nothing about who sampled them, or how."""
+"""Takes updates on groups of scored responses. Knows nothing about what sampled them, or how."""

@@ -1,4 +1,4 @@
-"""The same update gives the same weights, bit for bit."""
+"""Switches that make the same update give the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def allow_deterministic_products() -> None:
-    """Without this, deterministic matrix products are refused. Some versions of torch look only once."""
+    """Set the variable that deterministic matrix products need. Some versions of torch read it only once."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -19,7 +19,8 @@ def allow_deterministic_products() -> None:
 def deterministic(device: torch.device) -> Iterator[None]:
     """Inside, CUDA operations add in a fixed order. FlashAttention's backward pass would not, by default.
 
-    One process-wide switch, so it is on no longer than needed. An operation that has no deterministic form raises.
+    The switch holds for the whole process, so it is on no longer than needed. An operation without a deterministic form
+    raises an error.
     """
     if device.type != "cuda":
         yield
@@ -28,7 +29,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     filling = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # for debugging, and not free
+    memory.fill_uninitialized_memory = False  # it helps debugging only, and costs time
     try:
         yield
     finally:

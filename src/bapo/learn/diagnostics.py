@@ -1,4 +1,4 @@
-"""The metrics of an update: what its clip did to all of its tokens."""
+"""The metrics of an update: what the clip did to its tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "ne
 
 @dataclass(frozen=True)
 class Output:
-    """What one micro-batch left behind."""
+    """The results of one micro-batch."""
 
     batch: TokenBatch
     logprobs: Tensor
@@ -66,7 +66,7 @@ def update_metrics(
 
 
 def _read(scalars: dict[str, Tensor], vectors: dict[str, Tensor]) -> dict[str, float | list[float]]:
-    """All of them as numbers, with one read of the device. float64 holds each exactly, the counts too."""
+    """Convert all tensors to numbers with one read of the device. float64 holds every value exactly, even counts."""
     stacked = torch.stack([value.double() for value in scalars.values()])
     values = torch.cat([*(vector.double() for vector in vectors.values()), stacked]).tolist()
     numbers: dict[str, float | list[float]] = {}
@@ -81,13 +81,13 @@ def _searched(outputs: Sequence[Output], settings: LearnerSettings) -> dict[str,
     first = outputs[0].result.metrics
     found = {name: first[name] for name in SEARCH if name in first}
     if settings.solves_bounds and settings.scope == "microbatch" and len(outputs) > 1:
-        found.pop("stop")  # each part has a reason of its own
+        found.pop("stop")  # each micro-batch has its own reason
         return {n: torch.stack([o.result.metrics[n] for o in outputs]).double().mean() for n in found}
     return found
 
 
 def _trained_on(tokens: Tokens, outputs: Sequence[Output], settings: LearnerSettings) -> Tokens | None:
-    """The tokens with the advantages that the loss saw; None where those are the advantages themselves."""
+    """The tokens with the advantages that the loss used; None if the loss used the advantages unchanged."""
     if not settings.solves_bounds or settings.clip.remainder == "leave":
         return None
     weights = [cast(ClipBounds, output.result.bounds).negative_weight for output in outputs]

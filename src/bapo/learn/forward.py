@@ -2,17 +2,19 @@
 
     padded    one row per sequence, filled up to the longest, with an attention mask. Works everywhere and is the
               reference: CPU, float32, any model.
-    packed    one row for all sequences, as they lie in the batch. Positions start anew with each sequence; attention
-              gets their offsets and keeps them apart (FlashAttention for variable lengths). No padding, no mask:
-              CUDA, float16 or bfloat16.
+    packed    one row for all sequences, as they lie in the batch. Positions start again at 0 with each sequence;
+              attention gets the offsets and keeps sequences apart (FlashAttention for variable lengths). Needs no
+              padding and no mask, but CUDA and float16 or bfloat16.
 
-Both give the hidden state at every place. Whether a model can be packed is found out once, by running both on two short
-sequences: a model with another kind of attention (soft-capping, sinks, state besides keys and values) is padded.
+Both give the hidden state at every place. `can_pack` finds out once whether a model can be packed, by running both ways
+on two short sequences. Models with another kind of attention (soft-capping, sinks, state besides keys and values) are
+padded.
 
-The packed way needs another attention function. It is chosen for the duration of a pass and the model's own put back
-after it, because the sampler runs the same model. Activation checkpointing is a matter of a pass, too: each layer keeps
-only its input and runs again in the backward pass, with the attention function of the first time. transformers has its
-own switch for this, which works in training mode only; the learner stays in eval mode. So is compilation.
+The packed way needs another attention function. It is set for the duration of a pass, and the model's own function is
+put back afterwards, because the sampler runs the same model. Activation checkpointing and compilation are also set per
+pass. With activation checkpointing each layer keeps only its input and runs again in the backward pass, with the same
+attention function as the first time. transformers has its own switch for this, but it works in training mode only, and
+the learner stays in eval mode.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ try:
 except ImportError:
     varlen_attn = None  # type: ignore[assignment]
 VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
-"""What this version of torch lets one say."""
+"""The options that this version of torch accepts."""
 
 PACKED_ATTENTION = "bapo_packed"
 AGREEMENT = 0.05
-"""Largest relative difference between the two ways. 16-bit rounding makes about 0.02, wrong attention over 0.1."""
+"""Largest relative difference between the two ways. 16-bit rounding causes about 0.02, wrong attention over 0.1."""
 
 
 def hidden_states(
@@ -57,7 +59,7 @@ def hidden_states(
 ) -> Tensor:
     """The last hidden state at every place of the batch, [places, width].
 
-    `recompute`: layers keep nothing for the backward pass but their inputs. `compiled`: see `compiled_layers`.
+    `recompute`: layers keep only their inputs for the backward pass. `compiled`: see `compiled_layers`.
     """
     layers = layers_of(model)
     forwards = list(compiled) if compiled is not None else [layer.forward for layer in layers]
@@ -101,19 +103,19 @@ def _packed(model: Any, batch: TokenBatch) -> Tensor:
 
 
 def can_pack(model: Any) -> bool:
-    """Whether packed passes are possible and agree with padded ones. Says why, where one might expect it and cannot."""
+    """Whether packed passes are possible and agree with padded ones. On a GPU, a warning says why they are not."""
     if model.device.type != "cuda":
         return False
     reason = None
     if model.dtype not in (torch.float16, torch.bfloat16):
-        reason = f"its weights are {model.dtype}, and FlashAttention takes 16-bit ones"
+        reason = f"its weights are {model.dtype}, but FlashAttention needs 16-bit weights"
     elif varlen_attn is None:
-        reason = "this version of torch has no attention for variable lengths (2.10 and later do)"
+        reason = "this version of torch has no attention for variable lengths; use 2.10 or later"
     else:
         reason = disagreement(model)
     if reason is not None:
         logging.getLogger(__name__).warning(
-            "%s is trained on padded batches: %s. Results are the same; memory and time are larger.",
+            "%s is trained on padded batches: %s. Results are the same, but training needs more memory and time.",
             type(model).__name__,
             reason,
         )
@@ -122,7 +124,7 @@ def can_pack(model: Any) -> bool:
 
 @torch.no_grad()
 def disagreement(model: Any) -> str | None:
-    """None if both ways give the same states for two short sequences, else what is wrong."""
+    """What is wrong with the packed way; None if both ways give the same states for two short sequences."""
     lengths = torch.tensor([7, 5], device=model.device)
     position_ids = torch.cat([torch.arange(7), torch.arange(5)]).to(model.device)
     ids = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
@@ -133,7 +135,7 @@ def disagreement(model: Any) -> str | None:
     try:
         packed = _packed(model, batch).float()
     except (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"its attention cannot be exchanged ({str(error).splitlines()[0]})"
+        return f"its attention function cannot be replaced ({str(error).splitlines()[0]})"
     difference = float((packed - padded).norm() / padded.norm())
     if difference <= AGREEMENT:
         return None
@@ -142,7 +144,7 @@ def disagreement(model: Any) -> str | None:
 
 @contextmanager
 def attention(model: Any, implementation: str) -> Iterator[None]:
-    """Inside, the model's layers use this attention function; they look it up at every call."""
+    """Inside, the model's layers use this attention function. They look it up at every call."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = implementation
@@ -167,16 +169,16 @@ def packed_attention(
     max_length_q: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:  # [1, places, heads, width]
-    """Causal attention within each sequence, in the form transformers calls attention functions.
+    """Causal attention within each sequence, with the signature that transformers calls.
 
     o_i = sum_j softmax_j(scaling q_i k_j) v_j,   start(i) <= j <= i
     """
     if softcap is not None or s_aux is not None or attention_mask is not None or query.shape[-1] != value.shape[-1]:
-        raise ValueError("soft-capping, attention sinks, masks and values of another width are not supported")
+        raise ValueError("packing does not support soft-capping, attention sinks, masks or values of another width")
     if sliding_window is not None:
         raise ValueError("it has a sliding window, and FlashAttention's backward pass gives NaN for some windows")
     if cu_seq_lens_q is None or max_length_q is None:
-        raise ValueError("the model did not hand the offsets of the sequences down to its layers")
+        raise ValueError("the model did not pass the offsets of the sequences on to its layers")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [places, heads, width]
     attend = attend_at_once if query.is_cuda else attend_one_by_one
@@ -184,7 +186,7 @@ def packed_attention(
 
 
 def attend_at_once(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
-    """All sequences in one call of FlashAttention. What the installed version cannot do itself is done here."""
+    """Attend within all sequences in one call of FlashAttention, making up for options the installed version lacks."""
     assert varlen_attn is not None
     heads, width = query.shape[1:]
     if width % 8:
@@ -208,7 +210,7 @@ def attend_at_once(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, l
 def attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float
 ) -> Tensor:
-    """The same in plain torch, a sequence at a time: for CPU, and to compare with."""
+    """The same in plain torch, one sequence at a time: for CPU, and as a reference."""
     del longest
     outputs = []
     repeats = query.shape[1] // key.shape[1]
@@ -235,7 +237,7 @@ def compiled_layers(model: Any) -> list[Callable[..., Any]]:
 
 
 def recomputed(forward: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """A layer's forward pass that keeps its inputs only and is run again by the backward pass."""
+    """A layer's forward pass that keeps only its inputs and runs again in the backward pass."""
     contexts = partial(_same_attention_again, model)
     # Nothing here is random, so there is no generator state to keep.
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
@@ -258,5 +260,5 @@ def exchanged(layers: Sequence[Any], forwards: Sequence[Callable[..., Any]]) -> 
 
 
 def _same_attention_again(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the first run and of the second, which comes after the pass has put the old attention back."""
+    """Contexts of the first run and of the second one, which comes after the old attention was put back."""
     return nullcontext(), attention(model, model.config.get_text_config()._attn_implementation)

@@ -1,7 +1,7 @@
 """The output head as a module: hidden states in, log-probs and entropies of given tokens out, without full logits.
 
-The weights are used inside `forward` only. Whoever shards a model gathers a module's weights while it is called, so
-nothing else may read them.
+The weights are used inside `forward` only. Sharded models gather a module's weights only while the module is called, so
+no other code may read them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from bapo.core.logprobs import CHUNK_LOGITS, token_logprobs
 
 
 class Predicted(NamedTuple):
-    """What the head says of each state."""
+    """What the head predicts from each state."""
 
-    logprobs: Tensor  # [tokens] of the target
-    entropies: Tensor  # [tokens] of the distribution
+    logprobs: Tensor  # [tokens] log-prob of the target
+    entropies: Tensor  # [tokens] entropy of the distribution
     best: Tensor | None = None  # [tokens] the most likely token, if asked for
 
 
 class TokenHead(Module):
-    """A model's output head. Owns nothing: the linear layer is the model's."""
+    """A model's output head. It owns no weights: the linear layer belongs to the model."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class TokenHead(Module):
 
 
 def _most_likely(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The most likely token after each state, [tokens]; logits are held for a chunk of them at a time."""
+    """The most likely token after each state, [tokens]. Logits are held for one chunk of states at a time."""
     chunk = max(1, CHUNK_LOGITS // weight.shape[0])
     parts = torch.split(states, chunk)
     return torch.cat([torch.nn.functional.linear(part, weight, bias).argmax(1) for part in parts])
@@ -53,21 +53,21 @@ def _most_likely(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def head_of(model: Any) -> TokenHead:
-    """The model's head, after a look that it is all there is between hidden states and logits."""
+    """The model's head, after a check that nothing else stands between hidden states and logits."""
     config = model.config.get_text_config()
     ids = torch.arange(4, device=model.device)[None] % config.vocab_size
     head = model.get_output_embeddings()
     if type(head) is not Linear:
         raise ValueError(
-            f"the output head of {type(model).__name__} is a {type(head).__name__}; the learner multiplies by a plain "
-            "Linear and would leave out what it adds. Keep adapters off the head."
+            f"the output head of {type(model).__name__} is a {type(head).__name__}, but the learner multiplies by a "
+            "plain Linear and would leave out what that adds. Keep adapters off the head."
         )
-    cap = getattr(config, "final_logit_softcapping", None)  # a few small logits would not show it
+    cap = getattr(config, "final_logit_softcapping", None)  # the comparison below would miss it
     if cap is not None:
         raise ValueError(
-            f"{type(model).__name__} soft-caps its logits after the output head (final_logit_softcapping={cap:g}); the "
-            "learner's log-probs would not be the sampler's. Use a model without soft-capping: Gemma 2 has it, Gemma 3 "
-            "has not."
+            f"{type(model).__name__} soft-caps its logits after the output head (final_logit_softcapping={cap:g}), so "
+            "the learner's log-probs would differ from the sampler's. Use a model without soft-capping: Gemma 2 has "
+            "it, Gemma 3 does not."
         )
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     ours = head(states).float()
@@ -75,7 +75,7 @@ def head_of(model: Any) -> TokenHead:
     if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2):
         raise ValueError(
             f"{type(model).__name__} changes its logits after the output head (scaling or soft-capping), by up to "
-            f"{float((ours - theirs).abs().max()):.3g}; the learner's log-probs would not be the sampler's. Use a "
-            "model without logit scaling or soft-capping."
+            f"{float((ours - theirs).abs().max()):.3g}, so the learner's log-probs would differ from the sampler's. "
+            "Use a model without logit scaling or soft-capping."
         )
     return TokenHead(head)

@@ -1,12 +1,12 @@
 """One update: pack, forward, bounds, backward, step. The version counter lives here.
 
-All micro-batches of an update share one denominator and, unless scope is `microbatch`, one pair of clip bounds, so that
-how it is cut changes nothing but rounding. With several micro-batches the bounds need every token's ratio before the
-first backward pass: one forward pass without gradients comes first. With a single micro-batch it is not needed. Several
-ranks, each with groups of its own, take one update together (`ranks.py`).
+All micro-batches of an update share one denominator and, unless scope is `microbatch`, one pair of clip bounds, so the
+way an update is cut changes nothing but rounding. With several micro-batches the bounds need every token's ratio before
+the first backward pass, so one forward pass without gradients comes first. A single micro-batch does not need it.
+Several ranks, each with groups of its own, take one update together (`ranks.py`).
 
 The model stays in eval mode: dropout would make the learner's log-probs differ from the sampler's for no reason. The
-learner never samples and does not know who did.
+learner never samples and does not know what did.
 
 On a GPU the host waits once per update, for the gradient norm and all metrics together. Passes and loss use
 deterministic algorithms only, so that the same update gives the same weights, bit for bit.
@@ -48,9 +48,9 @@ class Update:
     """What one update did."""
 
     version: int
-    """The learner's version after it."""
+    """The learner's version after the update."""
     tokens: int
-    """Response tokens trained on, by this rank."""
+    """How many response tokens this rank trained on."""
     metrics: dict[str, float | list[float]]
 
 
@@ -94,7 +94,7 @@ class Learner:
     def step_on(self, batches: Sequence[TokenBatch]) -> Update:
         """One optimizer step on the tokens of all micro-batches."""
         settings = self.settings
-        self.optimizer.forget_gradients()  # of a step that failed half-way
+        self.optimizer.forget_gradients()  # left by a step that failed half-way
         batches = self.filled_up(batches)
         if OBJECTIVES[settings.objective].whole_update and len(batches) > 1:
             raise ValueError(
@@ -117,16 +117,16 @@ class Learner:
         return self.descend(batches, partial(self._metrics, outputs))
 
     def filled_up(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-        """These micro-batches, and empty ones until there are as many as on any other rank."""
+        """These micro-batches, plus empty ones until there are as many as on the rank with the most."""
         missing = largest(len(batches), self.ranks, self.device) - len(batches)
         return [*batches, *(empty_batch(self.device) for _ in range(missing))]
 
     def descend(
         self,
         batches: Sequence[TokenBatch],
-        metrics: Callable[[Tensor], dict[str, float | list[float]]],  # gradient norm -> what to log of the update
+        metrics: Callable[[Tensor], dict[str, float | list[float]]],  # gradient norm -> what to log about the update
     ) -> Update:
-        """The end of every update, whatever its loss: clip the gradients, and step if they are finite."""
+        """Finish an update, whatever its loss: clip the gradients, and step if they are finite."""
         settings = self.settings
         sum_gradients(self.optimizer.masters, self.ranks)
         lr = learning_rate(self.version, settings)
@@ -134,25 +134,25 @@ class Learner:
         if not math.isfinite(cast(float, logged["grad_norm"])):
             self.optimizer.forget_gradients()
             raise FloatingPointError(
-                f"the gradient norm is {logged['grad_norm']} at version {self.version}; the weights were not changed. "
-                f"Lower learn.lr (now {settings.lr}), or look at the last responses for odd ones."
+                f"the gradient norm is {logged['grad_norm']} at version {self.version}, so the weights were not "
+                f"changed. Lower learn.lr (now {settings.lr}), or look for unusual responses in the last batch."
             )
         self.optimizer.step(lr)
         self.version += 1
         return Update(self.version, sum(len(batch.targets) for batch in batches), logged)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the model by its name, as it is now: what an engine loads. Not copies."""
+        """Every parameter of the model with its name, as it is now, for an engine to load. These are not copies."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
     def save(self, directory: Path) -> None:
-        """Write the weights that are trained and the optimizer's state. The version is the caller's to keep."""
+        """Write the trained weights and the optimizer's state. The caller must keep the version."""
         save_file(trained_weights(self.model), directory / MODEL_FILE)
         save_file(self.optimizer.tensors(), directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path, *, version: int) -> None:
-        """Put back what `save` wrote after this many updates; KeyError if it belongs to another model."""
+        """Restore what `save` wrote at this version. Raises KeyError if it belongs to another model."""
         restore_weights(self.model, load_file(directory / MODEL_FILE))
         self.optimizer.load_tensors(load_file(directory / OPTIMIZER_FILE))
         self.version = version
@@ -212,7 +212,7 @@ class Learner:
 
 
 def _check_layers(model: Any, settings: LearnerSettings) -> None:
-    """Refuse what a model without transformers' layers cannot do."""
+    """Refuse settings that need layers of transformers if the model has none."""
     if layers_of(model):
         return
     name = type(model).__name__

@@ -3,9 +3,10 @@
     float32     plain AdamW.
     16 bit      AdamW on a float32 copy of each weight, the master; the 16-bit weight is its rounded image.
 
-Why masters: bfloat16 has 8 significant bits, so an update smaller than about 1/500 of a weight rounds away, and the
-updates of reinforcement learning (lr 1e-6 on weights of 1e-2) nearly always are. Gradients are summed in float32 for
-the same reason: each micro-batch's gradient is added to the master's as soon as it is complete, and then dropped.
+Why masters: bfloat16 has 8 significant bits, so an update smaller than about 1/500 of a weight rounds away. The updates
+of reinforcement learning (lr 1e-6 on weights of 1e-2) are nearly always smaller than that. Gradients are summed in
+float32 for the same reason: each micro-batch's gradient is added to the master's as soon as it is complete, and then
+dropped.
 
 Per parameter, in bytes: weight 2, master 4, gradient 4, moments 8; together 18 (float32: 16).
 """
@@ -34,7 +35,7 @@ class Optimizer:
         if any(weight._post_accumulate_grad_hooks for weight, _ in self._rounded):
             raise ValueError(
                 "another optimizer already takes the gradients of these 16-bit weights. Load the model again, or train "
-                "it with the learner it has."
+                "it with its first learner."
             )
         for weight, master in self._rounded:
             weight.register_post_accumulate_grad_hook(partial(_move_gradient, master))  # type: ignore[no-untyped-call]
@@ -49,11 +50,11 @@ class Optimizer:
         )
 
     def clip(self, norm: float) -> Tensor:
-        """Scale the gradients down to at most this norm; returns the norm they had, on the device."""
+        """Scale the gradients down to at most this norm. Returns the norm they had before, on the device."""
         return torch.nn.utils.clip_grad_norm_(self.masters, norm)
 
     def step(self, lr: float) -> None:
-        """One update of masters and weights; forgets the gradients."""
+        """Take one update of masters and weights, then forget the gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
@@ -61,7 +62,7 @@ class Optimizer:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """As if no backward pass had been."""
+        """Drop all gradients, as if there had been no backward pass."""
         self._adamw.zero_grad(set_to_none=True)
 
     @torch.no_grad()
@@ -71,7 +72,7 @@ class Optimizer:
             torch._foreach_copy_(weights, masters)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that must be kept to continue: moments `index.key`, and `index.master` of each 16-bit weight."""
+        """All tensors needed to continue: moments are `index.key`, masters of 16-bit weights are `index.master`."""
         state = self._adamw.state_dict()["state"]
         moments = {f"{index}.{key}": value for index, values in state.items() for key, value in values.items()}
         return moments | {
@@ -82,7 +83,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `tensors` gave. The weights themselves are the model's to restore."""
+        """Restore what `tensors` returned. The weights themselves are restored with the model."""
         moments: dict[int, dict[str, Tensor]] = {}
         masters: dict[int, Tensor] = {}
         for name, value in tensors.items():
@@ -93,7 +94,7 @@ class Optimizer:
                 moments.setdefault(int(position), {})[key] = value
         expected = {i for i, (w, m) in enumerate(zip(self.weights, self.masters, strict=True)) if m is not w}
         if masters.keys() != expected:
-            raise KeyError(f"master weights of {len(masters)} parameters instead of {len(expected)}")
+            raise KeyError(f"it has master weights of {len(masters)} parameters instead of {len(expected)}")
         for index, value in masters.items():
             self.masters[index].copy_(value)
         self._adamw.load_state_dict({"state": moments, "param_groups": self._adamw.state_dict()["param_groups"]})
@@ -101,7 +102,7 @@ class Optimizer:
 
 @torch.no_grad()
 def _move_gradient(master: Parameter, weight: Tensor) -> None:
-    """Called when the gradient of a weight is complete for this backward pass."""
+    """Add the gradient of a weight to its master's. Called when it is complete for this backward pass."""
     assert weight.grad is not None
     if master.grad is None:
         master.grad = weight.grad.float()

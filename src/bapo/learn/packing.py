@@ -1,6 +1,6 @@
-"""Groups of responses, or demonstrations, to micro-batches of tensors.
+"""Turns groups of responses, or demonstrations, into micro-batches of tensors.
 
-Advantages are compared within each group here, once per update, over all of its responses. Sequences are sorted by
+Advantages are computed here, once per update, within each group and over all of its responses. Sequences are sorted by
 length, laid end to end and cut into micro-batches of at most `micro_tokens` places: rows x longest for a forward pass
 that pads, the sum of the lengths for one that does not (see forward.py). The result does not depend on where the cuts
 fall: bounds and denominators belong to the whole update.
@@ -21,7 +21,7 @@ from bapo.core.advantages import ADVANTAGES
 from bapo.types import Group, TokenBatch, Trajectory
 
 ALIGNMENT = 64
-"""Bytes. Every tensor begins at a multiple of it, as tensors of their own would, so kernels load them at full width."""
+"""Bytes. Every tensor begins at a multiple, as separately allocated ones do, so kernels load them at full width."""
 
 
 def pack(
@@ -34,11 +34,11 @@ def pack(
 ) -> list[TokenBatch]:
     """Micro-batches that together hold every response of the groups, longest sequences first.
 
-    `padded`: whether the forward pass will pad, and `micro_tokens` counts padding.
+    `padded`: whether the forward pass will pad, so that `micro_tokens` counts padding.
     """
     rewards = [t.learning_reward for group in groups for t in group.trajectories]
     if any(reward is None for reward in rewards):
-        raise ValueError("a response without a reward reached the learner. Score every group before adding it.")
+        raise ValueError("a response without a reward reached the learner. Score every group before you add it.")
     owners = [i for i, group in enumerate(groups) for _ in group.trajectories]
     advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), torch.tensor(owners)).advantages
     rows = list(zip((t for group in groups for t in group.trajectories), advantages.tolist(), strict=True))
@@ -53,7 +53,7 @@ def pack_demonstrations(
     device: torch.device,
     padded: bool = True,
 ) -> list[TokenBatch]:
-    """The same for responses that nobody sampled: their log-probs, advantages and versions are zeros, for nobody."""
+    """The same for responses that no policy sampled. Their log-probs, advantages and versions are zeros and unused."""
     rows = []
     for prompt, response in demonstrations:
         nothing, version = [0.0] * len(response), [0] * len(response)
@@ -63,7 +63,7 @@ def pack_demonstrations(
 
 
 def empty_batch(device: torch.device) -> TokenBatch:
-    """A micro-batch without response tokens, for a rank that has fewer than others. One place keeps passes alive."""
+    """A micro-batch without response tokens, for a rank that has fewer than others. A pass needs at least one place."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return TokenBatch(
         input_ids=nothing.new_zeros(1),
@@ -87,7 +87,7 @@ Row = tuple[Trajectory, float]  # a response and its advantage
 
 
 def _cut(rows: list[Row], micro_tokens: int, *, padded: bool) -> list[list[Row]]:
-    """Consecutive rows while their places stay within the budget; a row longer than the budget goes alone."""
+    """Cut rows into consecutive parts whose places stay within the budget. A row above the budget goes alone."""
     parts: list[list[Row]] = []
     held = 0  # places of the last part
     for row in rows:
@@ -150,14 +150,14 @@ def _array(values: Iterable[float], dtype: Any, count: int) -> NDArray[Any]:
 
 
 def _runs(firsts: NDArray[Any], counts: NDArray[Any]) -> NDArray[Any]:
-    """first, first + 1, … `count` numbers of each run, the runs end to end."""
+    """first, first + 1, …: `count` numbers for each run, with the runs laid end to end."""
     before = counts.cumsum() - counts
     numbers: NDArray[Any] = np.arange(counts.sum()) + np.repeat(firsts - before, counts)
     return numbers
 
 
 def _ship(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Arrays of one type to the device, in one copy that the host does not wait for."""
+    """Move arrays of one type to the device, in one copy that the host does not wait for."""
     step = ALIGNMENT // arrays[0].itemsize
     rooms = [-(-len(array) // step) * step for array in arrays]
     begins = [sum(rooms[:i]) for i in range(len(rooms))]

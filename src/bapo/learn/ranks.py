@@ -1,8 +1,8 @@
-"""What the ranks of an update have to agree on, so that it does not depend on how many they are.
+"""What the ranks of an update must agree on, so that the update does not depend on the number of ranks.
 
-Each rank has groups of its own. The number of micro-batches is the largest of all ranks (those with fewer add empty
-ones), because every micro-batch is a collective for a model that is sharded. Denominators, signal tables and gradients
-are summed. Without a process group, this process is the only rank.
+Each rank has groups of its own. All ranks run as many micro-batches as the rank with the most (ranks with fewer add
+empty ones), because every micro-batch is a collective operation for a sharded model. Denominators, signal tables and
+gradients are summed. Without a process group, this process is the only rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def summed(value: Tensor, ranks: Ranks) -> Tensor:
 
 
 def sum_gradients(parameters: Iterable[Tensor], ranks: Ranks) -> None:
-    """Every rank gets the sum of all ranks' gradients. A rank with empty micro-batches has gradients of zero."""
+    """Give every rank the sum of all ranks' gradients. A rank with only empty micro-batches has gradients of zero."""
     for parameter in parameters:
         if parameter.grad is not None:
             summed(parameter.grad, ranks)

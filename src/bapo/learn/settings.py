@@ -25,13 +25,13 @@ class LearnerSettings:
     """Options of the objective, such as low and high of grpo."""
     reduction: Reduction = "token_mean"
     length: int | None = None
-    """Normaliser of reduction="fixed_length"."""
+    """The divisor of reduction="fixed_length"."""
     advantages: str = "grpo"
-    """Estimator: a name in ADVANTAGES."""
+    """The estimator of advantages: a name in ADVANTAGES."""
     micro_tokens: int = 16384
     """Places per forward pass; a larger update is cut into several."""
     temperature: float = 1.0
-    """The one tokens were sampled at, so that ratios compare like with like."""
+    """The temperature at which tokens were sampled. Log-probs use the same one, so that ratios are valid."""
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -39,17 +39,17 @@ class LearnerSettings:
     warmup_updates: int = 0
     schedule: Schedule = "constant"
     total_updates: int = 1
-    """Where linear and cosine schedules reach zero."""
+    """The update at which linear and cosine schedules reach zero."""
     activation_checkpointing: bool = False
-    """Whether layers keep only their inputs for the backward pass and are computed again there."""
+    """Whether layers keep only their inputs and are computed again in the backward pass."""
     staleness_bins: int = 16
-    """Ages counted one by one in the staleness histogram; older tokens share the last bin."""
+    """How many ages have their own bin in the staleness histogram. Older tokens share the last bin."""
     compile: bool = False
-    """Run the layers compiled by torch."""
+    """Whether torch compiles the layers."""
 
     @property
     def solves_bounds(self) -> bool:
-        """Whether the objective's bounds are solved from the tokens."""
+        """Whether the objective solves its bounds from the tokens."""
         return OBJECTIVES[self.objective].solves_bounds
 
 

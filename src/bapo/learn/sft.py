@@ -1,9 +1,9 @@
-"""Supervised updates: the log-prob of demonstrations goes up.
+"""Supervised updates: they raise the log-prob of demonstrations.
 
     L = -(1 / N) sum_t log pi(y_t | x, y_<t),   N: response tokens of the whole update
 
-Prompts are context and are not learned. All micro-batches of an update share N, so how it is cut changes nothing but
-rounding. Forward pass, log-probs, optimizer, schedule and version counter are the learner's own; there are no ratios
+Prompts are context and are not learned. All micro-batches of an update share N, so the way it is cut changes nothing
+but rounding. The learner provides forward pass, log-probs, optimizer, schedule and version counter. There are no ratios
 and no bounds here, because no policy sampled these tokens.
 """
 
@@ -31,12 +31,12 @@ class Fit(NamedTuple):
     loss: float
     """Mean negative log-prob per token, in nats."""
     accuracy: float
-    """Share of tokens that were the most likely one."""
+    """The share of tokens that the model thought most likely."""
     tokens: int
 
 
 def sft_loss(
-    logprobs: Tensor,  # [tokens] of given responses, carry grad
+    logprobs: Tensor,  # [tokens] of the given responses; they carry gradients
     *,
     denominator: int,  # response tokens of the whole update
 ) -> Tensor:
@@ -45,8 +45,8 @@ def sft_loss(
 
 
 def sft_step(learner: Learner, pairs: Iterable[Pair]) -> Update:
-    """One optimizer step towards the responses of these pairs."""
-    learner.optimizer.forget_gradients()  # of a step that failed half-way
+    """Take one optimizer step that raises the log-prob of these responses."""
+    learner.optimizer.forget_gradients()  # left by a step that failed half-way
     batches = _packed(learner, pairs)
     tokens = sum(len(batch.targets) for batch in batches)
     losses, entropies = [], []
@@ -63,7 +63,7 @@ def sft_step(learner: Learner, pairs: Iterable[Pair]) -> Update:
 def _metrics(
     losses: list[Tensor], entropies: list[Tensor], tokens: int, grad_norm: Tensor
 ) -> dict[str, float | list[float]]:
-    """Read from the device in one transfer."""
+    """The metrics of the update, read from the device in one transfer."""
     values = [torch.stack(losses).double().sum(), torch.stack(entropies).sum() / tokens, grad_norm.double()]
     loss, entropy, norm = torch.stack(values).tolist()
     return {"imitation/loss": loss, "entropy": entropy, "grad_norm": norm, "tokens": float(tokens)}
@@ -71,7 +71,7 @@ def _metrics(
 
 @torch.no_grad()
 def measure_fit(learner: Learner, pairs: Iterable[Pair]) -> Fit:
-    """How well the current weights predict these responses; changes nothing."""
+    """Measure how well the current weights predict these responses. Changes nothing."""
     batches = _packed(learner, pairs)
     loss = torch.zeros((), dtype=torch.float64, device=learner.device)
     right = torch.zeros((), dtype=torch.int64, device=learner.device)

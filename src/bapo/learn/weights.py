@@ -1,8 +1,8 @@
-"""The weights that training changes: the part of a model that a checkpoint has to keep.
+"""The weights that training changes: the part of a model that a checkpoint must keep.
 
 If all weights are trained, the checkpoint keeps all of them, each tied weight once. If most are frozen (low-rank
 additions), the frozen ones are read again from model.path. The checkpoint keeps a fingerprint of them, so that
-additions are never put on a model other than the one they were trained on.
+additions are never applied to a model other than the one they were trained on.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def trained_weights(model: Any) -> dict[str, Tensor]:
 
 
 def restore_weights(model: Any, weights: dict[str, Tensor]) -> None:
-    """Put back what `trained_weights` gave. Raises KeyError if it belongs to another model."""
+    """Restore what `trained_weights` returned. Raises KeyError if it belongs to another model."""
     expected = trained_weights(model)
     unknown, missing = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
     if unknown or missing:
-        raise KeyError(f"{unknown} are unknown and {missing} are missing")
+        raise KeyError(f"the weights {unknown} are unknown and {missing} are missing")
     if FINGERPRINT in expected and not torch.equal(weights[FINGERPRINT], expected[FINGERPRINT]):
         raise KeyError("the frozen weights below the trained ones have changed: model.path holds another model now")
     model.load_state_dict({name: tensor for name, tensor in weights.items() if name != FINGERPRINT}, strict=False)
@@ -44,7 +44,7 @@ def _frozen(model: Any) -> dict[str, Tensor]:
 
 
 def _fingerprint(weights: dict[str, Tensor]) -> Tensor:
-    """One integer made of all their bits. Integer sums wrap around, so device and order of addition do not matter."""
+    """One integer from all their bits. Integer sums wrap around, so device and order of addition do not matter."""
     total = 0
     for tensor in weights.values():
         bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

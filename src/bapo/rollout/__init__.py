@@ -1,1 +1,1 @@
-"""Makes trajectories: engines that sample tokens, and the scheduler that decides who samples when."""
+"""Makes trajectories: engines that sample tokens, and the scheduler that decides which responses are sampled when."""

@@ -1,13 +1,13 @@
 """The Engine protocol: what every sampler must do, in this process, in another one, or on another machine.
 
-    load      weights of a version move to the engine, once per version that samples
-    submit    requests join the work under way
-    collect   what was sampled since the last call, as it comes
-    park      stop; what is unfinished comes back as it is
+    load      move the weights of a version to the engine, once per version that samples
+    submit    add requests to the work under way
+    collect   return what was sampled since the last call, as it comes
+    park      stop, and return unfinished responses as they are
 
-A caller submits requests and collects until every one of them has had its last segment, the one with a status. The
-engine stamps its version on every token, so nobody can be wrong about who sampled it. `sampled` and `generate` are this
-loop, for callers that wait.
+A caller submits requests and collects until every request has had its last segment, which is the one with a status. The
+engine stamps its version on every token, so there is never a doubt about which policy sampled it. `sampled` and
+`generate` are this loop, for callers that wait.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLLECT_SECONDS = 1.0
-"""How long a caller that waits lets the engine work before it looks at what was sampled."""
+"""How long a waiting caller lets the engine work before it looks at what was sampled."""
 QUIET_SECONDS = 600.0
-"""How long it waits for an engine that samples nothing."""
+"""How long a waiting caller lets an engine sample nothing before it raises an error."""
 NOTHING_LOADED = -1
-"""Version of an engine that has no weights yet."""
+"""The version of an engine that has no weights yet."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. No top-k or top-p: they would change the distribution the log-probs belong to."""
+    """How tokens are drawn. There is no top-k or top-p: it would change the distribution the log-probs belong to."""
 
     temperature: float = 1.0
-    """Divides the logits; log-probs and entropies are those of the tempered distribution. 0 is greedy."""
+    """Divides the logits. Log-probs and entropies belong to the tempered distribution. 0 is greedy."""
     stop_ids: frozenset[int] = frozenset()
-    """A response ends with the first of these; it is kept as the last token."""
+    """A response ends with the first of these tokens, which is kept as its last token."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class Request:
     """One response to start or to continue."""
 
     context: list[int]
-    """Prompt and all response tokens so far."""
+    """The prompt and all response tokens so far."""
     position: int
-    """How many response tokens there are already; the next one draws from (seed, position)."""
+    """How many response tokens there are so far. The next one draws from (seed, position)."""
     seed: int
     max_new_tokens: int
-    """The response is truncated after this many more."""
+    """The response is truncated after this many more tokens."""
     id: int = 0
-    """The name of its segments; unique among the requests under way."""
+    """Segments carry this id. It is unique among the requests under way."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens added to one response. The four lists have equal length; they may be empty."""
+    """Tokens added to one response. The four lists have equal length and may be empty."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -65,20 +65,20 @@ class Segment:
     """NaN from an engine that does not give entropies."""
     versions: list[int] = field(default_factory=list)
     status: Status | None = None
-    """None: more will come. STOPPED or TRUNCATED: the response is complete. PARKED: it is not, and the engine has left
-    it. DROPPED: the engine cannot continue it."""
+    """None: more will come. STOPPED or TRUNCATED: the response is complete. PARKED: it is incomplete, and the engine
+    has stopped work on it. DROPPED: the engine cannot continue it."""
 
 
 class Engine(Protocol):
     """Samples tokens. Knows nothing about rewards, objectives or the learner."""
 
     version: int
-    """Of the weights it samples with; NOTHING_LOADED before the first `load`."""
+    """The version of the weights it samples with; NOTHING_LOADED before the first `load`."""
     draws_by_position: bool
     """Whether token i of a response is drawn with the random number of (seed, i), so that equal distributions give
-    equal tokens, whoever else is sampled. Without it, a resumed run does not repeat an uninterrupted one."""
+    equal tokens, whatever else is sampled. If not, a resumed run does not repeat an uninterrupted one."""
     gives_entropies: bool
-    """Whether segments have the entropy of every distribution that was sampled from."""
+    """Whether segments contain the entropy of every distribution that was sampled from."""
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Sample with these weights from now on. Nothing may be under way: park and collect first."""
@@ -87,42 +87,44 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         """Start work on these requests, first come first served.
 
-        After `token_budget` tokens the rest is parked. Bad requests raise here, and none of them is started.
+        After `token_budget` tokens, all unfinished responses are parked. If any request is invalid, this call raises
+        and starts none of them.
         """
         ...
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
-        """(request id, segment) of everything sampled since the last call; each id has one last segment, with a status.
+        """Return (request id, segment) for everything sampled since the last call.
 
-        Waits until something was sampled, but not much longer than `timeout` seconds; None waits until all work is
-        done. An engine in this process does its work inside this call.
+        Each id has exactly one last segment, the one with a status. Waits until something was sampled, but not much
+        longer than `timeout` seconds; None waits until all work is done. An engine in this process does its work inside
+        this call.
         """
         ...
 
     def park(self) -> None:
-        """Stop work: whatever is unfinished comes back PARKED from the next `collect`."""
+        """Stop work. The next `collect` returns every unfinished response as PARKED."""
         ...
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """How far the responses asked for are."""
+    """How far sampling is."""
 
     responses: int
-    """Complete."""
+    """Complete responses."""
     asked: int
-    """Complete or not."""
+    """All responses asked for, complete or not."""
     tokens: int
-    """Sampled so far, those of incomplete responses included."""
+    """Tokens sampled so far, including those of incomplete responses."""
 
     def line(self, what: str, seconds: float) -> str:
-        """`sampling: 412/2048 responses, 96,400 tokens, 1,240 tokens/s`, so many seconds after the beginning."""
+        """`sampling: 412/2048 responses, 96,400 tokens, 1,240 tokens/s`, this many seconds after the start."""
         rate = self.tokens / seconds if seconds > 0 else 0.0
         return f"{what}: {self.responses}/{self.asked} responses, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
 
 
 TellSampled = Callable[[Sampled], None]
-"""Is told how far sampling is, at its beginning and about once a second."""
+"""A function that is told how far sampling is, at the start and then about once a second."""
 
 
 def sampled(
@@ -140,7 +142,7 @@ def sampled(
         elif time.monotonic() - heard > QUIET_SECONDS:
             raise RuntimeError(
                 f"{type(engine).__name__} has sampled nothing for {QUIET_SECONDS:.0f} s while {len(under_way)} "
-                "requests are under way. Look at the engine's own log, and start it again."
+                "requests are under way. Look at the engine's own log, then start it again."
             )
         yield collected
 
@@ -153,7 +155,7 @@ def generate(
     token_budget: int | None = None,
     tell: TellSampled | None = None,
 ) -> list[Segment]:
-    """Continue every request and wait for all: one segment per request, in the same order, whatever their ids."""
+    """Continue all requests and wait for them. Returns one segment per request, in their order, whatever their ids."""
     numbered = [replace(request, id=index) for index, request in enumerate(requests)]
     parts: list[list[Segment]] = [[] for _ in requests]
     complete = tokens = 0
@@ -170,7 +172,7 @@ def generate(
 
 
 def join(parts: Sequence[Segment]) -> Segment:
-    """Consecutive segments of one response as one, with the status of the last."""
+    """Join consecutive segments of one response into one, with the status of the last."""
     if len(parts) == 1:
         return parts[0]
     return Segment(

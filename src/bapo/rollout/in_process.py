@@ -1,4 +1,4 @@
-"""Which in-process engine samples from a model where it is. Whoever needs an engine asks here."""
+"""Chooses the engine that samples from a model in this process. Every caller that needs an engine asks here."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def engine_for(model: PreTrainedModel, *, slots: int, parked: Literal["rebuild",
         )
     if on_gpu:
         warnings.warn(
-            f"{type(model).__name__} is sampled by the general engine, an order of magnitude slower than with CUDA "
-            f"graphs: {reason}.",
+            f"{type(model).__name__} is sampled by the general engine, which is an order of magnitude slower than the "
+            f"CUDA engine. The CUDA engine cannot run it: {reason}.",
             stacklevel=2,
         )
     return LocalEngine(model, slots=slots)

@@ -1,8 +1,8 @@
 """Random numbers that depend on names, not on order.
 
-Every response has a seed, and its token at position i draws one uniform that is a function of (seed, i) alone. So it
-does not matter which other responses share the batch, in which slot it sits, or how often it was parked: the same
-distributions give the same tokens. The function is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
+Every response has a seed, and its token at position i draws one uniform that is a function of (seed, i) alone. So the
+same distributions give the same tokens, whichever other responses share the batch, whichever slot the response sits in,
+and however often it was parked. The function is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
 number generators", 2014) read at random access, with k the golden-ratio increment, modulo 2^64:
 
     mix(z):   z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
@@ -31,7 +31,7 @@ def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def stream(seed: int) -> np.uint64:
-    """Where the stream of this seed starts. Any Python integer is a seed; it counts modulo 2^64."""
+    """Where the stream of this seed starts. Any Python integer is a valid seed and is taken modulo 2^64."""
     return np.uint64(mix(np.array([seed & _WORD], dtype=np.uint64))[0])
 
 

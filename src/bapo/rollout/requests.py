@@ -1,4 +1,4 @@
-"""What engines refuse, in the same words, and the limits of a model that they share."""
+"""Checks and limits that all engines share, so that they refuse the same things in the same words."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from bapo.rollout.engine import Request, Sampling
 
 
 def max_positions(model: Any) -> int | None:
-    """The longest sequence a transformers model is made for; None if its config does not say."""
+    """The longest sequence that a transformers model is made for; None if its config does not say."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(positions) if positions else None
 
 
 def check_engine_sizes(slots: int, prefill_tokens: int) -> None:
-    """Refuse sizes with which nothing could be sampled."""
+    """Refuse sizes that would let nothing be sampled."""
     if slots < 1:
-        raise ValueError(f"slots={slots} leaves no place to sample in. Set slots >= 1.")
+        raise ValueError(f"slots={slots} leaves no room to sample in. Set slots >= 1.")
     if prefill_tokens < 1:
         raise ValueError(f"prefill_tokens={prefill_tokens} lets no context in. Set prefill_tokens >= 1.")
 
@@ -25,7 +25,7 @@ def check_engine_sizes(slots: int, prefill_tokens: int) -> None:
 def check_idle(under_way: object | None, verb: str) -> None:
     """Refuse a verb while requests are under way."""
     if under_way is not None:
-        raise RuntimeError(f"{verb} was called while requests are under way. Park them and collect what comes first.")
+        raise RuntimeError(f"{verb} was called while requests are under way. First park and collect them.")
 
 
 def check_requests(
@@ -36,17 +36,18 @@ def check_requests(
     positions: int | None,
     version: int,
 ) -> None:
-    """Refuse what cannot be sampled, naming the request."""
+    """Refuse requests that cannot be sampled, and name them."""
     if version < 0:
         raise RuntimeError("the engine has no weights yet. Call load(weights, version=...) before submit.")
     if not sampling.temperature >= 0:
         raise ValueError(
-            f"sampling.temperature={sampling.temperature} is not a temperature. Set 0 for greedy, or more to sample."
+            f"sampling.temperature={sampling.temperature} is not a temperature. Set it to 0 (greedy) or a positive "
+            "number."
         )
     if token_budget is not None and token_budget < 0:
-        raise ValueError(f"token_budget={token_budget} is negative. Set None for no limit, or a number of tokens >= 0.")
+        raise ValueError(f"token_budget={token_budget} is negative. Set it to 0 or more, or to None for no limit.")
     if len({request.id for request in requests}) < len(requests):
-        raise ValueError("two requests have the same id, so their segments could not be told apart. Number them.")
+        raise ValueError("two requests have the same id, so their segments could not be told apart. Use unique ids.")
     for index, request in enumerate(requests):
         if not request.context:
             raise ValueError(
@@ -55,15 +56,15 @@ def check_requests(
             )
         if request.max_new_tokens < 1:
             raise ValueError(
-                f"request {index} (seed {request.seed}) has max_new_tokens={request.max_new_tokens}; it is already as "
-                "long as it may be. Ask for at least 1, or leave it out."
+                f"request {index} (seed {request.seed}) has max_new_tokens={request.max_new_tokens}, so it may not "
+                "grow. Set max_new_tokens >= 1, or leave the request out."
             )
         length = len(request.context) + request.max_new_tokens
         if positions is not None and length > positions:
             raise ValueError(
                 f"request {index} (seed {request.seed}) may grow to {length} tokens ({len(request.context)} of context "
                 f"and max_new_tokens={request.max_new_tokens}), but the model has {positions} positions. "
-                f"Lower max_new_tokens to {positions - len(request.context)}, shorten the prompt, or take a model with "
+                f"Lower max_new_tokens to {positions - len(request.context)}, shorten the prompt, or use a model with "
                 "a longer context."
             )
 
@@ -73,6 +74,6 @@ def non_finite(requests: Sequence[Request], index: int, position: int) -> ValueE
     request = requests[index]
     return ValueError(
         f"the model gave non-finite logits for request {index} (seed {request.seed}, context of "
-        f"{len(request.context)} tokens) at response position {position}; no token can be drawn from them. "
+        f"{len(request.context)} tokens) at response position {position}, so no token can be drawn. "
         "Look for NaN or infinite weights after the last update, or sample in a wider dtype."
     )

@@ -1,9 +1,9 @@
-"""Partial rollout: who samples when, and how old a response may grow.
+"""Partial rollout: which responses are sampled when, and how old a response may become.
 
-Each run may sample a number of tokens. A response that is not complete by then is parked with its tokens, their
-log-probs and versions, and is continued in a later run under newer weights, instead of being thrown away or waited for.
-Parked responses go first, those of the oldest group first; then new ones, again the oldest group first. So nothing
-starves, and the order is a function of the groups alone.
+Each run may sample a limited number of tokens. A response that is not complete by then is parked with its tokens, their
+log-probs and versions, and is continued in a later run under newer weights. It is neither thrown away nor waited for.
+Parked responses go first, then new ones, each in the order of their groups, oldest first. So nothing starves, and the
+order is a function of the groups alone.
 
 A group is returned when all its responses are complete, because rewards are compared within it. Until then its complete
 responses wait for the slowest one, and age. So age belongs to the group:
@@ -21,18 +21,18 @@ its token budget, each group that would be too old the next time, age + d > A. W
 at the next run its age is at most A and nothing is given up: `finish` wastes no token as long as d is honest. If the
 learner outruns d the bound still holds, and the groups it outran are given up as under `drop` (and counted). With d > A
 no group may be left half sampled, so every response that is started is completed in the same run; A = 0 is on-policy.
-The bound is on leaving the scheduler: a token is trained on that much later again as the group waits in the buffer.
+The bound holds when a group leaves the scheduler. Its tokens grow older while the group waits in the buffer.
 
-Giving up a group. A group misses its baseline without all of its responses, and replacing one would favour short
-responses; so one dropped response takes its whole group along: every response is marked DROPPED, its tokens are counted
-as wasted, and the group is handed to the caller in `Rollout.dropped` (to draw the problem again, or to see which
-problems are lost: those with long responses). It is never among `Rollout.groups`.
+Giving up a group. A group needs all of its responses for its baseline, and replacing one would favour short responses.
+So if one response is dropped, its whole group is given up: every response is marked DROPPED, its tokens are counted as
+wasted, and the caller gets the group in `Rollout.dropped` (to draw the problem again, or to see which problems are
+lost: those with long responses). The group is never in `Rollout.groups`.
 
-A run is made of three verbs, which a caller that does not wait for its engines can use by themselves:
+A run is made of three verbs. A caller that does not wait for its engines can call them itself:
 
-    requests   what to submit next, with its token budget; None when this run has nothing more to ask for
-    accept     one segment of one request
-    take       the groups that are finished, and those given up; the next run begins
+    requests   say what to submit next, with its token budget; None when this run has nothing more to ask for
+    accept     take in one segment of one request
+    take       return the groups that are finished and those given up; the next run begins
 
 Nothing here waits or runs in parallel: `run` returns when the engine has done its work.
 """
@@ -52,7 +52,7 @@ from bapo.types import Group, Problem, Status, Trajectory, counted, group_from_s
 class SchedulerMetrics:
     """What one run did (or all runs so far), and what it left behind; `bapo.runs.metrics` explains every field.
 
-    In totals, always sampled = returned + held + wasted tokens.
+    In the totals, sampled = returned + held + wasted tokens at all times.
     """
 
     sampled_tokens: int = 0
@@ -77,9 +77,9 @@ class Rollout:
     """What a run returns. Both lists are ordered by group id."""
 
     groups: list[Group]
-    """Finished: every response is complete."""
+    """Finished groups: every response is complete."""
     dropped: list[Group]
-    """Given up: every response is DROPPED."""
+    """Groups given up: every response is DROPPED."""
     metrics: SchedulerMetrics
 
 
@@ -88,22 +88,22 @@ class Asked(NamedTuple):
 
     requests: list[Request]
     token_budget: int | None
-    """Tokens that it may sample for them; None: as many as they need."""
+    """How many tokens the engine may sample for them; None for as many as they need."""
 
 
 @dataclass
 class _Run:
-    """What one run has to remember until `take`."""
+    """What one run must remember until `take`."""
 
     version: int
     before: SchedulerMetrics
-    """Totals when it began."""
+    """The totals when the run began."""
     begun: set[int]
-    """Responses that had tokens then, by id()."""
+    """Responses that had tokens when the run began, by id()."""
     phases: list[str] = field(default_factory=lambda: ["due", "rest", "due"])
-    """To come: groups whose last chance this is, all others within the budget, groups that have become due by that."""
+    """Phases left: groups whose last chance is this run, all others within the budget, groups that became due in it."""
     resumed: set[int] = field(default_factory=set)
-    """Of `begun`, those that got tokens."""
+    """Responses in `begun` that have been given tokens in this run."""
 
 
 def new_group(id: int, problem: Problem, prompt_ids: Sequence[int], *, responses: int, seed: int) -> Group:
@@ -134,8 +134,8 @@ class Scheduler:
         over_age: Literal["finish", "drop"] = "finish",
         versions_per_run: int = 1,
     ) -> None:
-        """`token_budget`: tokens per run, None to complete every response in the run it is admitted to. `max_age`: see
-        the module's bound; None for no bound. `versions_per_run`: updates between two runs, at most.
+        """`token_budget`: tokens per run; with None, every response is completed in the first run after its admission.
+        `max_age`: the bound A of this module; None for no bound. `versions_per_run`: the most updates between two runs.
         """
         if max_response_tokens < 1:
             raise ValueError(f"max_response_tokens={max_response_tokens} allows no response. Set it to 1 or more.")
@@ -167,12 +167,12 @@ class Scheduler:
         """Responses by the id of the request that continues them."""
 
     def admit(self, groups: Iterable[Group]) -> None:
-        """Take in new groups; the next run may sample them. Ids must grow: they are the order of admission."""
+        """Take in new groups, which the next run may sample. Ids must increase: they are the order of admission."""
         for group in groups:
             if group.id < self._next_id:
                 raise ValueError(
                     f"group {group.id} (problem {group.problem.id!r}) comes after group {self._next_id - 1}; ids are "
-                    "running numbers and decide who goes first. Number groups in the order they are drawn."
+                    "running numbers that decide which group goes first. Number groups in the order they are drawn."
                 )
             if not group.trajectories:
                 raise ValueError(
@@ -190,8 +190,8 @@ class Scheduler:
     def run(self, engine: Engine, *, tell: TellSampled | None = None) -> Rollout:
         """Continue the admitted responses within the budget and return the groups that became complete.
 
-        If the engine raises, nothing is lost: every response keeps the tokens that were collected. `tell` is told how
-        far the run is.
+        If the engine raises, nothing is lost: every response keeps the tokens that were collected. `tell` is called
+        with how far the run is.
         """
         self._run, self._under_way = None, {}  # of a run that failed
         self._begin(engine.version)
@@ -207,7 +207,7 @@ class Scheduler:
         return self.take()
 
     def requests(self, version: int) -> Asked | None:
-        """What an engine with the weights of this version should do next, in this order; None: nothing in this run.
+        """What an engine with the weights of this version should do next, in this order; None if this run is done.
 
         Responses under way are not asked for again. The first call after `take` begins a run and gives up the groups
         that are too old for it.
@@ -234,8 +234,8 @@ class Scheduler:
         """Add what an engine sampled for one request to its response."""
         if request not in self._under_way:
             raise RuntimeError(
-                f"the engine returned a segment for request {request}, which is not under way. It must name the "
-                "requests it was given, and give each one last segment."
+                f"the engine returned a segment for request {request}, which is not under way. An engine must name "
+                "requests that it was given, and return exactly one last segment for each."
             )
         trajectory = self._under_way[request]
         _append(trajectory, segment)
@@ -246,7 +246,7 @@ class Scheduler:
         self._count(sampled_tokens=len(segment.tokens))
 
     def take(self) -> Rollout:
-        """Hand over the groups that are finished and those given up, with what the run did. The next run may begin."""
+        """Return the groups that are finished and those given up, with what the run did. The next run may begin."""
         _give_up(group for group in self._groups.values() if _any_dropped(group))
         finished = self._take(Status.STOPPED, Status.TRUNCATED)
         dropped = self._take(Status.DROPPED)
@@ -264,11 +264,11 @@ class Scheduler:
         return Rollout(finished, dropped, SchedulerMetrics(**done, **self._levels()))
 
     def _begin(self, version: int) -> None:
-        """Begin a run, if none is going on: give up what is too old for it."""
+        """Begin a run unless one is under way, and give up the groups that are too old for it."""
         if self._version is not None and version < self._version:
             raise ValueError(
-                f"version={version} is older than the last run's {self._version}; versions never decrease along a "
-                "response. Load the learner's current weights first."
+                f"version={version} is older than the last run's {self._version}, but versions never decrease along "
+                "a response. Load the learner's current weights first."
             )
         if self._run is None:
             begun = {id(trajectory) for trajectory in self._unfinished() if trajectory.tokens}
@@ -281,7 +281,7 @@ class Scheduler:
         return Sampled(asked - len(self._unfinished()), asked, tokens)
 
     def _request(self, trajectory: Trajectory) -> Request:
-        """A request to continue this response, under way from now on."""
+        """A request to continue this response, which is under way from now on."""
         self._next_request += 1
         self._under_way[self._next_request] = trajectory
         return Request(
@@ -294,7 +294,7 @@ class Scheduler:
 
     @property
     def in_progress(self) -> int:
-        """Groups admitted and not yet returned or given up."""
+        """How many groups are admitted and not yet returned or given up."""
         return len(self._groups)
 
     def totals(self) -> SchedulerMetrics:
@@ -302,7 +302,7 @@ class Scheduler:
         return replace(self._totals, **self._levels())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides how this scheduler goes on, as plain JSON data. Settings are not part of it."""
+        """Everything that decides what this scheduler does next, as plain JSON data. Settings are not included."""
         return {
             "version": self._version,
             "next_id": self._next_id,
@@ -311,7 +311,7 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken; what this scheduler held before is forgotten."""
+        """Continue exactly where `state_dict` was taken. Whatever this scheduler held before is forgotten."""
         self._version = state["version"]
         self._next_id = state["next_id"]
         self._totals = SchedulerMetrics(**state["totals"])
@@ -319,11 +319,11 @@ class Scheduler:
         self._groups = {group.id: group for group in groups}
 
     def _unfinished(self) -> list[Trajectory]:
-        """In the order of groups, and within a group in the order of its responses."""
+        """Unfinished responses in the order of their groups, and within a group in the order of its responses."""
         return [trajectory for group in self._groups.values() for trajectory in _parked(group)]
 
     def _idle(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-        """Those that no engine works on."""
+        """The trajectories that no engine is working on."""
         under_way = {id(trajectory) for trajectory in self._under_way.values()}
         return [trajectory for trajectory in trajectories if id(trajectory) not in under_way]
 
@@ -337,7 +337,7 @@ class Scheduler:
         return self._too_old(group, version + self.versions_per_run)
 
     def _take(self, *statuses: Status) -> list[Group]:
-        """Remove and return the groups all of whose responses have one of these statuses."""
+        """Remove and return the groups whose responses all have one of these statuses."""
         taken = [
             group
             for group in self._groups.values()
@@ -361,7 +361,7 @@ class Scheduler:
 
 
 def _age(group: Group, version: int) -> int:
-    """Version minus that of the group's oldest token; -1 if it has none."""
+    """This version minus the version of the group's oldest token; -1 if the group has no token."""
     firsts = [trajectory.versions[0] for trajectory in group.trajectories if trajectory.versions]
     return version - min(firsts) if firsts else -1
 
@@ -387,8 +387,8 @@ def _tokens(groups: Iterable[Group]) -> int:
 def _append(trajectory: Trajectory, segment: Segment) -> None:
     if segment.versions and trajectory.versions and segment.versions[0] < trajectory.versions[-1]:
         raise RuntimeError(
-            f"the engine sampled with version {segment.versions[0]} after version {trajectory.versions[-1]}; versions "
-            "never decrease along a response. Load the newest weights before every run."
+            f"the engine sampled with version {segment.versions[0]} after version {trajectory.versions[-1]}, but "
+            "versions never decrease along a response. Load the newest weights before every run."
         )
     trajectory.tokens += segment.tokens
     trajectory.behavior_logprobs += segment.logprobs

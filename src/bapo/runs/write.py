@@ -1,8 +1,8 @@
-"""The directory of a run, as the process at work writes it.
+"""The directory of a run, as the process that works on it writes it.
 
-Logs are appended line by line and flushed, so that others can follow them; everything else is written whole or not at
-all. What the files mean is said where they are written: run.py and sft.py. The process at work holds a lock on the file
-`lock`, which ends with the process however that ends; others may read meanwhile.
+Logs are appended line by line and flushed, so that others can follow them. All other files are written whole or not at
+all. The modules that write the files, run.py and sft.py, say what they mean. The process at work holds a lock on the
+file `lock`, which is released when the process ends, for whatever reason. Other processes may read meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config | SftConfig) -> RunDirectory:
-        """A new directory; an existing one is never written over."""
+        """Create a new directory. An existing directory is never overwritten."""
         path = Path(config.out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
         try:
             path.mkdir(parents=True)
@@ -49,37 +49,37 @@ class RunDirectory:
         return run
 
     def config(self, schema: type[Kept]) -> Kept:
-        """The configuration it was created with."""
+        """The configuration that the run was created with."""
         try:
             return schema.model_validate_json((self.path / "config.json").read_text())
         except ValueError as error:
             raise CheckpointError(f"{self.path / 'config.json'} is damaged: {error}. Restore it to resume.") from None
         except OSError:
             raise CheckpointError(
-                f"{self.path} has no config.json, so it is not a run directory. Give the one that a run printed."
+                f"{self.path} has no config.json, so it is not a run directory. Give the directory that a run printed."
             ) from None
 
     def held(self) -> AbstractContextManager[int]:
-        """Work in the directory, and nobody else does."""
+        """Hold the lock, so that no other process works in the directory."""
         return lock.held(
             self.path / "lock",
-            busy=f"another process is at work on the run in {self.path}. Wait for it, or stop it, then give the "
+            busy=f"another process is at work on the run in {self.path}. Wait for it, or stop it, then run this "
             "command again.",
         )
 
     def summary(self) -> dict[str, Any] | None:
-        """What a complete run wrote last; None if it is not complete."""
+        """The summary, which a run writes last; None if the run is not complete."""
         path = self.path / "summary.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def write(self, name: str, value: Any) -> None:
-        """A JSON file, whole or not at all."""
+        """Write a JSON file, whole or not at all."""
         partial = self.path / f"{name}.partial"
         partial.write_text(json.dumps(value, indent=2) + "\n")
         partial.rename(self.path / name)
 
     def append(self, name: str, *values: dict[str, Any]) -> None:
-        """Lines to a log."""
+        """Append lines to a log."""
         with (self.path / name).open("a") as file:
             file.writelines(json.dumps(value) + "\n" for value in values)
 
@@ -88,7 +88,7 @@ class RunDirectory:
         return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in LOGS}
 
     def cut(self, sizes: dict[str, int]) -> None:
-        """Forget what was logged after a checkpoint; those steps will be repeated."""
+        """Cut the logs back to their length at a checkpoint. The steps after it will be repeated."""
         for name, size in sizes.items():
             if self.sizes()[name] < size:
                 raise CheckpointError(
@@ -100,7 +100,7 @@ class RunDirectory:
                 os.truncate(self.path / name, size)
 
     def flush(self) -> None:
-        """Logs to the disk, so that none is shorter than a checkpoint says."""
+        """Flush the logs to disk, so that none is shorter than a checkpoint says."""
         for name in LOGS:
             if (self.path / name).exists():
                 with (self.path / name).open("a") as file:

@@ -1,9 +1,9 @@
-"""How far sampling and learning are, while they go on: what is told, how often, and the words a person reads.
+"""Reports how far sampling and learning are while they run: what is reported, how often, and in which words.
 
     scheduler or evaluation -> a line in a log, or on a screen, about once a second
     loop                    -> the same, after every update
 
-A watch only looks. Nothing that is sampled, scored or learned depends on whether there is one, nor on any clock.
+A watch only observes. Nothing that is sampled, scored or learned depends on a watch or on any clock.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Protocol
 __all__ = ["Learned", "OnScreen", "Tell", "Watching", "in_lines"]
 
 LINE_SECONDS = 30.0
-"""Least time between two lines in a log, and before the first: what takes less is not worth one."""
+"""The least time between two lines in a log, and before the first. Shorter work gets no line."""
 SCREEN_SECONDS = 2.0
-"""What takes less does not appear on a screen."""
+"""Work that takes less time does not appear on the screen."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Learned:
     """How far the passes over a rollout are."""
 
     updates: int
-    """Taken."""
+    """Updates taken."""
     groups: int
-    """Visited, counted once per pass."""
+    """Groups visited, counted once per pass."""
     asked: int
-    """Visits of all passes."""
+    """Visits in all passes together."""
     tokens: int
-    """Trained on."""
+    """Tokens trained on."""
 
     def line(self, what: str, seconds: float) -> str:
-        """`learning: 48/128 groups, 3 updates, 96,400 tokens, 1,240 tokens/s`, so many seconds after the beginning."""
+        """`learning: 48/128 groups, 3 updates, 96,400 tokens, 1,240 tokens/s`, this many seconds after the start."""
         rate = self.tokens / seconds if seconds > 0 else 0.0
         done = f"{self.groups}/{self.asked} groups, {self.updates} update{'s' if self.updates != 1 else ''}"
         return f"{what}: {done}, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
@@ -45,18 +45,18 @@ class Told(Protocol):
     """Anything that can say how far it is."""
 
     def line(self, what: str, seconds: float) -> str:
-        """In words, so many seconds after the beginning."""
+        """One line of words, this many seconds after the start."""
 
 
 Tell = Callable[[Told], None]
-"""Is told how far something is."""
+"""A function that is told how far something is."""
 Watching = Callable[[str], AbstractContextManager[Tell | None]]
-"""Entered around what goes on, by its name ("sampling", "learning"), which tells the watch how far it is."""
+"""Opens a watch around some work, given its name ("sampling", "learning"). The work tells the watch how far it is."""
 
 
 @contextmanager
 def in_lines(what: str, say: Callable[[str], None], clock: Callable[[], float]) -> Iterator[Tell]:
-    """A watch that says a line now and then, for a log."""
+    """A watch for a log. It says a line now and then."""
     began = said = clock()
 
     def watch(told: Told) -> None:
@@ -70,15 +70,15 @@ def in_lines(what: str, say: Callable[[str], None], clock: Callable[[], float]) 
 
 
 class OnScreen:
-    """A line for a screen that another thread redraws: empty unless something has been going on for a while."""
+    """A line for a screen that another thread redraws. It is empty unless some work has been running for a while."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.now: tuple[float, str] | None = None  # since when, and how far it is; replaced whole, so no lock
+        self.now: tuple[float, str] | None = None  # since when, and how far it is; replaced as a whole, so no lock
 
     @contextmanager
     def doing(self, what: str) -> Iterator[Tell]:
-        """A watch for as long as this goes on."""
+        """A watch for as long as this work runs."""
         began = self.clock()
 
         def watch(told: Told) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a run, made from its configuration."""
+"""Builds the parts of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Kind = TypeVar("Kind", Config, SftConfig)
 
 
 def resolve(config: Kind) -> Kind:
-    """The configuration with everything decided that depends on this machine."""
+    """Decide everything in the configuration that depends on this machine."""
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads)
     model = config.model.model_copy(update={"dtype": dtype})
     return config.model_copy(update={"device": device, "model": model, "threads": threads})
 
 
 def make_policy(config: Config | SftConfig) -> Policy:
-    """The model of a run, quietly."""
+    """Load the model of a run, without the usual messages."""
     hush()
     model, lora = config.model, config.model.lora
     return load_policy(
@@ -57,7 +57,7 @@ def make_policy(config: Config | SftConfig) -> Policy:
 
 
 def build(config: Config) -> Parts:
-    """The parts of a run, at its beginning. `config` is resolved."""
+    """Build the parts of a run at its beginning. `config` must be resolved."""
     torch.set_num_threads(config.threads)
     policy = make_policy(config)
     prepared = make_task(config, policy)
@@ -97,7 +97,7 @@ def build(config: Config) -> Parts:
 
 
 def _overlong(config: Config) -> Callable[[int], float]:
-    """Length of a response -> what it adds to the reward for learning."""
+    """A function from the length of a response to what it adds to the reward for learning."""
     if config.task.overlong_tokens == 0:
         return lambda length: 0.0
     return partial(
@@ -109,14 +109,15 @@ def _overlong(config: Config) -> Callable[[int], float]:
 
 
 LOOKED_AT = 256
-"""Prompts that are measured in tokens: those with the most characters. A data set may have millions."""
+"""How many prompts are measured in tokens: those with the most characters. A data set may have millions."""
 
 
 def _check_fits(config: Config, policy: Policy, task: Task) -> None:
-    """What only model and task together can tell."""
+    """Check what depends on both model and task."""
     if config.eval.problems > len(task.test):
         raise ConfigError(
-            f"eval.problems={config.eval.problems}, but the task holds out {len(task.test)}. Lower it to that or less."
+            f"eval.problems={config.eval.problems}, but the task holds out only {len(task.test)} problems. Set "
+            f"eval.problems <= {len(task.test)}."
         )
     prompts = heapq.nlargest(
         LOOKED_AT, (p.prompt for p in (*task.train, *task.test)), key=lambda p: len(prompt_text(p))
@@ -125,7 +126,7 @@ def _check_fits(config: Config, policy: Policy, task: Task) -> None:
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     if positions is not None and longest >= positions:
         raise ConfigError(
-            f"the longest prompt has {longest} tokens, and {config.model.path!r} has room for {positions}, response "
+            f"the longest prompt has {longest} tokens, but {config.model.path!r} has room for {positions}, response "
             "included. Set task.max_prompt_tokens to leave such problems out, or use a model with a longer context."
         )
     if positions is not None and longest + config.rollout.max_tokens > positions:
@@ -138,12 +139,12 @@ def _check_fits(config: Config, policy: Policy, task: Task) -> None:
     if unknown:
         raise ConfigError(
             f"objective.options.{unknown[0]} is not an option of {config.objective.name!r}, which takes: "
-            f"{', '.join(sorted(options)) or 'none'}."
+            f"{', '.join(sorted(options)) or 'none'}. Remove it, or correct its name."
         )
 
 
 def learner_settings(config: Config) -> LearnerSettings:
-    """What the learner needs of the configuration."""
+    """The part of the configuration that the learner needs."""
     learn, objective = config.learn, config.objective
     return LearnerSettings(
         **optimizer_settings(learn),
@@ -164,9 +165,9 @@ SHARED = (
     *("lr", "betas", "weight_decay", "clip_norm", "schedule", "micro_tokens"),
     *("activation_checkpointing", "compile"),
 )
-"""Keys of `learn` that reinforcement learning and supervised training have in common with LearnerSettings."""
+"""Keys of `learn` that both reinforcement learning and supervised training pass on to LearnerSettings."""
 
 
 def optimizer_settings(learn: LearnConfig | SftLearnConfig) -> dict[str, Any]:
-    """What every learner needs, whatever its loss."""
+    """The settings that every learner needs, whatever its loss."""
     return {name: getattr(learn, name) for name in SHARED}

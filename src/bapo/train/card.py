@@ -1,7 +1,7 @@
-"""The README.md of a trained model: what it comes from, how it was trained, what it scores, how to check that.
+"""The README.md of a trained model: its base model, how it was trained, what it scores, how to check the scores.
 
-Written from the run's own configuration and figures, so that it cannot say anything else than they do. What they do not
-know, it leaves out: licence and intended use are the base model's.
+The card is written from the run's own configuration and figures, so it cannot contradict them. It leaves out what they
+do not contain: licence and intended use are the base model's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def model_card(
     chat: bool,  # whether prompts were put into the chat template
     version: str,  # of bapo
 ) -> str:
-    """The card, with front matter for model hubs."""
+    """Write the card, with front matter for model hubs."""
     front = [
         "---",
         f"base_model: {json.dumps(config.model.path)}",
@@ -47,7 +47,7 @@ def model_card(
         "\n".join(front),
         f"# {config.model.path}, trained with {config.objective.name}",
         "The base model after reinforcement learning on problems whose answers a program checks"
-        + ("" if summary["updates"] else ", which changed nothing: no update was taken")
+        + ("" if summary["updates"] else ". No update was taken, so the weights did not change")
         + ". Licence and terms are the base model's.",
         "\n".join(table),
         "## Scores",
@@ -60,7 +60,7 @@ def model_card(
 
 
 def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: str) -> str:
-    """The card of a supervised run. `data`: what became of its demonstrations, in words."""
+    """Write the card of a supervised run. `data` says in words what happened to its demonstrations."""
     learn, before, after = config.learn, summary["before"], summary["after"]
     facts = {
         "base model": f"`{config.model.path}`, {_trained(config)}",
@@ -78,8 +78,8 @@ def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: 
     sections = [
         "\n".join(front),
         f"# {config.model.path}, supervised",
-        "The base model after imitating demonstrations: a warm start for reinforcement learning. Licence and terms are "
-        "those of the base model and of the data.",
+        "The base model after supervised training on demonstrations: a warm start for reinforcement learning. The "
+        "licences and terms of the base model and of the data apply.",
         "\n".join(table),
     ]
     return "\n\n".join(sections) + "\n"
@@ -163,7 +163,7 @@ def _interval(line: dict[str, Any], key: str) -> str:
 
 
 def _check(config: Config, *, chat: bool) -> list[str]:
-    """How to measure it again; generated problems have no name to evaluate on."""
+    """How to measure the scores again. Generated problems have no name that `bapo eval` could use."""
     task, model = config.task, config.model
     if task.name == "gym":
         return []
@@ -184,7 +184,7 @@ def _check(config: Config, *, chat: bool) -> list[str]:
         *(("--chat-option", f"{name}={json.dumps(value)}") for name, value in model.template_options.items()),
     ]
     given = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in options if value is not None)
-    return ["To measure it again, with this directory as MODEL:", f"    bapo eval --model MODEL {given}"]
+    return ["To measure the scores again, with this directory as MODEL:", f"    bapo eval --model MODEL {given}"]
 
 
 def _cell(text: str) -> str:

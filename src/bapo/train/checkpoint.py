@@ -1,10 +1,10 @@
 """Checkpoints: all or nothing.
 
-A checkpoint is a directory `checkpoints/step-000040` with the weights that are trained, the optimizer's moments and
-float32 masters (all safetensors), and `state.json`: the learner's version, how long the logs were, and what else the
-loop must remember, such as parked responses and the data cursor. It is written under another name, every file flushed
-to disk with its checksum in `manifest.json`, and renamed last: whatever kills the process, a directory with the final
-name is complete. Loading verifies every checksum.
+A checkpoint is a directory `checkpoints/step-000040` with the trained weights, the optimizer's moments and float32
+masters (all safetensors), and `state.json`: the learner's version, the length of the logs, and everything else the loop
+must remember, such as parked responses and the data cursor. It is written under another name, every file is flushed to
+disk and its checksum is kept in `manifest.json`, and the directory is renamed last. So a directory with the final name
+is complete, whatever kills the process. Loading verifies every checksum.
 
 The random state needs no file: every draw is a function of a seed and a counter that is saved here.
 """
@@ -29,11 +29,11 @@ MANIFEST, STATE = "manifest.json", "state.json"
 def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *, keep: int) -> Path:
     """Write the checkpoint of the step just completed, then remove all but the newest `keep`.
 
-    `state`: plain JSON data, all that the next step depends on besides the learner.
+    `state`: everything besides the learner that the next step depends on, as plain JSON data.
     """
     final = directory / f"step-{step:06d}"
     if final.exists():
-        return final  # a step is a function of what came before it: this one is already saved
+        return final  # a step is a function of what came before it, so this one is already saved
     partial = directory / f"{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -48,7 +48,7 @@ def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *,
         _flush(partial / MANIFEST)
         partial.rename(final)
         _flush(directory)
-    except SafetensorError as error:  # how safetensors reports a full disk
+    except SafetensorError as error:  # this is how safetensors reports a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"{partial}: {error}") from error
     except BaseException:
@@ -60,7 +60,7 @@ def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *,
 
 
 def available(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. Leftovers of a killed process are `.partial` and not among them."""
+    """Complete checkpoints, oldest first. Leftovers of a killed process are called `.partial` and are not included."""
     return sorted(path for path in directory.glob("step-*") if path.is_dir() and not path.name.endswith(".partial"))
 
 
@@ -69,14 +69,14 @@ def newest(directory: Path) -> Path:
     found = available(directory)
     if not found:
         raise CheckpointError(
-            f"{directory} holds no checkpoint, so there is nothing to resume. The run ended before its first; start "
-            "it again."
+            f"{directory} holds no checkpoint, so there is nothing to resume: the run ended before it saved one. "
+            "Start it again."
         )
     return found[-1]
 
 
 def load(path: Path, learner: Learner) -> dict[str, Any]:
-    """Put the learner back where it was; returns the state that was saved with it."""
+    """Restore the learner. Returns the state that was saved with it."""
     _verify(path)
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())

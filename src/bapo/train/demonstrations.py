@@ -1,14 +1,15 @@
-"""Demonstrations as a model sees them: tokens to read, tokens to learn, and in which order.
+"""Demonstrations as a model sees them: the tokens to read, the tokens to learn, and their order.
 
     ids = prompt as the sampler will put it  +  response  +  the token that ends a response
 
-The response is tokenised by itself, because that is how it is written when the model samples it: one token after the
-other, after the prompt's. The end is part of what is learned; without it the model would never stop. It is the token
-that the chat template writes after an assistant's turn, if the sampler stops there, otherwise the tokenizer's own end.
+The response is tokenised separately from the prompt, because the model also samples it separately, one token at a time
+after the prompt's tokens. The end token is learned too; without it the model would never stop. It is the token that the
+chat template writes after an assistant's turn if the sampler stops there, otherwise the tokenizer's own end token.
 
-Held-out prompts are those with the smallest ids, which are hashes: they are the same whatever the seed and the order of
-the rows, and all responses to one prompt are on the same side. Prompts are one if they ask the same question, and if
-they become the same tokens: a chat with a system message is the plain text that the model puts the same message before.
+Held-out prompts are those with the smallest ids. Ids are hashes, so the held-out prompts do not depend on the seed or
+on the order of the rows, and all responses to one prompt are on the same side. Two prompts count as one if they ask the
+same question or become the same tokens: for example, a chat with a system message, and a plain text that the model puts
+the same system message before.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Encoded(NamedTuple):
 
     prompt: list[int]
     response: list[int]
-    """With the token that ends it."""
+    """Includes the token that ends it."""
 
 
 @dataclass(frozen=True)
 class SftData:
-    """What a run learns from and what it only measures, and what became of the rest."""
+    """The demonstrations that a run learns from, those it only measures, and what happened to the rest."""
 
     train: list[Encoded]
     held_out: list[Encoded]
@@ -48,7 +49,7 @@ class SftData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """One value for all of them, in order; a resumed run must find the one it began with."""
+        """One value for all demonstrations, in order. A resumed run must find the same value that it began with."""
         lines = (json.dumps([encoded.prompt, encoded.response]) for encoded in (*self.train, *self.held_out))
         return sha256("\n".join(lines).encode()).hexdigest()
 
@@ -56,7 +57,7 @@ class SftData:
 class Batches:
     """Batches in a shuffled order that a single number can resume: update i of (seed, epoch) is always the same.
 
-    An epoch is cut into batches of sizes that differ by one at most, so none is left over.
+    An epoch is cut into batches whose sizes differ by one at most, so no demonstration is left over.
     """
 
     def __init__(self, data: Sequence[Encoded], *, size: int, epochs: int, seed: int) -> None:
@@ -67,7 +68,7 @@ class Batches:
         self._epoch, self._order = -1, list[int]()
 
     def at(self, update: int) -> list[Encoded]:
-        """The batch of one update, counted from 0."""
+        """The batch of one update. Updates count from 0."""
         epoch, index = divmod(update, self.per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self.data)))
@@ -80,7 +81,7 @@ Loaded = tuple[list[Demonstration], list[Demonstration], list[LoadReport]]
 
 
 def load(config: SftDataConfig) -> Loaded:
-    """Demonstrations to learn from, those of data.held_out, and what became of the rows of both."""
+    """Load the demonstrations to learn from and those of data.held_out; report what happened to the rows of both."""
     options: dict[str, Any] = config.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
     if not config.sources:
         raise ValueError(
@@ -95,7 +96,7 @@ def load(config: SftDataConfig) -> Loaded:
 
 
 def encode_demonstrations(loaded: Loaded, config: SftDataConfig, policy: Policy) -> SftData:
-    """Demonstrations in the model's tokens; those it cannot hold are left out, and counted."""
+    """Encode demonstrations in the model's tokens. Those that are too long for the model are left out and counted."""
     train, held_out, reports = loaded
     counts = {key: sum(asdict(report)[key] for report in reports) for key in COUNTED}
     encoder = Encoder(policy, config.max_tokens)
@@ -117,7 +118,7 @@ def encode_demonstrations(loaded: Loaded, config: SftDataConfig, policy: Policy)
         kind = "data.held_out" if learned else "data.sources"
         raise ValueError(
             f"{kind} gives no demonstration that can be used: {describe(counts)}. Raise data.max_tokens if the model "
-            "has the positions, or choose other data."
+            "has enough positions, or choose other data."
         )
     counts |= {"train": len(learned), "held_out": len(measured)}
     return SftData([encoded for _, encoded in learned], [encoded for _, encoded in measured], counts)
@@ -127,7 +128,7 @@ COUNTED = ("read", "duplicates", "without_prompt", "without_answer")
 
 
 def describe(counts: dict[str, int]) -> str:
-    """What became of the rows, in words."""
+    """Say in words what happened to the rows."""
     left_out = {
         "duplicates": "duplicates",
         "without_prompt": "without a prompt",
@@ -141,12 +142,12 @@ def describe(counts: dict[str, int]) -> str:
 
 
 def question(demonstration: Demonstration) -> str:
-    """The id of what is asked, which demonstrations of one prompt share."""
+    """The id of the question. Demonstrations of one prompt share it."""
     return demonstration.id.rpartition("-")[0]
 
 
 def under_one_name(pairs: Sequence[tuple[str, Encoded]]) -> list[tuple[str, Encoded]]:
-    """The pairs with names that also those share whose prompts are the same tokens: the smallest of all connected."""
+    """The pairs under new names, shared by all whose names or prompt tokens agree: the smallest of the old names."""
     above: dict[str, str] = {}
 
     def top(name: str) -> str:
@@ -162,13 +163,13 @@ def under_one_name(pairs: Sequence[tuple[str, Encoded]]) -> list[tuple[str, Enco
 
 
 def smallest(names: set[str], share: float) -> set[str]:
-    """This share of the names: at least one if any is wanted, and never all of them."""
+    """The smallest names, this share of them: at least one unless the share is 0, and never all."""
     wanted = min(max(1, round(share * len(names))), len(names) - 1) if share else 0
     return set(sorted(names)[:wanted])
 
 
 class Encoder:
-    """Demonstration to tokens; counts those that are too long."""
+    """Turns demonstrations into tokens, and counts those that are too long."""
 
     def __init__(self, policy: Policy, max_tokens: int | None) -> None:
         self.policy = policy
@@ -178,17 +179,17 @@ class Encoder:
         self.too_long = 0
 
     def __call__(self, demonstration: Demonstration) -> Encoded | None:
-        """None if it is longer than the limit."""
+        """Encode one demonstration; None if it is longer than the limit."""
         prompt = self.policy.encode(demonstration.prompt)
         if not prompt:
             raise ValueError(
                 f"the prompt {demonstration.prompt!r} has no tokens, so nothing predicts the first token of its "
-                "response. Put text around it with data.template, or take it out."
+                "response. Put text around it with data.template, or remove it from the data."
             )
         response = list(self.policy.tokenizer.encode(demonstration.response, add_special_tokens=False))
         end = next((i + 1 for i, token in enumerate(response) if token in self.policy.stop_ids), None)
         if end is not None and not self.policy.decode(response[end:]).strip():
-            response = response[:end]  # some data sets write the end themselves, and a line break after it
+            response = response[:end]  # some data sets write the end token themselves, and a line break after it
         if not response or response[-1] not in self.policy.stop_ids:
             response.append(self.end_of_text if isinstance(demonstration.prompt, str) else self.end_of_chat)
         if self.limit is not None and len(prompt) + len(response) > self.limit:
@@ -198,7 +199,7 @@ class Encoder:
 
 
 def end_of_response(policy: Policy, prompt: str | list[Message]) -> int:
-    """The token that ends a response to such a prompt: one the sampler stops at; in a chat the template's own."""
+    """The token that ends a response to such a prompt: one that the sampler stops at; in a chat, the template's own."""
     tokenizer = policy.tokenizer
     end = end_of_turn(tokenizer) if policy.chat or not isinstance(prompt, str) else None
     if end is not None and end in policy.stop_ids:

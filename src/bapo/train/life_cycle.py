@@ -2,10 +2,10 @@
 
     measure, save; then step after step: log, measure now and then, save now and then; measure, summarise, export
 
-What a step is, what is measured and what a checkpoint must keep besides the learner is the `Job`'s: reinforcement
-learning (run.py) or supervised training (sft.py). A checkpoint is saved after every `checkpoint_every` steps, after the
-last one, and when the run is asked to stop. `summary.json` is written last, so its presence means that the run is
-complete.
+The `Job` decides what a step is, what is measured and what a checkpoint must keep besides the learner. It is either
+reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every `checkpoint_every`
+steps, after the last step, and when the run is asked to stop. `summary.json` is written last, so its presence means
+that the run is complete.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ When = Literal["before", "during", "after"]
 
 @dataclass(frozen=True)
 class Log:
-    """Where a job writes what it did: the files of its run, and the screen."""
+    """Where a job reports what it did: the files of its run, and the screen."""
 
     run: RunDirectory
     view: View
 
     def metrics(self, *lines: dict[str, Any]) -> None:
-        """Lines of metrics.jsonl; every key must be declared."""
+        """Append lines to metrics.jsonl. Every key must be declared."""
         for line in lines:
             check_declared(line)
         self.run.append("metrics.jsonl", *lines)
@@ -54,57 +54,57 @@ class Job(ABC):
     """What one kind of run does between its beginning and its end."""
 
     unit: ClassVar[str]
-    """What is counted: "step" or "update"."""
+    """What the run counts: "step" or "update"."""
     shows_samples: ClassVar[bool]
     """Whether there are responses to look at."""
     config: Config | SftConfig
     policy: Policy
     learner: Learner
     temperature: float = 1.0
-    """At which the trained model is meant to be sampled."""
+    """The temperature at which the trained model is meant to be sampled."""
 
     @property
     @abstractmethod
     def done(self) -> int:
-        """Steps completed."""
+        """How many steps are completed."""
 
     @property
     @abstractmethod
     def total(self) -> int:
-        """Steps of the whole run."""
+        """How many steps the whole run has."""
 
     @property
     @abstractmethod
     def measure_every(self) -> int:
-        """Steps between measurements on the way; 0: none."""
+        """Steps between two measurements during training; 0 for none."""
 
     @abstractmethod
     def title(self) -> str:
-        """What is trained, in a few words."""
+        """A few words that say what is trained."""
 
     @abstractmethod
     def notes(self) -> list[str]:
-        """What a person should know before it begins."""
+        """What a person should know before training begins."""
 
     @abstractmethod
     def advance(self, log: Log) -> None:
-        """One step, and its lines."""
+        """Take one step and log it."""
 
     @abstractmethod
     def measure(self, log: Log, when: When) -> None:
-        """How good the model is now, and its lines."""
+        """Measure how good the model is now and log it."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Plain JSON data: all that the next step depends on, besides the learner."""
+        """Everything besides the learner that the next step depends on, as plain JSON data."""
 
     @abstractmethod
     def restore(self, state: dict[str, Any], path: Path) -> None:
-        """Go on from there; a CheckpointError if the data changed since the run in `path` began."""
+        """Continue from this state. Raises CheckpointError if the data changed since the run in `path` began."""
 
     @abstractmethod
     def summary(self, lines: list[dict[str, Any]]) -> Summary:
-        """What came out, from the lines of metrics.jsonl."""
+        """The results of the run, from the lines of metrics.jsonl."""
 
     @abstractmethod
     def card(self, summary: Summary) -> str:
@@ -115,12 +115,12 @@ class Job(ABC):
         """Print what training changed."""
 
     def files(self) -> dict[str, Any]:
-        """JSON files of the run directory besides the usual ones."""
+        """More JSON files for the run directory, besides the usual ones."""
         return {}
 
 
 def start(make: Callable[[Kind], Job], config: Kind, *, plain: bool | None) -> Summary:
-    """Train from the beginning; returns the summary."""
+    """Train from the beginning. Returns the summary."""
     config = resolve(config)
     job = _made(make, config)
     run = RunDirectory.create(config)
@@ -131,7 +131,7 @@ def start(make: Callable[[Kind], Job], config: Kind, *, plain: bool | None) -> S
 
 
 def resume(make: Callable[[Kind], Job], schema: type[Kind], path: Path, *, plain: bool | None) -> Summary:
-    """Continue a run from its newest checkpoint; a complete run only returns its summary."""
+    """Continue a run from its newest checkpoint. For a complete run, only return its summary."""
     run = RunDirectory(path)
     config = run.config(schema)
     if (finished := run.summary()) is not None:
@@ -174,7 +174,7 @@ def _live(job: Job, run: RunDirectory, *, plain: bool | None) -> Summary:
                     _save(job, run)
         if stopping:
             raise Interrupted(
-                f"stopped after {job.unit} {job.done}, which is saved. Continue with: bapo resume {run.path}"
+                f"stopped after {job.unit} {job.done}, which was saved. Continue with: bapo resume {run.path}"
             )
         job.measure(log, "after")
         summary = _summarize(job, run)
@@ -186,7 +186,7 @@ def _live(job: Job, run: RunDirectory, *, plain: bool | None) -> Summary:
 
 
 def _save(job: Job, run: RunDirectory) -> None:
-    """Everything to continue from after this step, the logs flushed and as long as they are now."""
+    """Save everything needed to continue after this step, including the present length of the flushed logs."""
     run.flush()
     state = job.state() | {"logs": run.sizes()}
     checkpoint.save(run.path / "checkpoints", job.done, job.learner, state, keep=job.config.checkpoint_keep)
@@ -201,7 +201,7 @@ def _summarize(job: Job, run: RunDirectory) -> Summary:
 
 
 def _export(job: Job, run: RunDirectory, card: str) -> None:
-    """The trained model, loadable by transformers and vLLM; low-rank additions, if any, also by themselves."""
+    """Write the trained model so that transformers and vLLM can load it, and low-rank additions separately as well."""
     save_policy(job.policy, run.path / "model", card=card, temperature=job.temperature)
     if job.policy.adapters is not None:
         save_additions(job.policy, run.path / "adapter", card=card, base=job.config.model.path)
@@ -209,16 +209,16 @@ def _export(job: Job, run: RunDirectory, card: str) -> None:
 
 @contextmanager
 def _stop_on_signal(stopping: list[str]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM lets the step finish and be saved; the second one ends at once.
+    """The first Ctrl-C or SIGTERM lets the current step finish and saves it; the second one stops at once.
 
-    Measurements before and after training are not covered: they change nothing, so a signal ends them at once.
+    Measurements before and after training are not covered: they change nothing, so a signal stops them at once.
     """
 
     def ask(number: int, _frame: Any) -> None:
         if stopping:
             raise KeyboardInterrupt
         stopping.append(signal.Signals(number).name)
-        print("\nstopping after this step; once more to stop at once", flush=True)
+        print("\nstopping after this step; press Ctrl-C again to stop at once", flush=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

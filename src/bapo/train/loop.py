@@ -4,9 +4,9 @@
     groups are scored and enter the buffer; the learner takes one update per draw until the passes over this rollout are
     done.
 
-Nothing runs at the same time, so nobody waits for anybody. Weights move in one place, `load_weights`, once per version
-that samples. A token sampled at version v is trained on at versions v .. v + max_staleness only: the buffer refuses it
-later.
+Nothing runs in parallel, so no part waits for another. Weights move in one place, `load_weights`, once per version that
+samples. A token sampled at version v is trained on only at versions v .. v + max_staleness: after that, the buffer
+releases it.
 
 A step is a pure function of (config, weights, state): every random number comes from a seed and a counter, so a resumed
 run repeats an uninterrupted one bit for bit.
@@ -36,9 +36,9 @@ from bapo.types import Group
 class RunState:
     """Where a run stands, beyond what its parts remember themselves."""
 
-    step: int = 0  # steps completed
+    step: int = 0  # completed steps
     groups: int = 0  # groups admitted so far; the next one's id
-    owed: int = 0  # groups of the last step that taught nothing (filtered, dropped): made up for in the next
+    owed: int = 0  # groups of the last step without a signal (filtered, dropped); the next step makes up for them
 
 
 @dataclass
@@ -49,9 +49,9 @@ class Parts:
     task: Task
     policy: Policy
     notes: list[str]
-    """What a person should know of how they were made."""
+    """What a person should know about how the parts were made."""
     overlong: Callable[[int], float]
-    """What the length of a response adds to the reward it learns from; at most 0."""
+    """What the length of a response adds to its reward for learning; at most 0."""
     engine: Engine
     stream: ProblemStream
     scheduler: Scheduler
@@ -61,7 +61,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step has to tell."""
+    """What happened in one step."""
 
     step: int
     rollout: dict[str, Any]
@@ -109,13 +109,13 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
 
 
 def load_weights(parts: Parts) -> None:
-    """Bring the engine to the learner's version, if it is not there yet. Whoever samples calls this first."""
+    """Load the learner's weights into the engine unless it has them. Every caller that samples calls this first."""
     if parts.engine.version != parts.learner.version:
         parts.engine.load(parts.learner.weights(), version=parts.learner.version)
 
 
 def admit(parts: Parts, state: RunState) -> int:
-    """New problems for this step, those owed included; fewer while partial rollout still has many in progress."""
+    """Admit new problems for this step, including those owed; fewer while partial rollout has many in progress."""
     config = parts.config.rollout
     room = 2 * config.prompts - parts.scheduler.in_progress
     count = max(0, min(config.prompts + min(state.owed, config.prompts), room))
@@ -128,7 +128,7 @@ def admit(parts: Parts, state: RunState) -> int:
 
 
 def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
-    """The updates of all passes over what the buffer holds, as they are taken."""
+    """Take the updates of all passes over the groups in the buffer, and yield each one."""
     begun, updates, tokens = parts.buffer.metrics(), 0, 0
     while True:
         if tell is not None and begun.to_visit:

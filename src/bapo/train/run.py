@@ -4,10 +4,10 @@ config.json      the resolved configuration
 metrics.jsonl    one line per rollout, update and evaluation; a function of the configuration alone
 timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
-failures.jsonl   responses the verifier failed on, with the cause; there is none if it never did
+failures.jsonl   responses that the verifier failed on, with the cause; exists only if there are any
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format, with a card
-adapter/         low-rank additions by themselves, in peft's format, if those were trained
+adapter/         the low-rank additions alone, in peft's format, if they were trained
 summary.json     evaluation before and after; written last, so its presence means the run is complete
 lock             held by the process at work
 """
@@ -36,16 +36,16 @@ from bapo.train.loop import RunState, StepRecord, load_weights, take_step
 from bapo.types import Trajectory
 
 SELDOM = 0.02
-"""A mean reward below this leaves most groups without a single success."""
+"""With a mean reward below this, most groups have no success at all."""
 
 
 def start(config: Config, *, plain: bool | None = None) -> Summary:
-    """Train from the beginning; returns the summary."""
+    """Train from the beginning. Returns the summary."""
     return life_cycle.start(Training, config, plain=plain)
 
 
 def resume(path: Path, *, plain: bool | None = None) -> Summary:
-    """Continue a run from its newest checkpoint; a complete run only returns its summary."""
+    """Continue a run from its newest checkpoint. For a complete run, only return its summary."""
     return life_cycle.resume(Training, Config, path, plain=plain)
 
 
@@ -114,7 +114,7 @@ class Training(Job):
                     log.view.sample(prompt_text(group.problem.prompt), text, reward)
 
     def measure(self, log: Log, when: When) -> None:
-        """On a quarter of the problems on the way; before and after, on all of them and at every temperature."""
+        """During training, evaluate on a quarter of the problems; before and after, on all, at every temperature."""
         config = self.config.eval
         if when == "during":
             found = self._evaluate(log, max(1, config.problems // 4), config.temperature)
@@ -162,7 +162,7 @@ class Training(Job):
         if state["problems"] != self._fingerprint():
             raise CheckpointError(
                 f"the problems to train or test on (task.name={self.config.task.name!r}) changed since {path} began, "
-                "so it cannot be continued as it was. Restore the data, or start a new run."
+                "so the run cannot be continued. Restore the data, or start a new run."
             )
         self.parts.stream.cursor = state["cursor"]
         self.parts.scheduler.load_state_dict(state["scheduler"])
@@ -210,23 +210,23 @@ class Training(Job):
 
 
 def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[tuple[int, str]]:
-    """The text of a response, cut where another version of the policy took over: (version, text) in order."""
+    """The text of a response, cut where the version of the policy changes: (version, text) in order."""
     tagged = groupby(zip(trajectory.versions, trajectory.tokens, strict=True), key=lambda pair: pair[0])
     return [(version, decode([token for _, token in pairs])) for version, pairs in tagged]
 
 
 def _why_no_update(config: Config, after: dict[str, Any]) -> str:
-    """What a run that learned nothing should change."""
+    """Say why a run learned nothing and what to change."""
     told = "No update was taken: no group finished with different rewards."
     if config.offpolicy.partial_budget is not None:
         return f"{told} Raise offpolicy.partial_budget or steps."
     if after["eval/avg"] < SELDOM:
-        return f"{told} The model (nearly) never earns one: warm-start it (docs/sft.md), or give it easier problems."
-    return f"{told} Give it problems that it solves now and then, larger groups, or more steps."
+        return f"{told} The model hardly ever earns a reward. Warm-start it (docs/sft.md), or give it easier problems."
+    return f"{told} Use problems that the model sometimes solves, larger groups, or more steps."
 
 
 def _rows(summary: Summary, k: int) -> list[tuple[str, str, str]]:
-    """What training changed, for the table: name, before, after."""
+    """What training changed, as rows of the table: name, before, after."""
     before, after = summary["before"], summary["after"]
 
     def interval(line: dict[str, Any], key: str) -> str:

@@ -1,8 +1,8 @@
-"""Rewards for finished responses, and what a rollout has to tell.
+"""Rewards for finished responses, and the metrics of a rollout.
 
-A verifier may fail: run out of time or memory, crash, raise. Such a response has no reward, which is not a reward of 0:
-it leaves its group, is logged with the cause and never trained on. A group with fewer than two responses left has
-nothing to compare and is left out as a whole.
+A verifier may fail: it may run out of time or memory, crash, or raise. Then the response has no reward, which is
+different from a reward of 0: it leaves its group, is logged with the cause and is never trained on. A group with fewer
+than two responses left has nothing to compare and is left out as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scored:
-    """Groups with rewards, and the responses that got none."""
+    """Groups with rewards, and the responses without one."""
 
     groups: list[Group]
     failures: list[Failure]
@@ -39,7 +39,7 @@ def score(
     decode: Callable[[list[int]], str],
     overlong: Callable[[int], float],  # length in tokens -> what it adds to the reward for learning; at most 0
 ) -> Scored:
-    """Give every response its reward, from its text without the stop token."""
+    """Score every response by its text without the stop token."""
     asked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     texts = [decode(_without_stop(trajectory)) for _, trajectory in asked]
     scores = task.scores([(group.problem, text) for (group, _), text in zip(asked, texts, strict=True)])
@@ -57,7 +57,7 @@ def _without_stop(trajectory: Trajectory) -> list[int]:
 
 
 def _rewarded(group: Group) -> Group | None:
-    """The group with the responses that have a reward, or None if those are too few to compare."""
+    """The group with only those responses that have a reward; None if they are too few to compare."""
     left = [trajectory for trajectory in group.trajectories if trajectory.reward is not None]
     if len(left) == len(group.trajectories):
         return group
@@ -65,7 +65,7 @@ def _rewarded(group: Group) -> Group | None:
 
 
 def response_metrics(groups: Sequence[Group], failures: int) -> dict[str, Any]:
-    """Rewards and lengths of the finished responses; a mean over nothing has no key."""
+    """Rewards and lengths of the finished responses. A mean over no responses has no key."""
     responses = [t for group in groups for t in group.trajectories if t.reward is not None]
     right = [len(t.tokens) for t in responses if t.reward is not None and t.reward > 0.5]
     wrong = [len(t.tokens) for t in responses if t.reward is not None and t.reward <= 0.5]

@@ -4,16 +4,16 @@ Demonstrations go in, a model that writes such responses comes out:
 
     every update takes the next batch of the shuffled demonstrations, packs it and raises the log-prob of its responses
 
-Learner, packing, checkpoints, run directory and live view are those of reinforcement learning. Nothing is sampled, so
-nothing is said about what the model writes: `bapo eval` does that. The directory holds:
+Learner, packing, checkpoints, run directory and live view are the same as in reinforcement learning. Nothing is
+sampled, so these files say nothing about what the model writes: `bapo eval` measures that. The directory holds:
 
 config.json      the resolved configuration; its kind is sft
-data.json        what became of the rows of the data, and how many updates they make
+data.json        what happened to the rows of the data, and how many updates they make
 metrics.jsonl    one line per update (kind imitation) and per measurement of the held-out loss (kind held_out)
 timing.jsonl     wall-clock figures, one line per update
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format: `bapo train --model.path RUN/model`
-adapter/         low-rank additions by themselves, in peft's format, if those were trained
+adapter/         the low-rank additions alone, in peft's format, if they were trained
 summary.json     held-out loss before and after; written last, so its presence means the run is complete
 lock             held by the process at work
 """
@@ -41,27 +41,27 @@ from bapo.train.demonstrations import Batches, describe, encode_demonstrations, 
 from bapo.train.life_cycle import Job, Log, Summary, When
 
 MOST_NATS = 700.0
-"""The exponential of more does not fit into a float."""
+"""The exponential of a larger number does not fit into a float."""
 
 
 def start(config: SftConfig, *, plain: bool | None = None) -> Summary:
-    """Train from the beginning; returns the summary."""
+    """Train from the beginning. Returns the summary."""
     return life_cycle.start(SupervisedTraining, config, plain=plain)
 
 
 def resume(path: Path, *, plain: bool | None = None) -> Summary:
-    """Continue a run from its newest checkpoint; a complete run only returns its summary."""
+    """Continue a run from its newest checkpoint. For a complete run, only return its summary."""
     return life_cycle.resume(SupervisedTraining, SftConfig, path, plain=plain)
 
 
 class SupervisedTraining(Job):
-    """Updates on demonstrations, and the loss on held-out ones. The learner's version is all the progress there is."""
+    """Updates on demonstrations, and the loss on held-out ones. The learner's version is the only progress to keep."""
 
     unit = "update"
     shows_samples = False
 
     def __init__(self, config: SftConfig) -> None:
-        """Data first: it fails sooner than a model loads."""
+        """Load the data first, so that mistakes in it show before a model is loaded."""
         loaded = load(config.data)
         torch.set_num_threads(config.threads)
         self.config: SftConfig = config
@@ -114,7 +114,7 @@ class SupervisedTraining(Job):
         log.view.step(step, shown, timing)
 
     def measure(self, log: Log, when: When) -> None:
-        """The held-out loss of the current weights, if anything is held out."""
+        """Measure the held-out loss of the current weights, if anything is held out."""
         if not self.data.held_out:
             return
         version = self.learner.version
@@ -142,8 +142,8 @@ class SupervisedTraining(Job):
             data = self.config.data
             named = ", ".join((*data.sources, *data.held_out))
             raise CheckpointError(
-                f"{named} or the tokenizer of {self.config.model.path} changed since {path} began, so it cannot be "
-                "continued as it was. Restore them, or start a new run."
+                f"{named} or the tokenizer of {self.config.model.path} changed since {path} began, so the run "
+                "cannot be continued. Restore them, or start a new run."
             )
 
     def summary(self, lines: list[dict[str, Any]]) -> Summary:
@@ -175,13 +175,13 @@ class SupervisedTraining(Job):
         print(
             f"{summary['updates']:,} updates on {summary['tokens']:,.0f} response tokens in "
             f"{summary['training_seconds']:.0f} s of training\n"
-            f"from here on    bapo train RECIPE.toml --model.path {path / 'model'} "
+            f"next            bapo train RECIPE.toml --model.path {path / 'model'} "
             f"--model.chat {self.config.model.chat}"
         )
 
 
 def learner_settings(config: SftConfig, updates: int) -> LearnerSettings:
-    """What the learner needs of the configuration."""
+    """The part of the configuration that the learner needs."""
     return LearnerSettings(
         **optimizer_settings(config.learn),
         warmup_updates=round(config.learn.warmup * updates),

@@ -18,20 +18,22 @@ from bapo.types import Problem
 
 @dataclass(frozen=True)
 class PreparedTask:
-    """A task, and what a person should know of how it came about."""
+    """A task, and what a person should know about how it was made."""
 
     task: Task
     notes: list[str] = field(default_factory=list)
 
 
 def make_task(config: Config, policy: Policy) -> PreparedTask:
-    """The task that the configuration names. It does not depend on the run's seed: all seeds see the same problems."""
+    """Make the task that the configuration names. It does not depend on the seed: all seeds see the same problems."""
     chosen = config.task
     if chosen.name == "countdown":
         return PreparedTask(Countdown())
     if chosen.name == "gym":
         if find_spec("reasoning_gym") is None:
-            raise ValueError("task.name='gym' needs reasoning-gym, which is not installed: pip install 'bapo[math]'.")
+            raise ValueError(
+                "task.name='gym' needs reasoning-gym, which is not installed. Install it with: pip install 'bapo[math]'"
+            )
         from bapo.tasks.gym import Gym
 
         gym = Gym(
@@ -63,11 +65,11 @@ def _from_data(config: Config, policy: Policy) -> PreparedTask:
         if chosen.max_prompt_tokens is not None:
             problems, long = within(problems, lambda prompt: len(policy.encode(prompt)), chosen.max_prompt_tokens)
             if long:
-                notes.append(f"task.{name}: {len(long):,} prompts over {chosen.max_prompt_tokens} tokens left out")
+                notes.append(f"task.{name}: {len(long):,} prompts over {chosen.max_prompt_tokens} tokens were left out")
         loaded[name] = problems
     train, shared = without_overlap(loaded["train"], loaded["test"])
     if shared:
-        notes.append(f"task.train: {len(shared):,} problems left out that are in task.test too")
+        notes.append(f"task.train: {len(shared):,} problems were left out because they are in task.test too")
     if not train or not loaded["test"]:
         empty = "train" if not train else "test"
         remedy = "Give other data to train on." if shared and empty == "train" else "Raise task.max_prompt_tokens."

@@ -1,8 +1,8 @@
 """The forward pass of Llama, Qwen2 and Qwen3, written for sampling: few launches, static shapes, a slotted cache.
 
 It holds the weights in the layout and dtype that sampling wants (query, key and value in one matrix, gate and up in
-another) as a copy that `load` fills: one pass over the weights per version, and one more copy of them in memory,
-against a tenth of the launches per token. Everything else (rotation tables, norms, heads) is read from the
+another). `load` fills this copy. It costs one pass over the weights per version and memory for one more copy of them,
+and saves nine of ten launches per token. Everything else (rotation tables, norms, heads) is read from the
 transformers model; `unsupported` says why a model has to be sampled by the general engine instead.
 """
 
@@ -20,14 +20,14 @@ from bapo.rollout.cuda.kernels.layers import add_norm, gate, rotate_and_store
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Those that depend on the position alone."""
+"""The rotary embeddings that depend on the position alone."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rotated qkv, keys, values of the layer) -> mixed values [tokens, heads * width]"""
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
-    """Why this model cannot be run here; None if it can."""
+    """The reason why this decoder cannot run a model; None if it can."""
     config = model.config
     if config.model_type not in FAMILIES:
         return f"its architecture is {config.model_type}, not one of {', '.join(FAMILIES)}"
@@ -37,7 +37,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return f"its activation is {config.hidden_act}, not silu"
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotation not in ROTATIONS:
-        return f"its rotary embedding is {rotation}, which changes with the length"
+        return f"its rotary embedding is {rotation}, which depends on the sequence length"
     if _first_layer(model).self_attn.head_dim % 2:
         return "its heads have an odd width"
     base: Any = model.base_model
@@ -77,24 +77,24 @@ class Decoder:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the model's weights, by their names in it, in place: captured graphs read the same addresses."""
+        """Copy weights, given by their names in the model, in place: captured graphs read the same addresses."""
         missing = set(self._places)
         for name, tensor in weights:
             if name not in self._places:
                 raise ValueError(
-                    f"the engine has no place for the weight {name!r}: it was built for another model, or the head was "
-                    "tied or untied since. Build a new engine."
+                    f"the engine has no place for the weight {name!r}: it was built for another model, or the "
+                    "head has been tied or untied since. Build a new engine."
                 )
             self._places[name].copy_(tensor)
             missing.discard(name)
         if missing:
             raise ValueError(
-                f"{len(missing)} weights were not loaded, {min(missing)!r} among them, so the engine would sample with "
-                "old ones. Load all weights, or build a new engine if a head was tied or untied since."
+                f"{len(missing)} weights were not loaded ({min(missing)!r}, for example), so the engine would sample "
+                "with old ones. Load all weights, or build a new engine if a head was tied or untied since."
             )
 
     def _places_of(self, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Name of a parameter in the model -> the part of our matrices that holds it."""
+        """Map the name of each parameter in the model to the part of our matrices that holds it."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         places = {}
         for fused, parts in sources.items():
@@ -132,7 +132,7 @@ class Decoder:
 
     @torch.no_grad()
     def prepare(self, reach: int) -> None:
-        """Rotation tables for positions up to `reach`, as the model computes them."""
+        """Compute rotation tables for positions up to `reach`, as the model does."""
         if self._rotation is not None and len(self._rotation[0]) >= reach:
             return
         like = torch.zeros(1, dtype=self.dtype, device=self.device)
@@ -149,7 +149,7 @@ class Decoder:
     def forward(
         self, ids: Tensor, slots: Tensor, positions: Tensor, cache: Tensor, attend: Attend, *, logits: bool = True
     ) -> Tensor | None:
-        """Put the tokens' keys and values into the cache; logits after each token, [tokens, vocabulary], if wanted."""
+        """Put the tokens' keys and values into the cache; return logits [tokens, vocabulary] if they are wanted."""
         assert self._rotation is not None
         w = self._weights
         residual, delta = embedding(ids, w["embedding"]), None

@@ -1,24 +1,26 @@
-"""The CUDA engine: a decoding step is one graph launch, and the host looks in only every few tokens.
+"""The CUDA engine: a decoding step is one graph launch, and the host looks at the state only every few tokens.
 
     slots     places in a static key-value cache; a response keeps its slot for the whole sitting
-    seats     which slots take part in a step, a list on the device; captured graphs of several batch sizes read it, so
-              responses come and go, and the batch shrinks, without moving keys and values or capturing again
-    state     what each slot feeds next, where it stands and when it ends, updated by the step itself
+    seats     which slots take part in a step, a list on the device. Captured graphs of several batch sizes read it, so
+              responses can come and go, and the batch can shrink, without moving keys and values or capturing again
+    state     what each slot feeds next, where it stands and when it ends; the step itself updates it
     records   what each slot sampled, with log-probs and entropies
 
 A step runs the forward pass (`decoder.py`), draws, and moves every slot on (`kernels/sampling.py`) without the host.
-The host launches `LOOK` steps, then reads the state once: it collects what ended, prefills newcomers into the free
-slots and picks the smallest graph that holds the rest. A response that ends between two looks idles for the rest of
-that stretch, half a stretch on average. The token budget is never exceeded: the last stretches are as short as it asks.
+The host launches `LOOK` steps, then reads the state once: it collects the responses that ended, prefills newcomers into
+the free slots and picks the smallest graph that holds all that run. A response that ends between two looks idles for
+the rest of that stretch, half a stretch on average. The token budget is never exceeded: the last stretches are
+shortened to fit it.
 
 Weights are copied by `load`, once per version, into the layout that sampling wants (`decoder.py`).
-Responses parked at the end of a sitting lose their keys and values (`parked="rebuild"`): resumed, they are prefilled
-under the weights of that day. With `parked="keep"` they stay in their slots and are continued at once: cheaper, but
-what comes next is sampled from a mixture of old keys and new weights that no single policy would give. The recorded
-log-prob is that of the distribution really sampled from in both cases. A resumed run cannot have kept anything, so it
-repeats an interrupted one bit for bit only under "rebuild".
+With `parked="rebuild"`, responses parked at the end of a sitting lose their keys and values. When they resume, they are
+prefilled under the weights of that time. With `parked="keep"` they stay in their slots and continue at once. This is
+cheaper, but their next tokens are sampled from a mixture of old keys and new weights that no single policy would give.
+In both cases the recorded log-prob belongs to the distribution that was really sampled from. A resumed run has no kept
+keys and values, so it repeats an interrupted run bit for bit only under "rebuild".
 
-Exactness is that of `LocalEngine`: float32 softmax of the model's logits, one uniform per (seed, position).
+The results are as exact as those of `LocalEngine`: float32 softmax of the model's logits, one uniform per (seed,
+position).
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from bapo.types import Status
 LOOK = 16
 """Steps between two looks of the host."""
 REACH_STEP = 256
-"""The cache grows in steps of so many tokens per slot."""
+"""The cache grows in steps of this many tokens per slot."""
 
 STATUSES = {
     SlotStatus.RUNNING: Status.PARKED,
@@ -70,12 +72,12 @@ class GraphEngine:
         prefill_tokens: int = 32768,
         parked: Literal["rebuild", "keep"] = "rebuild",
     ) -> None:
-        """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in a prefill of several contexts.
-        `parked`: what becomes of the keys and values of parked responses.
+        """`slots`: responses sampled at the same time. `prefill_tokens`: most tokens in a prefill of several contexts.
+        `parked`: what happens to the keys and values of parked responses.
         """
         check_engine_sizes(slots, prefill_tokens)
         if parked not in ("rebuild", "keep"):
-            raise ValueError(f"parked={parked!r} is not a policy. Set 'rebuild' or 'keep'.")
+            raise ValueError(f"parked={parked!r} is not a known option. Set it to 'rebuild' or 'keep'.")
         reason = unsupported(model)
         if reason is not None:
             raise ValueError(f"GraphEngine cannot run {type(model).__name__}: {reason}. Use LocalEngine.")
@@ -86,7 +88,7 @@ class GraphEngine:
         self.decoder = Decoder(model)
         self.pool: Pool | None = None
         self.kept: dict[tuple[int, tuple[int, ...]], int] = {}
-        """Seed and tokens of a parked response -> its slot, under "keep"."""
+        """Under "keep": the slot of each parked response, by its seed and tokens."""
         self._sitting: _Sitting | None = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -107,7 +109,7 @@ class GraphEngine:
             pool = self._pool(reach, stops=len(sampling.stop_ids))
             pool.set_sampling(sampling)
             self._sitting = _Sitting(self, pool, requests, token_budget)
-        self.kept = {}  # a sitting that fails has overwritten who knows what
+        self.kept = {}  # a sitting that fails may have overwritten any of them
 
     @torch.no_grad()
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
@@ -136,14 +138,14 @@ class GraphEngine:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Where Triton launches; a device without memory says what to lower."""
+        """Select the device that Triton launches on. If it runs out of memory, say which settings to lower."""
         device = self.decoder.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 yield
         except torch.cuda.OutOfMemoryError as error:
             raise RuntimeError(
-                f"no memory on the device to sample with {self.slots} slots: {error}. Lower rollout.slots or "
+                f"the device has too little memory to sample with {self.slots} slots: {error}. Lower rollout.slots or "
                 "rollout.max_tokens."
             ) from error
 
@@ -165,7 +167,7 @@ class _Seated:
     left: int
     produced: int = 0
     given: int = 0
-    """Tokens that `segments` has given already."""
+    """Tokens that `segments` has already returned."""
 
 
 class _Sitting:
@@ -181,16 +183,16 @@ class _Sitting:
         self.asked = {_name(request) for request in requests}
         reserved = set(self.kept.values())
         self.free = [slot for slot in reversed(range(pool.slots)) if slot not in reserved]
-        self.left: list[tuple[int, NDArray[np.int32], Status]] = []  # last segments that are still to be given
-        self.given: set[int] = set()  # requests that have had theirs
+        self.left: list[tuple[int, NDArray[np.int32], Status]] = []  # last segments not returned yet
+        self.given: set[int] = set()  # requests whose last segment has been returned
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is sampled: all is complete, the budget is spent, or the rest is parked."""
+        """Whether sampling is over: all responses are complete, the budget is spent, or the rest is parked."""
         return self.parked or self.budget <= 0 or (not self.seated and self.next == len(self.requests))
 
     def work(self, deadline: float | None) -> None:
-        """Sample until the sitting is over or the deadline has passed; at least one stretch."""
+        """Sample until the sitting is over or the deadline has passed, for at least one stretch."""
         while not self.over:
             if self._wants_refill():
                 self._refill()
@@ -203,7 +205,7 @@ class _Sitting:
                 return
 
     def segments(self, version: int) -> list[tuple[int, Segment]]:
-        """What was sampled since the last call: last segments of those that left, pieces of those that go on."""
+        """What was sampled since the last call: last segments of responses that left, pieces of those that go on."""
         if self.over:
             self._leave(dict.fromkeys(self.seated, Status.PARKED))
             never = set(range(len(self.requests))) - self.given - {index for index, _, _ in self.left}
@@ -232,7 +234,7 @@ class _Sitting:
         return self.next < len(self.requests) and (not self.seated or idle >= max(1, self.pool.slots // 8))
 
     def _refill(self) -> None:
-        """Seat the next in line: in the slot that kept their keys and values, or in a free one after a prefill."""
+        """Seat the next requests: in the slot that kept their keys and values, or in a free slot after a prefill."""
         room = min(self.budget - len(self.seated), len(self.requests) - self.next)
         newcomers: dict[int, int] = {}
         fresh: dict[int, int] = {}
@@ -244,7 +246,7 @@ class _Sitting:
                 stranger = next((other for other in self.kept if other not in self.asked), None)
                 if not self.free and stranger is not None:
                     self.free.append(self.kept.pop(stranger))
-                if not self.free and not self.seated and not newcomers:  # every slot is kept for somebody further back
+                if not self.free and not self.seated and not newcomers:  # every slot is kept for a later request
                     self.free = list(self.kept.values())
                     self.kept = {}
                 if not self.free:
@@ -271,7 +273,7 @@ class _Sitting:
         self.pool.seat(list(self.seated))
 
     def _prefill(self, newcomers: dict[int, int]) -> None:
-        """Keys and values of all context tokens but the last, which the next step feeds. Equal ones are run once."""
+        """Compute keys and values of contexts except the last token, which the next step feeds. Equal ones run once."""
         seats: dict[tuple[int, ...], list[int]] = {}
         for slot, index in newcomers.items():
             context = tuple(self.requests[index].context[:-1])
@@ -291,7 +293,7 @@ class _Sitting:
                 self.pool.copy([a for a, _ in pairs], [b for _, b in pairs], length)
 
     def _look(self) -> None:
-        """See what the last steps did; those whose response ended leave."""
+        """Read what the last steps did, and free the slots of responses that ended."""
         state = self.pool.state.cpu().numpy()[:, list(self.seated)]
         ended = {}
         for (slot, seated), line in zip(self.seated.items(), state.T.tolist(), strict=True):
@@ -307,7 +309,7 @@ class _Sitting:
             self.pool.seat(list(self.seated))
 
     def _park_last(self, count: int) -> None:
-        """Leave out the last requests in line: the budget has no token for them."""
+        """Park the last requests in line, because the budget has no token left for them."""
         last = sorted(self.seated, key=lambda slot: self.seated[slot].index)[-count:]
         self._leave(dict.fromkeys(last, Status.PARKED))
         self.pool.seat(list(self.seated))
@@ -334,5 +336,5 @@ def _segment(records: NDArray[np.int32], version: int, status: Status | None) ->
 
 
 def _name(request: Request) -> tuple[int, tuple[int, ...]]:
-    """What a response is known by: its random numbers and all of its tokens."""
+    """What identifies a response: its seed and all of its tokens."""
     return request.seed, tuple(request.context)

@@ -1,7 +1,8 @@
 """The static part of the CUDA engine: cache, state and records of all slots, and the CUDA graphs that work on them.
 
-A graph is captured once per batch size and replayed for every token. It reads who takes part from the device, so
-responses come and go without another capture. Who sits where, and for how long, is decided in `engine.py`.
+A graph is captured once per batch size and replayed for every token. It reads from the device which slots take
+part, so responses come and go without another capture. `engine.py` decides which response has which slot, and for how
+long.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bapo.rollout.engine import Sampling
 class Pool:
     """The static part: cache, state and records of all slots, and the graphs that work on them.
 
-    One slot more than asked for: seats nobody sits in point at it, and it never runs.
+    There is one slot more than asked for. Empty seats point at it, and it never runs.
     """
 
     def __init__(self, decoder: Decoder, slots: int, reach: int, *, stops: int) -> None:
@@ -41,17 +42,17 @@ class Pool:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
 
     def set_sampling(self, sampling: Sampling) -> None:
-        """Temperature and stop tokens of the steps to come."""
+        """Set the temperature and stop tokens of the next steps."""
         stops = sorted(sampling.stop_ids)
         self.stop_ids.copy_(torch.tensor(stops + [-1] * (len(self.stop_ids) - len(stops))))
         self.temperature.fill_(sampling.temperature)
 
     def seat(self, slots: Sequence[int]) -> None:
-        """These slots take part in the next steps."""
+        """Let these slots take part in the next steps."""
         self.seats.copy_(torch.tensor([*slots, *[self.slots] * (self.slots - len(slots))]))
 
     def advance(self, rows: int, steps: int) -> None:
-        """So many tokens for each of the first `rows` seats. Returns before the device is done."""
+        """Sample `steps` tokens for each of the first `rows` seats. Returns before the device is done."""
         size = next(size for size in self.sizes if size >= rows)
         if self.device.type != "cuda":
             for _ in range(steps):
@@ -86,7 +87,7 @@ class Pool:
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         seated = self.seats.clone()
-        self.seats.fill_(self.slots)  # trial runs, which compile kernels and choose matrix products, move nobody
+        self.seats.fill_(self.slots)  # trial runs compile kernels and choose matrix products; they must move no slot
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -101,7 +102,7 @@ class Pool:
         return graph
 
     def prefill(self, contexts: dict[int, Sequence[int]]) -> None:
-        """Keys and values of whole contexts, by slot."""
+        """Compute keys and values of whole contexts, given by slot."""
         slots, positions, ids, blocks = [], [], [], []
         begin = 0
         for slot, context in contexts.items():
@@ -122,19 +123,19 @@ class Pool:
         self.decoder.forward(id, slot_of, position, self.cache, attend, logits=False)
 
     def read(self, slots: Sequence[int], first: int, last: int) -> NDArray[np.int32]:
-        """Records `first` to before `last` of these slots, [3, slots, tokens]; waits for the device."""
+        """Read the records from `first` to before `last` of these slots, [3, slots, tokens]. Waits for the device."""
         where = torch.tensor(slots, device=self.device)
         return self.records[:, where, first:last].cpu().numpy()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """The first `length` keys and values of slot sources[i] also become those of targets[i]."""
+        """Copy the first `length` keys and values of slot sources[i] to slot targets[i]."""
         source, target = torch.tensor([sources, targets], device=self.device)
         for layer in self.cache:
             layer[:, target, :, :length] = layer[:, source, :, :length]
 
 
 def batch_sizes(slots: int) -> list[int]:
-    """Sizes that graphs are captured for: powers of two and the numbers half-way, up to all slots."""
+    """Batch sizes that graphs are captured for: powers of two and the numbers half-way between, up to all slots."""
     sizes = {slots}
     size = 8
     while size < slots:

@@ -12,7 +12,7 @@ through a moving window, so any model that can generate from left-padded prompts
 position per row, and column distance equal to position distance (sliding windows come out right). A step writes one
 contiguous column, copies nothing, and attends to no more columns than the longest row has tokens.
 
-When the columns run out, `shift` moves what the rows still need back to the left.
+When the columns run out, `shift` moves the columns that the rows still need back to the left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ColumnCache(Cache):
     """Keys and values of every layer, each [rows, heads, columns, width]; allocated when a layer first writes.
 
     The owner announces each forward pass: `expect_prefill` before contexts are written, `expect_step` before one token
-    per row is.
+    per row is written.
     """
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -52,7 +52,7 @@ class ColumnCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store what a layer computed and return what it attends to. Called by the model."""
+        """Store what a layer computed and return what it attends to. The model calls this."""
         if layer_idx not in self._store:
             self._store[layer_idx] = self._allocate(key_states), self._allocate(value_states)
         keys, values = self._store[layer_idx]

@@ -1,20 +1,20 @@
 """The in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
 
-It is given a loaded model and keeps no copy of it. `load` copies only those weights that are not in place already, so
-with a learner that trains the same model nothing moves. Each `submit` begins one sitting, and the work happens inside
+It is given a loaded model and keeps no copy of it. `load` copies only the weights that are not already in place, so
+nothing moves if the learner trains the same model. Each `submit` begins one sitting, and the work happens inside
 `collect`. Requests wait in line for a fixed number of slots; contexts are prefilled together; then every step feeds the
-last token of each slot and samples the next. A response that ends frees its slot for the next in line, so nobody waits
-for the longest. The rows have different positions and lengths; `columns.py` explains how they share a cache. Nothing
-survives a sitting: a parked response is prefilled again when it resumes, under the weights of that day.
+last token of each slot and samples the next. A response that ends frees its slot for the next in line, so no response
+waits for the longest. The rows have different positions and lengths; `columns.py` explains how they share a cache.
+Nothing survives a sitting: a parked response is prefilled again when it resumes, under the weights of that time.
 
-What is exact. Each log-prob is that of the sampled token under the distribution it was drawn from: the float32
+What is exact. Each log-prob belongs to the sampled token under the distribution it was drawn from: it is the float32
 log-softmax of the model's logits over the temperature. The draw inverts the cumulative distribution at the uniform of
 (seed, position), see `randomness.py`. Greedy sampling is the limit of temperature 0: all mass on the best token, so
 log-prob and entropy are 0.
 
-What is not. Matrix kernels may round differently for different batch shapes, so log-probs can move by about 1e-6 with
-the company a response is in (4e-3 in bfloat16). A token changes only where its uniform falls that close to an edge of
-the cumulative distribution: rare in float32, likely somewhere in a long response in bfloat16.
+What is not. Matrix kernels may round differently for different batch shapes, so log-probs can change by about 1e-6
+(4e-3 in bfloat16) with the other responses in the batch. A token changes only where its uniform falls that close to an
+edge of the cumulative distribution: rare in float32, likely somewhere in a long response in bfloat16.
 
 Left out: top-k and top-p (see `Sampling`), beams, and models whose state is not a list of keys and values.
 """
@@ -40,7 +40,7 @@ from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _IDLE = -1
-"""Owner of a row that no request sits in."""
+"""The owner of a row that has no request."""
 
 
 class LocalEngine:
@@ -50,7 +50,7 @@ class LocalEngine:
     gives_entropies = True
 
     def __init__(self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384) -> None:
-        """`slots`: responses sampled side by side. `prefill_tokens`: most tokens in a prefill of several rows."""
+        """`slots`: responses sampled at the same time. `prefill_tokens`: most tokens in a prefill of several rows."""
         check_engine_sizes(slots, prefill_tokens)
         _check_model(model)
         self.model = model
@@ -69,7 +69,7 @@ class LocalEngine:
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
             if name not in own:
-                raise ValueError(f"{type(self.model).__name__} has no weight called {name!r}. Load its own weights.")
+                raise ValueError(f"{type(self.model).__name__} has no weight {name!r}. Load weights of this model.")
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
         self.version = version
@@ -86,7 +86,7 @@ class LocalEngine:
         sitting, self._sitting = self._sitting, None  # a sitting that fails is over
         if sitting is None:
             return []
-        # Not inference_mode: a buffer a model makes anew on the way (long-context rotary) must be usable in training.
+        # Not inference_mode: buffers that a model rebuilds in a pass (long-context rotary) must be usable in training.
         with torch.no_grad(), evaluating(self.model):
             sitting.work(None if timeout is None else time.monotonic() + timeout)
         if not sitting.over:
@@ -111,7 +111,7 @@ class LocalEngine:
 
 
 class _Sitting:
-    """One submission. A row is a place in the batch; the first `self.rows` of them run, owned or idle.
+    """One submission. A row is a place in the batch. The first `self.rows` rows run, whether owned or idle.
 
     Host arrays, one entry per slot: `owner` (which request), `start` (column of its first token), `left` (tokens until
     the length limit), `position` (response tokens so far), `stream`. Device: `last`, the token to feed next.
@@ -141,18 +141,18 @@ class _Sitting:
         self.last = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
         self.stop_ids = np.array(sorted(sampling.stop_ids), dtype=np.int64)
-        self.ended: dict[int, Status] = {}  # requests whose last segment is still to be given
-        self.given: set[int] = set()  # requests that have had theirs
+        self.ended: dict[int, Status] = {}  # requests whose last segment has not been returned yet
+        self.given: set[int] = set()  # requests whose last segment has been returned
         self.owners: list[NDArray[np.int64]] = []
         self.tape: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is sampled: all is complete, the budget is spent, or the rest is parked."""
+        """Whether sampling is over: all responses are complete, the budget is spent, or the rest is parked."""
         return self.parked or self.budget <= 0 or (self.alive == 0 and self.next == len(self.requests))
 
     def work(self, deadline: float | None) -> None:
-        """Sample until the sitting is over or the deadline has passed; at least one step."""
+        """Sample until the sitting is over or the deadline has passed, for at least one step."""
         while not self.over:
             if self._wants_refill():
                 self._refill()
@@ -164,7 +164,7 @@ class _Sitting:
             if deadline is not None and time.monotonic() >= deadline:
                 return
 
-    # Who sits where.
+    # Which request has which row.
 
     def _wants_refill(self) -> bool:
         """A prefill costs about a step, so slots are refilled a few at a time."""
@@ -192,7 +192,7 @@ class _Sitting:
         self._settle(max(self.rows, int(rows[-1]) + 1))
 
     def _prefill(self, rows: Sequence[int], newcomers: Sequence[int]) -> None:
-        """Keys and values of all context tokens but the last, which the next step feeds. Equal ones are run once."""
+        """Compute keys and values of contexts except the last token, which the next step feeds. Equal ones run once."""
         seats: dict[tuple[int, ...], list[int]] = {}
         for row, index in zip(rows, newcomers, strict=True):
             context = tuple(self.requests[index].context[:-1])
@@ -211,12 +211,12 @@ class _Sitting:
             self.engine.forward(ids, positions, mask, self.cache)
 
     def _park_last(self, count: int) -> None:
-        """Leave out the rows of the last requests in line: the budget has no token for them."""
+        """Vacate the rows of the last requests in line, because the budget has no token left for them."""
         seated = np.flatnonzero(self.owner >= 0)
         self._vacate(seated[np.argsort(self.owner[seated])[-count:]])
 
     def _vacate(self, rows: NDArray[np.int64]) -> None:
-        """Nobody owns these rows any more. They run along until refilled, attending to themselves."""
+        """Make these rows idle. They keep running until they are refilled, and attend only to themselves."""
         self.owner = self.owner.copy()
         self.owner[rows] = _IDLE
         self.start[rows] = self.column
@@ -227,7 +227,7 @@ class _Sitting:
             self._settle(self.rows)
 
     def _compact(self) -> None:
-        """Close the gaps that idle rows leave: the owned rows become the first ones."""
+        """Close the gaps that idle rows leave: move the owned rows to the front."""
         keep = np.flatnonzero(self.owner >= 0)
         count = len(keep)
         sources = self._tensor(keep)
@@ -241,7 +241,7 @@ class _Sitting:
         self._settle(count)
 
     def _shift(self) -> None:
-        """Move the window back to the left, as far as the longest row and the contexts still to come allow."""
+        """Move the window back to the left, as far as the longest row and the contexts in line allow."""
         home = max(self.column - self.low, self.longest_context - 1)
         self.cache.shift(self.rows, low=self.low, end=self.column, to=home)
         self.start -= self.column - home
@@ -249,7 +249,7 @@ class _Sitting:
         self._settle(self.rows)
 
     def _settle(self, rows: int) -> None:
-        """Derive what the steps until the next change of seats have in common."""
+        """Compute what all steps until the next change of rows have in common."""
         self.rows = rows
         seated = self.owner[:rows] >= 0
         self.alive = int(seated.sum())
@@ -258,7 +258,7 @@ class _Sitting:
         self.ragged = bool((self.start[:rows] > self.low).any())
         self.start_on_device = self._tensor(self.start[:rows])
 
-    # What they do there.
+    # What a step does.
 
     def _step(self) -> None:
         rows, low, column = self.rows, self.low, self.column
@@ -322,11 +322,11 @@ def draw(
     *,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # token, its log-prob, entropy of the distribution; [rows] each
-    """One token per row by inversion: the first whose cumulative probability exceeds uniform * total.
+    """Draw one token per row by inversion: the first whose cumulative probability exceeds uniform * total.
 
     With u <= 1 - 2^-52, u * total rounds to less than total, so a token of probability 0 is never drawn. The cumulative
-    sum is in float64: in float32 its error over a large vocabulary would exceed that of the logits. Non-finite logits
-    give a NaN log-prob, whatever the token.
+    sum is in float64: in float32 its error over a large vocabulary would exceed the error of the logits. Non-finite
+    logits give a NaN log-prob, whatever the token.
     """
     logits = logits.float()
     if temperature == 0:
@@ -343,7 +343,7 @@ def draw(
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; outside, every module is back in the mode it was in."""
+    """Put the model into evaluation mode inside the block; afterwards every module returns to its own mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -369,8 +369,8 @@ def _check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"LocalEngine got a {name}; it needs the transformers model itself. Pass the model inside the wrapper: "
-            "model.get_base_model() of a PEFT model (its adapters stay active), model.module of a parallel one."
+            f"LocalEngine got a {name}, but it needs the transformers model itself. Pass the model inside the wrapper: "
+            "model.get_base_model() of a PEFT model (its adapters stay active), model.module of a parallel model."
         )
     config = model.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
@@ -380,4 +380,4 @@ def _check_model(model: PreTrainedModel) -> None:
             "different lengths cannot share. Use a model with attention layers only, or another engine."
         )
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder; LocalEngine continues a context. Use a decoder-only model.")
+        raise ValueError(f"{name} is an encoder-decoder; LocalEngine continues one context. Use a decoder-only model.")

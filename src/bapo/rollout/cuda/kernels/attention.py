@@ -1,8 +1,8 @@
 """Attention of new tokens over the slots of a key-value cache, with grouped query heads.
 
-Decoding has one query per row and is a matter of reading keys and values once: one program per row and key head serves
-all query heads that share it; where rows are too few to fill the device, each context is cut into `splits` parts whose
-softmaxes are joined afterwards (flash decoding). Prefill has blocks of queries from one sequence each.
+Decoding has one query per row, and its cost is reading keys and values once: one program per row and key head serves
+all query heads that share it. If the rows are too few to fill the device, each context is cut into `splits` parts,
+whose softmaxes are joined afterwards (flash decoding). Prefill has blocks of queries, each from one sequence.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def decode_attention(
     keys: Tensor,  # [slots, kv_heads, reach, width]
     values: Tensor,
     slots: Tensor,  # [rows]
-    positions: Tensor,  # [rows]: the row's own token is here, and it attends up to it
+    positions: Tensor,  # [rows]: where the row's own token is; it attends up to there
     *,
     heads: int,
     splits: int,
 ) -> Tensor:  # [rows, heads * width]
-    """Each row's query over its slot."""
+    """Let each row's query attend to its slot."""
     _, kv_heads, reach, width = keys.shape
     rows = len(qkv)
     out = qkv.new_empty(rows, heads * width)
@@ -218,7 +218,7 @@ def prefill_attention(
     *,
     heads: int,
 ) -> Tensor:  # [tokens, heads * width]
-    """Each token over its slot, up to itself."""
+    """Let each token attend to its slot, up to itself."""
     _, kv_heads, reach, width = keys.shape
     out = qkv.new_empty(len(qkv), heads * width)
     _prefill[(len(blocks), heads)](

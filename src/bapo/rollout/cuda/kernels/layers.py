@@ -1,7 +1,7 @@
-"""What stands between the matrix products of a Llama layer: norm, rotation, gate. One launch each.
+"""The operations between the matrix products of a Llama layer: norm, rotation, gate. Each is one launch.
 
-Every intermediate is rounded to the model's dtype where transformers rounds it, so that a sampled token's log-prob is
-the learner's up to the order of sums inside matrix products and attention.
+Every intermediate is rounded to the model's dtype where transformers rounds it, so that a sampled token's log-prob
+equals the learner's up to the order of sums inside matrix products and attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _add_norm(
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of (residual + delta), [tokens, width]; residual is replaced by that sum."""
+    """RMS norm of (residual + delta), [tokens, width]. The sum replaces the residual."""
     tokens, width = residual.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(width)
@@ -76,7 +76,7 @@ def gate(gated: Tensor) -> Tensor:  # [tokens, 2 * width] -> [tokens, width]
 
 @triton.jit
 def _rotated(first, second, gain_first, gain_second, cos, sin, eps, dtype, WIDTH: tl.constexpr, NORM: tl.constexpr):
-    """Norm over the head (where the model has one), then rotation by position; halves of heads, [heads, WIDTH / 2]."""
+    """Norm over each head (if the model has one), then rotation by position; halves of heads, [heads, WIDTH / 2]."""
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / WIDTH + eps)
         first = (first * scale[:, None]).to(dtype).to(tl.float32)
@@ -165,7 +165,7 @@ def rotate_and_store(
     heads: int,
     eps: float,
 ) -> None:
-    """Queries and keys normed (if the model does) and rotated; keys and values put into the cache."""
+    """Norm (if the model does) and rotate queries and keys, and put keys and values into the cache."""
     _, kv_heads, reach, width = keys.shape
     cos, sin = rotation
     query_gain, key_gain = gains if gains is not None else (cos, cos)

@@ -1,8 +1,8 @@
 """Draws the next token of every row and moves the row on, all on the device.
 
-The host learns of it later: each slot has a column in `State` that this kernel reads and writes, and places for what
-it sampled. The draw is that of `local.draw`: the float32 softmax of logits over temperature, inverted at the uniform of
-(stream, position), see `randomness.py`; sums of probabilities are float64.
+The host reads the outcome later: each slot has a column in `State`, which this kernel reads and writes, and space for
+what it sampled. The draw is the same as in `local.draw`: the float32 softmax of logits over temperature, inverted at
+the uniform of (stream, position), see `randomness.py`; sums of probabilities are float64.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 class State(IntEnum):
-    """What is known of every slot: one row of int64 each."""
+    """What is known about every slot; each entry is one row of int64."""
 
     LAST = 0
     """The token to feed next."""
     LENGTH = 1
-    """Tokens in the cache before it: its position."""
+    """How many tokens the cache holds before it, which is its position."""
     PRODUCED = 2
     """Tokens sampled in this sitting."""
     LEFT = 3
@@ -145,7 +145,7 @@ def sample(
     stop_ids: Tensor,  # [power of two] int64, unused places -1
     temperature: Tensor,  # [1] float32; 0 is greedy
 ) -> None:
-    """One token for every running slot, and its consequences."""
+    """Draw one token for every running slot and update the slot's state."""
     assert len(slots) == len(logits), f"{len(slots)} slots for {len(logits)} rows"
     vocabulary = logits.shape[1]
     block = min(4096, triton.next_power_of_2(vocabulary))
