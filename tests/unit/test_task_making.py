@@ -98,3 +98,13 @@ def test_answers_that_math_cannot_read_are_refused_before_anything_runs(policy, 
     files = {name: [str(tmp_path / f"{name}.jsonl")] for name in ("train", "test")}
     with pytest.raises(ValueError, match=r"neither text nor number, so reward='math' cannot compare"):
         made(policy, name="data", **files)
+
+
+def test_a_run_says_what_its_engine_cannot_do():
+    from types import SimpleNamespace
+
+    from bapo.train.build import engine_notes
+
+    assert engine_notes(SimpleNamespace(draws_by_position=True, gives_entropies=True)) == []
+    notes = engine_notes(SimpleNamespace(draws_by_position=False, gives_entropies=False))
+    assert [" ".join(note.split()[2:5]) for note in notes] == ["draws its own", "gives no entropies:"]

@@ -20,7 +20,7 @@ from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
-from bapo.rollout.engine import Sampling
+from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
 from bapo.tasks.overlong import overlong_penalty
@@ -65,13 +65,14 @@ def build(config: Config) -> Parts:
     _check_fits(config, policy, task)
     sampling = Sampling(config.rollout.temperature, policy.stop_ids)
     off = config.offpolicy
+    engine = engine_for(model, slots=config.rollout.slots, parked=off.partial_cache)
     return Parts(
         config=config,
         task=task,
         policy=policy,
-        notes=prepared.notes,
+        notes=[*prepared.notes, *engine_notes(engine)],
         overlong=_overlong(config),
-        engine=engine_for(model, slots=config.rollout.slots, parked=off.partial_cache),
+        engine=engine,
         stream=ProblemStream(task.train, seed=config.seed),
         scheduler=Scheduler(
             sampling,
@@ -94,6 +95,16 @@ def build(config: Config) -> Parts:
         ),
         learner=Learner(model, learner_settings(config)),
     )
+
+
+def engine_notes(engine: Engine) -> list[str]:
+    """What a person should know of an engine that cannot do everything."""
+    notes = []
+    if not engine.draws_by_position:
+        notes.append("this engine draws its own random numbers: a resumed run will not repeat an uninterrupted one")
+    if not engine.gives_entropies:
+        notes.append("this engine gives no entropies: evaluations do not measure eval/entropy")
+    return notes
 
 
 def _overlong(config: Config) -> Callable[[int], float]:

@@ -235,9 +235,10 @@ def _rows(summary: Summary, k: int) -> list[tuple[str, str, str]]:
     rows = [
         (f"avg@{k}", interval(before, "eval/avg"), interval(after, "eval/avg")),
         (f"pass@{k}", interval(before, "eval/pass"), interval(after, "eval/pass")),
-        ("entropy, nats per token", f"{before['eval/entropy']:.3f}", f"{after['eval/entropy']:.3f}"),
         ("response length", f"{before['eval/length']:.1f}", f"{after['eval/length']:.1f}"),
     ]
+    if "eval/entropy" in before and "eval/entropy" in after:  # otherwise the engine does not give entropies
+        rows.insert(2, ("entropy, nats per token", f"{before['eval/entropy']:.3f}", f"{after['eval/entropy']:.3f}"))
     for other in summary["also_at"]:
         samples = 1 if other["temperature"] == 0 else k
         name = f"avg@{samples} at temperature {other['temperature']:g}"
