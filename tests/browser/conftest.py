@@ -21,25 +21,46 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def watched(browser):
-    """A function that opens a page which may ask for addresses with these beginnings only.
+class Pages:
+    """Pages in which nothing may go wrong: no error, no warning, and no request for an address that is not allowed."""
 
-    At the end the test fails if any page asked for another, had an error, or wrote an error or a warning.
-    """
-    wrong, contexts = [], []
+    def __init__(self, browser):
+        self.browser = browser
+        self.contexts = []
+        self.wrong = []
 
-    def open_page(url, allowed, **options):
-        context = browser.new_context(viewport=options.pop("viewport", {"width": 1280, "height": 900}), **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith(allowed) else wrong.append(request.url))
+    def open(self, url, allowed, **options):
+        """A page that may ask for addresses with these beginnings only."""
+        viewport = options.pop("viewport", {"width": 1280, "height": 900})
+        self.contexts.append(self.browser.new_context(viewport=viewport, **options))
+        page = self.contexts[-1].new_page()
+        page.on("console", self.listen)
+        page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        page.on("request", lambda request: request.url.startswith(allowed) or self.wrong.append(request.url))
         page.goto(url)
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert wrong == []
+    def listen(self, message):
+        if message.type in ("error", "warning"):
+            self.wrong.append(message.text)
+
+    def close(self):
+        for context in self.contexts:
+            context.close()
+
+
+@pytest.fixture(scope="module")
+def lasting(browser):
+    """Pages that stay open for all tests of a module."""
+    pages = Pages(browser)
+    yield pages
+    pages.close()
+
+
+@pytest.fixture
+def watched(browser, lasting):
+    """A function that opens a page for one test; at its end nothing may have gone wrong in any page."""
+    pages = Pages(browser)
+    yield pages.open
+    pages.close()
+    assert pages.wrong + lasting.wrong == []

@@ -55,10 +55,11 @@ def ids(page, table=0):
 
 
 def test_the_overview_shows_the_figures(opened):
-    lines = opened().locator("#overview tbody tr")
+    page = opened()
+    lines = page.locator("#overview tbody tr")
     assert [text.split()[0] for text in lines.all_inner_texts()] == ["sums", "other", "overall"]
     assert "0.500" in lines.first.inner_text()
-    assert opened().title() == "a/model on sums, other · bapo eval"
+    assert page.title() == "a/model on sums, other · bapo eval"
 
 
 def test_problems_are_sorted_and_unfold(opened):

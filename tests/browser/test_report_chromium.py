@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 import threading
+from functools import cache
 
 import pytest
 
@@ -17,6 +18,24 @@ def report(tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "report.html"
     write_report([COMPARED], out)
     return out.as_uri()
+
+
+@pytest.fixture(scope="module")
+def pages(lasting, report):
+    """The report in a light and in a dark page. Tests share them, and leave what others look at as they found it."""
+
+    @cache
+    def shown(scheme):
+        page = lasting.open(report, ALLOWED, color_scheme=scheme)
+        drawn(page)
+        return page
+
+    return shown
+
+
+@pytest.fixture
+def page(pages, watched):
+    return pages("light")
 
 
 @pytest.fixture
@@ -54,8 +73,7 @@ def embedded(page):
     return json.loads(page.locator("#values").text_content())
 
 
-def test_every_plot_is_drawn_with_the_values_of_the_file(opened, report):
-    page = opened(report)
+def test_every_plot_is_drawn_with_the_values_of_the_file(page):
     values = embedded(page)
     panels = [panel for figure in values["figures"] for panel in figure["panels"]]
     assert len(panels) == page.locator(".plot .main-svg .cartesianlayer").count() > 25
@@ -71,8 +89,7 @@ def test_every_plot_is_drawn_with_the_values_of_the_file(opened, report):
     assert shown == pytest.approx(mean)
 
 
-def test_the_table_shows_and_sorts(opened, report):
-    page = opened(report)
+def test_the_table_shows_and_sorts(page):
     values = embedded(page)
     assert page.locator("#overview tbody tr").count() == len(values["arms"]) == 5
     first = values["table"]["rows"][0]["cells"]
@@ -88,11 +105,11 @@ def test_the_table_shows_and_sorts(opened, report):
     assert page.evaluate("document.activeElement.textContent") == "Tokens"  # the keyboard stays where it was
 
 
-def test_light_and_dark(opened, report):
+def test_light_and_dark(pages, watched):
     def background(page):
         return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
-    light, dark = opened(report), opened(report, color_scheme="dark")
+    light, dark = pages("light"), pages("dark")
     assert background(light) == "rgb(251, 251, 250)"
     assert background(dark) == "rgb(20, 22, 26)"
     redrawn(light, lambda: light.locator("#theme").click())
@@ -112,8 +129,7 @@ def test_it_fits_a_phone(opened, report):
     page.locator(".chip", has_text="grpo").tap()
 
 
-def test_chips_hide_and_the_slider_smooths(opened, report):
-    page = opened(report)
+def test_chips_hide_and_the_slider_smooths(page):
     norm = next(p for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "grad_norm")
     names = "plot.data.filter(trace => trace.showlegend).map(trace => trace.name)"
     assert len(plot(page, norm["id"], names)) == 5
@@ -126,10 +142,12 @@ def test_chips_hide_and_the_slider_smooths(opened, report):
     smooth = [sum(raw[max(0, i - 1) : i + 2]) / len(raw[max(0, i - 1) : i + 2]) for i in range(len(raw))]
     shown = plot(page, norm["id"], "Array.from(plot.data.filter(trace => trace.showlegend)[1].y)")
     assert shown == pytest.approx(smooth)
+    redrawn(page, lambda: page.locator(".smooth input").fill("1"))
+    redrawn(page, lambda: page.locator(".chip", has_text="bapo").click())
+    assert len(plot(page, norm["id"], names)) == 5
 
 
-def test_a_plot_becomes_a_picture(opened, report, tmp_path):
-    page = opened(report)
+def test_a_plot_becomes_a_picture(page, tmp_path):
     with page.expect_download() as download:
         page.get_by_role("button", name="save Gradient norm as PNG").click()
     assert download.value.suggested_filename.endswith(".png")
@@ -140,8 +158,7 @@ def test_a_plot_becomes_a_picture(opened, report, tmp_path):
     assert len(data) > 20_000  # not a blank sheet
 
 
-def test_responses_show_who_wrote_them(opened, report):
-    page = opened(report)
+def test_responses_show_who_wrote_them(page):
     option = page.locator(".pick option", has_text="partial").get_attribute("value")
     page.locator(".pick").select_option(option)
     assert page.locator(".sample").count() == 3
@@ -222,18 +239,22 @@ def test_the_live_page_follows_without_reloading(opened, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_overview_fits_a_laptop_and_shows_where_it_goes_on_where_it_does_not(report, opened, scheme):
+def test_the_overview_fits_a_laptop_and_shows_where_it_goes_on_where_it_does_not(pages, watched, scheme):
     hidden = "[...document.querySelectorAll('.scroll')].map((box) => box.scrollWidth - box.clientWidth)"
+    page = pages(scheme)
+    page.evaluate("scrollTo(0, 0)")
+    usual = page.viewport_size
     for width in (1200, 1440):
-        page = opened(report, viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate(hidden) == [0]
-    page = opened(report, viewport={"width": 390, "height": 900}, color_scheme=scheme)
+    page.set_viewport_size({"width": 390, "height": 900})
     assert page.evaluate(hidden)[0] > 0
     box = page.locator("#overview .scroll").bounding_box()
     edge = {"x": box["x"] + box["width"] - 8, "y": box["y"] + box["height"] - 8, "width": 4, "height": 3}  # no text
     there = page.screenshot(clip=edge)
     page.locator("#overview .scroll").evaluate("(box) => { box.scrollLeft = box.scrollWidth; }")
     assert page.screenshot(clip=edge) != there  # the shadow is gone where nothing is hidden
+    page.set_viewport_size(usual)
 
 
 @pytest.fixture(scope="module")
