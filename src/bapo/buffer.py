@@ -148,6 +148,8 @@ class Buffer:
         self._version: int | None = None
         self._batch_sizes: dict[int, int] = {}
         """For each whole rollout with passes left: how many fresh groups go into each of its batches."""
+        self._open = False
+        """Whether groups were added to a rollout that is not whole yet."""
         self._totals = BufferMetrics()
 
     def add(self, groups: Iterable[Group], *, version: int, whole: bool = True) -> Admitted:
@@ -173,6 +175,7 @@ class Buffer:
         self._version = version
         self._held |= admitted
         self._count(added=len(admitted), filtered=len(filtered))
+        self._open = not whole
         if whole:
             self._begin_passes(rollout)
         self._settle(version)
@@ -190,7 +193,7 @@ class Buffer:
         self._version = version
         self._settle(version)
         if not self._batch_sizes:
-            return NoBatch.NOT_YET if self._to_visit() else NoBatch.DONE
+            return NoBatch.NOT_YET if self._open else NoBatch.DONE
         rollout = min(self._batch_sizes)
         fresh = self._next_of_pass(rollout)
         places = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
@@ -217,6 +220,7 @@ class Buffer:
         """Everything that decides what this buffer does next, as plain JSON data. Settings are not included."""
         return {
             "version": self._version,
+            "open": self._open,
             "batch_sizes": [[rollout, size] for rollout, size in self._batch_sizes.items()],
             "totals": {name: getattr(self._totals, name) for name in _COUNTS},
             "held": [
@@ -233,6 +237,7 @@ class Buffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken. Whatever this buffer held before is forgotten."""
         self._version = state["version"]
+        self._open = state.get("open", False)
         self._batch_sizes = dict(state.get("batch_sizes", ()))
         self._totals = BufferMetrics(**state["totals"])
         self._held = {}

@@ -93,7 +93,7 @@ def guarded(name: str, words: list[str]) -> int:
     except SystemExit as stop:  # the parser: 0 after --help, 2 after it said what it cannot read
         if stop.code:
             print(f"usage: bapo {name} {command.usage}", file=sys.stderr)
-        return int(stop.code or 0)
+        return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
     except BapoError as error:
         return _fail(error.exit_code, str(error))
     except BrokenPipeError:  # whoever reads our output has seen enough

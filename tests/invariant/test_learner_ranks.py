@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 from bapo.core.settings import ClipSettings
 from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
+from bapo.learn.sft import sft_step
 from bapo.types import Group, Problem, Status, Trajectory
 from tests.processes import in_ranks
 from tests.tiny.models import VOCABULARY, tiny
@@ -52,7 +54,7 @@ def take_part(rank, directory, split):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("split", [2, 5])
+@pytest.mark.parametrize("split", [2, 6])
 def test_two_ranks_take_the_update_of_one_process(split, tmp_path):
     whole = learner("update")
     metrics = whole.step(groups()).metrics
@@ -61,7 +63,49 @@ def test_two_ranks_take_the_update_of_one_process(split, tmp_path):
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["version"] == 1
-        for name in ("clip_low", "clip_high", "grad_norm"):
+        shared = ("clip_low", "clip_high", "grad_norm") if found["tokens"] else ("grad_norm",)
+        for name in shared:
             assert math.isclose(found[name], metrics[name], rel_tol=1e-5), name
         for ours, theirs in zip(torch.load(tmp_path / f"{rank}.pt"), whole.model.parameters(), strict=True):
             assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
+
+
+def learn_demonstrations(rank, directory):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
+    ours = learner("update", dist.group.WORLD)
+    sft_step(ours, PAIRS[:1] if rank == 0 else PAIRS[1:])
+    torch.save([p.detach() for p in ours.model.parameters()], f"{directory}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+PAIRS = [([5], [7, 8, 9]), ([5, 6], [8] * 30), ([4], [11, 12])]
+
+
+def test_two_ranks_take_the_supervised_update_of_one_process(tmp_path):
+    whole = learner("update")
+    sft_step(whole, PAIRS)
+    in_ranks(learn_demonstrations, 2, str(tmp_path))
+    for rank in range(2):
+        for ours, theirs in zip(torch.load(tmp_path / f"{rank}.pt"), whole.model.parameters(), strict=True):
+            assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
+
+
+def fail_on_one(rank, directory):
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
+    ours = learner("update", dist.group.WORLD)
+    mine = groups()[:2]
+    if rank == 0:
+        mine[0].trajectories[1].behavior_logprobs[3] = math.nan
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        ours.step(mine)
+    Path(directory, f"{rank}.txt").write_text(f"{caught.value} version {ours.version}")
+    dist.destroy_process_group()
+
+
+def test_bad_input_on_one_rank_ends_the_update_on_all_of_them(tmp_path):
+    in_ranks(fail_on_one, 2, str(tmp_path))
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert "behavior_logprobs is nan" in told[0]
+    assert "another rank cannot take part" in told[1]
+    assert all(text.endswith("version 0") for text in told)

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bapo.buffer import Buffer
 from bapo.compare.grid import load_grid
-from bapo.config.recipe import load_config, load_sft_config, parse_config
+from bapo.config.recipe import load, parse_config
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
 from bapo.demo import model_path
 from bapo.learn.learner import Learner
 from bapo.models import Policy
@@ -263,7 +265,7 @@ SUPERVISED = [path for path in RECIPES if "epochs" in tomllib.loads(path.read_te
 
 @pytest.mark.parametrize("recipe", SUPERVISED, ids=lambda p: p.name)
 def test_shipped_supervised_recipes_are_possible(recipe):
-    config = load_sft_config(recipe)
+    config = load(SftConfig, recipe)
     assert config.data.sources
     assert config.model.path != "demo"
 
@@ -272,7 +274,7 @@ def test_shipped_supervised_recipes_are_possible(recipe):
     "recipe", [path for path in RECIPES if path not in (*GRIDS, *SUPERVISED)], ids=lambda p: p.name
 )
 def test_shipped_recipes_are_possible(recipe):
-    config = load_config(recipe)
+    config = load(Config, recipe)
     if config.model.path != "demo":  # its weights are not here
         assert config.task.name == "data"
         return

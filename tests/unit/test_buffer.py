@@ -542,6 +542,14 @@ def test_groups_of_a_rollout_may_come_one_by_one_and_are_drawn_once_it_is_whole(
     assert one_by_one.metrics() == at_once.metrics()
 
 
+def test_a_rollout_whose_groups_so_far_teach_nothing_is_not_done():
+    buffer = Buffer(batch_groups=1, max_staleness=0)
+    buffer.add([group(0, 0, rewards=(1.0, 1.0))], version=0, whole=False)
+    assert buffer.draw(version=0) is NoBatch.NOT_YET
+    buffer.add([], version=0)
+    assert buffer.draw(version=0) is NoBatch.DONE
+
+
 def test_add_says_what_it_admitted_and_what_it_filtered():
     buffer = Buffer(batch_groups=1, max_staleness=0)
     useful, useless = group(0, 0), group(1, 0, rewards=(1.0, 1.0))

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from bapo.cli import run
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores, placed
-from bapo.config.recipe import all_keys, load_config, parse_config, parse_sft_config
+from bapo.config.recipe import all_keys, load, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 from bapo.config.sft import SftConfig
 
@@ -127,24 +127,24 @@ def test_everything_wrong_is_listed_at_once():
 def test_recipes_are_toml(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("steps = 7\n[objective]\nname = 'grpo'\n[objective.options]\nhigh = 1.3\n")
-    config = load_config(recipe)
+    config = load(Config, recipe)
     assert (config.steps, config.objective.name, config.objective.options) == (7, "grpo", {"high": 1.3})
     recipe.write_text("steps = = 7")
     with pytest.raises(ConfigError, match="not valid TOML"):
-        load_config(recipe)
+        load(Config, recipe)
     with pytest.raises(ConfigError, match=r"cannot read .*Check the path"):
-        load_config(tmp_path / "nowhere.toml")
+        load(Config, tmp_path / "nowhere.toml")
 
 
 def test_recipes_may_be_the_json_that_a_run_keeps(tmp_path):
     config = parse_config({"steps": 7, "objective": {"preset": None}, "eval": {"also_at": [0, 0.6]}}, source="test")
     recipe = tmp_path / "config.json"
     recipe.write_text(config.model_dump_json())
-    assert load_config(recipe) == config
+    assert load(Config, recipe) == config
     for text, reason in (("{", "not valid JSON"), ("[1]", "holds list, not keys")):
         recipe.write_text(text)
         with pytest.raises(ConfigError, match=reason):
-            load_config(recipe)
+            load(Config, recipe)
 
 
 def test_toml_says_none_for_no_preset():
@@ -211,7 +211,7 @@ def test_a_grid_is_no_recipe(tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text('seeds = 2\n[[objective]]\nlabel = "grpo"\n')
     with pytest.raises(ConfigError, match=r"is a grid of runs, not a recipe for one\. Run it with `bapo compare"):
-        load_config(path)
+        load(Config, path)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -10,7 +10,7 @@ import torch
 
 from bapo.rollout.cuda.decoder import Decoder
 from bapo.rollout.cuda.engine import GraphEngine
-from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment, generate, join
+from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment, generate, join, sampled
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import sitting, tokens_of
@@ -63,8 +63,8 @@ def test_parked_requests_come_back_with_what_they_got_and_can_be_continued(make,
     last = {id: segment.status for id, segment in begun + rest}
     assert set(last) == {request.id for request in requests()}
     assert Status.PARKED in last.values()
-    sampled = {request.id: [s for id, s in begun + rest if id == request.id] for request in requests()}
-    tokens = [[token for segment in parts for token in segment.tokens] for parts in sampled.values()]
+    given = {request.id: [s for id, s in begun + rest if id == request.id] for request in requests()}
+    tokens = [[token for segment in parts for token in segment.tokens] for parts in given.values()]
     assert 0 < sum(map(len, tokens)) < sum(len(segment.tokens) for segment in whole)
     again = [
         replace(request, context=request.context + had, position=len(had), max_new_tokens=5 - len(had))
@@ -112,8 +112,10 @@ def test_weights_of_another_copy_of_the_model_are_taken_over(make):
 def test_a_weight_that_nobody_knows_is_refused(make):
     engine = loaded(make)
     with pytest.raises(ValueError, match=r"strange\.weight"):
-        engine.load([("strange.weight", torch.zeros(2))], version=4)
-    assert engine.version == 3
+        engine.load([*engine.model.named_parameters(), ("strange.weight", torch.zeros(2))], version=4)
+    assert engine.version == NOTHING_LOADED  # it may hold a mixture, so it must not be used
+    with pytest.raises(RuntimeError, match="the engine has no weights yet"):
+        engine.submit(requests(), SAMPLING)
 
 
 def test_weights_in_place_are_not_copied():
@@ -123,12 +125,42 @@ def test_weights_in_place_are_not_copied():
     assert {name: parameter._version for name, parameter in engine.model.named_parameters()} == before
 
 
-def test_an_engine_without_some_of_the_weights_is_not_used():
-    engine = loaded(GraphEngine)
+@ENGINES
+def test_an_engine_without_some_of_the_weights_is_not_used(make):
+    engine = loaded(make)
     some = dict(list(engine.model.named_parameters())[:-1])
     with pytest.raises(ValueError, match="1 weights were not loaded"):
         engine.load(some.items(), version=4)
-    assert engine.version == 3
+    assert engine.version == NOTHING_LOADED
+
+
+@ENGINES
+def test_a_weight_of_another_shape_is_not_broadcast(make):
+    engine = loaded(make)
+    weights = {name: parameter.detach() for name, parameter in engine.model.named_parameters()}
+    name = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight' has shape \(1, 32\)"):
+        engine.load((weights | {name: weights[name][:1]}).items(), version=4)
+
+
+def test_weights_that_changed_since_they_were_loaded_are_not_sampled_under_their_old_version():
+    engine = loaded(LocalEngine)
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(1.1)
+    with pytest.raises(RuntimeError, match="weights have changed since version 3 was loaded"):
+        engine.submit(requests(), SAMPLING)
+
+
+@ENGINES
+def test_a_caller_that_fails_leaves_the_engine_free(make, monkeypatch):
+    monkeypatch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
+    monkeypatch.setattr("bapo.rollout.cuda.engine.LOOK", 1)
+    engine = loaded(make)
+
+    collecting = sampled(engine, requests(tokens=40), SAMPLING)
+    next(collecting)
+    collecting.close()  # as an error in its loop would
+    assert len(sitting(engine, requests(), SAMPLING, version=4)) == 4
 
 
 def count_loads(monkeypatch) -> list[int]:

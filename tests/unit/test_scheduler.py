@@ -69,7 +69,7 @@ class CountingEngine:
 
 def run(scheduler: Scheduler, engine: Any, *, version: int, tell: TellSampled | None = None) -> Rollout:
     """One run with the weights of this version."""
-    engine.load([], version=version)
+    engine.load(engine.model.named_parameters() if engine is ENGINE else [], version=version)
     return scheduler.run(engine, tell=tell)
 
 
@@ -497,3 +497,54 @@ def test_responses_under_way_are_not_asked_for_again_and_may_come_in_pieces():
     assert [group.id for group in rollout.groups] == [1]
     assert rollout.groups[0].trajectories[0].versions == [3, 4, 4, 4, 4, 4]
     assert_conserved(scheduler)
+
+
+def segment_of(count: int, version: int, status: Status | None) -> Segment:
+    return Segment([9] * count, [-0.5] * count, [0.5] * count, [version] * count, status)
+
+
+def test_a_group_given_up_while_it_is_under_way_stays_given_up():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, max_age=2)
+    scheduler.admit([counted_group(0, 9)])
+    (request,) = scheduler.requests(0).requests
+    scheduler.accept(request.id, segment_of(4, 0, None))
+    assert scheduler.take().groups == []
+    assert scheduler.requests(5) is None  # too old: given up, though an engine still works on it
+    scheduler.accept(request.id, segment_of(5, 0, Status.STOPPED))
+    rollout = scheduler.take()
+    assert (rollout.groups, [group.id for group in rollout.dropped]) == ([], [0])
+    assert scheduler.totals().wasted_tokens == 9
+    assert_conserved(scheduler)
+
+
+def test_a_sibling_that_comes_late_does_not_change_a_group_that_was_handed_out():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99)
+    scheduler.admit([counted_group(0, 4, 6)])
+    one, other = (request.id for request in scheduler.requests(0).requests)
+    scheduler.accept(one, segment_of(1, 0, Status.DROPPED))
+    (group,) = scheduler.take().dropped
+    scheduler.accept(other, segment_of(6, 0, Status.STOPPED))
+    assert group.trajectories[1].tokens == []
+    assert scheduler.totals().wasted_tokens == 7
+    assert_conserved(scheduler)
+
+
+def test_what_is_due_is_asked_for_however_often_somebody_asked_before():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99, token_budget=4, max_age=0)
+    scheduler.admit([counted_group(0, 9)])
+    (request,) = scheduler.requests(0).requests
+    assert scheduler.requests(0) is None
+    scheduler.accept(request.id, segment_of(4, 0, Status.PARKED))
+    due = scheduler.requests(0)  # it may not wait for the next version
+    assert due.token_budget is None
+    scheduler.accept(due.requests[0].id, segment_of(5, 0, Status.STOPPED))
+    assert [group.id for group in scheduler.take().groups] == [0]
+
+
+def test_a_loaded_state_forgets_what_was_under_way():
+    scheduler = Scheduler(SAMPLING, max_response_tokens=99)
+    scheduler.admit([counted_group(0, 4)])
+    state = scheduler.state_dict()
+    assert scheduler.requests(0) is not None
+    scheduler.load_state_dict(state)
+    assert len(scheduler.requests(0).requests) == 1

@@ -42,16 +42,6 @@ WORDS = {
 """What to do about each kind of pydantic error; a kind that is not listed keeps pydantic's own message."""
 
 
-def load_config(path: str | Path) -> Config:
-    """The configuration in a recipe of `bapo train`."""
-    return load(Config, path)
-
-
-def load_sft_config(path: str | Path) -> SftConfig:
-    """The configuration in a recipe of `bapo sft`."""
-    return load(SftConfig, path)
-
-
 def parse_config(values: dict[str, Any], *, source: str) -> Config:
     """The configuration of `bapo train` that these keys describe."""
     return parse(Config, values, source=source)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table
+from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import denominator_of
@@ -35,7 +37,7 @@ from bapo.learn.forward import can_pack, compiled_layers, hidden_states, layers_
 from bapo.learn.head import head_of
 from bapo.learn.optimizer import Optimizer
 from bapo.learn.packing import empty_batch, pack
-from bapo.learn.ranks import Ranks, largest, sum_gradients, summed
+from bapo.learn.ranks import CANNOT, Ranks, largest, sum_gradients, summed
 from bapo.learn.settings import LearnerSettings, learning_rate
 from bapo.learn.weights import restore_weights, trained_weights
 from bapo.types import Group, TokenBatch
@@ -52,6 +54,7 @@ class Update:
     tokens: int
     """How many response tokens this rank trained on."""
     metrics: dict[str, float | list[float]]
+    """With several ranks, bounds and gradient norm are of the whole update, and the rest is of this rank's tokens."""
 
 
 class Learner:
@@ -80,13 +83,10 @@ class Learner:
 
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
-        batches = pack(
-            groups,
-            estimator=self.settings.advantages,
-            micro_tokens=self.settings.micro_tokens,
-            device=self.device,
-            padded=not self.packed,
-        )
+        settings = self.settings
+        options: dict[str, Any] = {"micro_tokens": settings.micro_tokens, "padded": not self.packed}
+        with self.telling_others():
+            batches = pack(groups, estimator=settings.advantages, device=self.device, **options)
         update = self.step_on(batches)
         update.metrics["groups"] = float(len(groups))
         return update
@@ -95,12 +95,9 @@ class Learner:
         """One optimizer step on the tokens of all micro-batches."""
         settings = self.settings
         self.optimizer.forget_gradients()  # left by a step that failed half-way
+        with self.telling_others():
+            self._check(batches)
         batches = self.filled_up(batches)
-        if OBJECTIVES[settings.objective].whole_update and len(batches) > 1:
-            raise ValueError(
-                f"objective {settings.objective} finds its bounds over all tokens of an update, but this one is cut "
-                f"into {len(batches)} micro-batches. Raise learn.micro_tokens until it fits into one."
-            )
         denominator = sum(
             denominator_of(
                 torch.ones_like(batch.targets, dtype=torch.bool),
@@ -115,6 +112,29 @@ class Learner:
         bounds = self._solve_over(batches) if solves_once else None
         outputs = [self._backward(batch, bounds, denominator) for batch in batches]
         return self.descend(batches, partial(self._metrics, outputs))
+
+    def _check(self, batches: Sequence[TokenBatch]) -> None:
+        """Refuse an update that this rank cannot take, before the ranks begin it together."""
+        name = self.settings.objective
+        if OBJECTIVES[name].whole_update and (len(batches) > 1 or self.ranks is not None):
+            where = f"cut into {len(batches)} micro-batches" if self.ranks is None else "spread over several ranks"
+            raise ValueError(
+                f"objective {name} finds its bounds over all tokens of an update, but this one is {where}. Raise "
+                "learn.micro_tokens until it fits into one, on one rank."
+            )
+        for batch in batches if self.ranks is not None else ():
+            every = torch.ones_like(batch.targets, dtype=torch.bool)
+            check_finite("behavior_logprobs", batch.behavior_logprobs, every, batch.sequence_ids)
+            check_finite("advantages", batch.advantages, every, batch.sequence_ids)
+
+    @contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """Inside, an error of this rank also ends the update on the others, which are about to agree on its size."""
+        try:
+            yield
+        except Exception:
+            largest(CANNOT, self.ranks, self.device)
+            raise
 
     def filled_up(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
         """These micro-batches, plus empty ones until there are as many as on the rank with the most."""
@@ -207,7 +227,9 @@ class Learner:
         return Output(batch, logprobs.detach(), entropy.detach(), result)
 
     def _metrics(self, outputs: Sequence[Output], grad_norm: Tensor) -> dict[str, float | list[float]]:
-        with_tokens = [output for output in outputs if len(output.batch.targets)] or list(outputs)
+        with_tokens = [output for output in outputs if len(output.batch.targets)]
+        if not with_tokens:  # other ranks have them all
+            return {"tokens": 0.0, "grad_norm": float(grad_norm)}
         return update_metrics(with_tokens, self.settings, version=self.version, grad_norm=grad_norm)
 
 

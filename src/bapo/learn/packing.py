@@ -36,11 +36,15 @@ def pack(
 
     `padded`: whether the forward pass will pad, so that `micro_tokens` counts padding.
     """
+    if not groups:
+        return []
     rewards = [t.learning_reward for group in groups for t in group.trajectories]
     if any(reward is None for reward in rewards):
         raise ValueError("a response without a reward reached the learner. Score every group before you add it.")
     owners = [i for i, group in enumerate(groups) for _ in group.trajectories]
-    advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), torch.tensor(owners)).advantages
+    advantages = ADVANTAGES[estimator](
+        torch.tensor(rewards, dtype=torch.float32), torch.tensor(owners, dtype=torch.int64)
+    ).advantages
     rows = list(zip((t for group in groups for t in group.trajectories), advantages.tolist(), strict=True))
     rows.sort(key=lambda row: -_length(row[0]))  # stable: equal lengths keep the order of the groups
     return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]

@@ -3,6 +3,9 @@
 Each rank has groups of its own. All ranks run as many micro-batches as the rank with the most (ranks with fewer add
 empty ones), because every micro-batch is a collective operation for a sharded model. Denominators, signal tables and
 gradients are summed. Without a process group, this process is the only rank.
+
+A rank that cannot take part in an update (bad input) tells the others when they agree on the number of micro-batches:
+all of them raise, and none waits. An error after that, in a forward pass, ends the others at the group's timeout.
 """
 
 from __future__ import annotations
@@ -14,15 +17,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 Ranks = dist.ProcessGroup | None
+CANNOT = 2**31 - 1
+"""The count of a rank that cannot take part."""
 
 
 def largest(count: int, ranks: Ranks, device: torch.device) -> int:
-    """The largest count of all ranks."""
+    """The largest count of all ranks; a RuntimeError if one of them cannot take part."""
     if ranks is None:
         return count
     value = torch.tensor(count, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=ranks)
+    if int(value) == CANNOT != count:
+        raise RuntimeError("another rank cannot take part in this update. Its own error says why.")
     return int(value)
+
+
+def total(count: int, ranks: Ranks, device: torch.device) -> int:
+    """The sum of all ranks' counts."""
+    return count if ranks is None else int(summed(torch.tensor(count, device=device), ranks))
 
 
 def summed(value: Tensor, ranks: Ranks) -> Tensor:
@@ -33,7 +45,10 @@ def summed(value: Tensor, ranks: Ranks) -> Tensor:
 
 
 def sum_gradients(parameters: Iterable[Tensor], ranks: Ranks) -> None:
-    """Give every rank the sum of all ranks' gradients. A rank with only empty micro-batches has gradients of zero."""
+    """Give every rank the sum of all ranks' gradients. Where a rank has none, it adds zeros."""
+    if ranks is None:
+        return
     for parameter in parameters:
-        if parameter.grad is not None:
-            summed(parameter.grad, ranks)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        summed(parameter.grad, ranks)

@@ -19,6 +19,7 @@ from torch import Tensor
 from bapo.learn.determinism import deterministic
 from bapo.learn.learner import Learner, Update
 from bapo.learn.packing import pack_demonstrations
+from bapo.learn.ranks import total
 from bapo.types import TokenBatch
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -47,8 +48,8 @@ def sft_loss(
 def sft_step(learner: Learner, pairs: Iterable[Pair]) -> Update:
     """Take one optimizer step that raises the log-prob of these responses."""
     learner.optimizer.forget_gradients()  # left by a step that failed half-way
-    batches = _packed(learner, pairs)
-    tokens = sum(len(batch.targets) for batch in batches)
+    batches = learner.filled_up(_packed(learner, pairs))
+    tokens = total(sum(len(batch.targets) for batch in batches), learner.ranks, learner.device)
     losses, entropies = [], []
     for batch in batches:
         logprobs, entropy = learner.logprobs(batch)

@@ -34,6 +34,9 @@ def restore_weights(model: Any, weights: dict[str, Tensor]) -> None:
     unknown, missing = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
     if unknown or missing:
         raise KeyError(f"the weights {unknown} are unknown and {missing} are missing")
+    other = [name for name, tensor in weights.items() if tensor.shape != expected[name].shape]
+    if other:
+        raise KeyError(f"the weights {other} have other shapes")
     if FINGERPRINT in expected and not torch.equal(weights[FINGERPRINT], expected[FINGERPRINT]):
         raise KeyError("the frozen weights below the trained ones have changed: model.path holds another model now")
     model.load_state_dict({name: tensor for name, tensor in weights.items() if name != FINGERPRINT}, strict=False)

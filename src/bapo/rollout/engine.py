@@ -85,7 +85,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """Start work on these requests, first come first served.
+        """Start work on these requests, first come first served. An engine may refuse while others are under way.
 
         After `token_budget` tokens, all unfinished responses are parked. If any request is invalid, this call raises
         and starts none of them.
@@ -134,17 +134,22 @@ def sampled(
     engine.submit(requests, sampling, token_budget=token_budget)
     under_way = {request.id for request in requests}
     heard = time.monotonic()
-    while under_way:
-        collected = engine.collect(COLLECT_SECONDS)
-        under_way -= {id for id, segment in collected if segment.status is not None}
-        if collected:
-            heard = time.monotonic()
-        elif time.monotonic() - heard > QUIET_SECONDS:
-            raise RuntimeError(
-                f"{type(engine).__name__} has sampled nothing for {QUIET_SECONDS:.0f} s while {len(under_way)} "
-                "requests are under way. Look at the engine's own log, then start it again."
-            )
-        yield collected
+    try:
+        while under_way:
+            collected = engine.collect(COLLECT_SECONDS)
+            under_way -= {id for id, segment in collected if segment.status is not None}
+            if collected:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > QUIET_SECONDS:
+                raise RuntimeError(
+                    f"{type(engine).__name__} has sampled nothing for {QUIET_SECONDS:.0f} s while {len(under_way)} "
+                    "requests are under way. Look at the engine's own log, then start it again."
+                )
+            yield collected
+    finally:
+        if under_way:  # somebody failed on the way: the engine must not go on working for nobody
+            engine.park()
+            engine.collect(0)
 
 
 def generate(

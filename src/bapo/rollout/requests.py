@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from bapo.rollout.engine import Request, Sampling
 
@@ -12,6 +15,34 @@ def max_positions(model: Any) -> int | None:
     """The longest sequence that a transformers model is made for; None if its config does not say."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(positions) if positions else None
+
+
+@torch.no_grad()
+def copy_weights(weights: Iterable[tuple[str, Tensor]], places: Mapping[str, Tensor]) -> None:
+    """Copy every weight to its place, by name. A weight that already lies there is not copied.
+
+    All places must be filled, because an engine with some old weights would sample from a policy that never existed.
+    """
+    missing = set(places)
+    for name, tensor in weights:
+        if name not in places:
+            raise ValueError(
+                f"the engine has no place for the weight {name!r}: it was built for another model, or the head has "
+                "been tied or untied since. Build a new engine."
+            )
+        if tensor.shape != places[name].shape:
+            raise ValueError(
+                f"the weight {name!r} has shape {tuple(tensor.shape)}, but the engine was built for "
+                f"{tuple(places[name].shape)}. Build a new engine."
+            )
+        if tensor.data_ptr() != places[name].data_ptr():
+            places[name].copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(
+            f"{len(missing)} weights were not loaded ({min(missing)!r}, for example), so the engine would sample with "
+            "old ones. Load all weights, or build a new engine if a head was tied or untied since."
+        )
 
 
 def check_engine_sizes(slots: int, prefill_tokens: int) -> None:

@@ -95,13 +95,14 @@ class Asked(NamedTuple):
 class _Run:
     """What one run must remember until `take`."""
 
-    version: int
     before: SchedulerMetrics
     """The totals when the run began."""
     begun: set[int]
     """Responses that had tokens when the run began, by id()."""
-    phases: list[str] = field(default_factory=lambda: ["due", "rest", "due"])
-    """Phases left: groups whose last chance is this run, all others within the budget, groups that became due in it."""
+    rested: bool = False
+    """Whether it has asked for all responses that are not due. Groups can become due by that."""
+    forced: set[tuple[int, bool]] = field(default_factory=set)
+    """Responses asked for because their group is due, by id(), before and after the rest: at most once each."""
     resumed: set[int] = field(default_factory=set)
     """Responses in `begun` that have been given tokens in this run."""
 
@@ -215,20 +216,24 @@ class Scheduler:
         self._begin(version)
         run = self._run
         assert run is not None
-        while run.phases:
-            phase = run.phases.pop(0)
-            left = None
-            if phase == "due":
-                due = (group for group in self._groups.values() if self._due(group, version))
-                chosen = self._idle(trajectory for group in due for trajectory in _parked(group))
-                self._count(forced=len(chosen))
-            else:
-                chosen = sorted(self._idle(self._unfinished()), key=lambda trajectory: not trajectory.tokens)
-                if self.token_budget is not None:
-                    left = self.token_budget - (self._totals.sampled_tokens - run.before.sampled_tokens)
-            if chosen and (left is None or left > 0):
-                return Asked([self._request(trajectory) for trajectory in chosen], left)
-        return None
+        due = (group for group in self._groups.values() if self._due(group, version))
+        chosen = self._idle(trajectory for group in due for trajectory in _parked(group))
+        chosen = [trajectory for trajectory in chosen if (id(trajectory), run.rested) not in run.forced]
+        if chosen:
+            run.forced |= {(id(trajectory), run.rested) for trajectory in chosen}
+            self._count(forced=len(chosen))
+            return self._asked(chosen, None)
+        if run.rested:
+            return None
+        run.rested = True
+        chosen = sorted(self._idle(self._unfinished()), key=lambda trajectory: not trajectory.tokens)
+        left = None
+        if self.token_budget is not None:
+            left = self.token_budget - (self._totals.sampled_tokens - run.before.sampled_tokens)
+        return self._asked(chosen, left) if chosen and (left is None or left > 0) else self.requests(version)
+
+    def _asked(self, trajectories: list[Trajectory], token_budget: int | None) -> Asked:
+        return Asked([self._request(trajectory) for trajectory in trajectories], token_budget)
 
     def accept(self, request: int, segment: Segment) -> None:
         """Add what an engine sampled for one request to its response."""
@@ -238,9 +243,12 @@ class Scheduler:
                 "requests that it was given, and return exactly one last segment for each."
             )
         trajectory = self._under_way[request]
-        _append(trajectory, segment)
         if segment.status is not None:
             del self._under_way[request]
+        if trajectory.status is Status.DROPPED:  # its group was given up meanwhile, and stays so
+            self._count(sampled_tokens=len(segment.tokens), wasted_tokens=len(segment.tokens))
+            return
+        _append(trajectory, segment)
         if self._run is not None and segment.tokens:
             self._run.resumed |= {id(trajectory)} & self._run.begun
         self._count(sampled_tokens=len(segment.tokens))
@@ -272,7 +280,7 @@ class Scheduler:
             )
         if self._run is None:
             begun = {id(trajectory) for trajectory in self._unfinished() if trajectory.tokens}
-            self._version, self._run = version, _Run(version, self._totals, begun)
+            self._version, self._run = version, _Run(self._totals, begun)
             _give_up(group for group in self._groups.values() if self._too_old(group, version))
 
     def _progress(self, asked: int) -> Sampled:
@@ -317,6 +325,7 @@ class Scheduler:
         self._totals = SchedulerMetrics(**state["totals"])
         groups = [group_from_state(saved) for saved in state["groups"]]
         self._groups = {group.id: group for group in groups}
+        self._run, self._under_way = None, {}
 
     def _unfinished(self) -> list[Trajectory]:
         """Unfinished responses in the order of their groups, and within a group in the order of its responses."""

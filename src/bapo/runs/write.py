@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bapo.config.errors import CheckpointError, ConfigError
+from bapo.config.recipe import parse
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.runs import lock
@@ -51,7 +52,12 @@ class RunDirectory:
     def config(self, schema: type[Kept]) -> Kept:
         """The configuration that the run was created with."""
         try:
-            return schema.model_validate_json((self.path / "config.json").read_text())
+            return parse(schema, json.loads((self.path / "config.json").read_text()), source="config.json")
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be resumed: {error}\nIt is not a configuration of this version of bapo. Resume it "
+                "with the version that wrote it, or restore the file."
+            ) from None
         except ValueError as error:
             raise CheckpointError(f"{self.path / 'config.json'} is damaged: {error}. Restore it to resume.") from None
         except OSError:

@@ -17,6 +17,7 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from bapo.rollout.cuda.kernels.layers import add_norm, gate, rotate_and_store
+from bapo.rollout.requests import copy_weights
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -75,23 +76,9 @@ class Decoder:
         self._places = self._places_of(sources)
         self._rotation: tuple[Tensor, Tensor] | None = None
 
-    @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights, given by their names in the model, in place: captured graphs read the same addresses."""
-        missing = set(self._places)
-        for name, tensor in weights:
-            if name not in self._places:
-                raise ValueError(
-                    f"the engine has no place for the weight {name!r}: it was built for another model, or the "
-                    "head has been tied or untied since. Build a new engine."
-                )
-            self._places[name].copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise ValueError(
-                f"{len(missing)} weights were not loaded ({min(missing)!r}, for example), so the engine would sample "
-                "with old ones. Load all weights, or build a new engine if a head was tied or untied since."
-            )
+        copy_weights(weights, self._places)
 
     def _places_of(self, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """Map the name of each parameter in the model to the part of our matrices that holds it."""

@@ -94,6 +94,7 @@ class GraphEngine:
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """See `Engine.load`."""
         check_idle(self._sitting, "load")
+        self.version = NOTHING_LOADED  # until all of them are in place
         self.decoder.load(weights)
         self.version = version
 

@@ -35,7 +35,14 @@ from transformers import PreTrainedModel
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.local.columns import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
-from bapo.rollout.requests import check_engine_sizes, check_idle, check_requests, max_positions, non_finite
+from bapo.rollout.requests import (
+    check_engine_sizes,
+    check_idle,
+    check_requests,
+    copy_weights,
+    max_positions,
+    non_finite,
+)
 from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -56,28 +63,32 @@ class LocalEngine:
         self.model = model
         self.slots = slots
         self.prefill_tokens = prefill_tokens
-        self.version = NOTHING_LOADED
+        self.version, self._changes = NOTHING_LOADED, 0
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.takes_logits_to_keep = "logits_to_keep" in accepted
         self._sitting: _Sitting | None = None
 
-    @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """See `Engine.load`. A weight that already lies where the model has it is not copied."""
         check_idle(self._sitting, "load")
-        own = dict(self.model.named_parameters())
-        for name, tensor in weights:
-            if name not in own:
-                raise ValueError(f"{type(self.model).__name__} has no weight {name!r}. Load weights of this model.")
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
-        self.version = version
+        self.version = NOTHING_LOADED  # until all of them are in place
+        copy_weights(weights, dict(self.model.named_parameters()))
+        self.version, self._changes = version, self._changes_so_far()
+
+    def _changes_so_far(self) -> int:
+        """How often the model's weights were changed in place: the learner may share them."""
+        return sum(parameter._version for parameter in self.model.parameters())
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         """See `Engine.submit`."""
         check_idle(self._sitting, "submit")
         check_requests(requests, sampling, token_budget, positions=max_positions(self.model), version=self.version)
+        if self._changes != self._changes_so_far():
+            raise RuntimeError(
+                f"the model's weights have changed since version {self.version} was loaded, so its tokens would get a "
+                "wrong version. Call load with the learner's current version first."
+            )
         if requests:
             self._sitting = _Sitting(self, requests, sampling, token_budget)
 
