@@ -1,7 +1,10 @@
-"""The step-by-step search of BAPO, literally, in Python floats: what `solve_bounds` must agree with."""
+"""What the core must agree with: the search of BAPO step by step, in Python floats, and the exact entropy rule."""
 
 import math
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from bapo import ClipSettings
 
@@ -65,3 +68,17 @@ def search(ratio, advantages, mask, settings: ClipSettings, behavior_logprobs=No
         else:
             break
     return Found(low, high, share, margins, lows + highs + 1)
+
+
+@torch.no_grad()
+def exact_entropy_change(
+    probs: Tensor,  # [..., vocabulary] the current policy
+    advantages: Tensor,  # [..., vocabulary] of every action
+    retained: Tensor,  # [..., vocabulary] bool: X, which actions the clip lets through
+) -> Tensor:  # [...] dH per unit of eta
+    """The rule with the whole distribution at hand: the derivative of entropy along one gradient step on the logits."""
+    signal = advantages * retained
+    centred = probs * (signal - (probs * signal).sum(-1, keepdim=True))
+    logprobs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+    surprise = logprobs - (probs * logprobs).sum(-1, keepdim=True)
+    return -(probs * surprise * centred).sum(-1)

@@ -32,20 +32,6 @@ QUANTILES = {"p01": 0.01, "p10": 0.10, "p50": 0.50, "p90": 0.90, "p99": 0.99}
 
 
 @torch.no_grad()
-def exact_entropy_change(
-    probs: Tensor,  # [..., vocabulary] the current policy
-    advantages: Tensor,  # [..., vocabulary] of every action
-    retained: Tensor,  # [..., vocabulary] bool: X, which actions the clip lets through
-) -> Tensor:  # [...] dH per unit of eta
-    """The rule with the whole distribution at hand: the derivative of entropy along one gradient step on the logits."""
-    signal = advantages * retained
-    centred = probs * (signal - (probs * signal).sum(-1, keepdim=True))
-    logprobs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
-    surprise = logprobs - (probs * logprobs).sum(-1, keepdim=True)
-    return -(probs * surprise * centred).sum(-1)
-
-
-@torch.no_grad()
 def predicted_entropy_change(tokens: Tokens, entropy: Tensor, retained: Tensor) -> Tensor:  # 0-d, dH per unit of eta
     """The rule from sampled tokens: expectations under pi become ratio-weighted means over tokens.
 
