@@ -64,7 +64,7 @@ def tensors(batch, dtype):
 
 
 @pytest.mark.parametrize(("measure", "weight", "order"), COMBINATIONS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     batch=st.lists(token, min_size=1, max_size=40).filter(lambda batch: any(t[2] for t in batch)),
     ranges=st.sampled_from(RANGES),
@@ -84,7 +84,7 @@ def test_solver_equals_the_literal_loop(measure, weight, order, batch, ranges, t
 
 @pytest.mark.parametrize("measure", ["gradient", "surrogate"])
 @pytest.mark.parametrize("order", ["high_first", "low_first"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     ratio=st.lists(st.integers(0, 512).map(lambda n: n / 128), min_size=1, max_size=40),
     data=st.data(),
@@ -111,7 +111,7 @@ def test_solver_equals_the_loop_even_at_exact_ties_when_arithmetic_is_exact(meas
 
 
 @pytest.mark.parametrize("measure", ["gradient", "surrogate"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(batch=st.lists(token, min_size=1, max_size=60), ranges=st.sampled_from(RANGES))
 def test_the_two_ways_to_fill_a_table_agree(measure, batch, ranges):
     ratio, advantages, mask, _ = tensors(batch, torch.float32)

@@ -188,6 +188,9 @@ class Scripted:
     def collect(self, timeout=None):
         return [self.left.pop(0)] if self.left else []
 
+    def park(self):
+        self.left = []
+
 
 class Spelled:
     """A task: the response must be the answer, letter by letter."""
