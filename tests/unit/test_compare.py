@@ -369,6 +369,16 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
     assert "is still at work" not in capsys.readouterr().out
 
 
+def test_a_part_of_a_grid_is_run_and_the_rest_is_neither_started_nor_missed(tmp_path, capsys):
+    grid = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4]")
+    assert compare(grid, dry_run=True, only=["*/seed-4"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert listed
+    assert all(name.endswith("seed-4") for name in listed)
+    with pytest.raises(ConfigError, match="matches no run of the grid"):
+        compare(grid, dry_run=True, only=["*/seed-4", "*/seed-5"])
+
+
 def test_exit_codes_of_the_command_line(tmp_path, capsys):
     from bapo.cli import run
 

@@ -7,12 +7,14 @@ It never imports torch, so nothing here can disturb a run.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TextIO
 
 from bapo.compare.execute import State, execute
 from bapo.compare.grid import Grid, load_grid
-from bapo.compare.plan import default_parallel, make_plan, threads_for
+from bapo.compare.plan import Job, default_parallel, make_plan, threads_for
 from bapo.compare.progress import make_progress
 from bapo.compare.results import collect, table_lines, write_json
 from bapo.config.errors import ConfigError
@@ -25,13 +27,15 @@ def compare(
     path: str | Path,
     *,
     parallel: int | None = None,
+    only: Sequence[str] = (),
     retry: bool = False,
     dry_run: bool = False,
     stream: TextIO | None = None,
 ) -> int:
     """Run what is missing of a grid, then print and write its results. Returns the exit code.
 
-    0: every run of the grid is finished. 1: some failed or are damaged. 130: stopped by the user.
+    `only`: shell patterns of the names of runs; others are neither started nor asked for, but shown where they exist.
+    0: every run asked for is finished. 1: some failed or are damaged. 130: stopped by the user.
     """
     stream = stream or sys.stdout
     grid = load_grid(path)
@@ -40,7 +44,7 @@ def compare(
             f"--parallel {parallel}: it must be at least one run at a time. Leave it out to use the default."
         )
     parallel = parallel or default_parallel(grid)
-    jobs = make_plan(grid)
+    jobs = _chosen(make_plan(grid), only)
     busy = f"another `bapo compare`, or a run that it started, is still at work in {grid.out}. Wait for it, or stop it."
     if dry_run:
         _say(stream, f"{len(jobs)} run{'s' * (len(jobs) != 1)} in {grid.out}, {parallel} at a time")
@@ -51,7 +55,7 @@ def compare(
         return 0
     grid.out.mkdir(parents=True, exist_ok=True)
     with held(grid.out / "lock", busy=busy) as lock:
-        jobs = make_plan(grid)  # again, now that no other process can change it
+        jobs = _chosen(make_plan(grid), only)  # again, now that no other process can change it
         write_json(grid.out / "grid.json", grid.record())
         with make_progress(grid, jobs, parallel, stream) as progress:
             stopped = execute(
@@ -76,6 +80,17 @@ def compare(
         _say(stream, f"stopped; the same command continues: bapo compare {path}")
         return 130
     return 1 if bad else 0
+
+
+def _chosen(jobs: list[Job], only: Sequence[str]) -> list[Job]:
+    """The jobs whose name matches a pattern; all of them if there are none."""
+    for pattern in only:
+        if not any(fnmatchcase(job.cell.name, pattern) for job in jobs):
+            raise ConfigError(
+                f"--only {pattern!r} matches no run of the grid. Runs are named SETTING/OBJECTIVE/seed-N, e.g. "
+                f"{jobs[0].cell.name!r}; --dry-run lists them all."
+            )
+    return [job for job in jobs if not only or any(fnmatchcase(job.cell.name, pattern) for pattern in only)]
 
 
 def _say(stream: TextIO, *lines: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from bapo.compare import compare
 from bapo.config.command_line import option
@@ -25,6 +25,9 @@ class Arguments:
     """The objectives, settings and seeds. recipes/quick.toml is an example."""
     parallel: Annotated[int | None, option(default="one per core; 4 on a GPU", metavar="N")] = None
     """How many runs at a time."""
+    only: Annotated[tuple[str, ...], UseAppendAction, option(default="all runs", metavar="PATTERN")] = ()
+    """Run only the runs whose SETTING/OBJECTIVE/seed-N matches, e.g. 'reuse-16/*' or '*/grpo/seed-0'. May be given more
+    than once."""
     retry: bool = False
     """Set damaged runs aside and start them again."""
     dry_run: bool = False
@@ -35,4 +38,10 @@ def run(arguments: Arguments) -> int:
     """Carry out the command; returns its exit code."""
     if arguments.grid is None:
         raise ConfigError("no GRID.toml given. recipes/quick.toml is an example; see `bapo compare --help`.")
-    return compare(arguments.grid, parallel=arguments.parallel, retry=arguments.retry, dry_run=arguments.dry_run)
+    return compare(
+        arguments.grid,
+        parallel=arguments.parallel,
+        only=arguments.only,
+        retry=arguments.retry,
+        dry_run=arguments.dry_run,
+    )
