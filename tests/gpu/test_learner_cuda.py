@@ -132,7 +132,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut(objective, dtype):
 
 
 def test_one_update_waits_for_the_device_once():
-    learner = Learner(tiny().bfloat16().cuda(), LearnerSettings(objective="grpo"))
+    learner = Learner(tiny().bfloat16().cuda(), LearnerSettings(objective="grpo", ess_reference=1.0))
     batch = on_cuda(flat_batch(LENGTHS))
     for _ in range(2):
         learner.step_on([batch])

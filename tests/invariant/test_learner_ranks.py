@@ -38,7 +38,9 @@ def groups():
 
 
 def learner(scope, ranks=None):
-    settings = LearnerSettings(clip=CLIP, scope=scope, reduction="sequence_mean", lr=1e-2, micro_tokens=40)
+    settings = LearnerSettings(
+        clip=CLIP, scope=scope, reduction="sequence_mean", lr=1e-2, ess_reference=1.0, micro_tokens=40
+    )
     return Learner(tiny(), settings, ranks=ranks)
 
 
@@ -59,12 +61,13 @@ def test_two_ranks_take_the_update_of_one_process(split, tmp_path):
     whole = learner("update")
     metrics = whole.step(groups()).metrics
     assert metrics["stop"] in (1, 2)  # the search ended inside its path, so that a wrong table would show
+    assert metrics["lr"] < 0.9e-2  # the effective sample size is below 1, so that a rank's own would show
     in_ranks(take_part, 2, str(tmp_path), split)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["version"] == 1
-        shared = ("clip_low", "clip_high", "grad_norm") if found["tokens"] else ("grad_norm",)
-        for name in shared:
+        bounds = ("clip_low", "clip_high") if found["tokens"] else ()
+        for name in ("grad_norm", "response_ess", "lr", *bounds):
             assert math.isclose(found[name], metrics[name], rel_tol=1e-5), name
         for ours, theirs in zip(torch.load(tmp_path / f"{rank}.pt"), whole.model.parameters(), strict=True):
             assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)

@@ -73,6 +73,8 @@ def test_presets_and_overrides_make_clip_settings():
         ({"offpolicy": {"partial_budget": True}}, ["offpolicy.partial_budget = True: give a number"]),
         ({"learn": {"lr": False}}, ["learn.lr = False: give a number"]),
         ({"offpolicy": {"partial_budget": 100, "partial_max_age": 15}}, ["partial_max_age=15 plus the 3 further"]),
+        ({"learn": {"ess_reference": 1.5}}, ["learn.ess_reference = 1.5: give 1.0 or less"]),
+        ({"learn": {"ess_reference": 0.0}}, ["learn.ess_reference = 0.0: give a number greater than 0"]),
         ({"eval": {"also_at": [0.6, -1.0]}}, ["eval.also_at.1 = -1.0"]),
         (
             {"eval": {"also_at": [0.6, 1.0]}},

@@ -1,6 +1,8 @@
 """Packing and the learner: shapes by hand, the sampler's own log-probs, and updates that do not depend on the cut."""
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch.testing import assert_close
 
 from bapo.core.bounds import solve_bounds
 from bapo.core.settings import ClipSettings
+from bapo.learn.diagnostics import Output
+from bapo.learn.ess import response_ess
 from bapo.learn.learner import Learner
 from bapo.learn.packing import pack
 from bapo.learn.settings import LearnerSettings, learning_rate
@@ -168,6 +172,63 @@ def test_learning_rate_schedules_by_hand():
     assert [at(u, "constant") for u in (0, 1, 3, 4, 99)] == [0.25, 0.5, 1.0, 1.0, 1.0]
     assert [at(u, "linear") for u in (4, 8, 12, 99)] == [1.0, 0.5, 0.0, 0.0]
     assert [at(u, "cosine") for u in (4, 8, 12)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_fresh_responses_leave_the_learning_rate_alone():
+    policy = model()
+    learner = Learner(policy, LearnerSettings(temperature=0.8, lr=0.003, ess_reference=1.0))
+    batches = pack(sampled_groups(policy), estimator="grpo", micro_tokens=60, device=CPU)
+    with torch.no_grad():  # to the bit, where the sampler's own log-probs agree to rounding only
+        batches = [replace(batch, behavior_logprobs=learner.logprobs(batch)[0]) for batch in batches]
+    metrics = learner.step_on(batches).metrics
+    assert (metrics["response_ess"], metrics["lr"]) == (1.0, 0.003)
+
+
+@pytest.mark.parametrize(("micro_tokens", "reference"), [(10**6, 1.0), (60, 1.0), (1, 0.9), (60, 0.05)])
+def test_stale_responses_scale_the_learning_rate_by_their_effective_sample_size(micro_tokens, reference):
+    policy = model()
+    groups = sampled_groups(policy)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    settings = LearnerSettings(
+        objective="grpo", temperature=0.8, lr=1e-3, warmup_updates=2, ess_reference=reference, micro_tokens=micro_tokens
+    )
+    learner = Learner(policy, settings)
+    weights = []
+    for group in groups:
+        for trajectory in group.trajectories:
+            ids = torch.tensor([trajectory.prompt + trajectory.tokens])
+            with torch.no_grad():
+                logprobs = (policy(ids).logits[0].double() / 0.8).log_softmax(-1)
+            first = len(trajectory.prompt) - 1
+            taken = [logprobs[first + i, token].item() for i, token in enumerate(trajectory.tokens)]
+            weights.append(math.exp(math.fsum(taken) - math.fsum(trajectory.behavior_logprobs)))
+    ess = math.fsum(weights) ** 2 / math.fsum(w * w for w in weights) / len(weights)
+    assert 0.05 < ess < 0.9
+    before = [p.detach().clone() for p in policy.parameters()]
+    metrics = learner.step(groups).metrics
+    assert metrics["response_ess"] == pytest.approx(ess, rel=1e-4)
+    assert metrics["lr"] == pytest.approx(0.5e-3 * math.sqrt(min(1, ess / reference)), rel=1e-4)
+    moved = max((a - b).abs().max().item() for a, b in zip(before, policy.parameters(), strict=True))
+    assert moved == pytest.approx(metrics["lr"], rel=1e-2)  # Adam's first step is the learning rate that was used
+
+
+def test_the_effective_sample_size_neither_overflows_nor_vanishes():
+    # Products of 40 and of 80 ratios of e^10 would overflow; at the limit they weigh the same, and the fourth nothing.
+    # Products of 40 and of 80 ratios of e^-10 would vanish; the fourth outweighs them all.
+    for log_ratio in (10.0, -10.0):
+        responses = [by_hand([5], [7] * n, 1.0) for n in (40, 80, 40, 1)]
+        (batch,) = pack([Group(0, Problem("p", "", None), responses)], estimator="grpo", micro_tokens=999, device=CPU)
+        batch = replace(batch, behavior_logprobs=torch.full((161,), -20.0))
+        output = Output(batch, torch.full((161,), -20.0 + log_ratio), torch.zeros(161), None)
+        assert response_ess([output], None).item() == pytest.approx(3 / 4 if log_ratio > 0 else 1 / 4)
+
+
+@pytest.mark.parametrize("reference", [0.0, -1.0, 1.5, math.nan, math.inf])
+def test_a_reference_that_no_effective_sample_size_can_have_is_refused(reference):
+    with pytest.raises(ValueError, match=r"ess_reference=.*at most 1"):
+        LearnerSettings(ess_reference=reference)
 
 
 def test_a_step_that_failed_half_way_leaves_no_gradient_behind(monkeypatch):

@@ -282,6 +282,7 @@ def test_a_token_past_the_ratio_limit_has_no_gradient_and_no_say():
         ({"objective": "sapo", "tau_positive": 0.0}, "tau_positive=0.0 must be positive"),
         ({"objective": "dcpo", "eps_high": -1.0}, "eps_high=-1.0 must be positive"),
         ({"objective": "m2po", "threshold": -1.0}, "threshold=-1.0 must be positive"),
+        ({"objective": "dppo", "delta": 0.0}, "delta=0.0 must be positive"),
         ({"settings": "paper"}, "settings='paper' is not a ClipSettings"),
         ({"bounds": (0.8, 1.2)}, "is not a ClipBounds.*solve_bounds"),
         ({"objective": "grpo", "process_group": "world"}, "process_group= is used by objective='bapo' only"),

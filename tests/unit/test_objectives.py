@@ -204,6 +204,76 @@ def test_m2po_ignores_masked_tokens_and_those_past_the_ratio_limit():
     assert logprobs.grad.tolist() == pytest.approx([-exp(0.1) / 3, -exp(0.3) / 3, 0, 0])
 
 
+def test_dppo_masks_tokens_whose_probability_moved_too_far_with_their_advantage():
+    # Sampled with probability 1/2, now .7, .6, .3, .4: the first moved up by more than .15, the third down.
+    ratios = [1.4, 1.2, 0.6, 0.8]
+    check(
+        "dppo",
+        [0, -1.2, -0.6, -0.8, 0],
+        [0, -1.2, -0.6, -0.8, 0],
+        [False, True, True, True, True],
+        ratios=[*ratios, 1.4],
+        advantages=[1.0, 1.0, 1.0, 1.0, 0.0],
+        behavior=log(0.5),
+    )
+    check(
+        "dppo",
+        [2.8, 2.4, 0, 1.6, 0],
+        [2.8, 2.4, 0, 1.6, 0],
+        [True, True, False, True, True],
+        ratios=[*ratios, 0.6],
+        advantages=[-2.0, -2.0, -2.0, -2.0, 0.0],
+        behavior=log(0.5),
+    )
+    # A rare token may become almost 16 times as likely (.01 to .16) or vanish: its probability hardly moves.
+    rare = {"ratios": [15.9, 16.1, 1e-6], "advantages": [1.0, 1.0, -1.0], "behavior": log(0.01)}
+    assert evaluate("dppo", **rare)[2] == [True, False, True]
+
+
+def test_dppo_keeps_a_token_exactly_at_delta():
+    behavior = torch.full((2,), log(0.5), dtype=torch.float64)
+    logprobs = behavior + torch.tensor([1.5, 0.5], dtype=torch.float64).log()
+    reach = (logprobs.exp() - behavior.exp()).abs().min().item()
+    tokens = Tokens(logprobs, behavior, torch.tensor([1.0, -1.0]), torch.ones(2).bool())
+    assert OBJECTIVES["dppo"](tokens, delta=reach + 1e-15).retained.all()
+    assert not OBJECTIVES["dppo"](tokens, delta=reach - 1e-15).retained.any()
+
+
+def test_dppo_agrees_with_a_loop_over_its_formula():
+    generator = torch.Generator().manual_seed(5)
+    behavior = -3 * torch.rand(400, generator=generator, dtype=torch.float64)
+    logprobs = (behavior + 0.5 * torch.randn(400, generator=generator, dtype=torch.float64)).clamp(max=0)
+    advantages = torch.randn(400, generator=generator, dtype=torch.float64).round(decimals=1)
+    mask = torch.rand(400, generator=generator) < 0.9
+    total, slopes, kept = 0.0, [], []
+    rows = zip(logprobs.tolist(), behavior.tolist(), advantages.tolist(), mask.tolist(), strict=True)
+    for logprob, behavior_logprob, advantage, counts in rows:
+        pi, mu = exp(logprob), exp(behavior_logprob)
+        inside = not ((advantage > 0 and pi - mu > 0.1) or (advantage < 0 and pi - mu < -0.1))
+        loss = -pi / mu * advantage if inside and counts else 0.0
+        total += loss
+        slopes.append(loss / mask.sum().item())  # d(-r A) / d log pi = -r A
+        kept.append(inside)
+    logprobs.requires_grad_()
+    out = policy_loss(logprobs, behavior, advantages, mask, objective="dppo", delta=0.1)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(total / mask.sum().item())
+    assert logprobs.grad.tolist() == pytest.approx(slopes)
+    assert out.retained[mask].tolist() == [k for k, counts in zip(kept, mask.tolist(), strict=True) if counts]
+    assert 20 < sum(not k for k in kept) < 200  # the mask is at work
+
+
+def test_dppo_hides_no_infinity_behind_its_mask_and_retains_nothing_past_the_ratio_limit():
+    # The probability fell from .9 to 0 at A < 0, which is past delta: masked, but a defect all the same.
+    logprobs = torch.tensor([-math.inf, -5.0], requires_grad=True)
+    tokens = Tokens(logprobs, torch.tensor([log(0.9), -30.0]), torch.tensor([-1.0, -1.0]), torch.ones(2).bool())
+    result = OBJECTIVES["dppo"](tokens)
+    result.loss.sum().backward()
+    assert result.loss.isnan().tolist() == [True, False]
+    assert logprobs.grad[1] == 0  # log r = 25
+    assert not result.retained[1]
+
+
 def test_a_nan_bound_reaches_every_gradient():
     ratio = torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
     loss = clipped_surrogate(ratio, torch.tensor([-1.0, 1.0, 1.0]), torch.tensor(math.nan), torch.tensor(math.nan))
@@ -252,6 +322,7 @@ def test_an_objective_says_what_it_takes():
     assert OBJECTIVES["dual_clip"].options == ("low", "high", "cap", "used_low")
     assert OBJECTIVES["bapo"].options == ("dual_clip",)  # its bounds are solved, not chosen
     assert OBJECTIVES["topr"].options == ()
+    assert OBJECTIVES["dppo"].options == ("delta",)
     kinds = ("solves_bounds", "whole_update", "needs_sequences")
     found = {kind: [name for name in OBJECTIVES if getattr(OBJECTIVES[name], kind)] for kind in kinds}
     assert found == {"solves_bounds": ["bapo"], "whole_update": ["m2po"], "needs_sequences": ["gspo", "topr"]}

@@ -234,6 +234,9 @@ class LearnConfig(Section):
     warmup_updates: int = Field(10, ge=0)
     """Updates during which the learning rate rises linearly to its peak."""
     schedule: Schedule = "constant"
+    ess_reference: float | None = Field(None, gt=0, le=1)
+    """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)), as VCPO does with 1. ESS is the
+    effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
     micro_tokens: MicroTokens = 16384
     activation_checkpointing: ActivationCheckpointing = False
     compile: Compile = False

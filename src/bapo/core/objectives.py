@@ -339,6 +339,22 @@ def _second_moment_reach(tokens: Tokens, threshold: float) -> Tensor:  # 0-d
     return within.sqrt().to(tokens.dtype)
 
 
+def dppo(tokens: Tokens, *, delta: float = 0.15) -> TokenLoss:
+    """A mask on the difference of probabilities in place of a clip of their ratio (DPPO, arXiv:2602.04879, binary TV).
+
+        L_t = -M_t r_t A_t,   M_t = 0 where A > 0 and pi - mu > delta, or A < 0 and pi - mu < -delta;  1 elsewhere
+
+    pi and mu are the probabilities of the token itself now and when it was sampled, so that rare tokens move freely. A
+    masked token has loss 0. The ratio is not truncated: the paper argues against it. Its KL and top-K divergences are
+    not here. The authors use delta = 0.15 with advantages="dr_grpo" and reduction="fixed_length".
+    """
+    _check_positive(delta=delta)
+    moved = tokens.logprobs.detach().exp() - tokens.behavior_logprobs.exp()
+    masked = torch.where(tokens.advantages > 0, moved > delta, (moved < -delta) & (tokens.advantages < 0))
+    kept = torch.where(masked, zero_or_nan(tokens.ratio), tokens.ratio)
+    return TokenLoss(-kept * tokens.advantages, ~masked & tokens.within)
+
+
 @dataclass(frozen=True)
 class Objective:
     """An objective and what a trainer has to know to call it."""
@@ -374,4 +390,5 @@ OBJECTIVES: dict[str, Objective] = {
     "topr": Objective(topr, needs_sequences=True),
     "asymre": Objective(asymre),
     "m2po": Objective(m2po, whole_update=True),
+    "dppo": Objective(dppo),
 }

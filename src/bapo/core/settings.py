@@ -18,7 +18,7 @@ Order = Literal["high_first", "low_first"]
 Remainder = Literal["leave", "weigh"]
 Preset = Literal["paper", "weak-model", "released-script"]
 ObjectiveName = Literal[
-    "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po"
+    "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po", "dppo"
 ]
 """The keys of OBJECTIVES in objectives.py, which needs torch."""
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]

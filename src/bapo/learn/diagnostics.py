@@ -31,9 +31,9 @@ class Output:
 
 
 def update_metrics(
-    outputs: Sequence[Output], settings: LearnerSettings, *, version: int, grad_norm: Tensor
+    outputs: Sequence[Output], settings: LearnerSettings, *, version: int, shared: dict[str, Tensor]
 ) -> dict[str, float | list[float]]:
-    """Diagnostics over the tokens of the whole update, read from the device in one transfer."""
+    """Diagnostics over the tokens of the whole update and what ranks share, read from the device in one transfer."""
     batches = [output.batch for output in outputs]
     every = torch.ones(sum(len(batch.targets) for batch in batches), dtype=torch.bool, device=batches[0].targets.device)
     tokens = clean_tokens(
@@ -64,7 +64,7 @@ def update_metrics(
         **ratio_profile(tokens, entropy),
         **use_profile(tokens, retained),
     }
-    numbers = _read(scalars | {"grad_norm": grad_norm}, vectors)
+    numbers = _read(scalars | shared, vectors)
     return numbers | {"tokens": float(len(every)), "grad_norm": numbers.pop("grad_norm")}
 
 

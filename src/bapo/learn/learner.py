@@ -33,12 +33,13 @@ from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import denominator_of
 from bapo.learn.determinism import allow_deterministic_products, deterministic
 from bapo.learn.diagnostics import Output, update_metrics
+from bapo.learn.ess import response_ess
 from bapo.learn.forward import can_pack, compiled_layers, hidden_states, layers_of
 from bapo.learn.head import head_of
 from bapo.learn.optimizer import Optimizer
 from bapo.learn.packing import empty_batch, pack
 from bapo.learn.ranks import CANNOT, Ranks, largest, sum_gradients, summed
-from bapo.learn.settings import LearnerSettings, learning_rate
+from bapo.learn.settings import LearnerSettings, ess_factor, learning_rate
 from bapo.learn.weights import restore_weights, trained_weights
 from bapo.types import Group, TokenBatch
 
@@ -54,7 +55,8 @@ class Update:
     tokens: int
     """How many response tokens this rank trained on."""
     metrics: dict[str, float | list[float]]
-    """With several ranks, bounds and gradient norm are of the whole update, and the rest is of this rank's tokens."""
+    """With several ranks, bounds, gradient norm, response_ess and lr are of the whole update, and the rest is of this
+    rank's tokens."""
 
 
 class Learner:
@@ -149,14 +151,17 @@ class Learner:
         """Finish an update, whatever its loss: clip the gradients, and step if they are finite."""
         settings = self.settings
         sum_gradients(self.optimizer.masters, self.ranks)
-        lr = learning_rate(self.version, settings)
-        logged = metrics(self.optimizer.clip(settings.clip_norm)) | {"lr": lr}
+        logged = metrics(self.optimizer.clip(settings.clip_norm))
         if not math.isfinite(cast(float, logged["grad_norm"])):
             self.optimizer.forget_gradients()
             raise FloatingPointError(
                 f"the gradient norm is {logged['grad_norm']} at version {self.version}, so the weights were not "
                 f"changed. Lower learn.lr (now {settings.lr}), or look for unusual responses in the last batch."
             )
+        lr = learning_rate(self.version, settings)
+        if settings.ess_reference is not None and "response_ess" in logged:  # a supervised update has none
+            lr *= ess_factor(cast(float, logged["response_ess"]), settings.ess_reference)
+        logged["lr"] = lr
         self.optimizer.step(lr)
         self.version += 1
         return Update(self.version, sum(len(batch.targets) for batch in batches), logged)
@@ -233,10 +238,14 @@ class Learner:
         return Output(batch, logprobs.detach(), entropy.detach(), result)
 
     def _metrics(self, outputs: Sequence[Output], grad_norm: Tensor) -> dict[str, float | list[float]]:
+        shared = {"grad_norm": grad_norm.double()}  # the same on all ranks
+        if self.settings.ess_reference is not None:
+            with deterministic(self.device):
+                shared["response_ess"] = response_ess(outputs, self.ranks)
         with_tokens = [output for output in outputs if len(output.batch.targets)]
         if not with_tokens:  # other ranks have them all
-            return {"tokens": 0.0, "grad_norm": float(grad_norm)}
-        return update_metrics(with_tokens, self.settings, version=self.version, grad_norm=grad_norm)
+            return {"tokens": 0.0} | dict(zip(shared, torch.stack(list(shared.values())).tolist(), strict=True))
+        return update_metrics(with_tokens, self.settings, version=self.version, shared=shared)
 
 
 def _check_layers(model: Any, settings: LearnerSettings) -> None:

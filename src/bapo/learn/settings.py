@@ -40,12 +40,21 @@ class LearnerSettings:
     schedule: Schedule = "constant"
     total_updates: int = 1
     """The update at which linear and cosine schedules reach zero."""
+    ess_reference: float | None = None
+    """ESS_0 of VCPO: below this effective sample size per response, the learning rate falls. None: it does not."""
     activation_checkpointing: bool = False
     """Whether layers keep only their inputs and are computed again in the backward pass."""
     staleness_bins: int = 16
     """How many ages have their own bin in the staleness histogram. Older tokens share the last bin."""
     compile: bool = False
     """Whether torch compiles the layers."""
+
+    def __post_init__(self) -> None:
+        if self.ess_reference is not None and not 0 < self.ess_reference <= 1:
+            raise ValueError(
+                f"ess_reference={self.ess_reference} must be above 0 and at most 1: it is a share of the responses. "
+                "Set 1.0 as VCPO does, or None for a learning rate that ignores the effective sample size."
+            )
 
     @property
     def solves_bounds(self) -> bool:
@@ -70,3 +79,8 @@ def learning_rate(update: int, settings: LearnerSettings) -> float:
     if settings.schedule == "linear":
         return settings.lr * (1 - progress)
     return settings.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def ess_factor(ess: float, reference: float) -> float:
+    """What the learning rate of an update is multiplied by: sqrt(min(1, ess / reference)) (VCPO, arXiv:2602.17616)."""
+    return math.sqrt(min(1.0, ess / reference))

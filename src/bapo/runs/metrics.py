@@ -65,6 +65,7 @@ UPDATE = {
     "ratio_entropy": "Mean entropy at the tokens in each of these bins, under the current policy, in nats; 0 if empty.",
     "kl": "Estimate of KL(sampling policy || current policy) per token: mean of r - 1 - log r.",
     "ess": "Effective sample size as a share of the tokens: (sum r)^2 / (n sum r^2); 1 on-policy.",
+    "response_ess": "The same over responses, with products of r over each; present if learn.ess_reference is set.",
     "staleness_mean": "Mean number of updates between sampling and use, per token.",
     "staleness_max": "Largest number of updates between sampling and use; never above offpolicy.max_staleness.",
     "staleness_histogram": "Number of tokens by updates between sampling and use; the last bin holds all older tokens.",

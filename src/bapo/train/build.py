@@ -169,6 +169,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         temperature=config.rollout.temperature,
         warmup_updates=learn.warmup_updates,
         total_updates=config.steps * config.updates_per_step,
+        ess_reference=learn.ess_reference,
     )
 
 
