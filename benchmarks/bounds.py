@@ -8,6 +8,8 @@
                    as in the released code
     policy_loss    our own loss, with its checks and metrics, with fixed bounds (grpo) and with solved ones (bapo)
     bapo/grpo      the time of the second over that of the first
+    used           the same two losses with a lower bound of 1 for tokens that were trained on before (half of them),
+                   over the losses without it
 
 Every ratio compares times of the same round of one run.
 
@@ -30,7 +32,8 @@ def header(device: str) -> list[str]:
     """The header of the columns that `measure` fills."""
     kernels = ["torch only"] if device == "cuda" else []
     ours = ["ours, gradient", "ours, surrogate", *kernels]
-    return ["tokens", "fixed clip", *ours, "step search", "policy_loss grpo", "policy_loss bapo", "bapo/grpo"]
+    losses = ["policy_loss grpo", "policy_loss bapo", "bapo/grpo", "grpo, used", "bapo, used"]
+    return ["tokens", "fixed clip", *ours, "step search", *losses]
 
 
 def stale_update(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,9 +75,16 @@ def loss(logprobs: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, b
     (torch.where(mask, per_token, 0.0).sum() / mask.sum()).backward()
 
 
-def our_loss(logprobs: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, objective: str) -> None:
+def our_loss(
+    logprobs: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, objective: str, uses: Tensor | None = None
+) -> None:
     logprobs.grad = None
-    policy_loss(logprobs, behavior, advantages, mask, objective=objective).loss.backward()
+    options = {}
+    if uses is not None:
+        options = {"uses": uses} | (
+            {"settings": ClipSettings(used_low=1.0)} if objective == "bapo" else {"used_low": 1.0}
+        )
+    policy_loss(logprobs, behavior, advantages, mask, objective=objective, **options).loss.backward()
 
 
 def measure(tokens: int, device: str, rounds: int) -> list[str]:
@@ -97,6 +107,7 @@ def measure(tokens: int, device: str, rounds: int) -> list[str]:
     assert all(abs(a.item() - b) < 1e-6 for a, b in zip(solved, searched, strict=True)), (solved, searched)
 
     tensors = (logprobs, behavior, advantages, mask)
+    uses = torch.randint(0, 2, mask.shape, generator=torch.Generator().manual_seed(1)).to(device)
     cuda_only = {"torch": lambda: loss(*tensors, lambda *x: torch_only(*x, settings["gradient"]))}
     times = interleaved(
         {
@@ -106,6 +117,8 @@ def measure(tokens: int, device: str, rounds: int) -> list[str]:
             "search": lambda: loss(*tensors, search),
             "policy_loss grpo": lambda: our_loss(*tensors, "grpo"),
             "policy_loss bapo": lambda: our_loss(*tensors, "bapo"),
+            "grpo, used": lambda: our_loss(*tensors, "grpo", uses),
+            "bapo, used": lambda: our_loss(*tensors, "bapo", uses),
             **(cuda_only if device == "cuda" else {}),
         },
         device=device,
@@ -120,6 +133,8 @@ def measure(tokens: int, device: str, rounds: int) -> list[str]:
             if name in times
         ),
         f"{ratio(times, 'policy_loss bapo', 'policy_loss grpo'):.2f}x",
+        f"{ratio(times, 'grpo, used', 'policy_loss grpo'):.2f}x",
+        f"{ratio(times, 'bapo, used', 'policy_loss bapo'):.2f}x",
     ]
 
 

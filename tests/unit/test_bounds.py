@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.clip_bounds import LEAST_WEIGHT, fixed_bounds, positive_share, weight_of_remainder
+from bapo.core.clip_bounds import LEAST_WEIGHT, positive_share, weight_of_remainder
 from bapo.core.table import CPU_CHUNK, Chunk, binned_sums, compared_sums, grids_of
 from tests.reference import search
 
@@ -257,13 +257,12 @@ def test_bfloat16_ratios_are_worked_on_in_float32():
     assert_close(bounds.high, torch.tensor(1.55))
 
 
-def test_positive_share_and_fixed_bounds_by_hand():
+def test_positive_share_by_hand():
     ratio, signal = torch.tensor([1.5, 1.0, 0.5, 1.0]), torch.tensor([1.0, 1.0, -2.0, -1.0])
     # gradient at (0.8, 1.2): P = 1, N = 1.  surrogate: P = 1.2 + 1, N = 1.6 + 1.  unclipped: P = 2.5, N = 2
     assert_close(positive_share(ratio, signal, 0.8, 1.2), torch.tensor(0.5).double())
     assert_close(positive_share(ratio, signal, 0.8, 1.2, "surrogate"), torch.tensor(2.2 / 4.8).double())
     assert_close(positive_share(ratio, signal, -1.0, math.inf), torch.tensor(2.5 / 4.5).double())
-    assert fixed_bounds(ratio, signal, 0.8, 1.2).share == 0.5
     assert positive_share(ratio, signal * 0, 0.8, 1.2) == 1.0
     assert positive_share(torch.tensor([5.0]), torch.tensor([1.0]), 0.8, 1.2) == 0.0
 

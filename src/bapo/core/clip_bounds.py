@@ -116,12 +116,13 @@ def as_settled(bounds: ClipBounds, settings: ClipSettings) -> ClipBounds:
 
 
 def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
-    """The lower bound of each token: `used_low` where it was trained on before, else `low`."""
+    """The lower bound of each token: `used_low` where it was trained on before, else `low`.
+
+    As a sum of products, one of which is 0: on CPU several times faster than a select, and as exact.
+    """
     if used is None or used_low is None:
         return low
-    if not isinstance(low, Tensor):
-        low = torch.full((), low, dtype=dtype, device=used.device)
-    return torch.where(used, used_low, low)
+    return used.to(dtype) * used_low + (~used).to(dtype) * low
 
 
 @torch.no_grad()
@@ -144,13 +145,3 @@ def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     if isinstance(low, Tensor) == isinstance(high, Tensor):
         return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
     return ratio.clip(min=low).clip(max=high)
-
-
-def fixed_bounds(
-    ratio: Tensor, signal: Tensor, low: float, high: float, *, used: Tensor | None = None, used_low: float | None = None
-) -> ClipBounds:
-    """A given pair of bounds with the share (gradient measure) it leaves to positive tokens."""
-    share = positive_share(ratio, signal, low_of_each(low, used, used_low, ratio.dtype), high).to(ratio.dtype)
-    return ClipBounds(
-        low=torch.full_like(share, low), high=torch.full_like(share, high), share=share, used_low=used_low
-    )

@@ -66,7 +66,7 @@ def parts_of_tokens(tokens: Tokens, settings: ClipSettings) -> Tensor:
         given = tokens.given_logprobs, tokens.given_advantages, tokens.mask
         return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
     chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
-    return parts_of_ratios(ratio, tokens.advantages, chosen, settings, tokens.behavior_logprobs, tokens.uses)
+    return parts_of_ratios(ratio, tokens.advantages, chosen, settings, tokens.behavior_logprobs, tokens.used)
 
 
 def summed(parts: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.checks import require_uses, working_dtype, zero_outside
-from bapo.core.clip_bounds import ClipBounds, clip, fixed_bounds, low_of_each
+from bapo.core.clip_bounds import ClipBounds, clip, low_of_each, positive_share
 from bapo.core.nan import zero_or_nan
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
@@ -175,7 +175,9 @@ class Clipped:
         if self.solved is not None:
             return self.solved
         tokens, low, high = self.tokens, float(self.low), float(self.high)
-        return fixed_bounds(tokens.ratio, tokens.advantages, low, high, used=tokens.used, used_low=self.used_low)
+        share = positive_share(tokens.ratio, tokens.advantages, self._low, high).to(tokens.dtype)
+        pair = torch.full_like(share, low), torch.full_like(share, high)
+        return ClipBounds(*pair, share, used_low=self.used_low)
 
     @cached_property
     def _low(self) -> Tensor | float:

@@ -64,7 +64,7 @@ def summed_signal(
     grids = grids_of(settings, dtype, mask.device)
     flat_ratio, flat_advantages, flat_mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
-    flat_used = None if uses is None else uses.flatten() != 0
+    flat_used = None if uses is None else uses.flatten().bool()
 
     def chunks(size: int) -> Iterator[Chunk]:
         for start in range(0, mask.numel(), size):
@@ -92,11 +92,13 @@ def _used_apart(chunk: Chunk, used: Tensor, settings: ClipSettings) -> Chunk:
     assert settings.used_low is not None
     own_bound = used & (chunk.signal < 0)
     clipped = own_bound & (chunk.ratio <= rounded_down(settings.used_low, chunk.ratio.dtype))
+    kept = (~clipped).view(torch.int8)  # products with 0 and 1: on CPU several times faster than a select
     if settings.measure == "surrogate":  # in float64, where the bound is what it says
-        counted = chunk.counted.double().masked_fill(clipped, settings.used_low)
+        counted = (chunk.counted * kept).double().add_(clipped.view(torch.int8), alpha=settings.used_low)
     else:
-        counted = chunk.counted.masked_fill(clipped, 0.0)
-    return Chunk(chunk.ratio.masked_fill(own_bound, 2.0), counted, chunk.signal)
+        counted = chunk.counted * kept
+    beyond_every_low = torch.add(chunk.ratio, own_bound.view(torch.int8), alpha=2)
+    return Chunk(beyond_every_low, counted, chunk.signal)
 
 
 @lru_cache(maxsize=64)
