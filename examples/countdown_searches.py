@@ -1,4 +1,4 @@
-"""Writes countdown with four numbers, and searches for it, as data: python examples/countdown_searches.py DIR [--seed N].
+"""Writes searches for countdown as data: python examples/countdown_searches.py DIR [--seed N].
 
     prompt      3,4,4,7=37:                  make 37 of these numbers
     response    3,4,4,7:7-3=4                a first step: 7-3
@@ -11,8 +11,8 @@
                 answer 3*7=21 4*4=16 16+21=37
 
 The search goes in depth and in a random order: it makes three to five tries from a first step before it takes another
-one. After 12 to 15 tries it gives up and ends with `no answer`. So a search that fails is longer than one that finds the
-answer. A difference is the larger number minus the smaller; `big` stands for every value above 99.
+one. After 12 to 15 tries it gives up and ends with `no answer`. So a search that fails is longer than one that finds
+the answer. A difference is the larger number minus the smaller; `big` stands for every value above 99.
 
 solved.jsonl holds three searches for each of 4,096 problems, with and without an answer; the column `right` tells them
 apart. train.jsonl has 2,048 problems to be rewarded on, and test.jsonl 256 held-out ones. No problem is in two of the
