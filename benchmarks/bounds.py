@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
 from bapo.core.clip_bounds import first_to_reach, positive_share
-from bapo.core.table import DEVICE_CHUNK, compared_sums, grids_of
+from bapo.core.table import DEVICE_CHUNK, Chunk, compared_sums, grids_of
 
 
 def header(device: str) -> list[str]:
@@ -58,7 +58,8 @@ def torch_only(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSe
     """The solver in plain torch operations, as it runs on an accelerator without Triton."""
     grids = grids_of(settings, ratio.dtype, ratio.device)
     columns = torch.where(mask, ratio, 0.0).split(DEVICE_CHUNK), torch.where(mask, advantages, 0.0).split(DEVICE_CHUNK)
-    table = compared_sums(zip(*columns, strict=True), grids, settings.measure)
+    chunks = (Chunk(ratios, ratios, signal) for ratios, signal in zip(*columns, strict=True))
+    table = compared_sums(chunks, grids, settings.measure)
     bounds = first_to_reach(table, settings, ratio.dtype)
     return bounds.low, bounds.high
 

@@ -18,10 +18,12 @@ class Found:
     visited: int
 
 
-def contributions(tokens, low, high, measure):
-    """P and N of method Eq. 8 (surrogate) or Eq. 5 (gradient), one token at a time."""
+def contributions(tokens, low, high, measure, used_low=None):
+    """P and N of method Eq. 8 (surrogate) or Eq. 5 (gradient), one token at a time. A used one has its own bound."""
     positive, negative = [], []
-    for ratio, advantage, weight in tokens:
+    fresh_low = low
+    for ratio, advantage, weight, uses in tokens:
+        low = used_low if uses > 0 and used_low is not None else fresh_low
         if advantage > 0:
             counted = min(ratio, high) if measure == "surrogate" else (ratio if ratio < high else 0.0)
             positive.append(weight * counted * advantage)
@@ -31,17 +33,18 @@ def contributions(tokens, low, high, measure):
     return math.fsum(positive), math.fsum(negative)
 
 
-def share_of(tokens, low, high, measure):
-    if all(advantage == 0 for _, advantage, _ in tokens):
+def share_of(tokens, low, high, measure, used_low=None):
+    if all(advantage == 0 for _, advantage, *_ in tokens):
         return 1.0
-    positive, negative = contributions(tokens, low, high, measure)
+    positive, negative = contributions(tokens, low, high, measure, used_low)
     return positive / (positive + negative) if positive + negative else 0.0
 
 
-def search(ratio, advantages, mask, settings: ClipSettings, behavior_logprobs=None) -> Found:
+def search(ratio, advantages, mask, settings: ClipSettings, behavior_logprobs=None, uses=None) -> Found:
     """The loop: raise one bound to its end, then the other, until the share reaches the target."""
     weights = behavior_logprobs.double().exp() if settings.weight == "rollout_prob" else ratio.double() * 0 + 1
-    columns = (x.double()[mask].tolist() for x in (ratio, advantages, weights))
+    uses = torch.zeros_like(mask) if uses is None else uses
+    columns = (x.double()[mask].tolist() for x in (ratio, advantages, weights, uses))
     tokens = list(zip(*columns, strict=True))
     (low, last_low), (high, last_high) = settings.low, settings.high
     lows = highs = 0
@@ -54,7 +57,7 @@ def search(ratio, advantages, mask, settings: ClipSettings, behavior_logprobs=No
         return settings.high[0] + (highs + 1) * settings.high_step <= last_high + rounding * settings.high_step
 
     while True:
-        share = share_of(tokens, low, high, settings.measure)
+        share = share_of(tokens, low, high, settings.measure, settings.used_low)
         margins.append(abs(share - settings.target_share))
         if share >= settings.target_share:
             break

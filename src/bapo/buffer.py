@@ -96,6 +96,10 @@ class _Held:
     replays: int = 0
     """How often it was replayed."""
 
+    def for_update(self) -> Group:
+        """The group as the next update sees it: with the number of updates that used it before."""
+        return replace(self.group, uses=self.passes + self.replays)
+
 
 @dataclass(frozen=True)
 class Admitted:
@@ -188,7 +192,10 @@ class Buffer:
         self._count(adds=1)
 
     def draw(self, *, version: int) -> list[Group] | NoBatch:
-        """Return the groups of the next update, fresh ones first, or the reason why there are none."""
+        """Return the groups of the next update, fresh ones first, or the reason why there are none.
+
+        Each group says how often it was drawn before.
+        """
         self._check_version(version)
         self._version = version
         self._settle(version)
@@ -198,13 +205,14 @@ class Buffer:
         fresh = self._next_of_pass(rollout)
         places = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
         replayed = self._sample_replay(places, before=rollout)
+        drawn = [held.for_update() for held in fresh + replayed]
         for held in fresh:
             held.passes += 1
         for held in replayed:
             held.replays += 1
         self._count(draws=1, fresh=len(fresh), replayed=len(replayed), replay_short=places - len(replayed))
         self._settle(version)
-        return [held.group for held in fresh + replayed]
+        return drawn
 
     def metrics(self) -> BufferMetrics:
         """Counts since the buffer was made, which are saved and restored with it, and present levels."""

@@ -8,6 +8,7 @@
     version         how many updates the learner had taken when a token was sampled; one per token
     staleness       learner version minus token version
     update          one optimizer step; `version` counts them
+    uses            how often a token was trained on before an update, in passes over its rollout and as a replay
     rollout         the groups that were sampled between two series of updates
     parked          a trajectory paused mid-generation, to be continued under newer weights
     demonstration   a prompt with a response to learn from, in supervised training
@@ -32,6 +33,9 @@ Message = dict[str, str]
 
 LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 """Where tokens are binned by log-ratio: 15 bins, the middle one around ratio 1, the outer two open."""
+
+USE_EDGES = (1, 2, 4, 8)
+"""Where tokens are binned by uses: 5 bins, the first for tokens that were never trained on, the last one open."""
 
 
 class Status(StrEnum):
@@ -115,6 +119,8 @@ class Group:
     """Running number in the order groups were admitted; unique within a run."""
     problem: Problem
     trajectories: list[Trajectory]
+    uses: int = 0
+    """How often it was trained on before. The buffer knows; a group outside an update has 0."""
 
     @property
     def finished(self) -> bool:
@@ -180,3 +186,5 @@ class TokenBatch:
     """[tokens]"""
     versions: Tensor
     """[tokens]"""
+    uses: Tensor
+    """[tokens] how often each was trained on before this update"""

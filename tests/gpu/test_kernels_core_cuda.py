@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from bapo import ClipSettings, bounds_from_table, policy_loss, signal_table, solve_bounds
 from bapo.core.loss import update_table
-from bapo.core.table import compared_sums, grids_of
+from bapo.core.table import Chunk, compared_sums, grids_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -55,7 +55,8 @@ def test_the_kernel_equals_the_torch_path_on_the_same_device(measure):
     ratio, settings = (logprobs - behavior).exp(), ClipSettings(measure=measure)
     grids = grids_of(settings, torch.float32, ratio.device)
     signal = torch.where(mask, advantages, 0.0)
-    compared = compared_sums([(torch.where(mask, ratio, 0.0), signal)], grids, measure)
+    chosen = torch.where(mask, ratio, 0.0)
+    compared = compared_sums([Chunk(chosen, chosen, signal)], grids, measure)
     assert_close(signal_table(ratio, advantages, mask, settings), compared, rtol=1e-11, atol=1e-8)
 
 

@@ -31,4 +31,5 @@ def batch_of(sequences, seed=0):
         behavior_logprobs=-torch.rand(tokens, generator=generator) - 2,
         advantages=torch.randn(tokens, generator=generator),
         versions=torch.zeros(tokens, dtype=torch.int64),
+        uses=torch.zeros(tokens, dtype=torch.int64),
     )

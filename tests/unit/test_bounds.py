@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
 from bapo.core.clip_bounds import LEAST_WEIGHT, fixed_bounds, positive_share, weight_of_remainder
-from bapo.core.table import CPU_CHUNK, binned_sums, compared_sums, grids_of
+from bapo.core.table import CPU_CHUNK, Chunk, binned_sums, compared_sums, grids_of
 from tests.reference import search
 
 COMBINATIONS = list(itertools.product(["gradient", "surrogate"], ["none", "rollout_prob"], ["high_first", "low_first"]))
@@ -117,8 +117,8 @@ def test_the_two_ways_to_fill_a_table_agree(measure, batch, ranges):
     ratio, advantages, mask, _ = tensors(batch, torch.float32)
     grids = grids_of(ClipSettings(measure=measure, **ranges), torch.float32, torch.device("cpu"))
     signal = torch.where(mask, advantages, 0.0)
-    binned = binned_sums([(ratio, signal)], grids, measure)
-    compared = compared_sums([(ratio, signal)], grids, measure)
+    chunk = Chunk(ratio, ratio, signal)
+    binned, compared = (fill([chunk], grids, measure) for fill in (binned_sums, compared_sums))
     assert_close(binned, compared, rtol=1e-12, atol=1e-12 * float((ratio * signal).abs().sum() + 1))
 
 
@@ -228,7 +228,8 @@ def test_a_nonfinite_table_gives_nan_bounds_never_plausible_ones():
     settings = ClipSettings()
     for bad in (math.nan, math.inf):
         grids = grids_of(settings, torch.float32, torch.device("cpu"))
-        table = compared_sums([(torch.tensor([bad, 1.0]), torch.tensor([1.0, -1.0]))], grids, settings.measure)
+        ratio = torch.tensor([bad, 1.0])
+        table = compared_sums([Chunk(ratio, ratio, torch.tensor([1.0, -1.0]))], grids, settings.measure)
         bounds = bounds_from_table(table, settings)
         assert bounds.low.isnan()
         assert bounds.high.isnan()

@@ -26,14 +26,14 @@ RANGES = [
 ]
 
 
-def parts_of(ratio, advantages, mask, settings, behavior=None, limit=None):
-    behavior = None if behavior is None else behavior.to(DEVICE)
-    return parts_by_kernel(ratio.to(DEVICE), advantages.to(DEVICE), mask.to(DEVICE), settings, behavior, limit)
+def parts_of(ratio, advantages, mask, settings, behavior=None, limit=None, uses=None):
+    behavior, uses = (None if x is None else x.to(DEVICE) for x in (behavior, uses))
+    return parts_by_kernel(ratio.to(DEVICE), advantages.to(DEVICE), mask.to(DEVICE), settings, behavior, uses, limit)
 
 
-def kernel_bounds(ratio, advantages, mask, settings, behavior=None):
+def kernel_bounds(ratio, advantages, mask, settings, behavior=None, uses=None):
     dtype = torch.float64 if ratio.dtype == torch.float64 else torch.float32
-    return bounds_by_kernel(parts_of(ratio, advantages, mask, settings, behavior), settings, dtype)
+    return bounds_by_kernel(parts_of(ratio, advantages, mask, settings, behavior, uses=uses), settings, dtype)
 
 
 def values(bounds):

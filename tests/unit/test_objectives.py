@@ -249,7 +249,7 @@ def test_the_names_that_need_no_torch_are_those_of_the_objectives():
 
 
 def test_an_objective_says_what_it_takes():
-    assert OBJECTIVES["dual_clip"].options == ("low", "high", "cap")
+    assert OBJECTIVES["dual_clip"].options == ("low", "high", "cap", "used_low")
     assert OBJECTIVES["bapo"].options == ("dual_clip",)  # its bounds are solved, not chosen
     assert OBJECTIVES["topr"].options == ()
     kinds = ("solves_bounds", "whole_update", "needs_sequences")

@@ -130,6 +130,9 @@ class ObjectiveConfig(Section):
     """How the share weights tokens. none: all alike. rollout_prob: by the probability they were sampled with."""
     order: Order | None = None
     """Which bound the search moves first."""
+    used_low: float | None = None
+    """The lower bound on the ratio of tokens that were trained on before. 1.0 pushes a negative token down again only
+    while it is more likely than when it was sampled."""
     remainder: Remainder | None = None
     """What happens if no bounds reach the target share. leave: nothing. weigh: negative tokens are weighted down until
     it is reached."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bapo.core import dispatch
 from bapo.core.checks import check_not_empty, working_dtype
-from bapo.core.clip_bounds import ClipBounds, StopReason, with_weight
+from bapo.core.clip_bounds import ClipBounds, StopReason, as_settled
 from bapo.core.settings import ClipSettings
 from bapo.core.table import grids_of
 
@@ -47,6 +47,7 @@ def signal_table(
     settings: ClipSettings,
     *,
     behavior_logprobs: Tensor | None = None,  # same shape; w = exp of them for weight="rollout_prob", else w = 1
+    uses: Tensor | None = None,  # same shape, integers: how often a token was trained on; needed for used_low
 ) -> Tensor:  # [highs + lows + 1], float64
     """P at every candidate high, N at every candidate low, and the number of tokens with a signal.
 
@@ -54,9 +55,10 @@ def signal_table(
         surrogate   sum w min(r, high) A            sum w max(r, low) |A|
         gradient    sum w r A [r < high]            sum w r |A| [r > low]
 
+    With `used_low`, negative tokens that were trained on before have that bound in place of every candidate low.
     Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
     """
-    return dispatch.summed(dispatch.parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs))
+    return dispatch.summed(dispatch.parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses))
 
 
 def solve_bounds(
@@ -66,16 +68,17 @@ def solve_bounds(
     settings: ClipSettings,
     *,
     behavior_logprobs: Tensor | None = None,  # same shape; needed for weight="rollout_prob"
+    uses: Tensor | None = None,  # same shape, integers: how often a token was trained on; needed for used_low
     process_group: dist.ProcessGroup | None = None,  # sum the signal over these ranks, with one all-reduce
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
     if process_group is None:
-        parts = dispatch.parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs)
+        parts = dispatch.parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses)
         if mask.device.type == "cpu" and not parts[-1].any():
             check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
         return bounds_from_parts(parts, settings, working_dtype(ratio))
     try:
-        table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs)
+        table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs, uses=uses)
     except Exception:
         poison_peers(settings, process_group, mask.device)
         raise
@@ -125,4 +128,4 @@ def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dty
 @torch.no_grad()
 def bounds_from_parts(parts: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
     """`bounds_from_table` of one table, or of the sum of a table per column."""
-    return with_weight(dispatch.choose_bounds(parts, settings, dtype), settings)
+    return as_settled(dispatch.choose_bounds(parts, settings, dtype), settings)

@@ -73,6 +73,38 @@ def check_sequence_ids(sequence_ids: Tensor | None, mask: Tensor) -> None:
             )
 
 
+def check_uses(uses: Tensor | None, mask: Tensor) -> None:
+    """How often each token was trained on before: one whole number per token, none of them negative."""
+    if uses is None:
+        return
+    if uses.shape != mask.shape or uses.is_floating_point() or uses.is_complex():
+        raise ValueError(
+            f"uses has shape {tuple(uses.shape)} and dtype {uses.dtype}; expected integers of shape "
+            f"{tuple(mask.shape)}: how often each token was trained on before this update."
+        )
+    if uses.device != mask.device:
+        raise ValueError(f"uses is on {uses.device} but mask is on {mask.device}. Move all inputs to one device.")
+    if uses.dtype != torch.bool and uses.device.type == "cpu" and uses.numel() and uses.min() < 0:
+        raise ValueError(
+            f"uses holds {int(uses.min())}, but a token cannot have been trained on less than 0 times. Count the "
+            "updates that used the token before this one."
+        )
+
+
+def require_uses(used_low: float | None, uses: Tensor | None) -> None:
+    """A bound for used tokens and the uses themselves come together: neither is ignored in silence."""
+    if used_low is not None and uses is None:
+        raise ValueError(
+            f"used_low={used_low} is a bound for tokens that were trained on before, so it needs uses=: how often each "
+            "token was. Pass them, or set used_low=None."
+        )
+    if used_low is None and uses is not None:
+        raise ValueError(
+            "uses= is given, but used_low is not set, so it would be ignored. Set used_low=1.0 (in ClipSettings for "
+            "objective='bapo', as an option of grpo, clip_higher and dual_clip), or leave uses= out."
+        )
+
+
 def check_not_empty(mask: Tensor, remedy: str) -> None:
     """At least one token is selected (CPU only)."""
     if mask.device.type == "cpu" and not mask.count_nonzero():

@@ -54,6 +54,8 @@ class ClipBounds:
     negative_weight: Tensor | None = None
     """Factor on the advantages of negative tokens, which corrects what the bounds could not (`weight_of_remainder`);
     None with remainder="leave"."""
+    used_low: float | None = None
+    """The lower bound of tokens that were trained on before; None: `low`."""
 
     def metrics(self, *, ends: bool = True) -> dict[str, Tensor]:
         """All that is known of the bounds, by the names it is logged under. `ends=False` leaves out `share_at_*`."""
@@ -103,11 +105,23 @@ def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
     return torch.where(share >= target_share, torch.ones_like(share), missing)
 
 
-def with_weight(bounds: ClipBounds, settings: ClipSettings) -> ClipBounds:
-    """The bounds with their weight on negative tokens, where the settings ask for one."""
-    if settings.remainder == "leave":
+def as_settled(bounds: ClipBounds, settings: ClipSettings) -> ClipBounds:
+    """The bounds with what the settings add to them: the bound of used tokens, and the weight on negative ones."""
+    weight = None
+    if settings.remainder == "weigh":
+        weight = weight_of_remainder(bounds.share, settings.target_share)
+    if weight is None and settings.used_low is None:
         return bounds
-    return replace(bounds, negative_weight=weight_of_remainder(bounds.share, settings.target_share))
+    return replace(bounds, negative_weight=weight, used_low=settings.used_low)
+
+
+def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
+    """The lower bound of each token: `used_low` where it was trained on before, else `low`."""
+    if used is None or used_low is None:
+        return low
+    if not isinstance(low, Tensor):
+        low = torch.full((), low, dtype=dtype, device=used.device)
+    return torch.where(used, used_low, low)
 
 
 @torch.no_grad()
@@ -126,11 +140,17 @@ def positive_share(
 
 
 def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """The ratio between two bounds, each a number or a tensor."""
-    return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
+    """The ratio between two bounds, each a number or a tensor; `high` where they are the wrong way round."""
+    if isinstance(low, Tensor) == isinstance(high, Tensor):
+        return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
+    return ratio.clip(min=low).clip(max=high)
 
 
-def fixed_bounds(ratio: Tensor, signal: Tensor, low: float, high: float) -> ClipBounds:
+def fixed_bounds(
+    ratio: Tensor, signal: Tensor, low: float, high: float, *, used: Tensor | None = None, used_low: float | None = None
+) -> ClipBounds:
     """A given pair of bounds with the share (gradient measure) it leaves to positive tokens."""
-    share = positive_share(ratio, signal, low, high).to(ratio.dtype)
-    return ClipBounds(low=torch.full_like(share, low), high=torch.full_like(share, high), share=share)
+    share = positive_share(ratio, signal, low_of_each(low, used, used_low, ratio.dtype), high).to(ratio.dtype)
+    return ClipBounds(
+        low=torch.full_like(share, low), high=torch.full_like(share, high), share=share, used_low=used_low
+    )

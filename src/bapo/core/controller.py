@@ -54,10 +54,18 @@ class BoundController:
         self._tables[-1] = torch.where(table.isfinite().all(), table, 0)  # on every device, without a host read
         return bounds
 
-    def bounds_of(self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> ClipBounds:
+    def bounds_of(
+        self,
+        logprobs: Tensor,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        uses: Tensor | None = None,
+    ) -> ClipBounds:
         """Bounds from these tokens and the window."""
         try:
-            table = update_table(logprobs, behavior_logprobs, advantages, mask, self.settings)
+            table = update_table(logprobs, behavior_logprobs, advantages, mask, self.settings, uses=uses)
         except Exception:
             if self.all_ranks and dist.is_initialized():
                 assert dist.group.WORLD is not None
@@ -73,12 +81,20 @@ class BoundController:
         mask: Tensor,
         *,
         denominator: Tensor | float,
+        uses: Tensor | None = None,
         dual_clip: float | None = None,
     ) -> PolicyLoss:
         """`bapo.policy_loss` of one part of an update, at the bounds of the window."""
-        bounds = self.bounds_of(logprobs, behavior_logprobs, advantages, mask)
+        bounds = self.bounds_of(logprobs, behavior_logprobs, advantages, mask, uses=uses)
         return policy_loss(
-            logprobs, behavior_logprobs, advantages, mask, bounds=bounds, denominator=denominator, dual_clip=dual_clip
+            logprobs,
+            behavior_logprobs,
+            advantages,
+            mask,
+            bounds=bounds,
+            denominator=denominator,
+            uses=uses,
+            dual_clip=dual_clip,
         )
 
 

@@ -47,22 +47,26 @@ def _installed() -> bool:
 
 @torch.no_grad()
 def parts_of_ratios(
-    ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings, behavior_logprobs: Tensor | None
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,
+    uses: Tensor | None,
 ) -> Tensor:  # [highs + lows + 1] or [highs + lows + 1, parts] float64
     """The signal table of these tokens, or one per column: see `summed` and `choose_bounds`."""
-    mask, behavior_logprobs = check_signal(ratio, advantages, mask, settings, behavior_logprobs)
-    if usable(mask):
-        return parts_by_kernel(ratio, advantages, mask, settings, behavior_logprobs)
-    return summed_signal(ratio, advantages, mask, settings, behavior_logprobs)
+    mask, behavior_logprobs = check_signal(ratio, advantages, mask, settings, behavior_logprobs, uses)
+    compute = parts_by_kernel if usable(mask) else summed_signal
+    return compute(ratio, advantages, mask, settings, behavior_logprobs, uses)
 
 
 def parts_of_tokens(tokens: Tokens, settings: ClipSettings) -> Tensor:
     """The same from log-probs. Tokens past the ratio limit are left out."""
     if usable(tokens.mask):
         given = tokens.given_logprobs, tokens.given_advantages, tokens.mask
-        return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, MAX_LOG_RATIO)
-    chosen = tokens.mask & tokens.within
-    return parts_of_ratios(tokens.ratio.detach(), tokens.advantages, chosen, settings, tokens.behavior_logprobs)
+        return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
+    chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
+    return parts_of_ratios(ratio, tokens.advantages, chosen, settings, tokens.behavior_logprobs, tokens.uses)
 
 
 def summed(parts: Tensor) -> Tensor:
@@ -76,6 +80,7 @@ def parts_by_kernel(
     mask: Tensor,
     settings: ClipSettings,
     behavior_logprobs: Tensor | None,
+    uses: Tensor | None,
     log_ratio_limit: float | None = None,
 ) -> Tensor:  # [highs + lows + 1, parts] float64
     """One kernel, in which each part of the tokens has its own column.
@@ -96,6 +101,8 @@ def parts_by_kernel(
         surrogate=settings.measure == "surrogate",
         weighted=settings.weight == "rollout_prob",
         behavior_logprobs=behavior_logprobs,
+        uses=uses,
+        used_low=grids.used_low,
         log_ratio_limit=log_ratio_limit,
     )
 
@@ -160,10 +167,16 @@ def _clipped_by_kernel(
         clipped.high,
         log_ratio_limit=MAX_LOG_RATIO,
         cap=clipped.cap,
+        uses=tokens.uses,
+        used_low=clipped.used_low,
         weights=weights,
         denominator=denominator,
     )
-    return ReducedLoss(fused.loss, fused.retained, clipped.solved or ClipBounds(*fused.bounds), fused.statistics)
+    bounds = clipped.solved
+    if bounds is None:
+        low, high, share = fused.bounds
+        bounds = ClipBounds(low, high, share, used_low=clipped.used_low)
+    return ReducedLoss(fused.loss, fused.retained, bounds, fused.statistics)
 
 
 def logprobs_and_entropy(

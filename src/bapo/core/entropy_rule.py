@@ -22,10 +22,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bapo.core.clip_bounds import ClipBounds, positive_share
+from bapo.core.clip_bounds import ClipBounds, low_of_each, positive_share
 from bapo.core.objectives import Tokens
 from bapo.core.settings import ClipSettings
-from bapo.types import LOG_RATIO_EDGES
+from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 QUADRANTS = ("high_prob_high_adv", "high_prob_low_adv", "low_prob_high_adv", "low_prob_low_adv")
 QUANTILES = {"p01": 0.01, "p10": 0.10, "p50": 0.50, "p90": 0.90, "p99": 0.99}
@@ -112,7 +112,8 @@ def share_statistics(tokens: Tokens, settings: ClipSettings, bounds: ClipBounds 
         "share_fixed": (0.8, 1.2),
     }
     if bounds is not None:
-        pairs["share"] = (bounds.low, bounds.high)
+        low = low_of_each(bounds.low, tokens.used, bounds.used_low, tokens.dtype)
+        pairs["share"] = (low, bounds.high)
     ratio = tokens.ratio.detach()
     return {name: positive_share(ratio, signal, *pair, settings.measure) for name, pair in pairs.items()}
 
@@ -179,10 +180,46 @@ def ratio_profile(tokens: Tokens, entropy: Tensor) -> dict[str, Tensor]:  # each
     }
 
 
+@torch.no_grad()
+def use_profile(tokens: Tokens, retained: Tensor) -> dict[str, Tensor]:  # each [bins]
+    """Where tokens stand, and what the clip does to negative ones, by how often they were trained on before.
+
+        bin b holds the tokens with edge_b <= uses < edge_{b+1}
+        use_histogram = their number,  use_positive, use_negative = mean log r by sign,
+        use_retained = share of the negative ones that the clip retains,
+        use_below = share of the negative ones that it retains below the probability they were sampled with, r < 1
+
+    Means are 0 in an empty bin. Sums are matrix products, as in `ratio_profile`.
+    """
+    assert tokens.uses is not None
+    mask, log_ratio = tokens.mask.flatten(), tokens.log_ratio.detach().flatten()
+    edges = _use_edges(tokens.uses.device)
+    bins = torch.bucketize(tokens.uses.flatten(), edges, right=True)
+    inside = (bins == torch.arange(len(edges) + 1, device=bins.device)[:, None]) & mask
+    advantages, kept = tokens.advantages.flatten(), retained.flatten()
+    positive, negative = mask & (advantages > 0), mask & (advantages < 0)
+    below = negative & kept & (log_ratio < 0)
+    columns = [mask, positive, negative, negative & kept, below, positive * log_ratio, negative * log_ratio]
+    sums = inside.double() @ torch.stack([column.double() for column in columns], 1)
+    count, positives, negatives, retained_negatives, pushed_below, positive_sum, negative_sum = sums.unbind(1)
+    return {
+        "use_histogram": count,
+        "use_positive": positive_sum / positives.clamp(min=1),
+        "use_negative": negative_sum / negatives.clamp(min=1),
+        "use_retained": retained_negatives / negatives.clamp(min=1),
+        "use_below": pushed_below / negatives.clamp(min=1),
+    }
+
+
 @cache
 def _edges(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Cached, because copying numbers from the host to the device makes the host wait."""
     return torch.tensor(LOG_RATIO_EDGES, dtype=dtype, device=device)
+
+
+@cache
+def _use_edges(device: torch.device) -> Tensor:
+    return torch.tensor(USE_EDGES, device=device)
 
 
 def update_statistics(
@@ -197,8 +234,9 @@ def update_statistics(
     """All statistics that the tokens of one update allow, as 0-d tensors.
 
     `entropy`, that of each token's own distribution, adds the Entropy-Clip Rule. `trained` holds the same tokens with
-    the advantages that were trained on, where those were weighed; the rule uses them. `ratio_profile`, which returns
-    vectors, and `staleness_histogram` and `response_statistics`, which need versions and rewards, are called beside it.
+    the advantages that were trained on, where those were weighed; the rule uses them. `ratio_profile` and
+    `use_profile`, which return vectors, and `staleness_histogram` and `response_statistics`, which need versions and
+    rewards, are called beside it.
     """
     metrics = clip_statistics(tokens, retained) | ratio_statistics(tokens) | share_statistics(tokens, settings, bounds)
     if entropy is not None:

@@ -25,7 +25,16 @@ from torch import Tensor
 
 from bapo.core import dispatch
 from bapo.core.bounds import bounds_from_parts, poison_peers, solve_bounds
-from bapo.core.checks import check_mask, check_not_empty, check_sequence_ids, check_shapes, check_tokens, zero_outside
+from bapo.core.checks import (
+    check_mask,
+    check_not_empty,
+    check_sequence_ids,
+    check_shapes,
+    check_tokens,
+    check_uses,
+    require_uses,
+    zero_outside,
+)
 from bapo.core.clip_bounds import ClipBounds
 from bapo.core.dispatch import ReducedLoss
 from bapo.core.entropy_rule import entropy_statistics
@@ -65,6 +74,7 @@ def policy_loss(
     length: int | None = None,
     entropy: Tensor | None = None,
     sequence_ids: Tensor | None = None,
+    uses: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
     **options: float | None,
 ) -> PolicyLoss:
@@ -77,6 +87,7 @@ def policy_loss(
     denominator    of the whole update; otherwise that of these tokens. See reduction.denominator_of
     entropy        per token, of the learner's own distribution at that token: adds the Entropy-Clip Rule to the metrics
     sequence_ids   [tokens] the response of each packed token, where sequences matter (gspo, topr, sequence_mean)
+    uses           integers, same shape: how often each token was trained on before; needed where used_low is set
     process_group  solve the bounds over these ranks, with one all-reduce
 
     Ratios are computed in float32 whatever the inputs' dtype (float64 stays), and never overflow. Bad values raise a
@@ -92,6 +103,8 @@ def policy_loss(
             mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy
         )
         check_sequence_ids(sequence_ids, mask)
+        require_uses(_used_low(objective, settings_or_default, bounds, options), uses)
+        check_uses(uses, mask)
         mask = check_mask(mask)
         if mask.device.type == "cpu":
             check_tokens(logprobs, behavior_logprobs, advantages, mask, entropy=entropy, sequence_ids=sequence_ids)
@@ -103,7 +116,7 @@ def policy_loss(
                 denominator = denominator_of(mask, reduction, sequence_ids=sequence_ids, length=length)
         else:
             _check_denominator(denominator)
-        tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+        tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses)
     except Exception:
         if solves and process_group is not None:
             poison_peers(settings_or_default, process_group, logprobs.device)
@@ -120,14 +133,22 @@ def policy_loss(
 
 @torch.no_grad()
 def update_table(
-    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    *,
+    uses: Tensor | None = None,
 ) -> Tensor:
     """The signal table of one part of an update, with ratios exactly as `policy_loss` computes them. Tables add up."""
     check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
+    require_uses(settings.used_low, uses)
+    check_uses(uses, mask)
     mask = check_mask(mask)
     if mask.device.type == "cpu":
         check_tokens(logprobs, behavior_logprobs, advantages, mask)
-    tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask)
+    tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, uses=uses)
     return dispatch.summed(dispatch.parts_of_tokens(tokens, settings))
 
 
@@ -141,6 +162,7 @@ def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGr
         tokens.mask & tokens.within,
         settings,
         behavior_logprobs=tokens.behavior_logprobs,
+        uses=tokens.uses,
         process_group=process_group,
     )
 
@@ -151,6 +173,7 @@ def clean_tokens(
     advantages: Tensor,
     mask: Tensor,
     sequence_ids: Tensor | None = None,
+    uses: Tensor | None = None,
 ) -> Tokens:
     """The tokens of one call. Padding can hold anything: `Tokens` puts zeros where the mask is off."""
     if behavior_logprobs.requires_grad and not logprobs.requires_grad and torch.is_grad_enabled():
@@ -158,7 +181,7 @@ def clean_tokens(
             "behavior_logprobs requires grad and logprobs does not: the two are swapped. The first argument is the "
             "policy being trained; the second, the one that sampled, is a constant."
         )
-    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses)
 
 
 def weigh_negatives(tokens: Tokens, weight: Tensor) -> Tokens:
@@ -180,10 +203,12 @@ def clipped_at(
     advantages: Tensor,
     mask: Tensor,
     *,
+    uses: Tensor | None = None,
     dual_clip: float | None = None,
 ) -> Clipped:
     """The loss of each token at solved bounds, for trainers that average losses themselves; `policy_loss` does both."""
-    tokens = _weighed(clean_tokens(logprobs, behavior_logprobs, advantages, mask), bounds)
+    check_uses(uses, mask)
+    tokens = _weighed(clean_tokens(logprobs, behavior_logprobs, advantages, mask, uses=uses), bounds)
     return bapo(tokens, bounds=bounds, dual_clip=dual_clip)
 
 
@@ -228,6 +253,15 @@ def _check_options(
     if bounds is not None and len(given) > 1:
         other = next(name for name in given if name != "bounds")
         raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
+
+
+def _used_low(
+    objective: str, settings: ClipSettings, bounds: ClipBounds | None, options: dict[str, Any]
+) -> float | None:
+    """The bound of used tokens that this call asks for, wherever the objective takes it from."""
+    if not OBJECTIVES[objective].solves_bounds:
+        return options.get("used_low")
+    return settings.used_low if bounds is None else bounds.used_low
 
 
 def _solves_bounds(objective: str) -> bool:

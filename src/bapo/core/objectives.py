@@ -14,6 +14,7 @@ of their papers (see each docstring).
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.checks import working_dtype, zero_outside
-from bapo.core.clip_bounds import ClipBounds, clip, fixed_bounds
+from bapo.core.checks import require_uses, working_dtype, zero_outside
+from bapo.core.clip_bounds import ClipBounds, clip, fixed_bounds, low_of_each
 from bapo.core.nan import zero_or_nan
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
@@ -44,6 +45,7 @@ class Tokens:
     given_advantages: Tensor
     mask: Tensor  # bool
     sequence_ids: Tensor | None = None  # which response each packed token belongs to
+    uses: Tensor | None = None  # integers: how often each token was trained on before
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,6 +86,11 @@ class Tokens:
         A NaN is within, so that it reaches bounds and loss instead of being passed over.
         """
         return ~(self.log_ratio.detach().abs() >= MAX_LOG_RATIO)
+
+    @cached_property
+    def used(self) -> Tensor | None:
+        """Tokens that were trained on before; None where nobody counted."""
+        return None if self.uses is None else self.uses != 0
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """Masked sum over each token's sequence, given back to each of its tokens."""
@@ -133,8 +140,15 @@ class Clipped:
     high: Tensor | float
     solved: ClipBounds | None = None  # the whole result of the search that chose (low, high)
     cap: float | None = None  # on ratios of negative tokens
+    used_low: float | None = None  # in place of low, for tokens that were trained on before
 
     def __post_init__(self) -> None:
+        require_uses(self.used_low, self.tokens.uses)
+        if self.used_low is not None and not 0 <= self.used_low < math.inf:
+            raise ValueError(
+                f"used_low={self.used_low} must be a finite ratio >= 0: it is the lower bound for tokens that were "
+                "trained on before. 1.0 pushes a negative token once; None turns the rule off."
+            )
         if self.cap is not None and not self.cap > 1:
             raise ValueError(
                 f"the dual clip is {self.cap}, but it caps ratios of negative tokens from above. Use a value > 1, "
@@ -145,21 +159,27 @@ class Clipped:
     def loss(self) -> Tensor:
         """-min(r A, clip(r, low, high) A), and -cap A for A < 0 where r >= cap."""
         tokens = self.tokens
-        loss = clipped_surrogate(tokens.ratio, tokens.advantages, self.low, self.high)
+        loss = clipped_surrogate(tokens.ratio, tokens.advantages, self._low, self.high)
         return loss if self.cap is None else torch.where(self._capped, -self.cap * tokens.advantages, loss)
 
     @cached_property
     def retained(self) -> Tensor:
         """Neither clipped, nor capped, nor past the ratio limit."""
         tokens = self.tokens
-        retained = retained_by(tokens.ratio, tokens.advantages, self.low, self.high) & tokens.within
+        retained = retained_by(tokens.ratio, tokens.advantages, self._low, self.high) & tokens.within
         return retained if self.cap is None else retained & ~self._capped
 
     @cached_property
     def bounds(self) -> ClipBounds:
         """Those solved, or those given with their share."""
-        low, high = self.low, self.high
-        return self.solved or fixed_bounds(self.tokens.ratio, self.tokens.advantages, float(low), float(high))
+        if self.solved is not None:
+            return self.solved
+        tokens, low, high = self.tokens, float(self.low), float(self.high)
+        return fixed_bounds(tokens.ratio, tokens.advantages, low, high, used=tokens.used, used_low=self.used_low)
+
+    @cached_property
+    def _low(self) -> Tensor | float:
+        return low_of_each(self.low, self.tokens.used, self.used_low, self.tokens.dtype)
 
     @cached_property
     def _capped(self) -> Tensor:
@@ -181,24 +201,29 @@ def _check_positive(**options: float) -> None:
             raise ValueError(f"{name}={value} must be positive; the paper's value is the default.")
 
 
-def grpo(tokens: Tokens, *, low: float = 0.8, high: float = 1.2) -> Clipped:
-    """Fixed symmetric clip (GRPO, arXiv:2402.03300, without its KL term): low, high = 0.8, 1.2."""
+def grpo(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, used_low: float | None = None) -> Clipped:
+    """Fixed symmetric clip (GRPO, arXiv:2402.03300, without its KL term): low, high = 0.8, 1.2.
+
+    `used_low` is the lower bound of tokens that were trained on before. It is ours; see docs/algorithm.md.
+    """
     _check_bounds(low, high)
-    return Clipped(tokens, low, high)
+    return Clipped(tokens, low, high, used_low=used_low)
 
 
-def clip_higher(tokens: Tokens, *, low: float = 0.8, high: float = 1.28) -> Clipped:
+def clip_higher(tokens: Tokens, *, low: float = 0.8, high: float = 1.28, used_low: float | None = None) -> Clipped:
     """Fixed asymmetric clip (DAPO, arXiv:2503.14476): low, high = 0.8, 1.28."""
-    return grpo(tokens, low=low, high=high)
+    return grpo(tokens, low=low, high=high, used_low=used_low)
 
 
-def dual_clip(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, cap: float = 3.0) -> Clipped:
+def dual_clip(
+    tokens: Tokens, *, low: float = 0.8, high: float = 1.2, cap: float = 3.0, used_low: float | None = None
+) -> Clipped:
     """Dual-clip PPO (arXiv:1912.09729): negative tokens are also clipped above, at ratio `cap`.
 
     L_t = -max( min(r A, clip(r, low, high) A), cap A )   for A < 0;  the plain clip for A >= 0
     """
     _check_bounds(low, high)
-    return Clipped(tokens, low, high, cap=cap)
+    return Clipped(tokens, low, high, cap=cap, used_low=used_low)
 
 
 def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) -> Clipped:
@@ -206,7 +231,7 @@ def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) 
 
     `dual_clip` caps negative tokens as the authors' script does (at 3.0); the paper has no such cap.
     """
-    return Clipped(tokens, bounds.low, bounds.high, solved=bounds, cap=dual_clip)
+    return Clipped(tokens, bounds.low, bounds.high, solved=bounds, cap=dual_clip, used_low=bounds.used_low)
 
 
 def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ratio: float = 10.0) -> TokenLoss:

@@ -47,6 +47,9 @@ class ClipSettings:
     """`gradient`: a clipped token counts nothing (Eq. 5). `surrogate`: it counts at its bound (Eq. 8, literally)."""
     weight: Weight = "none"
     """`rollout_prob` multiplies each token by the probability it was sampled with, as Eq. 8 prints it."""
+    used_low: float | None = None
+    """The lower bound for tokens that were trained on before; None: the one that the search finds. With 1.0 a negative
+    token is pushed down again only while it is more likely than when it was sampled. This is our extension."""
     order: Order = "high_first"
     """Which bound moves first: `high_first` as in the paper, `low_first` as in the authors' code."""
     remainder: Remainder = "leave"
@@ -73,6 +76,8 @@ class ClipSettings:
             ("remainder", Remainder),
         ):
             require_choice(name, getattr(self, name), get_args(kind))
+        if self.used_low is not None:
+            object.__setattr__(self, "used_low", _checked_used_low(self.used_low))
 
     @classmethod
     def preset(cls, name: Preset) -> ClipSettings:
@@ -214,6 +219,17 @@ def _checked_range(name: str, bounds: Any, step: float) -> tuple[float, float]:
             "the bound: float32 cannot tell closer bounds apart. The published steps are 0.02 and 0.05."
         )
     return start, end
+
+
+def _checked_used_low(used_low: Any) -> float:
+    """A bound that leaves a ratio of 1 inside, like every other one of the search."""
+    number = isinstance(used_low, int | float) and not isinstance(used_low, bool)
+    if not number or not 0 <= used_low <= 1:
+        raise ValueError(
+            f"used_low={used_low!r} must be a number between 0 and 1: it is the lower bound on the ratio of tokens "
+            "that were trained on before. 1.0 pushes a negative token once; None turns the rule off."
+        )
+    return float(used_low)
 
 
 def _grid(bounds: tuple[float, float], step: float) -> tuple[float, ...]:

@@ -12,11 +12,20 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bapo.core.checks import check_finite, check_mask, check_not_negative, check_shapes, working_dtype
+from bapo.core.checks import (
+    check_finite,
+    check_mask,
+    check_not_negative,
+    check_shapes,
+    check_uses,
+    require_uses,
+    working_dtype,
+)
 from bapo.core.nan import zero_or_nan
 from bapo.core.settings import ClipSettings, Measure, Order
 
@@ -28,8 +37,21 @@ LANES = 4
 """Sums kept side by side for each cell of the CPU histogram."""
 
 
+class Chunk(NamedTuple):
+    """Some tokens, flat, in working precision. Those that do not count have signal 0."""
+
+    ratio: Tensor  # what candidates compare with their bounds
+    counted: Tensor  # what a token weighs where a candidate keeps it
+    signal: Tensor  # w * A
+
+
 def summed_signal(
-    ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings, behavior_logprobs: Tensor | None
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,
+    uses: Tensor | None,
 ) -> Tensor:  # [highs + lows + 1], float64
     """`bapo.core.bounds.signal_table` in torch operations, of arguments that went through `check_signal`."""
     on_cpu = mask.device.type == "cpu"
@@ -42,28 +64,61 @@ def summed_signal(
     grids = grids_of(settings, dtype, mask.device)
     flat_ratio, flat_advantages, flat_mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
+    flat_used = None if uses is None else uses.flatten() != 0
 
-    def chunks(size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def chunks(size: int) -> Iterator[Chunk]:
         for start in range(0, mask.numel(), size):
             chunk = slice(start, start + size)
             ratios, signal, chosen = flat_ratio[chunk].to(dtype), flat_advantages[chunk].to(dtype), flat_mask[chunk]
             if flat_behavior is not None:  # in float64, where probabilities down to 1e-300 do not underflow
                 signal = signal.double() * flat_behavior[chunk].double().exp()
             if finite:  # on CPU a product is several times faster than a select; without signal a ratio does no harm
-                yield ratios, signal * chosen.view(torch.int8)
+                signal = signal * chosen.view(torch.int8)
             else:
-                yield torch.where(chosen, ratios, 0.0), torch.where(chosen, signal, 0.0)
+                ratios, signal = torch.where(chosen, ratios, 0.0), torch.where(chosen, signal, 0.0)
+            counts = Chunk(ratios, ratios, signal)
+            yield counts if flat_used is None else _used_apart(counts, flat_used[chunk], settings)
 
     if on_cpu:
         return binned_sums(chunks(CPU_CHUNK), grids, settings.measure)
     return compared_sums(chunks(DEVICE_CHUNK), grids, settings.measure)
 
 
+def _used_apart(chunk: Chunk, used: Tensor, settings: ClipSettings) -> Chunk:
+    """The chunk with used negative tokens counted at their own bound, whichever candidate looks at them.
+
+    So they stand where no candidate clips them, and weigh what their own bound leaves of them.
+    """
+    assert settings.used_low is not None
+    own_bound = used & (chunk.signal < 0)
+    clipped = own_bound & (chunk.ratio <= rounded_down(settings.used_low, chunk.ratio.dtype))
+    if settings.measure == "surrogate":  # in float64, where the bound is what it says
+        counted = chunk.counted.double().masked_fill(clipped, settings.used_low)
+    else:
+        counted = chunk.counted.masked_fill(clipped, 0.0)
+    return Chunk(chunk.ratio.masked_fill(own_bound, 2.0), counted, chunk.signal)
+
+
+@lru_cache(maxsize=64)
+def rounded_down(bound: float, dtype: torch.dtype) -> float:
+    """The largest number of this dtype that is not above the bound. A ratio of this dtype exceeds both or neither."""
+    rounded = torch.tensor(bound, dtype=dtype, device="cpu")
+    below = torch.nextafter(rounded, torch.full_like(rounded, -math.inf))
+    return float(below if float(rounded) > bound else rounded)
+
+
 def check_signal(
-    ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSettings, behavior_logprobs: Tensor | None
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,
+    uses: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The mask as bool, and the behaviour log-probs if they are weights."""
     check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
+    require_uses(settings.used_low, uses)
+    check_uses(uses, mask)
     mask = check_mask(mask)
     if settings.weight == "none":
         return mask, None
@@ -87,6 +142,7 @@ class Grids:
     thresholds: Tensor  # [lows + 1 + highs] of the ratios' dtype: -low, 0, high, ascending; see binned_sums
     path_low: Tensor  # [candidates] index into low
     path_high: Tensor  # [candidates] index into high
+    used_low: Tensor | None  # 0-d float64: in place of every low, for tokens that were trained on before
 
     @property
     def cells(self) -> int:
@@ -96,7 +152,8 @@ class Grids:
 
 def grids_of(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> Grids:
     """The grids of a path. They do not depend on target, measure or weight: a target that moves finds them ready."""
-    return _grids(settings.low, settings.high, settings.low_step, settings.high_step, settings.order, dtype, device)
+    ranges = settings.low, settings.high, settings.low_step, settings.high_step
+    return _grids(*ranges, settings.order, settings.used_low, dtype, device)
 
 
 @lru_cache(maxsize=64)
@@ -106,6 +163,7 @@ def _grids(
     low_step: float,
     high_step: float,
     order: Order,
+    used_low: float | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Grids:
@@ -127,10 +185,11 @@ def _grids(
         thresholds=torch.where(rounded.double() < exact, above, rounded).to(device),
         path_low=path_low.contiguous().to(device),
         path_high=path_high.contiguous().to(device),
+        used_low=None if used_low is None else torch.tensor(used_low, dtype=torch.float64, device="cpu").to(device),
     )
 
 
-def binned_sums(chunks: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure: Measure) -> Tensor:
+def binned_sums(chunks: Iterable[Chunk], grids: Grids, measure: Measure) -> Tensor:
     """Sums by histogram: for CPUs, where a scatter is cheap and a pass per candidate is not.
 
     The signed ratio u = r * sign(A) puts both signs on one line, negative tokens left of 0, positive ones right of it.
@@ -141,13 +200,13 @@ def binned_sums(chunks: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure: 
     lows, highs = grids.low.numel(), grids.high.numel()
     signed_tokens = torch.zeros(1, dtype=torch.float64, device="cpu")
     weighted_cells, plain_cells = torch.zeros(2, grids.cells, dtype=torch.float64, device="cpu")
-    for ratio, signal in chunks:
+    for ratio, counted, signal in chunks:
         sign = torch.sgn(signal).to(ratio.dtype)
         cells = _cells(ratio * sign, sign, grids)
         signal = signal.to(torch.float64, copy=True)
         if measure == "surrogate":
             plain_cells.scatter_add_(0, cells, signal)
-        weighted_cells.scatter_add_(0, cells, signal.mul_(ratio))
+        weighted_cells.scatter_add_(0, cells, signal.mul_(counted))
         signed_tokens += torch.dot(sign, sign)
 
     # Bins 0..lows hold negative tokens (0 where r is largest), the rest positive ones.
@@ -188,13 +247,13 @@ def _lanes(dtype: torch.dtype) -> Tensor:
     return (LANES + torch.arange(CPU_CHUNK, device="cpu") % LANES).to(dtype)
 
 
-def compared_sums(chunks: Iterable[tuple[Tensor, Tensor]], grids: Grids, measure: Measure) -> Tensor:
+def compared_sums(chunks: Iterable[Chunk], grids: Grids, measure: Measure) -> Tensor:
     """Sums by comparing every token with every candidate: for accelerators, where atomics on few bins would queue."""
     lows = grids.low.numel()
     high_thresholds, low_thresholds = grids.thresholds[lows + 1 :, None], -grids.thresholds[:lows].flip(0)[:, None]
     table = torch.zeros(grids.size, dtype=torch.float64, device=grids.low.device)
-    for ratio, signal in chunks:
-        weighted = ratio.double() * signal.double()
+    for ratio, counted, signal in chunks:
+        weighted = counted.double() * signal.double()
 
         def contribution(kept: Tensor, side: Tensor, bounds: Tensor) -> Tensor:
             total = torch.where(kept, weighted * side, 0.0).sum(1)  # noqa: B023

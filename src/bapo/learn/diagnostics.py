@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
-from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics
+from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics, use_profile
 from bapo.core.loss import PolicyLoss, clean_tokens, weigh_negatives
 from bapo.core.objectives import Tokens
 from bapo.learn.settings import LearnerSettings
@@ -41,7 +41,9 @@ def update_metrics(
         torch.cat([batch.behavior_logprobs for batch in batches]),
         torch.cat([batch.advantages for batch in batches]),
         every,
+        uses=torch.cat([batch.uses for batch in batches]),
     )
+    retained = torch.cat([output.result.retained for output in outputs])
     entropy = torch.cat([output.entropy for output in outputs])
     bounds = outputs[0].result.bounds
     versions = torch.cat([batch.versions for batch in batches])
@@ -50,7 +52,7 @@ def update_metrics(
     scalars |= _searched(outputs, settings)
     scalars |= update_statistics(
         tokens,
-        torch.cat([output.result.retained for output in outputs]),
+        retained,
         settings=settings.clip,
         bounds=bounds and replace(bounds, low=scalars["clip_low"], high=scalars["clip_high"]),
         entropy=entropy,
@@ -60,6 +62,7 @@ def update_metrics(
     vectors = {
         "staleness_histogram": staleness_histogram(versions, every, version=version, bins=settings.staleness_bins),
         **ratio_profile(tokens, entropy),
+        **use_profile(tokens, retained),
     }
     numbers = _read(scalars | {"grad_norm": grad_norm}, vectors)
     return numbers | {"tokens": float(len(every)), "grad_norm": numbers.pop("grad_norm")}

@@ -130,7 +130,7 @@ def disagreement(model: Any) -> str | None:
     ids = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
     offsets = torch.tensor([0, 7, 12], dtype=torch.int32, device=model.device)
     nothing = lengths.new_zeros(0)
-    batch = TokenBatch(ids, position_ids, offsets, 7, *[nothing] * 6)
+    batch = TokenBatch(ids, position_ids, offsets, 7, *[nothing] * 7)
     padded = _padded(model, batch).float()
     try:
         packed = _packed(model, batch).float()

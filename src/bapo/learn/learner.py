@@ -199,10 +199,15 @@ class Learner:
                 batch.advantages,
                 torch.ones_like(batch.targets, dtype=torch.bool),
                 self.settings.clip,
+                uses=self._uses(batch),
             )
             for batch in batches
         ]
         return bounds_from_table(summed(torch.stack(tables).sum(0), self.ranks), self.settings.clip)
+
+    def _uses(self, batch: TokenBatch) -> Tensor | None:
+        """How often each token was trained on, for a loss that asks."""
+        return None if self.settings.used_low is None else batch.uses
 
     def _backward(self, batch: TokenBatch, bounds: ClipBounds | None, denominator: Tensor) -> Output:
         settings = self.settings
@@ -220,6 +225,7 @@ class Learner:
                 reduction=settings.reduction,
                 denominator=denominator,
                 sequence_ids=batch.sequence_ids,
+                uses=self._uses(batch),
                 process_group=self.ranks if solves and settings.scope == "update" else None,
                 **settings.options,
             )

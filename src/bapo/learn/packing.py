@@ -45,7 +45,9 @@ def pack(
     advantages = ADVANTAGES[estimator](
         torch.tensor(rewards, dtype=torch.float32), torch.tensor(owners, dtype=torch.int64)
     ).advantages
-    rows = list(zip((t for group in groups for t in group.trajectories), advantages.tolist(), strict=True))
+    uses = [group.uses for group in groups for _ in group.trajectories]
+    trajectories = (t for group in groups for t in group.trajectories)
+    rows = list(zip(trajectories, advantages.tolist(), uses, strict=True))
     rows.sort(key=lambda row: -_length(row[0]))  # stable: equal lengths keep the order of the groups
     return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]
 
@@ -57,11 +59,11 @@ def pack_demonstrations(
     device: torch.device,
     padded: bool = True,
 ) -> list[TokenBatch]:
-    """The same for responses that no policy sampled. Their log-probs, advantages and versions are zeros and unused."""
+    """The same for responses that no policy sampled. Their log-probs, advantages, versions and uses are zeros."""
     rows = []
     for prompt, response in demonstrations:
         nothing, version = [0.0] * len(response), [0] * len(response)
-        rows.append((Trajectory(list(prompt), 0, list(response), nothing, nothing, version), 0.0))
+        rows.append((Trajectory(list(prompt), 0, list(response), nothing, nothing, version), 0.0, 0))
     rows.sort(key=lambda row: -_length(row[0]))
     return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]
 
@@ -80,6 +82,7 @@ def empty_batch(device: torch.device) -> TokenBatch:
         behavior_logprobs=nothing.float(),
         advantages=nothing.float(),
         versions=nothing,
+        uses=nothing,
     )
 
 
@@ -87,7 +90,7 @@ def _length(trajectory: Trajectory) -> int:
     return len(trajectory.prompt) + len(trajectory.tokens)
 
 
-Row = tuple[Trajectory, float]  # a response and its advantage
+Row = tuple[Trajectory, float, int]  # a response, its advantage and its uses
 
 
 def _cut(rows: list[Row], micro_tokens: int, *, padded: bool) -> list[list[Row]]:
@@ -107,7 +110,7 @@ def _cut(rows: list[Row], micro_tokens: int, *, padded: bool) -> list[list[Row]]
 
 
 def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
-    trajectories = [trajectory for trajectory, _ in rows]
+    trajectories = [trajectory for trajectory, _, _ in rows]
     lengths = np.array([_length(t) for t in trajectories])
     counts = np.array([len(t.tokens) for t in trajectories])  # response tokens of each
     ends = lengths.cumsum()
@@ -124,14 +127,15 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
             _array(chain.from_iterable(t.tokens for t in trajectories), np.int64, int(counts.sum())),
             np.repeat(np.arange(len(rows)), counts),
             _array(chain.from_iterable(t.versions for t in trajectories), np.int64, int(counts.sum())),
+            np.repeat(np.array([uses for _, _, uses in rows], dtype=np.int64), counts),
         ],
         device,
     )
-    input_ids, position_ids, offsets, predicts, targets, sequence_ids, versions = integers
+    input_ids, position_ids, offsets, predicts, targets, sequence_ids, versions, uses = integers
     behavior_logprobs, advantages = _ship(
         [
             _array(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
-            np.repeat(np.array([advantage for _, advantage in rows], dtype=np.float32), counts),
+            np.repeat(np.array([advantage for _, advantage, _ in rows], dtype=np.float32), counts),
         ],
         device,
     )
@@ -146,6 +150,7 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
         behavior_logprobs=behavior_logprobs,
         advantages=advantages,
         versions=versions,
+        uses=uses,
     )
 
 

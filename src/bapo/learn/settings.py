@@ -52,6 +52,12 @@ class LearnerSettings:
         """Whether the objective solves its bounds from the tokens."""
         return OBJECTIVES[self.objective].solves_bounds
 
+    @property
+    def used_low(self) -> float | None:
+        """The lower bound of tokens that were trained on before; None: that of all tokens."""
+        used_low: float | None = self.clip.used_low if self.solves_bounds else self.options.get("used_low")
+        return used_low
+
 
 def learning_rate(update: int, settings: LearnerSettings) -> float:
     """Linear warm-up, then constant, or linear or cosine decay to zero at total_updates. Updates count from 0."""

@@ -68,6 +68,12 @@ UPDATE = {
     "staleness_mean": "Mean number of updates between sampling and use, per token.",
     "staleness_max": "Largest number of updates between sampling and use; never above offpolicy.max_staleness.",
     "staleness_histogram": "Number of tokens by updates between sampling and use; the last bin holds all older tokens.",
+    "use_histogram": "Number of tokens by how often they were trained on before: never, 1, 2 to 3, 4 to 7, 8 or more.",
+    "use_positive": "Mean log r of the positive tokens in each of these bins; 0 in an empty bin.",
+    "use_negative": "Mean log r of the negative tokens in each of these bins; 0 in an empty bin.",
+    "use_retained": "Share of the negative tokens in each of these bins whose gradient the clip retained.",
+    "use_below": "Share of the negative tokens in each of these bins that were retained although r < 1: the update "
+    "pushes them further below the probability they were sampled with.",
     "groups": "Groups in the update, including replayed ones.",
 }
 

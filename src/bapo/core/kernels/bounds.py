@@ -37,6 +37,8 @@ def signal_partials(
     surrogate: bool,
     weighted: bool,
     behavior_logprobs: Tensor | None = None,  # like ratio
+    uses: Tensor | None = None,  # like ratio, integers
+    used_low: Tensor | None = None,  # 0-d float64: the bound of negative tokens with uses
     log_ratio_limit: float | None = None,
 ) -> Tensor:  # [highs + lows + 1, programs] float64: the sum of its columns is the signal table
     """The signal table of `bapo.core.table.signal_table`, in as many parts as programs filled it.
@@ -53,6 +55,8 @@ def signal_partials(
         advantages.contiguous(),
         mask.contiguous(),
         ratio if behavior_logprobs is None else behavior_logprobs.contiguous(),
+        mask if uses is None else uses.contiguous(),
+        low if used_low is None else used_low,
         low,
         high,
         thresholds,
@@ -63,6 +67,7 @@ def signal_partials(
         high_blocks,
         surrogate,
         weighted,
+        used_low is not None,
         log_ratio_limit,
         BLOCK_CANDIDATES,
         BLOCK_TOKENS,
@@ -108,6 +113,8 @@ def _signal_kernel(
     advantages_ptr,
     mask_ptr,
     behavior_ptr,
+    uses_ptr,
+    used_low_ptr,
     low_ptr,
     high_ptr,
     thresholds_ptr,
@@ -118,6 +125,7 @@ def _signal_kernel(
     high_blocks,
     SURROGATE: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    USED: tl.constexpr,
     LOG_RATIO_LIMIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -139,6 +147,8 @@ def _signal_kernel(
         low = tl.load(low_ptr + candidate, mask=candidate < tl.where(raises_high, 0, lows), other=0.0)
         bound = tl.where(raises_high, high, low)
 
+    if USED:
+        used_low = tl.load(used_low_ptr)
     sums = tl.zeros((BLOCK_C, BLOCK_T), dtype=tl.float64)
     everything = tl.zeros((BLOCK_T,), dtype=tl.float64)
     signed_tokens = tl.zeros((BLOCK_T,), dtype=tl.int32)
@@ -162,7 +172,14 @@ def _signal_kernel(
             log_weight = tl.load(behavior_ptr + token, mask=inside, other=0.0).to(tl.float64)
             signal = signal * tl.exp(tl.where(chosen, log_weight, 0.0))
         signal = tl.where(chosen, signal, 0.0) * side
-        weighted = ratio.to(tl.float64) * signal
+        counted = ratio.to(tl.float64)
+        if USED:  # a used negative token has its own bound, so it stands where no candidate clips it
+            used = tl.load(uses_ptr + token, mask=inside, other=0) != 0
+            own_bound = used & (signal * side < 0)
+            clipped_weight = used_low if SURROGATE else 0.0
+            counted = tl.where(own_bound & (counted <= used_low), clipped_weight, counted)
+            ratio = tl.where(own_bound, 2.0, ratio)
+        weighted = counted * signal
 
         ours = signal > 0
         mass = tl.where(ours, weighted, 0.0)

@@ -56,6 +56,8 @@ def clipped_loss(
     *,
     log_ratio_limit: float,
     cap: float | None = None,  # on ratios of negative tokens: the dual clip
+    uses: Tensor | None = None,  # same shape, integers
+    used_low: float | None = None,  # in place of low, for tokens with uses
     weights: Tensor | None = None,  # same shape: w_t, else 1
     denominator: Tensor | float | None = None,  # else the number of tokens under the mask
 ) -> ClippedLoss:
@@ -76,15 +78,18 @@ def clipped_loss(
         advantages.contiguous(),
         mask.contiguous(),
         mask if weights is None else weights.contiguous(),
+        mask if uses is None else uses.contiguous(),
         low,
         high,
         0.0 if cap is None else float(cap),
+        0.0 if used_low is None else float(used_low),
         derivative,
         retained,
         partials,
         tokens,
         solved,
         cap is not None,
+        used_low is not None,
         weights is not None,
         log_ratio_limit,
         BLOCK_TOKENS,
@@ -137,15 +142,18 @@ def _clipped_kernel(
     advantages_ptr,
     mask_ptr,
     weights_ptr,
+    uses_ptr,
     low,
     high,
     cap,
+    used_low,
     derivative_ptr,
     retained_ptr,
     partials_ptr,
     tokens,
     SOLVED: tl.constexpr,
     CAPPED: tl.constexpr,
+    USED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     LOG_RATIO_LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -166,10 +174,16 @@ def _clipped_kernel(
     advantage = tl.where(chosen, advantage, 0.0)
     ratio = limited_ratio(difference, LOG_RATIO_LIMIT)
 
+    if USED:
+        used = tl.load(uses_ptr + token, mask=inside, other=0) != 0
+        lower = tl.where(used, used_low, low)
+    else:
+        lower = low
     positive = advantage > 0
     negative = advantage < 0
-    unclipped = (positive & (ratio < high)) | (~positive & ((ratio > low) | (advantage == 0)))
-    clipped = tl.where(ratio > high, high, tl.where(ratio < low, low, ratio))
+    unclipped = (positive & (ratio < high)) | (~positive & ((ratio > lower) | (advantage == 0)))
+    clipped = tl.where(ratio < lower, lower, ratio)
+    clipped = tl.where(clipped > high, high, clipped)
     if SOLVED:
         clipped = tl.where((low == low) & (high == high), clipped, float("nan"))
     loss = -tl.where(unclipped, ratio, clipped) * advantage
