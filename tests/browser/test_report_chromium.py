@@ -94,15 +94,15 @@ def test_the_table_shows_and_sorts(page):
     assert page.locator("#overview tbody tr").count() == len(values["arms"]) == 5
     first = values["table"]["rows"][0]["cells"]
     assert first["avg"]["text"] in page.locator("#overview tbody tr").first.inner_text()
-    page.locator("#overview").get_by_role("button", name="Tokens").click()
-    tokens = [row["cells"]["tokens"] for row in values["table"]["rows"]]
-    ordered = [cell["text"] for cell in sorted(tokens, key=lambda cell: -cell["value"])]
-    position = 1 + [column["key"] for column in values["table"]["columns"]].index("tokens")
+    page.locator("#overview").get_by_role("button", name="Positive share").click()
+    shares = [row["cells"]["share"] for row in values["table"]["rows"]]
+    ordered = [cell["text"] for cell in sorted(shares, key=lambda cell: -cell["value"])]
+    position = 1 + [column["key"] for column in values["table"]["columns"]].index("share")
     column = page.locator(f"#overview tbody td:nth-child({position})")
-    assert column.all_inner_texts() == ordered
-    page.locator("#overview").get_by_role("button", name="Tokens").click()
-    assert column.all_inner_texts() == ordered[::-1]
-    assert page.evaluate("document.activeElement.textContent") == "Tokens"  # the keyboard stays where it was
+    assert [text.split("\n")[0] for text in column.all_inner_texts()] == ordered
+    page.locator("#overview").get_by_role("button", name="Positive share").click()
+    assert [text.split("\n")[0] for text in column.all_inner_texts()] == ordered[::-1]
+    assert page.evaluate("document.activeElement.textContent") == "Positive share"  # the keyboard stays where it was
 
 
 def test_light_and_dark(pages, watched):
@@ -286,7 +286,7 @@ def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed
     page.locator("#sft-overview").get_by_role("button", name="Held-out loss").click()
     assert page.locator("#sft-overview th[aria-sort]").count() == 1
     if mixed:
-        page.locator("#overview").get_by_role("button", name="Tokens").click()
+        page.locator("#overview").get_by_role("button", name="Responses").click()
         assert page.locator("#sft-overview th[aria-sort]").count() == 0  # one table is sorted at a time
         assert page.locator("#overview th[aria-sort]").count() == 1
         page.locator(".pick").select_option(index=2)
