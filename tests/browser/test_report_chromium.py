@@ -281,7 +281,7 @@ def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed
     facts = "4 runs, 2 objectives, 1 setting, 1 supervised run ·" if mixed else "1 supervised run ·"
     assert page.locator(".top p").inner_text().startswith(facts)
     assert page.locator("#sft-overview tbody tr").count() == 1
-    assert page.locator("#overview").count() == mixed
+    assert page.locator("#overview").count() == page.locator(".axis").count() == mixed
     assert page.locator("#sft .plot .scatterlayer .trace").count() >= 4
     page.locator("#sft-overview").get_by_role("button", name="Held-out loss").click()
     assert page.locator("#sft-overview th[aria-sort]").count() == 1
@@ -290,4 +290,8 @@ def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed
         assert page.locator("#sft-overview th[aria-sort]").count() == 0  # one table is sorted at a time
         assert page.locator("#overview th[aria-sort]").count() == 1
         page.locator(".pick").select_option(index=2)
+        redrawn(page, lambda: page.locator(".axis input[value=responses]").check(force=True))
+        assert page.locator("#held-out .xtitle").first.text_content() == "sampled responses"
+        assert page.locator("#sft .xtitle").first.text_content() == "update"  # it samples none
+        assert not page.locator("#uncounted").is_visible()
     assert "samples no responses" in page.locator("#samples").inner_text()

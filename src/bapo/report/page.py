@@ -103,7 +103,10 @@ def page(values: dict[str, Any], *, live: bool = False) -> str:
             '<main id="page"></main>',
             f'<script type="application/json" id="values">{embedded}</script>',
             f"<script>{plotly()}</script>",
-            *(f"<script>{here.joinpath(name).read_text(encoding='utf-8')}</script>" for name in ("lines.js", "page.js")),
+            *(
+                f"<script>{here.joinpath(name).read_text(encoding='utf-8')}</script>"
+                for name in ("lines.js", "page.js")
+            ),
             "</body>",
             "</html>",
             "",
