@@ -195,6 +195,7 @@
     };
     if (exported) result.title = { text: panel.title, font: { size: 15 }, x: 0.02, xanchor: "left" };
     if (panel.kind === "curves") result.xaxis.rangemode = "tozero";
+    if (overResponses(panel)) result.xaxis.hoverformat = ",.0f";
     if (panel.kind === "points") {
       const reach = panel.series.filter(visible).flatMap((s) => [...s.runs, s.y - (s.half ?? 0), s.y + (s.half ?? 0)]);
       const room = 0.1 * (Math.max(...reach) - Math.min(...reach)) || 0.05;
