@@ -94,15 +94,15 @@ def test_the_table_shows_and_sorts(page):
     assert page.locator("#overview tbody tr").count() == len(values["arms"]) == 5
     first = values["table"]["rows"][0]["cells"]
     assert first["avg"]["text"] in page.locator("#overview tbody tr").first.inner_text()
-    page.locator("#overview").get_by_role("button", name="Tokens").click()
-    tokens = [row["cells"]["tokens"] for row in values["table"]["rows"]]
-    ordered = [cell["text"] for cell in sorted(tokens, key=lambda cell: -cell["value"])]
-    position = 1 + [column["key"] for column in values["table"]["columns"]].index("tokens")
+    page.locator("#overview").get_by_role("button", name="Positive share").click()
+    shares = [row["cells"]["share"] for row in values["table"]["rows"]]
+    ordered = [cell["text"] for cell in sorted(shares, key=lambda cell: -cell["value"])]
+    position = 1 + [column["key"] for column in values["table"]["columns"]].index("share")
     column = page.locator(f"#overview tbody td:nth-child({position})")
-    assert column.all_inner_texts() == ordered
-    page.locator("#overview").get_by_role("button", name="Tokens").click()
-    assert column.all_inner_texts() == ordered[::-1]
-    assert page.evaluate("document.activeElement.textContent") == "Tokens"  # the keyboard stays where it was
+    assert [text.split("\n")[0] for text in column.all_inner_texts()] == ordered
+    page.locator("#overview").get_by_role("button", name="Positive share").click()
+    assert [text.split("\n")[0] for text in column.all_inner_texts()] == ordered[::-1]
+    assert page.evaluate("document.activeElement.textContent") == "Positive share"  # the keyboard stays where it was
 
 
 def test_light_and_dark(pages, watched):
@@ -281,13 +281,17 @@ def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed
     facts = "4 runs, 2 objectives, 1 setting, 1 supervised run ·" if mixed else "1 supervised run ·"
     assert page.locator(".top p").inner_text().startswith(facts)
     assert page.locator("#sft-overview tbody tr").count() == 1
-    assert page.locator("#overview").count() == mixed
+    assert page.locator("#overview").count() == page.locator(".axis").count() == mixed
     assert page.locator("#sft .plot .scatterlayer .trace").count() >= 4
     page.locator("#sft-overview").get_by_role("button", name="Held-out loss").click()
     assert page.locator("#sft-overview th[aria-sort]").count() == 1
     if mixed:
-        page.locator("#overview").get_by_role("button", name="Tokens").click()
+        page.locator("#overview").get_by_role("button", name="Responses").click()
         assert page.locator("#sft-overview th[aria-sort]").count() == 0  # one table is sorted at a time
         assert page.locator("#overview th[aria-sort]").count() == 1
         page.locator(".pick").select_option(index=2)
+        redrawn(page, lambda: page.locator(".axis input[value=responses]").check(force=True))
+        assert page.locator("#held-out .xtitle").first.text_content() == "sampled responses"
+        assert page.locator("#sft .xtitle").first.text_content() == "update"  # it samples none
+        assert not page.locator("#uncounted").is_visible()
     assert "samples no responses" in page.locator("#samples").inner_text()

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -457,6 +458,23 @@ def test_tables_have_mean_and_interval_over_seeds(first, tmp_path):
     assert row["measures"]["avg"]["mean"] == pytest.approx(0.2)
     assert row["measures"]["avg"]["half_width"] == pytest.approx(0.24841, abs=1e-5)  # 4.3027 · 0.1 / √3
     assert any("0.200 ± 0.248" in line and line.startswith("  grpo") for line in table_lines(results))
+
+
+def test_tables_have_the_responses_that_were_sampled(first, tmp_path):
+    grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4]"))
+    sampled = []
+    for cell, dropped in zip(grid.cells, (0, 7), strict=True):
+        scored(first[0] / "out/reuse-2/grpo/seed-3", cell.path, 0.1)
+        log = [json.loads(line) for line in (cell.path / "metrics.jsonl").read_text().splitlines()]
+        rollouts = [line for line in log if line["kind"] == "rollout"]
+        rollouts[0]["rollout/dropped"] = dropped
+        (cell.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+        begun = sum(line["rollout/admitted"] for line in rollouts)  # without partial rollout, these are finished, too
+        sampled.append(begun * cell.config.rollout.responses + dropped)
+    results = collect(grid)
+    assert [run["measures"]["responses"] for run in results["runs"]] == sampled
+    heading, row = (re.split(r"\s{2,}", line.strip()) for line in table_lines(results)[2:4])
+    assert (heading[-1], row[-1]) == ("responses", f"{sum(sampled) / 2:.0f}")
 
 
 def test_differences_are_taken_within_a_seed(first, tmp_path):

@@ -156,7 +156,7 @@ def _columns(k: int | str, names: set[str]) -> dict[str, Callable[[Row], str]]:
     """Heading -> the text in its column, for the measures that there are."""
     columns = {title: _shower(name) for title, name in _scores(k, names).items()}
     columns |= {"before": _shower("entropy_before")}
-    columns |= {"max grad norm": _shower("max_grad_norm"), "share": _shower("share")}
+    columns |= {"max grad norm": _shower("max_grad_norm"), "share": _shower("share"), "responses": _responses}
     if "stop_start" in names:
         columns["stops"] = _stops
     return columns
@@ -170,6 +170,10 @@ def _shower(name: str) -> Callable[[Row], str]:
         return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"
 
     return show
+
+
+def _responses(row: Row) -> str:
+    return f"{row['responses']['mean']:.0f}" if "responses" in row else "–"
 
 
 def _stops(row: Row) -> str:

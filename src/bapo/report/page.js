@@ -20,6 +20,7 @@
   let smoothing = null;
   let sorted = null;
   let picked = 0;
+  let counted = false;  // whether curves are drawn over sampled responses
 
   // Elements
 
@@ -69,31 +70,32 @@
 
   // Numbers
 
-  function smooth(ys, window) {
-    const half = Math.floor(window / 2);
-    return ys.map((y, at) => {
-      if (y === null) return null;
-      const near = ys.slice(Math.max(0, at - half), at + half + 1).filter((value) => value !== null);
-      return near.reduce((sum, value) => sum + value, 0) / near.length;
-    });
-  }
-
-  function acrossSeeds(runs) {
-    const mean = [], low = [], high = [];
-    for (let at = 0; at < runs[0].length; at++) {
-      const here = runs.map((run) => run[at]).filter((value) => value !== null);
-      mean.push(here.length ? here.reduce((sum, value) => sum + value, 0) / here.length : null);
-      low.push(here.length ? Math.min(...here) : null);
-      high.push(here.length ? Math.max(...here) : null);
-    }
-    return { mean, low, high };
-  }
-
   function defaultSmoothing() {
     const lengths = values.figures.flatMap((f) => f.panels).filter((p) => p.kind === "curves" && !p.markers)
       .flatMap((p) => p.series.map((s) => s.x.length));
     const longest = Math.max(1, ...lengths);
     return longest < 40 ? 1 : Math.min(25, 2 * Math.floor(longest / 80) + 1);
+  }
+
+  // Over updates, or over sampled responses. A panel without numbers of responses stays over updates.
+
+  const HASHES = { "": false, "#x=updates": false, "#x=responses": true };
+  const overResponses = (panel) => counted && panel.series.some((series) => series.responses);
+  const uncounted = () => {
+    const lacking = panels().filter(overResponses).flatMap((panel) => panel.series.filter((series) => !series.responses));
+    return [...new Set(lacking.map((series) => values.arms[series.arm]))];
+  };
+  function readHash() {
+    const asked = HASHES[location.hash] ?? counted;
+    const changed = asked !== counted;
+    counted = asked;
+    return changed;
+  }
+  window.addEventListener("hashchange", () => { if (readHash()) switched(); });
+  function switched() {
+    for (const input of document.getElementsByName("x")) input.checked = (input.value === "responses") === counted;
+    document.getElementById("uncounted").replaceWith(withoutCounts());
+    return draw();
   }
 
   // Panels to plotly
@@ -108,26 +110,27 @@
       const color = colorOf(arm.objective, mode);
       const dash = DASHES[settingOf(arm.setting) % DASHES.length];
       const window = panel.kind === "curves" && !panel.markers ? smoothing : 1;
-      const runs = series.runs.map((run) => smooth(run, window));
-      const { mean, low, high } = acrossSeeds(runs);
-      const base = { x: series.x, type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false };
-      if (runs.length > 1) {
+      const counts = overResponses(panel) ? series.responses?.map((run) => values.counts[run]) : null;
+      if (counts === undefined) continue;
+      const { seeds, x, mean, low, high } = lines.drawn(series, window, counts);
+      const base = { x, type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false };
+      if (seeds.length > 1) {
         const kept = mean.map((y, at) => at).filter((at) => mean[at] !== null);
-        const shape = { ...base, x: kept.map((at) => series.x[at]), line: { width: 0 } };
+        const shape = { ...base, x: kept.map((at) => x[at]), line: { width: 0 } };
         list.push({ ...shape, y: kept.map((at) => high[at]) });
         list.push({ ...shape, y: kept.map((at) => low[at]), fill: "tonexty", fillcolor: faded(color, 0.13) });
       }
-      if (runs.length > 1 || window > 1) {
-        for (const raw of series.runs) {
-          list.push({ ...base, y: raw, connectgaps: true, line: { width: 0.8, color: faded(color, 0.35), dash } });
+      if (seeds.length > 1 || window > 1) {
+        for (const seed of seeds) {
+          list.push({ ...base, ...seed, connectgaps: true, line: { width: 0.8, color: faded(color, 0.35), dash } });
         }
       }
       list.push({
         ...base, y: mean, name: label(arm), showlegend: true, hoverinfo: undefined, connectgaps: true,
-        mode: panel.markers || panel.kind === "profile" || series.x.length < 2 ? "lines+markers" : "lines",
+        mode: panel.markers || panel.kind === "profile" || x.length < 2 ? "lines+markers" : "lines",
         line: { width: 2.2, color, dash },
         marker: { size: 6, color, symbol: SYMBOLS[settingOf(arm.setting) % SYMBOLS.length] },
-        hovertemplate: `%{y:.4g}<extra>${escaped(label(arm))}</extra>`,
+        hovertemplate: `%{y:.4g}${counts ? " after %{x:,.0f}" : ""}<extra>${escaped(label(arm))}</extra>`,
         ...(panel.kind === "profile" ? { customdata: binNames(panel), hovertemplate: `ratio %{customdata}: %{y:.3g}<extra>${escaped(label(arm))}</extra>` } : {}),
       });
     }
@@ -186,12 +189,13 @@
       plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 44, r: 10, t: exported ? 48 : 10, b: 40 }, hovermode: "x unified",
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { size: 11.5, color: css("--ink") } },
       showlegend: exported, legend: { orientation: "h", y: -0.22, traceorder: "normal", font: { size: 11 } }, barmode: "group", bargap: 0.25,
-      xaxis: { ...axis, title: { ...axis.title, text: panel.x } },
+      xaxis: { ...axis, title: { ...axis.title, text: overResponses(panel) ? "sampled responses" : panel.x } },
       yaxis: { ...axis, tickformat: "~g", nticks: 6 },
       shapes: [], annotations: [], dragmode: "zoom",
     };
     if (exported) result.title = { text: panel.title, font: { size: 15 }, x: 0.02, xanchor: "left" };
     if (panel.kind === "curves") result.xaxis.rangemode = "tozero";
+    if (overResponses(panel)) result.xaxis.hoverformat = ",.0f";
     if (panel.kind === "points") {
       const reach = panel.series.filter(visible).flatMap((s) => [...s.runs, s.y - (s.half ?? 0), s.y + (s.half ?? 0)]);
       const room = 0.1 * (Math.max(...reach) - Math.min(...reach)) || 0.05;
@@ -287,13 +291,24 @@
     const say = () => smoothing === 1 ? "no smoothing" : `mean of ${smoothing} points`;
     const output = make("output", {}, say());
     const longest = defaultSmoothing() === 1 ? 9 : 25;
+    const axis = (value, text) => make("label", {}, make("input", {
+      type: "radio", name: "x", value, checked: (value === "responses") === counted ? "" : null,
+      onchange: () => { location.hash = `x=${value}`; },
+    }), make("span", {}, text));
     return make("div", { class: "controls" },
+      values.counts.length ? make("fieldset", { class: "axis" }, make("legend", {}, "Curves over"), axis("updates", "updates"), axis("responses", "sampled responses")) : null,
       chips("objective", values.objectives, (name) => line(colorOf(name, theme()), 0)),
       chips("setting", values.settings, (name, at) => line(css("--quiet"), at)),
       make("label", { class: "smooth" }, "Smoothing", make("input", {
         type: "range", min: 1, max: longest, step: 2, value: smoothing, "aria-label": "smoothing, points",
         oninput: (event) => { smoothing = Number(event.currentTarget.value); output.textContent = say(); draw(); },
       }), output));
+  }
+
+  function withoutCounts() {
+    const names = uncounted().map(label);
+    return make("div", { id: "uncounted", class: "note", role: "status", hidden: names.length ? null : "" },
+      `The logs of these arms do not say how many responses were sampled, so their curves are only drawn over updates: ${names.join("; ")}.`);
   }
 
   // Each table by its id: where its values are, and its heading.
@@ -385,6 +400,8 @@
     return make("footer", {}, "Bold lines are means over seeds, bands reach from the lowest to the highest seed, and thin lines show each seed as logged. " +
       "Smoothing is a centred moving mean and applies to bold lines and bands. " +
       (widest > 1 ? `Long curves are drawn as means of up to ${widest} consecutive updates. ` : "") +
+      (values.counts.length ? "Sampled responses are those of all groups that were finished or dropped so far, whether or not filtering kept them. Over them, the updates of one step are drawn as their mean, " +
+        "because they were taken after the same responses. Seeds are averaged at equal numbers of responses, on the straight lines between their points, and the mean ends where the first seed ends. " : "") +
       "The paper is arXiv:2510.18927; the curves are from the runs given here. Drag in a plot to zoom, double-click to reset.");
   }
 
@@ -411,7 +428,7 @@
     const scroll = window.scrollY;
     const open = [...main.querySelectorAll("details")].map((element) => element.open);
     for (const element of main.querySelectorAll(".plot.js-plotly-plot")) Plotly.purge(element);
-    main.replaceChildren(...[header(), values.arms.length ? contents() : null, defects(), values.arms.length ? controls() : null, ...tables().map(table),
+    main.replaceChildren(...[header(), values.arms.length ? contents() : null, defects(), values.arms.length ? controls() : null, withoutCounts(), ...tables().map(table),
       ...values.figures.map(figure), responses(), configuration(), footer()].filter(Boolean));
     main.querySelectorAll("details").forEach((element, at) => { element.open = open[at] ?? false; });
     window.scrollTo(0, scroll);
@@ -420,7 +437,7 @@
 
   // Following a run
 
-  const shape = (v) => JSON.stringify([v.objectives, v.settings, v.arms.map((a) => a.runs), v.figures.map((f) => f.panels.map((p) => p.id)),
+  const shape = (v) => JSON.stringify([v.objectives, v.settings, v.counts.length > 0, v.arms.map((a) => a.runs), v.figures.map((f) => f.panels.map((p) => p.id)),
     v.defects.map((p) => [p.path, p.kind])]);
   let tag = null;
   async function poll() {
@@ -450,6 +467,7 @@
   }
 
   smoothing = defaultSmoothing();
+  readHash();
   applyTheme();
   render();
   if (live) setTimeout(poll, POLL_MILLISECONDS);

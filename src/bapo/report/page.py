@@ -17,6 +17,7 @@ from typing import Any
 import bapo
 from bapo.report.arms import Arm, Found, find, flat, grid_name
 from bapo.report.figures import figures
+from bapo.report.panels import shared_counts
 from bapo.report.samples import samples
 from bapo.report.sft import sft_figures, sft_table
 from bapo.report.table import table
@@ -50,6 +51,7 @@ def contents(found: Found) -> dict[str, Any]:
     configs = [_shown(run.config) for arm in arms for run in arm.runs]
     first = configs[0] if configs else {}
     common = {key: value for key, value in first.items() if all(config.get(key) == value for config in configs)}
+    drawn = [*(figures(reinforced) if reinforced else []), *sft_figures(arms)]
     return {
         "title": _title(arms),
         "written": time.strftime("%Y-%m-%d %H:%M"),
@@ -72,7 +74,8 @@ def contents(found: Found) -> dict[str, Any]:
         "defects": [{"path": str(d.path), "kind": d.kind, "message": d.message} for d in found.defects],
         "table": table(reinforced),
         "sft": sft_table(arms),
-        "figures": [*(figures(reinforced) if reinforced else []), *sft_figures(arms)],
+        "counts": shared_counts(drawn),
+        "figures": drawn,
         "samples": [{"arm": index} | _samples(arm) for index, arm in enumerate(arms)],
         "common": common,
     }
@@ -100,7 +103,10 @@ def page(values: dict[str, Any], *, live: bool = False) -> str:
             '<main id="page"></main>',
             f'<script type="application/json" id="values">{embedded}</script>',
             f"<script>{plotly()}</script>",
-            f"<script>{here.joinpath('page.js').read_text(encoding='utf-8')}</script>",
+            *(
+                f"<script>{here.joinpath(name).read_text(encoding='utf-8')}</script>"
+                for name in ("lines.js", "page.js")
+            ),
             "</body>",
             "</html>",
             "",

@@ -2,7 +2,8 @@
 
 A panel is one plot, of one of four kinds:
 
-    curves   one line per arm over updates or steps; the values of every seed, so that the page can average and smooth
+    curves   one line per arm over updates or steps, or over sampled responses; the values of every seed, so that the
+             page can average and smooth
     profile  one line per arm over fixed bins
     bars     one bar per arm and category
     points   one point per arm at its staleness, joined by objective
@@ -21,7 +22,7 @@ from typing import Any, Literal
 from bapo.report.arms import Arm
 from bapo.runs.numbers import number, numbers
 from bapo.runs.read import Run
-from bapo.runs.statistics import aggregate, mean, measures
+from bapo.runs.statistics import aggregate, mean, measures, sampled_responses
 from bapo.types import LOG_RATIO_EDGES
 
 Panel = dict[str, Any]
@@ -66,7 +67,7 @@ def curves(
     marks: Sequence[dict[str, Any]] = (),
     only: Iterable[int] | None = None,
 ) -> Panel:
-    """One metric over training: the x of all runs of an arm, and each run's values there."""
+    """One metric over training: the x of all runs of an arm, and each run's values and sampled responses there."""
     axis = "step" if lines == "rollouts" else "version"
     chosen = set(range(len(arms)) if only is None else only)
     series = []
@@ -74,11 +75,15 @@ def curves(
         if index not in chosen:
             continue
         points = [
-            {line[axis]: float(line[key]) for line in _lines(run, lines) if isinstance(line.get(key), int | float)}
+            {
+                line[axis]: (line["step"], float(line[key]))
+                for line in _lines(run, lines)
+                if isinstance(line.get(key), int | float)
+            }
             for run in arm.runs
         ]
         if any(points):
-            series.append({"arm": index} | _aligned(points))
+            series.append({"arm": index} | _aligned(points, [sampled_responses(run) for run in arm.runs]))
     return {
         "kind": "curves",
         "title": title,
@@ -99,18 +104,49 @@ def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
     return [line for line in run.evals if line.get("eval/temperature", usual) == usual]
 
 
-def _aligned(points: Sequence[dict[int, float]]) -> dict[str, Any]:
-    """Runs on a common x of at most MAX_POINTS: each stretch of equal length is its mean, placed at its end."""
+def _aligned(points: Sequence[dict[int, tuple[int, float]]], sampled: Sequence[list[int] | None]) -> dict[str, Any]:
+    """Runs on a common x of at most MAX_POINTS: each stretch of equal length is its mean, placed at its end.
+
+    `points`: x -> step and value, of each run. `sampled`: the responses of each run after each step. In the result,
+    `responses` has them at each x, after the last step of the stretch; it is None if those of one run are not known.
+    """
     last = max(max(values) for values in points if values)
     width = -(-last // MAX_POINTS) or 1
     runs = []
     for values in points:
-        stretches: dict[int, list[float]] = {}
-        for x, y in values.items():
-            stretches.setdefault(-(-x // width) * width, []).append(y)
-        runs.append({x: mean(ys) for x, ys in stretches.items()})
-    at = sorted({x for values in runs for x in values})
-    return {"x": at, "runs": [numbers(values.get(x) for x in at) for values in runs], "stretch": width}
+        stretches: dict[int, list[tuple[int, float]]] = {}
+        for x, point in values.items():
+            stretches.setdefault(-(-x // width) * width, []).append(point)
+        runs.append(stretches)
+    at = sorted({x for stretches in runs for x in stretches})
+    means = [{x: mean([y for _, y in stretch]) for x, stretch in stretches.items()} for stretches in runs]
+    steps = [{x: max(step for step, _ in stretch) for x, stretch in stretches.items()} for stretches in runs]
+    known = [totals for totals in sampled if totals is not None]
+    return {
+        "x": at,
+        "runs": [numbers(values.get(x) for x in at) for values in means],
+        "responses": [_after(totals, [of.get(x) for x in at]) for totals, of in zip(known, steps, strict=True)]
+        if len(known) == len(runs)
+        else None,
+        "stretch": width,
+    }
+
+
+def _after(totals: Sequence[int], steps: Sequence[int | None]) -> list[int | None]:
+    """The responses after each of these steps; None for a step that the log does not have."""
+    return [totals[step] if step is not None and 0 <= step < len(totals) else None for step in steps]
+
+
+def shared_counts(figures: Sequence[Figure]) -> list[list[int | None]]:
+    """Take the numbers of responses out of the figures, each list once; their series keep the place in the result.
+
+    Most metrics of a run are logged at the same places, so a page would hold the same numbers many times.
+    """
+    counts: dict[tuple[int | None, ...], int] = {}
+    for series in (series for figure in figures for panel in figure["panels"] for series in panel["series"]):
+        if series.get("responses") is not None:
+            series["responses"] = [counts.setdefault(tuple(run), len(counts)) for run in series["responses"]]
+    return [list(run) for run in counts]
 
 
 def profile(arms: Sequence[Arm], key: str, title: str) -> Panel:

@@ -10,7 +10,7 @@ from bapo.report.arms import Arm, samples_per_problem
 from bapo.report.cells import Cell, Facts, Table
 from bapo.runs.numbers import number
 from bapo.runs.read import STOP_REASONS, Run
-from bapo.runs.statistics import mean, measures, stop_shares, worst
+from bapo.runs.statistics import mean, measures, sampled_responses, stop_shares, worst
 
 
 def table(arms: Sequence[Arm]) -> Table:
@@ -31,7 +31,12 @@ def table(arms: Sequence[Arm]) -> Table:
             "Positive share of the signal at the bounds in use, over the last tenth of updates; below: the first tenth",
         ),
         ("stop", "Search ended", "Why BAPO's search for bounds stopped, as a share of updates"),
-        cells.TOKENS,
+        (
+            "responses",
+            "Responses",
+            "Responses sampled for training, per run, including those of filtered and dropped groups; below: response "
+            "tokens trained on, where a token counts each time it is used",
+        ),
         cells.SECONDS,
     ]
     return cells.make_table(columns, [(index, _cells(arm)) for index, arm in enumerate(arms)])
@@ -39,14 +44,17 @@ def table(arms: Sequence[Arm]) -> Table:
 
 def _cells(arm: Arm) -> dict[str, Cell]:
     facts = Facts(arm, [_facts(run) for run in arm.runs])
+    shared = facts.cells()
+    tokens = shared.pop("tokens")
     return {
-        **facts.cells(),
+        **shared,
         "avg": facts.estimate("avg", before="avg_before"),
         "pass": facts.estimate("pass", before="pass_before"),
         "entropy": facts.estimate("entropy", before="entropy_before"),
         "staleness": _staleness(facts),
         "share": facts.estimate("share_last", before="share_first"),
         "stop": _stop(facts),
+        "responses": facts.mean("responses", cells.count) | {"below": f"{tokens['text']} tokens"},
     }
 
 
@@ -76,4 +84,6 @@ def _facts(run: Run) -> dict[str, float]:
         facts |= {name: float(first[key]) for name, key in before.items() if isinstance(first.get(key), int | float)}
     if ages := run.series("staleness_max"):
         facts["staleness_max"] = worst(ages)
+    if responses := sampled_responses(run):
+        facts["responses"] = float(responses[-1])
     return facts | cells.common_facts(run) | cells.ends(run, "share", "share") | stop_shares(run)

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from bapo.runs.read import STOP_REASONS, Run
 
-__all__ = ["aggregate", "mean", "measures", "stop_shares", "student_quantile", "worst"]
+__all__ = ["aggregate", "mean", "measures", "sampled_responses", "stop_shares", "student_quantile", "worst"]
 
 
 def measures(run: Run) -> dict[str, float]:
@@ -17,7 +17,7 @@ def measures(run: Run) -> dict[str, float]:
 
     avg, pass, entropy: on held-out problems after training (`_before`: before training). max_grad_norm: the largest of
     all updates. share: mean over updates. stop_start, …: see `stop_shares`. avg_at_T, pass_at_T: avg and pass at a
-    further temperature T of eval.also_at.
+    further temperature T of eval.also_at. responses: see `sampled_responses`, after the last step.
 
     A supervised run has held_out, perplexity and accuracy (`_before`: before training), max_grad_norm, updates and
     training_seconds.
@@ -44,6 +44,8 @@ def measures(run: Run) -> dict[str, float]:
     for key, name in (("share", "share"), ("staleness_mean", "staleness"), ("clip_fraction", "clip_fraction")):
         if series := run.series(key):
             values[name] = mean(series)
+    if responses := sampled_responses(run):
+        values["responses"] = responses[-1]
     values |= stop_shares(run)
     return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -58,6 +60,23 @@ def _sft_measures(run: Run) -> dict[str, float]:
     if norms := run.series("grad_norm"):
         values["max_grad_norm"] = worst(norms)
     return values
+
+
+def sampled_responses(run: Run) -> list[int] | None:
+    """How many responses a run has sampled for training: 0, then the number after each step. None if that is not known.
+
+    All responses of finished groups count, whether filtering kept the group or not, and so do those of dropped groups.
+    A parked response counts once its group is finished or dropped. A supervised run samples none, so it has no number.
+    """
+    if run.sft:
+        return None
+    totals = [0]
+    for line in run.rollouts:
+        groups, dropped = line.get("rollout/finished_groups"), line.get("rollout/dropped")
+        if not isinstance(groups, int) or not isinstance(dropped, int):
+            return None
+        totals.append(totals[-1] + groups * int(run.config["rollout"]["responses"]) + dropped)
+    return totals
 
 
 def stop_shares(run: Run) -> dict[str, float]:
