@@ -294,7 +294,12 @@ def test_advice_on_entropy_counts_both_quadrants_of_each_side():
         (batch(drift=0.3), ["A fixed clip will do", "adaptive bounds would stay", "Do not use the `paper` preset"]),
         (
             batch(drift=0.01, longer=3.0),
-            ["The clip cannot repair the balance", "0.0% of ratios lie outside", "3.0 times as long", "sequence_mean"],
+            [
+                "BAPO's bounds cannot repair the balance",
+                "0.0% of ratios lie outside",
+                "3.0 times as long",
+                "sequence_mean",
+            ],
         ),
         (
             batch(drift=0.4, longer=2.0),

@@ -28,7 +28,7 @@ BEFORE_THE_FIRST_STEP = {"logprobs": "old_log_probs", "behavior_logprobs": "roll
 
 
 def tokens(count=800, seed=0):
-    """Ratios on both sides of every bound, on the bounds themselves and beyond the limit; uses known and unknown."""
+    """Ratios on both sides of every bound, at 1 and beyond the limit; uses known and unknown."""
     random = np.random.default_rng(seed)
     log_ratio = random.normal(0, 0.3, count)
     log_ratio[::11] = 0.0
@@ -228,8 +228,9 @@ def test_responses_that_chance_repeats_are_not_recognised():
     assert set(dump.updates[1].uses[:-30]) == {1}
     assert set(dump.updates[1].uses[-30:]) == {UNKNOWN}
     rows = {row[0]: row for row in uses(diagnose(Dump(mostly, OWN)).overall).rows}
+    assert list(rows) == ["1", "2", "not known", "all"]
     assert rows["not known"][1] == "0"
-    assert set(rows) == {"1", "2", "not known", "all"}
+    assert [row[-2:] == ["", ""] for row in rows.values()] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -248,9 +249,10 @@ def test_where_uses_cannot_be_inferred_they_are_unknown(updates, columns, said):
     assert "Push once" not in " ".join(result.advice)
     assert set(result.overall.pushes) == {UNKNOWN}
     plain = as_json(result)
-    assert (plain["uses"], set(plain["overall"]["push_once"])) == ("unknown", {"by_use", "all"})
-    assert plain["overall"]["push_once"]["all"]["share_push_once"] is None
-    assert plain["overall"]["push_once"]["all"]["pushed"] > 0.3
+    push_once = plain["overall"]["push_once"]
+    assert (plain["uses"], set(push_once)) == ("unknown", {"share", "share_push_once", "all", "by_use"})
+    assert push_once["share_push_once"] is push_once["all"]["kept"] is None
+    assert push_once["all"]["pushed"] > 0.3
     table = uses(result.overall)
     assert table.title == "Negative tokens"
     assert [row[0] for row in table.rows] == ["not known"]
@@ -404,7 +406,7 @@ def test_text_page_and_data_agree(tmp_path, names):
     used, whole = later(expected), of_uses(expected)
     found = plain["overall"]["push_once"]
     assert found["later"]["pushed"] == pytest.approx(used.pushed_share)
-    assert [found["all"]["share"], found["all"]["share_push_once"]] == pytest.approx([whole.share, whole.share_then])
+    assert [found["share"], found["share_push_once"]] == pytest.approx([whole.share, whole.share_then])
     for text in (" ".join(done.stdout.split()), page):
         assert f"pushes {used.pushed_share:.0%} down further" in text
         assert f"from {whole.share:.2f} to {whole.share_then:.2f}" in text

@@ -135,9 +135,9 @@ def _about_the_clip(numbers: Numbers) -> list[str]:
         ]
     elif end - start < MOVES:
         lines += [
-            f"The clip cannot repair the balance. The positive share is {signal.share:.2f}, and BAPO's whole path of "
-            f"bounds moves it only from {start:.2f} to {end:.2f}, because only {numbers.ratios['wide']:.1%} of ratios "
-            "lie outside (0.8, 1.2).",
+            f"BAPO's bounds cannot repair the balance. The positive share is {signal.share:.2f}, and their whole path "
+            f"moves it only from {start:.2f} to {end:.2f}, because only {numbers.ratios['wide']:.1%} of ratios lie "
+            "outside (0.8, 1.2).",
             _balance(numbers),
         ]
     else:

@@ -93,26 +93,25 @@ def _numbers(numbers: Numbers) -> dict[str, Any]:
 
 
 def _push_once(numbers: Numbers) -> dict[str, Any]:
-    """By use, as far as uses are known. Shares of push once are null if no token has a known use."""
-    pushes = numbers.pushes
+    """Shares over all tokens and by use, and the sums they are made of. What push once does is null without uses."""
+    pushes, whole = numbers.pushes, of_uses(numbers.pushes)
     known = set(pushes) != {UNKNOWN}
-    chosen = {"all": of_uses(pushes)}
-    if known:
-        chosen |= {"first": first(pushes), "later": later(pushes)}
+    chosen = {"all": whole} | ({"first": first(pushes), "later": later(pushes)} if known else {})
     return {
-        "by_use": {str(use): asdict(part) for use, part in pushes.items() if use != UNKNOWN},
+        "share": whole.share,
+        "share_push_once": whole.share_then if known else None,
         **{name: _pushes(part, known) for name, part in chosen.items()},
+        "by_use": {str(use): asdict(part) for use, part in pushes.items() if use != UNKNOWN},
     }
 
 
 def _pushes(part: Pushes, known: bool) -> dict[str, Any]:
-    then = {"kept": part.kept_share, "kept_of_gradient": part.kept_mass, "share_push_once": part.share_then}
     return {
         "negative_tokens": part.negative,
         "log_ratio": part.mean_log_ratio,
         "below": part.below_share,
         "pushed": part.pushed_share,
         "pushed_of_gradient": part.pushed_mass,
-        "share": part.share,
-        **{name: value if known else None for name, value in then.items()},
+        "kept": part.kept_share if known else None,
+        "kept_of_gradient": part.kept_mass if known else None,
     }

@@ -151,12 +151,14 @@ def uses(numbers: Numbers, most: int = 8) -> Part:
     known = {use: part for use, part in pushes.items() if use != UNKNOWN}
     if not known:
         return Part("Negative tokens", reading, headings, [_pushed("not known", of_uses(pushes))])
-    rows = [_pushed(str(use + 1), part) + _kept(part) for use, part in list(known.items())[:most]]
-    if UNKNOWN in pushes:
+    chosen = {str(use + 1): part for use, part in list(known.items())[:most]}
+    chosen |= {"2 or more": later(pushes)} if sum(use > 0 for use in known) > 1 else {}
+    shared = UNKNOWN not in pushes  # otherwise short responses are missing from each use, and their sign is not random
+    rows = [_pushed(label, part) + _kept(part, shared) for label, part in chosen.items()]
+    if not shared:
         rows.append(_pushed("not known", pushes[UNKNOWN]) + [""] * 4)
-    groups = {"2 or more": later(pushes)} if sum(use > 0 for use in known) > 1 else {}
-    groups |= {"all": of_uses(pushes)} if len(pushes) > 1 else {}
-    rows += [_pushed(label, part) + _kept(part) for label, part in groups.items()]
+    if len(pushes) > 1:
+        rows.append(_pushed("all", of_uses(pushes)) + _kept(of_uses(pushes)))
     return Part(
         "Negative tokens by use",
         f"Use 1 is the first time that a token is trained on. {reading} Push once (used_low = 1) keeps so many "
@@ -173,8 +175,9 @@ def _pushed(label: str, part: Pushes) -> list[str]:
     return [label, str(part.negative), moved, *map(_percent, shares)]
 
 
-def _kept(part: Pushes) -> list[str]:
-    return [_percent(part.kept_share), _percent(part.kept_mass), _share(part.share), _share(part.share_then)]
+def _kept(part: Pushes, shared: bool = True) -> list[str]:
+    shares = [_share(part.share), _share(part.share_then)] if shared else ["", ""]
+    return [_percent(part.kept_share), _percent(part.kept_mass), *shares]
 
 
 def quadrants(numbers: Numbers) -> Part:

@@ -5,7 +5,7 @@ chance cannot produce the same response twice. A second sample is the same respo
 itself, exp(sum of its behaviour log-probs), so one that was improbable enough, and whose log-probs take several values,
 can be recognised. Short or certain responses cannot: their uses stay unknown.
 
-    a later use    is certain: an earlier update of the dump trained on the same response
+    a later use    is as good as certain: an earlier update of the dump trained on the same response
     a first use    is the first in this dump: updates that were not logged, or lie before it, do not show
 
 If no response appears twice, that proves something only if the behaviour log-probs are the sampler's own, which no
@@ -27,11 +27,11 @@ from bapo.diagnose.dumps import NAMES, Dump, LoggedUpdate
 
 UNKNOWN = -1
 """The uses of a token whose response cannot be recognised."""
-SURPRISE = 20.0
-"""Least surprise of a response in nats: chance repeats it with a probability of e^-20, or 2e-9, per sample."""
+SURPRISE = 14.0
+"""Least surprise of a response in nats: another sample is the same with a probability of at most one in a million."""
 VALUES = 8
 """Least number of different log-probs in it, so that coarse ones do not make different responses look alike."""
-MOST_TOKENS = 0.9
+MOST_TOKENS = 0.5
 """Uses are inferred only if at least this share of all tokens is in responses that can be recognised."""
 
 Source = Literal["logged", "inferred", "unknown"]
