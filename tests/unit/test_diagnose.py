@@ -294,7 +294,12 @@ def test_advice_on_entropy_counts_both_quadrants_of_each_side():
         (batch(drift=0.3), ["A fixed clip will do", "adaptive bounds would stay", "Do not use the `paper` preset"]),
         (
             batch(drift=0.01, longer=3.0),
-            ["The clip cannot repair the balance", "0.0% of ratios lie outside", "3.0 times as long", "sequence_mean"],
+            [
+                "BAPO's bounds cannot repair the balance",
+                "0.0% of ratios lie outside",
+                "3.0 times as long",
+                "sequence_mean",
+            ],
         ),
         (
             batch(drift=0.4, longer=2.0),
@@ -360,15 +365,17 @@ def test_advice_is_short_and_says_what_the_numbers_say():
     out = policy_loss(*tensors(update), settings=ClipSettings())
     assert f"({float(out.bounds.low):.2f}, {float(out.bounds.high):.2f})" in advice(update)
     for one in [CLEAN, update, *BROKEN.values()]:
-        assert 1 <= len(diagnose(Dump([one, CLEAN], {"behavior_logprobs": "old_log_probs"})).advice) <= 8
+        assert 1 <= len(diagnose(Dump([one, CLEAN], {"behavior_logprobs": "old_log_probs"})).advice) <= 10
 
 
 def test_what_is_not_known_is_said():
     bare = replace(CLEAN, entropy=None, staleness=None, rewards=None, sequence_ids=None, anchor=None)
     unknown = " ".join(diagnose(Dump([bare], {"behavior_logprobs": "old_log_probs"})).unknown)
-    for part in ("recomputed old_log_probs", "log entropies", "log staleness", "log rewards", "log sequence_ids"):
+    said = ("recomputed old_log_probs", "log entropies", "log staleness", "log uses", "log rewards", "log sequence_ids")
+    for part in said:
         assert part in unknown
-    assert len(diagnose(Dump([CLEAN], {"behavior_logprobs": "rollout_log_probs"})).unknown) == 1
+    complete = replace(CLEAN, uses=CLEAN.staleness)
+    assert len(diagnose(Dump([complete], {"behavior_logprobs": "rollout_log_probs"})).unknown) == 1
 
 
 def test_page_loads_nothing_and_escapes_names():

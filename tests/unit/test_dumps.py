@@ -132,7 +132,8 @@ def test_dialects(tmp_path, names, dialect):
 def test_every_name_is_found(tmp_path, role, name):
     values = {
         "entropy": np.ones((2, 3)), "anchor": BEHAVIOR, "tool_mask": MASK, "versions": np.zeros((2, 3)), "version": 2,
-        "staleness": np.ones(2), "sequence_ids": np.zeros((2, 3)), "rewards": np.ones(2), "update": 5,
+        "staleness": np.ones(2), "uses": np.ones(2), "sequence_ids": np.zeros((2, 3)), "rewards": np.ones(2),
+        "update": 5,
     } | COLUMNS  # fmt: skip
     columns = {key: column for key, column in COLUMNS.items() if key != role} | {name: np.asarray(values[role])}
     assert read(tmp_path / "a.npz", columns).columns[role] == name
@@ -184,6 +185,37 @@ def test_staleness_from_versions(tmp_path):
     dump = read(tmp_path / "b.npz", COLUMNS | {"versions": versions})
     assert dump.updates[0].staleness.tolist() == [2, 1, 0, 0, 0]
     assert "lower bound" in dump.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("uses", "read_as"),
+    [
+        (np.array([0, 3]), [0, 0, 3, 3, 3]),
+        (np.array([0, 3], dtype=np.uint8), [0, 0, 3, 3, 3]),
+        (np.array([False, True]), [0, 0, 1, 1, 1]),
+        (np.array([[0, 1, -9], [2, 2, 4.0]]), [0, 1, 2, 2, 4]),
+        (np.array(2), [2] * 5),
+    ],
+)
+def test_uses_are_whole_numbers_per_token_response_or_file(tmp_path, uses, read_as):
+    (update,) = read(tmp_path / "a.npz", COLUMNS | {"uses": uses}).updates
+    assert update.uses.tolist() == read_as
+    assert update.uses.dtype == np.int64
+
+
+@pytest.mark.parametrize(("value", "shown"), [(-1, "-1"), (0.5, "0.5")])
+def test_uses_that_count_nothing_are_refused(tmp_path, value, shown):
+    message = refused(write(tmp_path / "a.npz", COLUMNS | {"uses": np.array([1, value])}))
+    assert f"uses is {shown} in 3 of 5 tokens" in message
+    assert "how often a token was trained on before" in message
+
+
+def test_uses_that_a_part_of_an_update_lacks_are_dropped(tmp_path):
+    step = {"step": np.array(1)}
+    write(tmp_path / "0.npz", COLUMNS | step | {"uses": np.array([1, 2])})
+    assert read_dump([tmp_path]).updates[0].uses.tolist() == [1, 1, 2, 2, 2]
+    write(tmp_path / "1.npz", COLUMNS | step)
+    assert read_dump([tmp_path]).updates[0].uses is None
 
 
 def test_parts_of_one_update_are_put_together_and_files_counted_as_people_do(tmp_path):
@@ -249,7 +281,7 @@ def test_small_integers_do_not_wrap_around(tmp_path, kind, newest, token, age):
     assert read(tmp_path / "a.npz", columns).updates[0].staleness.tolist() == [age] * 5
 
 
-@pytest.mark.parametrize("role", ["staleness", "versions", "version", "step"])
+@pytest.mark.parametrize("role", ["staleness", "versions", "version", "step", "uses"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_ages_and_steps_must_be_numbers_under_the_mask(tmp_path, role, value):
     columns = COLUMNS | {"versions": np.zeros((2, 3)), role: np.where([[1, 1, 1], [1, 0, 1]], 3.0, value)}

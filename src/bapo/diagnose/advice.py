@@ -10,6 +10,8 @@ a bound lets tokens pass. The advice follows from these cases, in this order:
     the share meets the target at the start      adaptive bounds stay at their start, so a fixed clip will do
     it is below, and no bound moves it           ratios are near 1: look at lengths and at the averaging of the loss
     it is below, and the bounds move it          BAPO, with the setting that reaches the target most often
+
+Beside it stands what push once would do, if the dump says which tokens were trained on before (push_once.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from bapo.diagnose.checks import FEW_RESPONSES, LOW_ESS
 from bapo.diagnose.dumps import NAMES, Dump
 from bapo.diagnose.findings import Finding
 from bapo.diagnose.measure import SETTINGS, Numbers
+from bapo.diagnose.push_once import first, later, of_uses
+from bapo.diagnose.uses import Uses
 
 MOST = 2 / 3
 """A case applies if at least this share of the updates with a signal agree."""
@@ -36,14 +40,24 @@ ADVISED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "Clip
 (0.8, 1.2)."""
 
 
-def advise(numbers: Numbers | None, findings: Sequence[Finding]) -> list[str]:
-    """The recommendation: at most eight sentences, each with its numbers."""
+HOW_TO_PUSH_ONCE = (
+    "To set it: in this trainer, objective.used_low = 1.0 (bapo) or objective.options = { used_low = 1.0 } (grpo); in "
+    "policy_loss, ClipSettings(used_low=1.0) (bapo) or used_low=1.0 (grpo), together with uses=; in TRL, "
+    "bapo_used_low=1.0; in verl, policy_loss.used_low=1.0 (docs/adapters)."
+)
+MOST_LINES = 10
+"""A recommendation is read only if it is short."""
+
+
+def advise(numbers: Numbers | None, findings: Sequence[Finding], uses: Uses) -> list[str]:
+    """The recommendation: at most MOST_LINES sentences, each with its numbers."""
     lines = []
     serious = [finding.name for finding in findings if finding.serious]
     if serious:
         lines.append(f"First repair what cannot be right: {', '.join(serious)}. Until then, read the rest with care.")
     if numbers is None:
         return [*lines, "No token is usable, so nothing can be said about the clip."]
+    lines += _about_uses(numbers, uses)
     lines += _about_the_clip(numbers)
     lines += _about_entropy(numbers)
     if numbers.share_error is not None and numbers.sequences is not None:
@@ -53,7 +67,39 @@ def advise(numbers: Numbers | None, findings: Sequence[Finding]) -> list[str]:
                 f"With {per_update:.0f} responses per update, the share is known to ±{numbers.share_error:.2f} only: "
                 "solve the bounds over the whole update, never per micro-batch."
             )
-    return lines[:8]
+    return lines[:MOST_LINES]
+
+
+def _about_uses(numbers: Numbers, uses: Uses) -> list[str]:
+    """What push once would do; nothing if uses are unknown, if no token is negative, or if every ratio is 1."""
+    fresh, used, whole = first(numbers.pushes), later(numbers.pushes), of_uses(numbers.pushes)
+    if uses.source == "unknown" or not whole.negative or not numbers.pooled.log_ratio.any():
+        return []
+    if not any(use > 0 for use in numbers.pushes):
+        if uses.source == "logged":
+            return ["Every token is used for the first time, so push once (used_low = 1) would change nothing."]
+        return [
+            "No response appears in two of these updates, so push once (used_low = 1) would change nothing in them. "
+            "If the dump leaves updates out, log uses to be sure."
+        ]
+    if not used.gradient:
+        return ["(0.8, 1.2) lets no negative token pass that was used before, so push once would change nothing."]
+    if whole.gradient - whole.kept_gradient < NOTABLE * whole.gradient:
+        return [
+            f"Push once (used_low = 1) would change little: it blocks {1 - whole.kept_mass:.1%} of the negative "
+            "gradient that (0.8, 1.2) lets pass."
+        ]
+    inferred = " (uses inferred)" if uses.source == "inferred" else ""
+    before = f"; in their first use, {fresh.below_share:.0%} are" if fresh.negative else ""
+    return [
+        f"Of the negative tokens in their second or later use{inferred}, {used.below_share:.0%} are already less "
+        f"likely than when they were sampled{before}. A fixed clip of (0.8, 1.2) pushes {used.pushed_share:.0%} down "
+        f"further, and these hold {used.pushed_mass:.0%} of the gradient of negative tokens in later uses.",
+        f"Push once (used_low = 1) would stop that and keep {used.kept_share:.0%} of the negative tokens in later "
+        f"uses, those that have become more likely. The positive share would go from {whole.share:.2f} to "
+        f"{whole.share_then:.2f}. docs/results.md says where that helped.",
+        HOW_TO_PUSH_ONCE,
+    ]
 
 
 def _about_the_clip(numbers: Numbers) -> list[str]:
@@ -89,9 +135,9 @@ def _about_the_clip(numbers: Numbers) -> list[str]:
         ]
     elif end - start < MOVES:
         lines += [
-            f"The clip cannot repair the balance. The positive share is {signal.share:.2f}, and BAPO's whole path of "
-            f"bounds moves it only from {start:.2f} to {end:.2f}, because only {numbers.ratios['wide']:.1%} of ratios "
-            "lie outside (0.8, 1.2).",
+            f"BAPO's bounds cannot repair the balance. The positive share is {signal.share:.2f}, and their whole path "
+            f"moves it only from {start:.2f} to {end:.2f}, because only {numbers.ratios['wide']:.1%} of ratios lie "
+            "outside (0.8, 1.2).",
             _balance(numbers),
         ]
     else:
@@ -181,9 +227,9 @@ def _blocked(masses: Mapping[str, float], quadrants: Sequence[str]) -> float:
     return stopped / total if total else 0.0
 
 
-def unknowns(dump: Dump) -> list[str]:
+def unknowns(dump: Dump, uses: Uses) -> list[str]:
     """What this dump cannot tell, and what to log to find out."""
-    first = dump.updates[0]
+    update = dump.updates[0]
     lines = []
     anchors = NAMES["anchor"]
     if dump.columns["behavior_logprobs"] in anchors:
@@ -191,13 +237,18 @@ def unknowns(dump: Dump) -> list[str]:
             f"The trainer recomputed {dump.columns['behavior_logprobs']}, so these ratios show neither the mismatch "
             "with the engine that sampled nor staleness from before that. Log the sampler's own log-probs."
         )
-    if first.entropy is None:
+    if update.entropy is None:
         lines.append("The Entropy-Clip quadrants, and whether tokens were sampled at this temperature: log entropies.")
-    if first.staleness is None:
+    if update.staleness is None:
         lines.append("How old the tokens are: log staleness, or versions and the learner's version.")
-    if first.rewards is None:
+    if uses.source == "unknown":
+        lines.append(
+            "Which tokens were trained on before, and so what push once (used_low = 1) would do: log uses. They cannot "
+            f"be inferred from this dump, because {uses.words}."
+        )
+    if update.rewards is None:
         lines.append("Lengths of correct and wrong responses: log rewards.")
-    if first.sequence_ids is None:
+    if update.sequence_ids is None:
         lines.append("Lengths, gspo, topr and the error of the share: log sequence_ids with packed tokens.")
     lines.append(
         "Whether each file is a whole update or a part of one: without an `update` number, every part counts as an "

@@ -9,6 +9,8 @@ from bapo.diagnose.advice import advise, unknowns
 from bapo.diagnose.dumps import Dump
 from bapo.diagnose.findings import Finding, find
 from bapo.diagnose.measure import Numbers, measure, total
+from bapo.diagnose.push_once import Pushes, first, later, of_uses
+from bapo.diagnose.uses import UNKNOWN, Uses, with_uses
 from bapo.runs.numbers import strict
 
 
@@ -17,6 +19,8 @@ class Diagnosis:
     """Everything `bapo diagnose` has to say about a dump."""
 
     dump: Dump
+    """With uses in every update or in none, and with a note if they were inferred."""
+    uses: Uses
     updates: list[Numbers]
     """One entry per update that has a usable token."""
     overall: Numbers | None
@@ -28,10 +32,11 @@ class Diagnosis:
 
 def diagnose(dump: Dump) -> Diagnosis:
     """Measure every update, look for problems, and put the results into words."""
+    dump, uses = with_uses(dump)
     updates = [numbers for update in dump.updates if (numbers := measure(update)) is not None]
     overall = total(updates) if updates else None
     findings = find(dump.updates)
-    return Diagnosis(dump, updates, overall, findings, advise(overall, findings), unknowns(dump))
+    return Diagnosis(dump, uses, updates, overall, findings, advise(overall, findings, uses), unknowns(dump, uses))
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -39,6 +44,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     plain = {
         "columns": diagnosis.dump.columns,
         "notes": diagnosis.dump.notes,
+        "uses": diagnosis.uses.source,
         "advice": diagnosis.advice,
         "problems": [asdict(finding) for finding in diagnosis.findings],
         "unknown": diagnosis.unknown,
@@ -82,4 +88,30 @@ def _numbers(numbers: Numbers) -> dict[str, Any]:
         "lengths": numbers.lengths,
         "staleness": numbers.staleness,
         "mismatch": numbers.mismatch,
+        "push_once": _push_once(numbers),
+    }
+
+
+def _push_once(numbers: Numbers) -> dict[str, Any]:
+    """Shares over all tokens and by use, and the sums they are made of. What push once does is null without uses."""
+    pushes, whole = numbers.pushes, of_uses(numbers.pushes)
+    known = set(pushes) != {UNKNOWN}
+    chosen = {"all": whole} | ({"first": first(pushes), "later": later(pushes)} if known else {})
+    return {
+        "share": whole.share,
+        "share_push_once": whole.share_then if known else None,
+        **{name: _pushes(part, known) for name, part in chosen.items()},
+        "by_use": {str(use): asdict(part) for use, part in pushes.items() if use != UNKNOWN},
+    }
+
+
+def _pushes(part: Pushes, known: bool) -> dict[str, Any]:
+    return {
+        "negative_tokens": part.negative,
+        "log_ratio": part.mean_log_ratio,
+        "below": part.below_share,
+        "pushed": part.pushed_share,
+        "pushed_of_gradient": part.pushed_mass,
+        "kept": part.kept_share if known else None,
+        "kept_of_gradient": part.kept_mass if known else None,
     }

@@ -43,6 +43,7 @@ NAMES: dict[str, dict[str, str]] = {
     "versions": {"versions": "bapo"},
     "version": {"version": "bapo"},
     "staleness": {"staleness": "bapo"},
+    "uses": {"uses": "bapo"},
     "sequence_ids": {"sequence_ids": "bapo"},
     "rewards": {"rewards": "bapo, TRL", "token_level_rewards": "verl", "token_level_scores": "verl"},
     "update": {"update": "bapo", "step": "bapo", "global_step": "TRL", "global_steps": "verl"},
@@ -72,6 +73,8 @@ class LoggedUpdate:
     """[tokens] updates between sampling and use."""
     rewards: Array | None = None
     """[sequences]"""
+    uses: Array | None = None
+    """[tokens] how often each was trained on before this update; uses.py infers it where the dump does not say."""
 
     @property
     def sequences(self) -> int | None:
@@ -263,7 +266,7 @@ def _updates(
     rewards = columns.get("rewards")
     tokens = {role: layout.spread(role, column) for role, column in columns.items() if role != "sequence_ids"}
     mask = _mask(layout, tokens)
-    staleness = _staleness(path, tokens, mask, notes)
+    staleness, uses = _staleness(path, tokens, mask, notes), _uses(path, tokens, mask)
     per_row = rewards is not None and not isinstance(rewards, Ragged) and rewards.size in (1, layout.row_count)
     empty = 0 if layout.rows is None else layout.row_count - len(np.unique(layout.rows[mask]))
     if empty and mask.any():
@@ -295,6 +298,7 @@ def _updates(
             sequence_ids=ids,
             staleness=None if staleness is None else staleness[chosen],
             rewards=row_rewards,
+            uses=None if uses is None else uses[chosen],
         )
 
     if "update" not in tokens:
@@ -342,6 +346,21 @@ def _staleness(
         "the learner's own version is missing: staleness is counted from the newest token, so it is a lower bound"
     ] = None
     return np.asarray(np.where(mask, wide["versions"].max(initial=0) - wide["versions"], 0))
+
+
+def _uses(path: Path, tokens: Mapping[str, Array], mask: npt.NDArray[np.bool_]) -> Array | None:
+    """[tokens] uses as integers; 0 where the mask is 0."""
+    if "uses" not in tokens:
+        return None
+    _check_finite(path, "uses", tokens["uses"], mask)
+    uses = np.where(mask, tokens["uses"], 0)
+    bad = (uses < 0) | (uses != np.floor(uses))
+    if bad.any():
+        raise DumpError(
+            f"{path}: uses is {uses[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask, but it "
+            "counts how often a token was trained on before. Write 0, 1, 2, …, or leave the column out."
+        )
+    return uses.astype(np.int64)
 
 
 def _check_finite(path: Path, role: str, values: Array, mask: npt.NDArray[np.bool_]) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +30,15 @@ from bapo.core.settings import PRESETS, ClipSettings
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import LoggedUpdate
 from bapo.diagnose.pooled import Pooled, join, lengths, mismatch, pool, ratios, share_error
+from bapo.diagnose.push_once import USED_LOW, Pushes, joined, pushes_by_use
 
 SETTINGS: dict[str, ClipSettings] = {
     "bapo": ClipSettings(),
     **{f"bapo {name}": ClipSettings.preset(name) for name in PRESETS},  # type: ignore[arg-type]
 }
 """BAPO's settings that are tried: the default of this library (gradient measure) and each published preset."""
+PUSH_ONCE = "grpo push once"
+"""The label of GRPO's clip with a lower bound of 1 for tokens that were trained on before."""
 FIXED = {"unclipped": (-1.0, math.inf), "(0.8, 1.2)": (0.8, 1.2), "(0.8, 1.28)": (0.8, 1.28)}
 """Fixed clips at which the positive share is given."""
 
@@ -127,6 +131,8 @@ class Numbers:
     """updates between sampling and use -> tokens."""
     mismatch: dict[str, float] | None
     """Sampler's own against recomputed log-probs: mean_abs, max_abs, kl, beyond_0.1."""
+    pushes: dict[int, Pushes]
+    """how often tokens were trained on before, or UNKNOWN -> how many negative ones are pushed down further."""
     pooled: Pooled = field(repr=False)
 
     def searched(self, settings: str) -> list[Bounds]:
@@ -161,6 +167,7 @@ def measure(update: LoggedUpdate) -> Numbers | None:
         advantages,
         torch.ones(int(good.sum()), dtype=torch.bool),
         None if ids is None else torch.from_numpy(ids),
+        None if update.uses is None else _tensor(update.uses[good].clip(min=0)),
     )
     entropy = None if update.entropy is None else _tensor(update.entropy[good]).to(tokens.logprobs.dtype)
     fates, bounds, quadrants = _outcomes(tokens, entropy)
@@ -199,6 +206,12 @@ def measure(update: LoggedUpdate) -> Numbers | None:
         lengths=lengths(pooled),
         staleness=staleness,
         mismatch=mismatch(drift),
+        pushes=pushes_by_use(
+            update.logprobs[good],
+            update.behavior_logprobs[good],
+            update.advantages[good],
+            None if update.uses is None else update.uses[good],
+        ),
         pooled=pooled,
     )
 
@@ -237,6 +250,7 @@ def total(parts: Sequence[Numbers]) -> Numbers:
         lengths=lengths(pooled),
         staleness=None if staleness is None else dict(sorted(staleness.items())),
         mismatch=mismatch(pooled.drift),
+        pushes=joined([p.pushes for p in parts]),
         pooled=pooled,
     )
 
@@ -248,7 +262,7 @@ def _outcomes(
     fates: dict[str, Fate] = {}
     bounds: dict[str, list[Bounds]] = {}
     quadrants: dict[str, dict[str, float]] = {}
-    for name, objective, settings in _tried():
+    for name, objective, settings, options in _tried(tokens):
         if OBJECTIVES[objective].needs_sequences and tokens.sequence_ids is None:
             continue
         logprobs = tokens.logprobs.detach().requires_grad_()
@@ -261,6 +275,8 @@ def _outcomes(
             settings=settings,
             denominator=1.0,
             sequence_ids=tokens.sequence_ids,
+            uses=tokens.uses if options else None,
+            **options,
         )
         out.loss.backward()  # type: ignore[no-untyped-call]
         assert logprobs.grad is not None
@@ -285,13 +301,18 @@ def _outcomes(
     return fates, bounds, quadrants or None
 
 
-def _tried() -> Iterator[tuple[str, str, ClipSettings | None]]:
-    """Label, objective and settings of everything that is tried: one that solves bounds under each of SETTINGS."""
+def _tried(tokens: Tokens) -> Iterator[tuple[str, str, ClipSettings | None, dict[str, Any]]]:
+    """Label, objective, settings and options of everything that is tried.
+
+    An objective that solves bounds is tried under each of SETTINGS, and push once where uses are known.
+    """
     for name, objective in OBJECTIVES.items():
         if objective.solves_bounds:
-            yield from ((label, name, settings) for label, settings in SETTINGS.items())
+            yield from ((label, name, settings, {}) for label, settings in SETTINGS.items())
         else:
-            yield name, name, None
+            yield name, name, None, {}
+        if name == "grpo" and tokens.uses is not None:
+            yield PUSH_ONCE, name, None, {"used_low": USED_LOW}
 
 
 def _by_sign(values: Tensor, advantages: Tensor) -> Signal:

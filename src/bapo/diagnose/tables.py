@@ -14,7 +14,9 @@ from bapo.core.entropy_rule import QUADRANTS
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.dumps import NAMES
 from bapo.diagnose.findings import Finding
-from bapo.diagnose.measure import SETTINGS, Numbers
+from bapo.diagnose.measure import PUSH_ONCE, SETTINGS, Numbers
+from bapo.diagnose.push_once import Pushes, later, of_uses
+from bapo.diagnose.uses import UNKNOWN
 
 EFFECT = {
     "high_prob_high_adv": "probable, high A: lowers entropy",
@@ -49,6 +51,8 @@ def parts(diagnosis: Diagnosis) -> list[Part]:
     if overall is None:
         return []
     found = [shares(overall), objectives(overall), bounds(overall)]
+    if of_uses(overall.pushes).negative:
+        found.append(uses(overall))
     if overall.quadrants is not None:
         found.append(quadrants(overall))
     found.append(distance(overall))
@@ -104,10 +108,11 @@ def objectives(numbers: Numbers) -> Part:
             [name, *(f"{value:.1%}" for value in fate.clipped), *map(str, blocked), _share(fate.gradient.share)]
         )
     whole = numbers.fates["grpo"].tokens
+    push_once = f" {PUSH_ONCE} is grpo with used_low = 1." if PUSH_ONCE in numbers.fates else ""
     return Part(
         "What each objective would have clipped",
         f"Which of the {int(whole.positive)} positive and {int(whole.negative)} negative tokens lose their gradient, "
-        "and the positive share of the gradient that is left. Every objective has its default options.",
+        f"and the positive share of the gradient that is left. Every objective has its default options.{push_once}",
         ["objective", "clipped", "positive", "negative", "tokens +", "tokens -", "share left"],
         rows,
         [fate.gradient.share for fate in numbers.fates.values()],
@@ -132,6 +137,47 @@ def bounds(numbers: Numbers) -> Part:
         ["setting", "target", "low", "high", "share at start", "at end", "target met"],
         rows,
     )
+
+
+def uses(numbers: Numbers, most: int = 8) -> Part:
+    """Negative tokens that are pushed below the probability they were sampled with, by use."""
+    pushes = numbers.pushes
+    reading = (
+        "log r: its mean over negative tokens; r < 1: those that are less likely than when they were sampled (about "
+        "half, if only noise moves them); pushed: those of them that (0.8, 1.2) lets pass, so that the update pushes "
+        "them down further; of gradient: their part of the negative gradient r|A| that passes."
+    )
+    headings = ["use", "tokens -", "log r", "r < 1", "pushed", "of gradient"]
+    known = {use: part for use, part in pushes.items() if use != UNKNOWN}
+    if not known:
+        return Part("Negative tokens", reading, headings, [_pushed("not known", of_uses(pushes))])
+    chosen = {str(use + 1): part for use, part in list(known.items())[:most]}
+    chosen |= {"2 or more": later(pushes)} if sum(use > 0 for use in known) > 1 else {}
+    shared = UNKNOWN not in pushes  # otherwise short responses are missing from each use, and their sign is not random
+    rows = [_pushed(label, part) + _kept(part, shared) for label, part in chosen.items()]
+    if not shared:
+        rows.append(_pushed("not known", pushes[UNKNOWN]) + [""] * 4)
+    if len(pushes) > 1:
+        rows.append(_pushed("all", of_uses(pushes)) + _kept(of_uses(pushes)))
+    return Part(
+        "Negative tokens by use",
+        f"Use 1 is the first time that a token is trained on. {reading} Push once (used_low = 1) keeps so many "
+        "negative tokens and so much of that gradient. The last two columns are the positive share of the gradient at "
+        "(0.8, 1.2) and with push once.",
+        [*headings, "kept", "of gradient", "share", "push once"],
+        rows,
+    )
+
+
+def _pushed(label: str, part: Pushes) -> list[str]:
+    moved = "" if math.isnan(part.mean_log_ratio) else f"{part.mean_log_ratio:+.3f}"
+    shares = part.below_share, part.pushed_share, part.pushed_mass
+    return [label, str(part.negative), moved, *map(_percent, shares)]
+
+
+def _kept(part: Pushes, shared: bool = True) -> list[str]:
+    shares = [_share(part.share), _share(part.share_then)] if shared else ["", ""]
+    return [_percent(part.kept_share), _percent(part.kept_mass), *shares]
 
 
 def quadrants(numbers: Numbers) -> Part:
@@ -269,6 +315,10 @@ def _count(number: int, word: str) -> str:
 
 def _share(value: float) -> str:
     return "none left" if math.isnan(value) else f"{value:.3f}"
+
+
+def _percent(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.1%}"
 
 
 def _median(values: list[float]) -> str:

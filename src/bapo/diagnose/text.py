@@ -73,7 +73,7 @@ def _table(part: Part, plain: bool) -> Table:
     )
     for index, heading in enumerate(part.headings):
         numeric = index > 0 and all(
-            row[index][:1].isdigit() or row[index] in ("", "none left", "no signal") for row in part.rows
+            row[index].lstrip("+-")[:1].isdigit() or row[index] in ("", "none left", "no signal") for row in part.rows
         )
         table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
     for row in part.rows:
