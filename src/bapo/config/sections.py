@@ -109,15 +109,19 @@ class RolloutConfig(Section):
     """How many responses are sampled side by side."""
 
 
+DEFAULT_PRESET: Preset = "push-once"
+
+
 class ObjectiveConfig(Section):
     """The loss. The keys from target_share to remainder belong to bapo; one that is set overrides the preset."""
 
     name: str = Field("bapo", description=f"One of: {', '.join(OBJECTIVE_NAMES)}.")
     options: dict[str, float] = Field(default_factory=dict)
     """Options of an objective other than bapo, such as low and high of grpo."""
-    preset: Preset | None = "weak-model"
-    """The published settings of BAPO to start from. None (in TOML: "none") takes the paper's numbers and measures the
-    gradient."""
+    preset: Preset | None = DEFAULT_PRESET
+    """The clip settings to start from. push-once: GRPO's bounds, and a lower bound of 1 for tokens that were trained on
+    before. paper, weak-model, released-script: published settings of BAPO. None (in TOML: "none"): the paper's numbers
+    with the gradient measure."""
     target_share: float | None = None
     """The share of the signal that positive tokens should hold."""
     low: tuple[float, float] | None = None
@@ -177,7 +181,7 @@ class ObjectiveConfig(Section):
                 f"objective.{next(iter(self.overrides))} belongs to objective.name='bapo', not to {self.name!r}, which "
                 f"ignores it. Options of {self.name!r} go into objective.options."
             )
-        if self.preset not in (None, "weak-model"):
+        if self.preset not in (None, DEFAULT_PRESET):
             raise ValueError(
                 f"objective.preset={self.preset!r} belongs to objective.name='bapo', not to {self.name!r}, which "
                 "ignores it. Leave it out."

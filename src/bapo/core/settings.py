@@ -16,7 +16,7 @@ Measure = Literal["gradient", "surrogate"]
 Weight = Literal["none", "rollout_prob"]
 Order = Literal["high_first", "low_first"]
 Remainder = Literal["leave", "weigh"]
-Preset = Literal["paper", "weak-model", "released-script"]
+Preset = Literal["push-once", "paper", "weak-model", "released-script"]
 ObjectiveName = Literal[
     "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po", "dppo"
 ]
@@ -81,9 +81,11 @@ class ClipSettings:
 
     @classmethod
     def preset(cls, name: Preset) -> ClipSettings:
-        """Published settings: `paper` (main experiments), `weak-model` (3B Llama), `released-script` (authors' code).
+        """`push-once`, which our own study favours, or published settings: `paper` (main experiments), `weak-model` (3B
+        Llama), `released-script` (authors' code).
 
-        The released script also clips negative tokens at ratio 3: pass `dual_clip=3.0` to `policy_loss` for that.
+        `push-once` has GRPO's bounds for tokens that were never trained on, and needs `uses`. The released script also
+        clips negative tokens at ratio 3: pass `dual_clip=3.0` to `policy_loss` for that.
         """
         require_choice("preset", name, PRESETS)
         return cls(**PRESETS[name])
@@ -113,6 +115,11 @@ class ClipSettings:
         return _grid(self.high, self.high_step)
 
     @property
+    def depends_on_tokens(self) -> bool:
+        """Whether tokens decide anything: which candidate it is, or how much negative tokens weigh."""
+        return len(self.path) > 1 or self.remainder == "weigh"
+
+    @property
     def table_size(self) -> int:
         """Length of a signal table: P at each high, N at each low, and the number of tokens with a signal."""
         return len(self.high_grid) + len(self.low_grid) + 1
@@ -131,6 +138,7 @@ class ClipSettings:
 CLIP_OPTIONS = tuple(field.name for field in fields(ClipSettings))
 """Names of the options that `ClipSettings.from_options` takes beside a preset."""
 PRESETS: dict[str, dict[str, Any]] = {
+    "push-once": {"low": (0.8, 0.8), "high": (1.2, 1.2), "used_low": 1.0},
     "paper": {"target_share": 0.4, "low": (0.6, 0.9), "high": (1.2, 3.0), "measure": "surrogate"},
     "weak-model": {"target_share": 0.45, "low": (0.8, 0.9), "high": (1.2, 2.0), "measure": "surrogate"},
     "released-script": {

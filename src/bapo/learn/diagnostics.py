@@ -82,9 +82,10 @@ def _read(scalars: dict[str, Tensor], vectors: dict[str, Tensor]) -> dict[str, f
 def _searched(outputs: Sequence[Output], settings: LearnerSettings) -> dict[str, Tensor]:
     """What the search for the bounds found: one answer for the update, or the mean over its micro-batches."""
     first = outputs[0].result.metrics
-    found = {name: first[name] for name in SEARCH if name in first}
+    names = SEARCH if settings.clip.depends_on_tokens else SEARCH[:2]  # a single pair is not searched for
+    found = {name: first[name] for name in names if name in first}
     if settings.solves_bounds and settings.scope == "microbatch" and len(outputs) > 1:
-        found.pop("stop")  # each micro-batch has its own reason
+        found.pop("stop", None)  # each micro-batch has its own reason
         return {n: torch.stack([o.result.metrics[n] for o in outputs]).double().mean() for n in found}
     return found
 

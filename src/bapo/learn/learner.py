@@ -110,8 +110,7 @@ class Learner:
             for batch in batches
         )
         denominator = summed(cast(Tensor, denominator), self.ranks)
-        solves_once = settings.solves_bounds and settings.scope == "update" and len(batches) > 1
-        bounds = self._solve_over(batches) if solves_once else None
+        bounds = self._solve_over(batches) if settings.solves_over_update and len(batches) > 1 else None
         outputs = [self._backward(batch, bounds, denominator) for batch in batches]
         return self.descend(batches, partial(self._metrics, outputs))
 
@@ -231,7 +230,7 @@ class Learner:
                 denominator=denominator,
                 sequence_ids=batch.sequence_ids,
                 uses=self._uses(batch),
-                process_group=self.ranks if solves and settings.scope == "update" else None,
+                process_group=self.ranks if solves and settings.solves_over_update else None,
                 **settings.options,
             )
             result.loss.backward()  # type: ignore[no-untyped-call]

@@ -62,6 +62,11 @@ class LearnerSettings:
         return OBJECTIVES[self.objective].solves_bounds
 
     @property
+    def solves_over_update(self) -> bool:
+        """Whether all micro-batches of an update, on all ranks, are needed before its bounds are known."""
+        return self.solves_bounds and self.scope == "update" and self.clip.depends_on_tokens
+
+    @property
     def used_low(self) -> float | None:
         """The lower bound of tokens that were trained on before; None: that of all tokens."""
         used_low: float | None = self.clip.used_low if self.solves_bounds else self.options.get("used_low")

@@ -100,10 +100,13 @@ def _objective(config: Config) -> str:
         options = ", ".join(f"{name}={value:g}" for name, value in sorted(objective.options.items()))
         return f"{objective.name} ({options or 'its defaults'})"
     clip = objective.clip
+    used = "" if clip.used_low is None else f"; lower bound of tokens that were trained on before: {clip.used_low:g}"
+    if not clip.depends_on_tokens:
+        return f"bapo (preset {objective.preset}): bounds ({clip.low[0]:g}, {clip.high[0]:g}){used}"
     low, high = (f"[{start:g}, {end:g}]" for start, end in (clip.low, clip.high))
     return (
         f"bapo (preset {objective.preset}): target share {clip.target_share:g}, lower bound in {low}, upper bound in "
-        f"{high}, {clip.measure} measure"
+        f"{high}, {clip.measure} measure{used}"
     )
 
 
