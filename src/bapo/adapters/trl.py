@@ -187,6 +187,7 @@ class _Update:
     """One optimizer step under way."""
 
     batches: list[Any] = field(default_factory=list)  # as the data loader gave them, one per micro-batch
+    first: int = 0  # TRL's count of micro-batches when the update began
     inputs: list[dict[str, Any]] = field(default_factory=list)  # the same, generated and scored by TRL
     bounds: ClipBounds | None = None  # once they are solved for all of it
     parts: list[_Part] = field(default_factory=list)  # the micro-batches done so far
@@ -236,7 +237,7 @@ class BapoTrainer(GRPOTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of one optimizer step: the moment an update begins."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._update = _Update(batches)
+        self._update = _Update(batches, self._step)
         return batches, num_items
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -339,8 +340,7 @@ class BapoTrainer(GRPOTrainer):
         Visits since the first call of this update do not count.
         """
         slices = self.args.steps_per_generation
-        step = self._step - len(self._update.parts) + position
-        visits: int = step % (slices * self.num_iterations) // slices
+        visits: int = (self._update.first + position) % (slices * self.num_iterations) // slices
         return max(0, visits - position // slices)
 
     def _table(
