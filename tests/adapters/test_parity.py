@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from bapo import ClipSettings
 from bapo.core.bounds import StopReason
-from tests.adapters.logged import core, logged
+from tests.adapters.logged import core, in_float64, logged, some_unmoved
 
 SETTINGS = {
     "gradient measure": {"target_share": 0.5},
@@ -23,16 +23,21 @@ SETTINGS = {
 }
 
 
-def through_verl(batch, options):
+def through_verl(batch, options, uses=None):
     pytest.importorskip("verl")
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
+    from bapo.adapters import verl as adapter
     from tests.adapters.verl import tiny
 
     names = ("log_prob", "old_log_prob", "advantages", "response_mask")
     config = tiny.actor_config(*tiny.bapo_options(scope="microbatch", **options))
     given = dict(zip(names, batch, strict=True))
-    return get_policy_loss_fn("bapo")(**given, loss_agg_mode="token-mean", config=config)
+    reset = adapter._update_under_way.set(adapter._Update(None, uses))
+    try:
+        return get_policy_loss_fn("bapo")(**given, loss_agg_mode="token-mean", config=config)
+    finally:
+        adapter._update_under_way.reset(reset)
 
 
 def through_trinity(batch, options):
@@ -63,7 +68,7 @@ def through_skyrl(batch, options):
         ppo_utils.PolicyLossRegistry.unregister("bapo-parity")
 
 
-def through_openrlhf(batch, options):
+def through_openrlhf(batch, options, uses=None):
     pytest.importorskip("openrlhf")
     from tests.adapters.openrlhf.load import load_openrlhf
 
@@ -72,11 +77,12 @@ def through_openrlhf(batch, options):
 
     logprobs, behavior, advantages, mask = batch
     loss_fn = policy_loss(**options)(is_correction_level="token")
+    loss_fn.uses = uses
     loss, *_ = loss_fn(logprobs, behavior, advantages, mask.float(), rollout_log_probs=behavior)
     return loss, {name: value.item() for name, value in loss_fn.metrics.items()}
 
 
-def through_tinker(batch, options):
+def through_tinker(batch, options, uses=None):
     pytest.importorskip("tinker")
     from tinker import types
 
@@ -85,14 +91,15 @@ def through_tinker(batch, options):
     data = [
         types.Datum(
             model_input=types.ModelInput.from_ints([0] * len(mask)),
-            loss_fn_inputs={"logprobs": behavior, "advantages": advantages, "mask": mask.float()},
+            loss_fn_inputs={"logprobs": behavior, "advantages": advantages, "mask": mask.float()}
+            | ({} if uses is None else {"uses": torch.full_like(mask, uses, dtype=torch.int64)}),
         )
         for behavior, advantages, mask in zip(*batch[1:], strict=True)
     ]
     return bapo_loss(**options)(data, list(batch[0]))
 
 
-def through_areal(batch, options):
+def through_areal(batch, options, uses=None):
     """AReaL's own loss function; its engine is in tests/adapters/areal."""
     pytest.importorskip("areal")
     from areal.trainer.ppo.actor import grpo_loss_fn
@@ -115,6 +122,8 @@ def through_areal(batch, options):
         clip_settings = ClipSettings.from_options(**options)
 
     data = {"logprobs": batch[1], "prox_logp": batch[1], "advantages": batch[2], "loss_mask": batch[3]}
+    if uses is not None:
+        data["uses"] = torch.full_like(batch[3], 0, dtype=torch.int64) + uses
     loss_fn = functools.partial(grpo_loss_fn, eps_clip=0.2, eps_clip_higher=None, c_clip=None)
     ours = not torch.distributed.is_initialized()
     if ours:
@@ -138,7 +147,7 @@ class Logged(torch.nn.Module):
         return SimpleNamespace(log_probs=self.logprobs, entropy=torch.zeros(6, 9))
 
 
-def through_trl(batch, options):
+def through_trl(batch, options, uses=None):
     pytest.importorskip("trl")
     import tempfile
 
@@ -152,6 +161,7 @@ def through_trl(batch, options):
         trainer = tiny.BapoTrainer(tiny.model(), tiny.digits, args, train_dataset=data, processing_class=words)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
+    trainer._update.first = uses or 0  # one micro-batch to a generation
     inputs = {
         "prompt_ids": torch.zeros(6, 1, dtype=torch.long),
         "prompt_mask": torch.ones(6, 1, dtype=torch.long),
@@ -201,3 +211,51 @@ def test_the_order_of_the_search_matters():
     low_first, _ = core(logged(), settings=ClipSettings.from_options(**options))
     high_first, _ = core(logged(), settings=ClipSettings.from_options(**options, order="high_first"))
     assert low_first.bounds.low != high_first.bounds.low
+
+
+HONOURING = ("verl", "openrlhf", "tinker", "areal", "trl")
+"""Frameworks whose hook knows how often a token was trained on."""
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("framework", HONOURING)
+def test_used_tokens_are_clipped_as_in_the_core(framework, settings):
+    batch, options = some_unmoved(logged()), {**SETTINGS[settings], "used_low": 1.0}
+    loss, metrics = FRAMEWORKS[framework](batch, options, uses=1)
+    [gradient] = torch.autograd.grad(loss, batch[0])
+    used = torch.ones_like(batch[3], dtype=torch.int64)
+    out, expected = core(in_float64(batch), settings=ClipSettings.from_options(**options), uses=used)
+    assert metrics["bapo/clip_low"] == pytest.approx(out.bounds.low.item(), abs=1e-6)
+    assert metrics["bapo/clip_high"] == pytest.approx(out.bounds.high.item(), abs=1e-6)
+    assert metrics["bapo/share"] == pytest.approx(out.bounds.share.item(), abs=1e-6)
+    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
+    assert_close(gradient.double(), expected, rtol=0, atol=1e-6)
+    at_the_bound = batch[3] & (batch[0] == batch[1]) & (batch[2] < 0)
+    assert at_the_bound.sum() > 3
+    assert (gradient[at_the_bound] == 0).all()
+
+
+@pytest.mark.parametrize("framework", HONOURING)
+def test_fresh_tokens_are_clipped_as_without_the_rule_bit_for_bit(framework):
+    results = []
+    for rule, uses in (({"used_low": 1.0}, 0), ({}, None)):
+        batch = logged()
+        loss, metrics = FRAMEWORKS[framework](batch, {**SETTINGS["weak-model"], **rule}, uses=uses)
+        results.append((loss.item(), torch.autograd.grad(loss, batch[0])[0].tolist(), metrics))
+    assert results[0] == results[1]
+
+
+def test_areal_clips_fresh_and_used_tokens_of_one_micro_batch():
+    batch, uses = some_unmoved(logged()), torch.arange(6)[:, None] % 3
+    options = {"target_share": 0.5, "used_low": 1.0}
+    loss, metrics = through_areal(batch, options, uses=uses)
+    [gradient] = torch.autograd.grad(loss, batch[0])
+    out, expected = core(in_float64(batch), settings=ClipSettings(**options), uses=uses.expand(6, 9))
+    assert metrics["bapo/share"] == pytest.approx(out.bounds.share.item(), abs=1e-6)
+    assert_close(gradient.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name not in HONOURING])
+def test_frameworks_that_do_not_tell_the_uses_refuse_the_rule(framework):
+    with pytest.raises(ValueError, match=r"used_low=1\.0 is a bound for tokens that were trained on before, but"):
+        FRAMEWORKS[framework](logged(), {"used_low": 1.0})

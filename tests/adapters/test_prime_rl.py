@@ -74,3 +74,5 @@ def test_the_authors_settings():
 def test_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match=r"ratio_high=2\.0 is not a clip setting"):
         update(logged(), ratio_high=2.0)
+    with pytest.raises(ValueError, match=r"used_low=1\.0 .* prime-rl trains on every rollout once"):
+        update(logged(), used_low=1.0)

@@ -150,6 +150,7 @@ def test_refusals_say_what_to_set():
         ({"use_score_centering": True}, "use_score_centering=True has no clip"),
         ({"use_opsm": True}, "--use-opsm masks tokens"),
         ({"bapo_remainder": "weigh"}, "remainder='weigh' would be ignored: slime's own loss"),
+        ({"bapo_used_low": 1.0}, r"used_low=1\.0 is a bound for tokens .* slime trains on every response once"),
         ({"bapo_clip": 1}, "clip=1 is not a clip setting"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -8,6 +8,10 @@ epsilons. `WithinBounds` runs the step twice: first the engine's own `eval_batch
 that collects tables; then, after one all-reduce over the data-parallel group, `train_batch` with the epsilons of the
 bounds in place of the configured ones. That is exactly scope `update`, however AReaL splits the step. No code of AReaL
 is copied or imported here. Its statistics stay, and the bounds join them through what `train_batch` returns.
+
+With `used_low`, tokens that were trained on before have another lower bound. AReaL's own trainer uses every rollout
+once. A loop that calls `ppo_update` several times with the same data knows how often it did, and says so in the data:
+`uses`, shaped like `loss_mask`. AReaL splits and packs it with the rest.
 """
 
 from __future__ import annotations
@@ -16,15 +20,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, ignored_epsilons, refuse_nan
+from bapo.adapters.shared import DEFAULT_EPSILON, ignored_epsilons, just_above, refuse_nan
 from bapo.core.bounds import bounds_over_ranks
 from bapo.core.controller import as_numbers
 from bapo.core.loss import update_table
 from bapo.core.settings import ClipSettings, refuse_weighing
 
 TESTED_VERSIONS = "1.0.4"
+USES = "uses"
+"""Where a batch says how often its tokens were trained on before."""
 
 
 class WithinBounds:
@@ -51,7 +58,7 @@ class WithinBounds:
 
         def collect(logprobs: Tensor, entropy: Tensor, data: dict[str, Any], **_: Any) -> Tensor:
             four = (logprobs, data["prox_logp"], data["advantages"], data["loss_mask"].bool())
-            tables.append(update_table(*four, self.clip_settings))
+            tables.append(update_table(*four, self.clip_settings, uses=_uses(data, self.clip_settings)))
             return logprobs.new_zeros(())
 
         self.eval_batch(input_, collect, loss_weight_fn)  # type: ignore[attr-defined]
@@ -64,8 +71,36 @@ class WithinBounds:
         numbers = as_numbers(bounds.metrics(ends=False))
         refuse_nan(numbers["bapo/share"], "log-probs or advantages")
         chosen = {"eps_clip": 1 - numbers["bapo/clip_low"], "eps_clip_higher": numbers["bapo/clip_high"] - 1}
-        within = functools.partial(loss_fn.func, *loss_fn.args, **{**loss_fn.keywords, **chosen})
+        within: Callable[..., Tensor] = functools.partial(loss_fn, **chosen)
+        if bounds.used_low is not None:
+            within = _by_use(loss_fn, bounds.used_low, **chosen)
         return {**super().train_batch(input_, within, loss_weight_fn), **numbers}  # type: ignore[misc]
+
+
+def _uses(data: dict[str, Any], settings: ClipSettings) -> Tensor | None:
+    """How often each token of a micro-batch was trained on before, if the batch says so."""
+    if settings.used_low is not None and USES not in data:
+        raise ValueError(
+            f"clip_settings.used_low={settings.used_low} is a bound for tokens that were trained on before, but this "
+            f"batch has no {USES!r}. AReaL's PPOTrainer uses every rollout once: leave used_low out. In a loop of your "
+            f"own that calls ppo_update several times with the same data, set data[{USES!r}] to the number of calls so "
+            "far, in the shape of loss_mask."
+        )
+    return data.get(USES)
+
+
+def _by_use(
+    loss_fn: Callable[..., Tensor], used_low: float, eps_clip: float, eps_clip_higher: float
+) -> Callable[..., Tensor]:
+    """AReaL's loss with an epsilon for each token: that of `used_low` where it was trained on before."""
+
+    def within(logprobs: Tensor, entropy: Tensor, data: dict[str, Any], **options: Any) -> Tensor:
+        again = logprobs.new_full((), 1 - just_above(used_low, logprobs.dtype))
+        lower = torch.where(data[USES] > 0, again, eps_clip)
+        upper = torch.full_like(lower, eps_clip_higher)  # torch.clamp takes two numbers or two tensors
+        return loss_fn(logprobs, entropy, data, eps_clip=lower, eps_clip_higher=upper, **options)
+
+    return within
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -6,6 +6,9 @@ the bounds, sets the epsilons and calls OpenRLHF's own. Averaging, dual clip, KL
 
 The actor calls its loss once per micro-batch and follows every call by a collective, so ranks are in step and tables
 can be summed over them (`all_ranks`); over an update's micro-batches `window` keeps them (`bapo.core.controller`).
+
+With `used_low`, the lower bound is another one from the second epoch on. The actor trains on its whole buffer in every
+epoch and then clears it, so the number of the epoch is how often each token was trained on: the patch sets `uses`.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, not_importable
+from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, just_above, not_importable
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import ClipSettings, refuse_weighing, require_choice
 
@@ -37,6 +41,8 @@ class BapoPolicyLoss(PolicyLoss):
     clip_eps_high: Tensor | float
     metrics: dict[str, Tensor]
     """The last call's bounds and share under `bapo/`, because OpenRLHF's fixed return value has no place for them."""
+    uses: int | None
+    """How often the tokens of the next calls were trained on before; only read with `used_low`."""
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class BapoPolicyLoss(PolicyLoss):
         self.controller = controller
         self.ratio_to = ratio_to
         self.metrics = {}
+        self.uses = None
 
     def forward(
         self,
@@ -77,12 +84,27 @@ class BapoPolicyLoss(PolicyLoss):
                     "policy_loss(ratio_to='old') to take the ones the actor recomputes."
                 )
             old_log_probs = rollout_log_probs
-        bounds = self.controller.bounds_of(log_probs, old_log_probs, advantages, action_mask.bool())
+        mask = action_mask.bool()
+        bounds = self.controller.bounds_of(log_probs, old_log_probs, advantages, mask, uses=self._uses_of(mask))
         self.clip_eps_low, self.clip_eps_high = 1 - bounds.low, bounds.high - 1
+        if bounds.used_low is not None and self.uses:
+            self.clip_eps_low = torch.full_like(bounds.low, 1 - just_above(bounds.used_low, log_probs.dtype))
         self.metrics = averageable(bounds.metrics(ends=False))
         return super().forward(
             log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **kwargs
         )
+
+    def _uses_of(self, mask: Tensor) -> Tensor | None:
+        """The uses of each token, if there is a bound that needs them."""
+        used_low = self.controller.settings.used_low
+        if used_low is None:
+            return None
+        if self.uses is None:
+            raise ValueError(
+                f"policy_loss(used_low={used_low}) has to know the epoch, but nobody has set `uses`. Apply the whole "
+                "patch of docs/adapters/openrlhf.md, which sets it in the actor's loop over epochs."
+            )
+        return torch.full_like(mask, self.uses, dtype=torch.int64)
 
 
 def policy_loss(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bapo.adapters.shared import as_key
+from bapo.adapters.shared import as_key, refuse_used_low
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import ClipSettings
 
@@ -55,4 +55,6 @@ def bapo_loss(
 @cache
 def _controller(window: int, preset: str | None, options: tuple[tuple[str, Any], ...]) -> BoundController:
     """One per process and configuration: prime-rl hands over a function, so the window lives here."""
-    return BoundController(ClipSettings.from_options(preset, **dict(options)), window)
+    settings = ClipSettings.from_options(preset, **dict(options))
+    refuse_used_low(settings, "prime-rl trains on every rollout once, and its LossInputs do not say otherwise")
+    return BoundController(settings, window)

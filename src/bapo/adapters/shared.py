@@ -9,6 +9,10 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import torch
+
+from bapo.core.settings import ClipSettings
+
 SCOPES = ("update", "microbatch")
 """What one pair of bounds is solved from: the whole optimizer step, or each loss call on its own."""
 RatioTo = Literal["rollout", "old"]
@@ -39,6 +43,25 @@ def refuse_nan(share: float, inputs: str) -> None:
             f"the {inputs} of this update hold NaN or infinity on some rank. bapo.core.checks.check_tokens names the "
             "token."
         )
+
+
+def refuse_used_low(settings: ClipSettings, why: str) -> None:
+    """Raise if the settings have a bound for used tokens, but the loss cannot know which tokens those are (`why`)."""
+    if settings.used_low is not None:
+        raise ValueError(
+            f"used_low={settings.used_low} is a bound for tokens that were trained on before, but {why}. Leave it out. "
+            "In a training loop of your own, bapo.policy_loss(..., uses=...) takes the counts."
+        )
+
+
+def just_above(bound: float, dtype: torch.dtype) -> float:
+    """The number after a bound: where `torch.clamp` must clip a used token to treat it as the core does.
+
+    A token exactly at its bound has no gradient in the core, but a full one in `min(r A, clamp(r, ...) A)`. With
+    used_low=1 this is common: every token that the updates since its sampling left alone has a ratio of 1.
+    """
+    nearest = torch.tensor(bound, dtype=dtype, device="cpu")
+    return float(torch.nextafter(nearest, torch.full_like(nearest, math.inf)))
 
 
 def as_key(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, not_importable
+from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, not_importable, refuse_used_low
 from bapo.core.controller import BoundController, as_numbers
 from bapo.core.settings import ClipSettings, require_choice
 
@@ -52,7 +52,9 @@ class BapoPolicyLoss:
         **settings: Any,  # fields of ClipSettings
     ) -> None:
         require_choice("ratio_to", ratio_to, get_args(RatioTo))
-        self.controller = BoundController(ClipSettings.from_options(preset, **settings), window, all_ranks=all_ranks)
+        clip_settings = ClipSettings.from_options(preset, **settings)
+        refuse_used_low(clip_settings, "SkyRL does not tell a loss which of its update_epochs_per_batch it is in")
+        self.controller = BoundController(clip_settings, window, all_ranks=all_ranks)
         self.ratio_to = ratio_to
         self.dual_clip = dual_clip
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, as_key, ignored_epsilons
+from bapo.adapters.shared import DEFAULT_EPSILON, as_key, ignored_epsilons, refuse_used_low
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import ClipSettings, refuse_weighing
 
@@ -88,6 +88,7 @@ def _controller(*options: tuple[str, Any]) -> BoundController:
     window = given.pop("window", 1)
     settings = ClipSettings.from_options(given.pop("preset", None), **given)
     refuse_weighing(settings, "slime")
+    refuse_used_low(settings, "slime trains on every response once, and its batches do not say otherwise")
     return BoundController(settings, window)
 
 

@@ -25,6 +25,8 @@ from bapo.core.settings import ClipSettings
 TESTED_VERSIONS = "0.36.0"
 INPUTS = ("logprobs", "advantages", "mask")
 """What every datum's `loss_fn_inputs` must hold besides `target_tokens`, one value per target token each."""
+USES = "uses"
+"""The same for `used_low`: how often the token was trained on before. Only the caller knows, who keeps the data."""
 
 CustomLoss = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -44,15 +46,18 @@ def bapo_loss(
     clip_settings = ClipSettings.from_options(preset, **settings)
 
     def loss(data: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        behavior, advantages, mask = (
-            torch.cat([_input(datum, i, name, len(logprobs[i])) for i, datum in enumerate(data)]) for name in INPUTS
-        )
+        def column(name: str) -> Tensor:
+            return torch.cat([_input(datum, i, name, len(logprobs[i])) for i, datum in enumerate(data)])
+
+        behavior, advantages, mask = (column(name) for name in INPUTS)
+        counted = clip_settings.used_low is not None or any(USES in datum.loss_fn_inputs for datum in data)
         out = policy_loss(
             torch.cat(list(logprobs)),
             behavior,
             advantages,
             mask.bool(),
             settings=clip_settings,
+            uses=column(USES) if counted else None,
             denominator=denominator,
             dual_clip=dual_clip,
         )
@@ -63,6 +68,11 @@ def bapo_loss(
 
 def _input(datum: Any, index: int, name: str, targets: int) -> Tensor:
     """One of a datum's inputs as a tensor, with a value for each of its target tokens."""
+    if name not in datum.loss_fn_inputs and name == USES:
+        raise ValueError(
+            f"data[{index}].loss_fn_inputs has no {USES!r}, which used_low needs: for each target token, the number of "
+            "optim_steps that trained on it before. For new data that is 0."
+        )
     if name not in datum.loss_fn_inputs:
         raise ValueError(
             f"data[{index}].loss_fn_inputs has no {name!r}. BAPO needs {', '.join(INPUTS)}, one value per target token:"
@@ -79,5 +89,10 @@ def _input(datum: Any, index: int, name: str, targets: int) -> Tensor:
         raise ValueError(
             f"data[{index}].loss_fn_inputs['mask'] holds {odd:g}. A mask is 1 where a token was sampled, else 0; put "
             "weights into the advantages."
+        )
+    if name == USES and (values.is_floating_point() or bool((values < 0).any())):
+        raise ValueError(
+            f"data[{index}].loss_fn_inputs[{USES!r}] holds {values.tolist()}. It counts optim_steps: give whole "
+            "numbers (int64), and 0 for a token that was not trained on yet."
         )
     return values

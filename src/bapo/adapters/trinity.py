@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bapo.adapters.shared import not_importable
+from bapo.adapters.shared import not_importable, refuse_used_low
 from bapo.core.controller import BoundController, averageable, read
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clipped_at, update_table
@@ -46,6 +46,7 @@ class BapoPolicyLossFn(PolicyLossFn):
         super().__init__(backend=backend)
         try:
             clip_settings = ClipSettings.from_options(preset, **settings)
+            refuse_used_low(clip_settings, "Trinity tells a policy loss neither the epoch nor the use_count")
         except ValueError as error:
             raise ValueError(f"policy_loss_fn_args: {error}") from None
         self.controller = BoundController(clip_settings, window)

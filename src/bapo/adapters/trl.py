@@ -14,6 +14,10 @@ rest of that call. Generation, rewards, advantages, reduction, logging and hub r
                         pass: one more forward pass, without gradients, per micro-batch.
     scope microbatch    each loss call on its own; no collective and no further pass, but bounds from fewer tokens.
 
+With `bapo_used_low`, tokens that were trained on before have another lower bound. TRL visits a generation once per
+iteration, in the same slices, so all tokens of a loss call were used equally often, and TRL's count of steps says how
+often (`_uses`). The two epsilons of a call are then enough.
+
 Evaluation is left to TRL: there the policy that sampled is the one that is scored, every ratio is 1, and no clip acts.
 """
 
@@ -29,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, not_importable, refuse_nan
+from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, just_above, not_importable, refuse_nan
 from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
 from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
@@ -59,7 +63,7 @@ def check_trl(trainer: type, version: str) -> None:
     """Raise an ImportError unless this `GRPOTrainer` still has every place where the bounds go in."""
     uses = {
         "_compute_loss": {"epsilon_low", "epsilon_high", "_get_per_token_logps_and_entropies", "old_per_token_logps"},
-        "_prepare_inputs": {"_step"},
+        "_prepare_inputs": {"_step", "steps_per_generation", "num_iterations", "_buffered_inputs"},
         "_get_per_token_logps_and_entropies": {"compute_entropy", "logits_to_keep"},
         "get_high_entropy_mask": {"entropies", "mask", "threshold"},
         "get_off_policy_mask": {"advantages", "per_token_logps", "sampling_per_token_logps", "off_policy_threshold"},
@@ -117,6 +121,11 @@ class BapoConfig(GRPOConfig):
         None,
         "What to do where no candidate reaches the target. Only 'leave' is possible: TRL's loss cannot weigh negative "
         "tokens.",
+    )
+    bapo_used_low: float | None = _option(
+        None,
+        "Lower bound for tokens that an earlier update was trained on. With 1.0 a negative token is pushed down again "
+        "only while it is more likely than when it was sampled. Without it, the bound that the search finds.",
     )
     bapo_scope: str = _option(
         "update",
@@ -178,6 +187,7 @@ class _Update:
     """One optimizer step under way."""
 
     batches: list[Any] = field(default_factory=list)  # as the data loader gave them, one per micro-batch
+    first: int = 0  # TRL's count of micro-batches when the update began
     inputs: list[dict[str, Any]] = field(default_factory=list)  # the same, generated and scored by TRL
     bounds: ClipBounds | None = None  # once they are solved for all of it
     parts: list[_Part] = field(default_factory=list)  # the micro-batches done so far
@@ -227,7 +237,7 @@ class BapoTrainer(GRPOTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of one optimizer step: the moment an update begins."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._update = _Update(batches)
+        self._update = _Update(batches, self._step)
         return batches, num_items
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -270,13 +280,16 @@ class BapoTrainer(GRPOTrainer):
 
     def _set_epsilons(self, inputs: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> None:
         arguments = self._four_tensors(inputs, logprobs, entropy)
-        bounds = self._update.bounds
+        bounds, uses = self._update.bounds, self._uses(len(self._update.parts))
         if bounds is None:
-            bounds = self._solve([self._table(*arguments)])
+            bounds = self._solve([self._table(*arguments, uses)])
         # The one host read of a solve, as TRL reads its metrics. 1 - (1 - low) is low again: float32 in float64.
         low, high, share = torch.stack([bounds.low, bounds.high, bounds.share]).tolist()
         refuse_nan(share, "log-probs, advantages or importance ratios")
         self.epsilon_low, self.epsilon_high = 1 - low, high - 1
+        if bounds.used_low is not None and uses > 0:
+            low = bounds.used_low
+            self.epsilon_low = 1 - just_above(low, logprobs.dtype)
         tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
         retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within & ~self._capped(tokens)
         columns = (tokens.logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask, entropy.float(), retained)
@@ -297,7 +310,7 @@ class BapoTrainer(GRPOTrainer):
         """
         parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
         needs_entropy = self.top_entropy_quantile < 1.0
-        for inputs in self._update.inputs:
+        for position, inputs in enumerate(self._update.inputs):
             mask, entropy = inputs["completion_mask"], None
             logprobs = torch.zeros(mask.shape, device=mask.device)
             if (
@@ -318,14 +331,27 @@ class BapoTrainer(GRPOTrainer):
                     )
                 finally:
                     self.model.train()
-            yield self._table(*self._four_tensors(inputs, logprobs, entropy))
+            yield self._table(*self._four_tensors(inputs, logprobs, entropy), self._uses(position))
 
-    def _table(self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    def _uses(self, position: int) -> int:
+        """How often the micro-batch at this position of the update was trained on before the update.
+
+        TRL keeps a generation in slices and visits each of them once per iteration, `steps_per_generation` calls apart.
+        Visits since the first call of this update do not count.
+        """
+        slices = self.args.steps_per_generation
+        visits: int = (self._update.first + position) % (slices * self.num_iterations) // slices
+        return max(0, visits - position // slices)
+
+    def _table(
+        self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor, uses: int
+    ) -> Tensor:
         """The signal table of one micro-batch. A token past delta has no gradient and does not count as one."""
         if self.args.delta is not None and self._settings.measure == "gradient":
             tokens = clean_tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
             mask = tokens.mask & ~self._capped(tokens)
-        return update_table(logprobs, behavior_logprobs, advantages, mask, self._settings)
+        counted = None if self._settings.used_low is None else torch.full_like(mask, uses, dtype=torch.int64)
+        return update_table(logprobs, behavior_logprobs, advantages, mask, self._settings, uses=counted)
 
     def _capped(self, tokens: Tokens) -> Tensor:
         """Negative tokens whose loss TRL holds constant: delta |A| where r > delta, which no high bound is above."""

@@ -18,6 +18,11 @@ verl's. We choose the two bounds at which the loss of each token is clipped.
 We make two passes rather than carry tables over from the last step, because the bounds are then those of the tokens
 that they clip: the same numbers as `bapo.policy_loss` on the whole update, however it is split.
 
+With `used_low`, tokens that were trained on before have another lower bound. verl's worker trains on what it is sent in
+`ppo_epochs` passes, all in one call of `TrainingWorker.train_mini_batch`; every pass covers all rows, so the rows that
+were trained on since that call began say how often each of them was. We count them there, and nowhere else: a trainer
+of verl sends a sample once.
+
 In verl's bypass mode (fully-async training's default) ratios are to the policy that sampled, which is what BAPO wants;
 verl then renames the loss to `bypass_mode`, so that name leads here too where the configuration is ours.
 """
@@ -81,6 +86,8 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     weight: str | None = None
     order: str | None = None
     remainder: str | None = None
+    used_low: float | None = None
+    """The lower bound in every epoch of `ppo_epochs` after the first; None: the one that the search finds."""
     scope: str = "update"
     """What one pair of bounds is solved from: `update` or `microbatch`."""
     dual_clip: float | None = None
@@ -99,8 +106,17 @@ class BapoPolicyLossConfig(PolicyLossConfig):
                 f"rollout_correction.loss_type={correction.get('loss_type')!r} has no clip, so there are no bounds to "
                 "choose. Set algorithm.rollout_correction.loss_type=ppo_clip."
             )
-        _ = self.clip_settings
-        if self.scope == "update":
+        used_low = self.clip_settings.used_low
+        if used_low is not None:
+            try:
+                count_epochs()
+            except ImportError as error:
+                raise ValueError(
+                    f"actor_rollout_ref.actor.policy_loss.used_low={used_low} needs the epoch, which we count in "
+                    f"TrainingWorker.train_mini_batch. This version of verl does not have it ({error}). Leave used_low "
+                    "out, or use verl 0.8 or newer."
+                ) from None
+        if self.scope == "update" or used_low is not None:
             hook_engine()
 
     @property
@@ -113,10 +129,29 @@ class BapoPolicyLossConfig(PolicyLossConfig):
 
 
 @dataclass
+class _Epochs:
+    """A call of `train_mini_batch` under way: passes over the same rows."""
+
+    rows: int
+    trained: int = 0  # rows, in all optimizer steps so far
+
+    def start_step(self, rows: int) -> int:
+        """How often the rows of the next optimizer step were trained on before it."""
+        uses, place = divmod(self.trained, self.rows)
+        assert place + rows <= self.rows, f"a mini-batch of {rows} rows holds the end of an epoch and the next one"
+        self.trained += rows
+        return uses
+
+
+_epochs_under_way: ContextVar[_Epochs | None] = ContextVar("bapo_epochs_under_way", default=None)
+
+
+@dataclass
 class _Update:
-    """One optimizer step under way, at scope `update`."""
+    """One optimizer step under way."""
 
     group: dist.ProcessGroup
+    uses: int | None  # how often its rows were trained on before; None where nobody counts
     tables: list[Tensor] = field(default_factory=list)  # of the micro-batches seen so far
     collecting: bool = False  # the pass before the bounds are known
     bounds: ClipBounds | None = None
@@ -131,6 +166,26 @@ _update_under_way: ContextVar[_Update | None] = ContextVar("bapo_update_under_wa
 
 
 @functools.cache
+def count_epochs() -> None:
+    """Make `TrainingWorker.train_mini_batch`, verl's loop over `ppo_epochs`, say how many rows it has."""
+    from verl.workers.engine_workers import TrainingWorker
+
+    train_mini_batch = TrainingWorker.train_mini_batch
+
+    @functools.wraps(train_mini_batch)
+    def train_mini_batch_counting(worker: Any, data: Any) -> Any:
+        if _options_of_loss(worker.loss_fn) is None:  # a critic's
+            return train_mini_batch(worker, data)
+        reset = _epochs_under_way.set(_Epochs(len(data)))
+        try:
+            return train_mini_batch(worker, data)
+        finally:
+            _epochs_under_way.reset(reset)
+
+    TrainingWorker.train_mini_batch = train_mini_batch_counting
+
+
+@functools.cache
 def hook_engine() -> None:
     """Make `BaseEngine.train_batch`, verl's one optimizer step, solve the bounds before it trains."""
     from verl.workers.engine.base import BaseEngine
@@ -139,13 +194,15 @@ def hook_engine() -> None:
 
     @functools.wraps(train_batch)
     def train_batch_within_bounds(engine: Any, data: Any, loss_function: Callable[..., Any]) -> Any:
-        options = _options_of(getattr(loss_function, "keywords", {}).get("config"))
-        if options is None or options.scope != "update":
+        options = _options_of_loss(loss_function)
+        if options is None:
             return train_batch(engine, data, loss_function)
-        update = _Update(engine.get_data_parallel_group())
+        epochs = _epochs_under_way.get()
+        uses = None if epochs is None else epochs.start_step(len(data))
+        update = _Update(engine.get_data_parallel_group(), uses)
         reset = _update_under_way.set(update)
         try:
-            if not _is_one_micro_batch(data):
+            if options.scope == "update" and not _is_one_micro_batch(data):
                 update.collecting = True
                 engine.infer_batch(data, loss_function)
                 update.collecting = False
@@ -161,6 +218,11 @@ def _options_of(config: Any) -> BapoPolicyLossConfig | None:
     """An actor's BAPO options, if it has any."""
     options = config.get("policy_loss", None) if config is not None else None
     return options if isinstance(options, BapoPolicyLossConfig) else None
+
+
+def _options_of_loss(loss_function: Any) -> BapoPolicyLossConfig | None:
+    """The same of a worker's loss function, a partial of one of verl's."""
+    return _options_of(getattr(loss_function, "keywords", {}).get("config"))
 
 
 def _is_one_micro_batch(data: Any) -> bool:
@@ -200,7 +262,8 @@ def bapo_policy_loss(
         advantages = advantages * rollout_is_weights
 
     settings, update = options.clip_settings, _update_under_way.get()
-    table = update_table(log_prob, old_log_prob, advantages, mask, settings)
+    uses = _uses_of(mask, settings, update)
+    table = update_table(log_prob, old_log_prob, advantages, mask, settings, uses=uses)
     if options.scope == "microbatch":
         bounds = bounds_from_table(table, settings)
     elif update is None:
@@ -217,7 +280,8 @@ def bapo_policy_loss(
             update.bounds = update.solve(settings)
         bounds = update.bounds
 
-    clipped = clipped_at(bounds, log_prob, old_log_prob, advantages, mask, dual_clip=options.dual_clip)
+    dual_clip = options.dual_clip
+    clipped = clipped_at(bounds, log_prob, old_log_prob, advantages, mask, uses=uses, dual_clip=dual_clip)
     totals = getattr(config, "global_batch_info", {})  # of the whole step; before 0.7 there are none
     loss = agg_loss(loss_mat=clipped.loss, loss_mask=mask, loss_agg_mode=loss_agg_mode, **totals)
 
@@ -242,6 +306,19 @@ def _bypass_mode(**arguments: Any) -> Any:
 
 if verl_bypass_mode is not None:
     register_policy_loss(BYPASS)(_bypass_mode)
+
+
+def _uses_of(mask: Tensor, settings: ClipSettings, update: _Update | None) -> Tensor | None:
+    """How often each token was trained on before this optimizer step, if there is a bound that needs it."""
+    if settings.used_low is None:
+        return None
+    if update is None or update.uses is None:
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.used_low={settings.used_low} needs the epoch, which we count in "
+            "verl's TrainingWorker.train_mini_batch, but this loss was called from elsewhere. Leave used_low out, or "
+            "train through that method (verl 0.8 and newer do)."
+        )
+    return torch.full_like(mask, update.uses, dtype=torch.int64)
 
 
 def _correction_of(options: PolicyLossConfig) -> Any:

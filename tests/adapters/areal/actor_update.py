@@ -72,8 +72,11 @@ def rollouts(actor):
     return data
 
 
-def update(model, actor_class, **options):
-    """One optimizer step of the engine that AReaL's trainer makes; everything a test wants to know of it."""
+def update(model, actor_class, passes=(None,), **options):
+    """An optimizer step for each pass, by the engine that AReaL's trainer makes; everything a test wants to know of it.
+
+    A pass says how often even and odd rows were trained on before it. None: nobody says.
+    """
     areal.engine.FSDPPPOActor = actor_class
     settings = config(model, **options)
     actor = PPOTrainer._create_train_engine(None, settings, ModelAllocation.from_str(settings.backend))
@@ -85,13 +88,20 @@ def update(model, actor_class, **options):
     forwards = []
     actor.model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     stats_tracker.export_all(reduce_group=actor.data_parallel_group)
+    stats = []
     with Collectives() as collectives:
-        actor.ppo_update(data)
+        for uses in passes:
+            for i, row in enumerate(data if uses is not None else ()):
+                row["uses"] = torch.full_like(row["loss_mask"], uses[i % 2], dtype=torch.int64)
+            actor.ppo_update(data)
+            exported = stats_tracker.export_all(reduce_group=actor.data_parallel_group)
+            stats.append({name: float(value) for name, value in exported.items()})
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, tokens)
     parameters = actor.model.named_parameters()
     return {
-        "stats": {k: float(v) for k, v in stats_tracker.export_all(reduce_group=actor.data_parallel_group).items()},
+        "stats": stats[0],
+        "later stats": stats[1:],
         "weights": {name: getattr(value, "full_tensor", lambda v=value: v)().detach() for name, value in parameters},
         "tokens": {name: torch.cat([rank[name] for rank in ranks]) for name in tokens},
         "float64_all_reduces": collectives.sizes,
@@ -105,15 +115,20 @@ def main(model, out):
         "bapo": update(model, bapo_actor.BapoActor),
         "fixed": update(model, bapo_actor.Fixed),
         "areal": update(model, AREALS_OWN),
+        "push once": update(model, bapo_actor.PushOnce, passes=[(0, 1), (1, 2), (2, 3)]),
+        "first pass": update(model, bapo_actor.PushOnce, passes=[(0, 0)]),
+        "off": update(model, bapo_actor.BapoActor, passes=[None] * 3),
     }
     refused = {}
     for name, options in {
         "epsilon": {"eps_clip": 0.3},
+        "uses without the rule": {"passes": [(0, 0)]},
+        "the rule without uses": {"actor_class": bapo_actor.PushOnce},
         "decoupled": {"use_decoupled_loss": True},
         "sequence": {"importance_sampling_level": "sequence"},
     }.items():
         try:
-            update(model, bapo_actor.BapoActor, **options)
+            update(model, **{"actor_class": bapo_actor.BapoActor, **options})
         except ValueError as error:
             refused[name] = str(error)
     if dist.get_rank() == 0:

@@ -10,5 +10,9 @@ class BapoActor(WithinBounds, FSDPPPOActor):
     clip_settings = ClipSettings(target_share=0.42)
 
 
+class PushOnce(WithinBounds, FSDPPPOActor):
+    clip_settings = ClipSettings(target_share=0.42, used_low=1.0)
+
+
 class Fixed(WithinBounds, FSDPPPOActor):
     clip_settings = ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2))

@@ -39,14 +39,22 @@ def whole_update(model, tokens, **options):
     """The same update with transformers and `bapo.policy_loss` alone: bounds, loss, and the weights one SGD step on."""
     from transformers import Qwen2ForCausalLM
 
-    network = Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa")
+    return one_step(Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa"), tokens, **options)
+
+
+def one_step(network, tokens, **options):
+    """One update of the network's weights in place; what the loss said, and the weights after it."""
     logits = network(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).logits
     following = torch.roll(tokens["input_ids"], -1, -1)
     logprobs = logits.log_softmax(-1).gather(-1, following[..., None]).squeeze(-1)
     mask = tokens["loss_mask"].bool()
     out = policy_loss(logprobs, tokens["logprobs"], tokens["advantages"], mask, **options)
+    network.zero_grad()
     out.loss.backward()
-    return out, {name: (p - LEARNING_RATE * p.grad).detach() for name, p in network.named_parameters()}
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter -= LEARNING_RATE * parameter.grad
+    return out, {name: parameter.detach() for name, parameter in network.named_parameters()}
 
 
 def test_bounds_loss_and_weights_are_those_of_the_whole_update(model, two):
@@ -61,6 +69,27 @@ def test_bounds_loss_and_weights_are_those_of_the_whole_update(model, two):
     assert stats["actor_loss/avg"] == pytest.approx(out.loss.item(), abs=1e-6)
     assert stats["clip_ratio/avg"] == pytest.approx(out.metrics["clip_fraction"].item(), abs=1e-6)
     assert_close(result["weights"], weights, rtol=0, atol=1e-6)
+
+
+def test_several_passes_are_those_of_the_core(model, two):
+    """In float64. Rows of different uses are in one update, as a replay buffer would mix them."""
+    from transformers import Qwen2ForCausalLM
+
+    result, settings = two["push once"], ClipSettings(target_share=0.42, used_low=1.0)
+    network = Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa").double()
+    tokens = {name: x.double() if x.is_floating_point() else x for name, x in result["tokens"].items()}
+    extra = torch.arange(len(tokens["loss_mask"]))[:, None].expand_as(tokens["loss_mask"]) % 2
+    for uses, found in enumerate([result["stats"], *result["later stats"]]):
+        out, weights = one_step(network, tokens, settings=settings, uses=uses + extra)
+        stats = {name.removeprefix(STATS): value for name, value in found.items()}
+        for name in ("clip_low", "clip_high", "share"):
+            assert stats[f"bapo/{name}"] == pytest.approx(out.metrics[name].item(), abs=1e-5)
+        assert stats["actor_loss/avg"] == pytest.approx(out.loss.item(), abs=1e-5)
+        assert stats["clip_ratio/avg"] == pytest.approx(out.metrics["clip_fraction"].item(), abs=1e-5)
+    assert all(torch.equal(two["first pass"]["weights"][name], value) for name, value in two["bapo"]["weights"].items())
+    ours = {name: value.double() for name, value in result["weights"].items()}
+    assert_close(ours, weights, rtol=0, atol=1e-5)
+    assert max((ours[name] - two["off"]["weights"][name]).abs().max() for name in ours) > 1e-3
 
 
 def test_fixed_bounds_are_areals_own_loss(two):
@@ -81,6 +110,8 @@ def test_refusals_say_what_to_set(two):
     assert "actor.eps_clip=0.3, actor.eps_clip_higher=None would be ignored" in two["refused"]["epsilon"]
     assert "use_decoupled_loss=false and recompute_logprob=false" in two["refused"]["decoupled"]
     assert "importance_sampling_level=sequence" in two["refused"]["sequence"]
+    assert "no 'uses'. AReaL's PPOTrainer uses every rollout once" in two["refused"]["the rule without uses"]
+    assert "used_low is not set" in two["refused"]["uses without the rule"]
     with pytest.raises(ValueError, match="AReaL's own engine for other losses"):
         WithinBounds().train_batch({}, lambda: None, lambda: None)
 

@@ -18,7 +18,7 @@ from openrlhf.models.loss import PolicyLoss
 from bapo import ClipSettings
 from bapo.adapters.openrlhf import policy_loss
 from bapo.core.bounds import StopReason
-from tests.adapters.logged import core, logged
+from tests.adapters.logged import core, in_float64, logged, some_unmoved
 
 PAGE = Path(__file__).parents[3] / "docs" / "adapters" / "openrlhf.md"
 ACTOR = "openrlhf/trainer/ray/ppo_actor.py"
@@ -83,6 +83,28 @@ def test_a_window_solves_from_the_last_calls():
     assert loss_fn.metrics["bapo/clip_high"] == out.bounds.high
 
 
+def test_several_epochs_are_those_of_the_core():
+    """The learner moves between epochs; from the second one on, every token was trained on before."""
+    loss_fn = policy_loss(target_share=0.5, used_low=1.0)(is_correction_level="token")
+    plain = policy_loss(target_share=0.5)(is_correction_level="token")
+    drift = torch.Generator().manual_seed(1)
+    for epoch in range(3):
+        batch = some_unmoved(logged())
+        moved = batch[0].detach() + epoch * 0.1 * torch.randn(6, 9, generator=drift)
+        batch = (moved.requires_grad_(), *batch[1:])
+        loss_fn.uses = epoch
+        loss, *_ = called(loss_fn, batch)
+        [gradient] = torch.autograd.grad(loss, batch[0])
+        uses = torch.full_like(batch[3], epoch, dtype=torch.int64)
+        settings = ClipSettings(target_share=0.5, used_low=1.0)
+        out, expected = core(in_float64(batch), settings=settings, uses=uses)
+        assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
+        assert_close(gradient.double(), expected, rtol=0, atol=1e-6)
+        assert loss_fn.metrics["bapo/share"].item() == pytest.approx(out.bounds.share.item(), abs=1e-6)
+        [without] = torch.autograd.grad(called(plain, batch)[0], batch[0])
+        assert torch.equal(gradient, without) == (epoch == 0)
+
+
 def test_refusals_say_what_to_set():
     with pytest.raises(ValueError, match=r"--actor\.policy_loss_type ppo"):
         policy_loss()(policy_loss_type="gspo")
@@ -94,6 +116,8 @@ def test_refusals_say_what_to_set():
         policy_loss(ratio_to="sampler")
     with pytest.raises(ValueError, match="remainder='weigh' would be ignored: OpenRLHF's own loss"):
         policy_loss(remainder="weigh")()
+    with pytest.raises(ValueError, match=r"used_low=1\.0\) has to know the epoch, but nobody has set `uses`"):
+        called(policy_loss(used_low=1.0)(is_correction_level="token"), logged())
 
 
 @pytest.fixture
@@ -146,6 +170,15 @@ def test_the_documented_patch_gives_the_actor_our_loss(patched):
         if isinstance(node, ast.Expr) and "actor_loss_fn.metrics" in ast.unparse(node)
     ]
     exec(compile(ast.Module([report], []), ACTOR, "exec"), names)
+
+    [epochs] = [
+        node
+        for node in ast.walk(patched)
+        if isinstance(node, ast.For) and ast.unparse(node.body[0]) == "self.actor_loss_fn.uses = epoch"
+    ]
+    assert ast.unparse(epochs).startswith("for epoch in range(self.max_epochs):")
+    exec(compile(ast.Module(epochs.body[:1], []), ACTOR, "exec"), {**names, "epoch": 3})
+    assert actor.actor_loss_fn.uses == 3
 
     out, _ = core(batch, settings=ClipSettings.preset("weak-model"))
     assert names["actor_loss"].item() == pytest.approx(out.loss.item(), abs=1e-6)

@@ -172,5 +172,7 @@ def test_refusals_say_what_to_set(registered):
         called(registered(), logged(), config=twice)
     with pytest.raises(ValueError, match="ratio_to='sampler' is not known"):
         BapoPolicyLoss(ratio_to="sampler")
+    with pytest.raises(ValueError, match=r"used_low=1\.0 .* which of its update_epochs_per_batch it is in"):
+        BapoPolicyLoss(used_low=1.0)
     with pytest.raises(ValueError, match=r"eps_clip_low=0\.2 is not a clip setting"):
         BapoPolicyLoss(eps_clip_low=0.2)

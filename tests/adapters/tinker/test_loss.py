@@ -82,7 +82,7 @@ def sampled(client, seed=6):
     return data
 
 
-def whole_update(client, data, **options):
+def whole_update(client, data, uses=None, **options):
     """The same batch through `bapo.policy_loss` and the same model: what it computed, and the model's gradient."""
     columns = (
         torch.cat([datum.loss_fn_inputs[name].to_torch() for datum in data])
@@ -90,7 +90,7 @@ def whole_update(client, data, **options):
     )
     behavior, advantages, mask = columns
     logprobs = torch.cat([client.logprobs(datum) for datum in data])
-    out = policy_loss(logprobs, behavior, advantages, mask.bool(), **options)
+    out = policy_loss(logprobs, behavior, advantages, mask.bool(), uses=uses, **options)
     [gradient] = torch.autograd.grad(out.loss, client.table)
     return out, gradient
 
@@ -118,6 +118,51 @@ def test_bounds_loss_and_the_models_gradient_are_the_cores(client, made, expecte
 def test_the_search_of_the_parity_test_is_a_real_one(client):
     out, _ = whole_update(client, sampled(client), settings=ClipSettings(target_share=0.17))
     assert StopReason(int(out.bounds.stop)) in (StopReason.RAISING_HIGH, StopReason.RAISING_LOW)
+
+
+def with_uses(data, counts):
+    """The data, each with how often it was trained on before."""
+    return [
+        types.Datum(
+            model_input=datum.model_input,
+            loss_fn_inputs={
+                **datum.loss_fn_inputs,
+                "uses": types.TensorData.from_torch(torch.full((length,), count, dtype=torch.int64)),
+            },
+        )
+        for datum, length, count in zip(data, LENGTHS, counts, strict=True)
+    ]
+
+
+def test_several_passes_are_those_of_the_core(client):
+    """The first three responses are used again in every pass; the last two count as fresh each time."""
+    data, loss = sampled(client), bapo_loss(target_share=0.17, used_low=1.0)
+    settings, differs = ClipSettings(target_share=0.17, used_low=1.0), []
+    for step in range(3):
+        counts = [step, step, step, 0, 0]
+        uses = torch.tensor(counts).repeat_interleave(torch.tensor(LENGTHS))
+        out, gradient = whole_update(client, data, uses, settings=settings)
+        _, without = whole_update(client, data, settings=ClipSettings(target_share=0.17))
+        client.table.grad = None
+        result = client.step(with_uses(data, counts), loss)
+        assert result.metrics["bapo/share"] == pytest.approx(out.bounds.share.item(), abs=1e-6)
+        assert result.metrics["loss:sum"] == pytest.approx(out.loss.item(), abs=1e-6)
+        assert_close(client.table.grad, gradient, rtol=0, atol=1e-6)
+        differs.append(not torch.equal(gradient, without))
+        with torch.no_grad():
+            client.table -= 0.5 * client.table.grad
+    assert differs == [False, True, True]
+
+
+def test_says_what_is_wrong_with_the_uses(client):
+    data, loss = sampled(client), bapo_loss(used_low=1.0)
+    with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs has no 'uses', which used_low needs"):
+        client.step(data, loss)
+    counted = with_uses(data, [0, 1, 0, -1, 0])
+    with pytest.raises(ValueError, match=r"data\[3\].loss_fn_inputs\['uses'\] holds \[-1"):
+        client.step(counted, loss)
+    with pytest.raises(ValueError, match="used_low is not set"):
+        client.step(with_uses(data, [1, 1, 1, 1, 1]), bapo_loss())
 
 
 def test_says_which_input_is_missing(client):

@@ -65,3 +65,5 @@ def test_default_args_make_one():
 def test_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match=r"policy_loss_fn_args: clip_range=0\.2 is not a clip setting"):
         POLICY_LOSS_FN.get(PATH)(clip_range=0.2)
+    with pytest.raises(ValueError, match=r"policy_loss_fn_args: used_low=1\.0 .* neither the epoch nor the use_count"):
+        POLICY_LOSS_FN.get(PATH)(used_low=1.0)

@@ -169,7 +169,7 @@ class Grading(Watched):
         return logprobs, self._update.parts[-1].columns
 
 
-@pytest.mark.parametrize("options", [{}, CAPPED], ids=["no delta", "delta"])
+@pytest.mark.parametrize("options", [{}, CAPPED, {"bapo_used_low": 1.0}], ids=["no delta", "delta", "push once"])
 def test_what_is_retained_is_what_has_a_gradient_in_trls_loss(tmp_path, options):
     run = trained(tmp_path, Grading, num_iterations=4, max_steps=6, **options)
     blocked = 0

@@ -48,6 +48,7 @@ def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
         ({"bapo_measure": "loss"}, "Choose one of: gradient, surrogate"),
         ({"bapo_remainder": "weigh"}, r"options bapo_\*: remainder='weigh' would be ignored: TRL's own loss"),
         ({"bapo_remainder": "keep"}, "Choose one of: leave, weigh"),
+        ({"bapo_used_low": 1.2}, r"options bapo_\*: used_low=1\.2 must be a number between 0 and 1"),
     ],
     ids=str,
 )
@@ -72,9 +73,10 @@ def test_a_grpo_config_is_refused(tmp_path):
 def test_options_work_on_a_command_line(tmp_path):
     flags = (
         f"--output_dir {tmp_path} --bf16 false --use_cpu --bapo_preset paper --bapo_low 0.7 0.9 --bapo_scope microbatch"
+        " --bapo_used_low 1"
     )
     (parsed,) = HfArgumentParser(BapoConfig).parse_args_into_dataclasses(flags.split())
-    assert parsed.clip_settings == ClipSettings(low=(0.7, 0.9), measure="surrogate")
+    assert parsed.clip_settings == ClipSettings(low=(0.7, 0.9), measure="surrogate", used_low=1.0)
     assert parsed.bapo_scope == "microbatch"
     with pytest.raises(SystemExit):
         HfArgumentParser(BapoConfig).parse_args_into_dataclasses(["--help"])

@@ -19,8 +19,8 @@ def logprobs_now(worker, data):
     return no_padding_2_padding(worker.infer_batch(prepared.clone())["log_probs"], prepared)
 
 
-def update(model, *, overrides, weighted=False, updates=1):
-    """The batch in `updates` optimizer steps: everything a test wants to know of them."""
+def update(model, *, overrides, weighted=False, updates=1, epochs=1, shuffle=False):
+    """The batch in `updates` optimizer steps, `epochs` times: everything a test wants to know of them."""
     worker = tiny.worker(model, tiny.actor_config(*overrides))
     forwards = []
     worker.engine.module.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
@@ -29,7 +29,7 @@ def update(model, *, overrides, weighted=False, updates=1):
     tokens = {name: data[name].clone() for name in data.keys()}  # noqa: SIM118
     forwards.clear()
     with Collectives() as collectives:
-        output = worker.train_mini_batch(tiny.prepared(data, updates=updates))
+        output = worker.train_mini_batch(tiny.prepared(data, updates=updates, epochs=epochs, shuffle=shuffle))
     parameters = worker.engine.module.named_parameters()
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, tokens)

@@ -23,12 +23,12 @@ OLDER = Path(sys.prefix) / "older"
 FOUR_VALUES = ("0.6.0",)
 
 
-def called(version, out, **options):
-    """What the loss returns inside that version, in a process of its own."""
+def run(version, out, **options):
+    """A loss call inside that version, in a process of its own."""
     if not (OLDER / f"verl-{version}").is_dir():
         pytest.skip(f"no {OLDER}/verl-{version}; make test-integrations puts it there")
     paths = os.pathsep.join([str(OLDER / f"verl-{version}"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "tests.adapters.verl.older", json.dumps({"out": str(out), "options": options})],
         env={**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "VERL_LOGGING_LEVEL": "ERROR"},
         cwd=Path(__file__).parents[3],
@@ -36,6 +36,11 @@ def called(version, out, **options):
         text=True,
         timeout=600,
     )
+
+
+def called(version, out, **options):
+    """What the loss returns inside that version."""
+    done = run(version, out, **options)
     assert done.returncode == 0, done.stderr[-6000:]
     found = torch.load(out, weights_only=True)
     assert found["version"] == version
@@ -59,3 +64,13 @@ def test_bounds_loss_and_gradient_are_the_cores_in_the_order_of_the_authors_code
         [metrics] = rest
         assert metrics["bapo/clip_low"] == out.bounds.low.item()
         assert metrics["bapo/clip_high"] == out.bounds.high.item()
+
+
+@pytest.mark.parametrize(
+    ("version", "message"), [("0.6.0", "This version of verl does not have it"), ("0.7.1", "called from elsewhere")]
+)
+def test_a_version_whose_actor_does_not_tell_the_epoch_refuses_used_low(version, message, tmp_path):
+    done = run(version, tmp_path / "returned.pt", used_low=1.0)
+    assert done.returncode != 0
+    assert "policy_loss.used_low=1.0 needs the epoch" in done.stderr
+    assert message in done.stderr

@@ -168,7 +168,7 @@ def part_of(data):
     return data[rank * rows : (rank + 1) * rows].clone()
 
 
-def prepared(data, updates=1):
+def prepared(data, updates=1, epochs=1, shuffle=False):
     """What verl's trainer adds before it calls `update_actor`."""
     data = left_right_2_no_padding(data)
     tu.assign_non_tensor(
@@ -177,9 +177,9 @@ def prepared(data, updates=1):
         calculate_entropy=False,
         global_batch_size=SEQUENCES // updates,
         mini_batch_size=SEQUENCES // updates,
-        epochs=1,
+        epochs=epochs,
         seed=1,
-        dataloader_kwargs={"shuffle": False},
+        dataloader_kwargs={"shuffle": shuffle},
         compute_loss=True,
     )
     return data
