@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.processes import in_ranks
 from tests.tiny.models import VOCABULARY, tiny
 
 CLIP = ClipSettings(target_share=0.48, low=(0.8, 0.9), high=(1.05, 1.5))
+CLIPS = {"searched": CLIP, "used": replace(CLIP, used_low=1.0), "push-once": ClipSettings.preset("push-once")}
 
 
 def groups():
@@ -33,22 +35,22 @@ def groups():
             responses.append(
                 Trajectory([5, 6], 0, tokens, logprobs, [1.0] * length, [0] * length, Status.STOPPED, float(index == 1))
             )
-        made.append(Group(id, Problem(str(id), "", None), responses))
+        made.append(Group(id, Problem(str(id), "", None), responses, uses=id % 2))
     return made
 
 
-def learner(scope, ranks=None):
+def learner(scope, ranks=None, clip="searched"):
     settings = LearnerSettings(
-        clip=CLIP, scope=scope, reduction="sequence_mean", lr=1e-2, ess_reference=1.0, micro_tokens=40
+        clip=CLIPS[clip], scope=scope, reduction="sequence_mean", lr=1e-2, ess_reference=1.0, micro_tokens=40
     )
     return Learner(tiny(), settings, ranks=ranks)
 
 
-def take_part(rank, directory, split):
+def take_part(rank, directory, split, clip):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
     mine = groups()[:split] if rank == 0 else groups()[split:]
-    ours = learner("update", dist.group.WORLD)
+    ours = learner("update", dist.group.WORLD, clip)
     update = ours.step(mine)
     torch.save([p.detach() for p in ours.model.parameters()], f"{directory}/{rank}.pt")
     with open(f"{directory}/{rank}.json", "w") as file:
@@ -56,13 +58,14 @@ def take_part(rank, directory, split):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("split", [2, 6])
-def test_two_ranks_take_the_update_of_one_process(split, tmp_path):
-    whole = learner("update")
+@pytest.mark.parametrize(("split", "clip"), [(2, "searched"), (6, "searched"), (2, "used"), (2, "push-once")])
+def test_two_ranks_take_the_update_of_one_process(split, clip, tmp_path):
+    whole = learner("update", clip=clip)
     metrics = whole.step(groups()).metrics
-    assert metrics["stop"] in (1, 2)  # the search ended inside its path, so that a wrong table would show
+    if clip != "push-once":
+        assert metrics["stop"] in (1, 2)  # the search ended inside its path, so that a wrong table would show
     assert metrics["lr"] < 0.9e-2  # the effective sample size is below 1, so that a rank's own would show
-    in_ranks(take_part, 2, str(tmp_path), split)
+    in_ranks(take_part, 2, str(tmp_path), split, clip)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["version"] == 1
@@ -70,7 +73,7 @@ def test_two_ranks_take_the_update_of_one_process(split, tmp_path):
         for name in ("grad_norm", "response_ess", "lr", *bounds):
             assert math.isclose(found[name], metrics[name], rel_tol=1e-5), name
         for ours, theirs in zip(torch.load(tmp_path / f"{rank}.pt"), whole.model.parameters(), strict=True):
-            assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
+            assert_close(ours, theirs.detach(), rtol=0, atol=5e-5)
 
 
 def learn_demonstrations(rank, directory):

@@ -271,6 +271,27 @@ def test_capacity_holds_for_fresh_and_replayable_groups_together():
     assert sorted(ids(buffer.draw(version=1))) == [2, 3, 4, 5]
 
 
+def test_a_drawn_group_says_how_often_it_was_drawn_before():
+    buffer = Buffer(
+        batch_groups=2, reuse=2, max_staleness=20, replay_fraction=0.5, replay_max_age=20, replay_max_uses=3
+    )
+    drawn = Counter()
+    for rollout in range(3):
+        version = 4 * rollout
+        buffer.add(groups(range(4 * rollout, 4 * rollout + 4), version), version=version)
+        while isinstance(batch := buffer.draw(version=version), list):
+            for member in batch:
+                assert member.uses == drawn[member.id]
+            drawn.update(ids(batch))
+            version += 1
+            restored = Buffer(
+                batch_groups=2, reuse=2, max_staleness=20, replay_fraction=0.5, replay_max_age=20, replay_max_uses=3
+            )
+            restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+            buffer = restored
+    assert max(drawn.values()) > 2  # passes and replays were both counted
+
+
 # Every sequence of adds, draws and version jumps.
 
 SETTINGS = st.builds(
@@ -336,6 +357,7 @@ def test_bound_uses_and_memory_hold_for_every_sequence(chosen, rollouts):
         replayed = [member for member in drawn if uses[member.id] >= chosen["reuse"]]
         assert all(age(member, version) <= chosen["replay_max_age"] for member in replayed)
         assert len(set(ids(drawn))) == len(drawn)
+        assert all(member.uses == uses[member.id] for member in drawn)
         assert metrics.held <= chosen["capacity"]
         assert metrics.added == metrics.retired + metrics.expired + metrics.evicted + metrics.held
         uses.update(ids(drawn))

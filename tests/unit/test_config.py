@@ -32,8 +32,10 @@ def test_names_are_those_of_the_core():
 
 
 def test_presets_and_overrides_make_clip_settings():
-    weak = parse_config({}, source="test").objective.clip
-    assert (weak.target_share, weak.low, weak.measure) == (0.45, (0.8, 0.9), "surrogate")
+    once = parse_config({}, source="test").objective.clip
+    assert (once.low, once.high, once.used_low) == ((0.8, 0.8), (1.2, 1.2), 1.0)
+    weak = parse_config({"objective": {"preset": "weak-model", "used_low": 0.95}}, source="test").objective.clip
+    assert (weak.target_share, weak.low, weak.measure, weak.used_low) == (0.45, (0.8, 0.9), "surrogate", 0.95)
     config = parse_config({"objective": {"preset": None, "target_share": 0.5, "high": [1.2, 2.4]}}, source="test")
     assert (config.objective.clip.measure, config.objective.clip.high) == ("gradient", (1.2, 2.4))
     script = parse_config({"objective": {"preset": "released-script"}}, source="test").objective.clip

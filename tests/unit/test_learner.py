@@ -66,6 +66,43 @@ def test_packing_by_hand():
     assert batch.advantages.tolist() == [-0.5] * 4 + [0.5] * 2
     assert batch.behavior_logprobs.tolist() == pytest.approx([-1.8, -1.9, -2.0, -1.1, -1.7, -1.1])
     assert batch.versions.tolist() == [2] * 6
+    assert batch.uses.tolist() == [0] * 6
+
+
+def test_packed_tokens_know_how_often_their_group_was_used():
+    problem = Problem("p", "", None)
+    short = Group(0, problem, [by_hand([5], [7], 1.0), by_hand([5], [8, 1], 0.0)], uses=3)
+    long = Group(1, problem, [by_hand([5], [7] * 4, 1.0), by_hand([5], [8] * 3, 0.0)])
+    (batch,) = pack([short, long], estimator="grpo", micro_tokens=100, device=CPU)
+    assert batch.uses.tolist() == [0] * 7 + [3] * 3  # longest first
+    assert (batch.uses.dtype, batch.uses.shape) == (torch.int64, batch.targets.shape)
+
+
+def test_one_pair_of_bounds_needs_no_pass_before_the_update(monkeypatch):
+    """And the update is that of grpo with the same pair and the same bound for used tokens."""
+    start = model()
+    groups = [replace(group, uses=group.id % 2) for group in sampled_groups(start)]
+    with torch.no_grad():
+        for parameter in start.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    forward, parameters = Learner.logprobs, []
+    for options in (
+        {"objective": "bapo", "clip": ClipSettings.preset("push-once")},
+        {"objective": "grpo", "options": {"used_low": 1.0}},
+    ):
+        calls = []
+        monkeypatch.setattr(
+            Learner, "logprobs", lambda self, batch, calls=calls: calls.append(0) or forward(self, batch)
+        )
+        learner = Learner(copy.deepcopy(start), LearnerSettings(temperature=0.8, micro_tokens=60, **options))
+        update = learner.step(groups)
+        assert len(calls) > 1
+        assert len(calls) == len(pack(groups, estimator="grpo", micro_tokens=60, device=CPU))
+        assert not {"stop", "share_at_start"} & update.metrics.keys()
+        assert (update.metrics["clip_low"], update.metrics["clip_high"]) == pytest.approx((0.8, 1.2))
+        assert update.metrics["use_below"][1] == 0 < update.metrics["use_below"][0]
+        parameters.append([p.detach() for p in learner.model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*parameters, strict=True))
 
 
 def test_micro_batches_hold_at_most_their_places_and_every_response_once():
@@ -96,16 +133,25 @@ def test_learner_sees_the_log_probs_and_entropies_the_sampler_recorded():
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
-@pytest.mark.parametrize("objective", ["bapo", "grpo", "gspo"])
-def test_an_update_does_not_depend_on_how_it_is_cut(objective, reduction):
+@pytest.mark.parametrize(
+    ("objective", "clip"),
+    [
+        ("bapo", ClipSettings(target_share=0.55)),
+        ("bapo", ClipSettings(target_share=0.55, used_low=1.0)),
+        ("bapo", ClipSettings.preset("push-once")),
+        ("grpo", ClipSettings()),
+        ("gspo", ClipSettings()),
+    ],
+)
+def test_an_update_does_not_depend_on_how_it_is_cut(objective, clip, reduction):
     start = model()
-    groups = sampled_groups(start)
+    groups = [replace(group, uses=group.id % 2) for group in sampled_groups(start)]
     with torch.no_grad():  # a learner that has moved on: ratios differ from 1
         for parameter in start.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     settings = LearnerSettings(
         objective=objective,
-        clip=ClipSettings(target_share=0.55),
+        clip=clip,
         reduction=reduction,
         length=12,
         temperature=0.8,

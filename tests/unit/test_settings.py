@@ -25,6 +25,8 @@ def test_targets_convert_to_shares():
 def test_presets():
     paper = ClipSettings.preset("paper")
     assert (paper.target_share, paper.low, paper.high, paper.measure) == (0.4, (0.6, 0.9), (1.2, 3.0), "surrogate")
+    once = ClipSettings.preset("push-once")
+    assert (once.low, once.high, once.used_low) == ((0.8, 0.8), (1.2, 1.2), 1.0)
     weak = ClipSettings.preset("weak-model")
     assert (weak.target_share, weak.low, weak.high, weak.low_step) == (0.45, (0.8, 0.9), (1.2, 2.0), 0.02)
     script = ClipSettings.preset("released-script")
