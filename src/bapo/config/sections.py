@@ -113,7 +113,7 @@ DEFAULT_PRESET: Preset = "push-once"
 
 
 class ObjectiveConfig(Section):
-    """The loss. The keys from target_share to remainder belong to bapo; one that is set overrides the preset."""
+    """The loss. The keys from preset to scope belong to bapo; one that is set overrides the preset."""
 
     name: str = Field("bapo", description=f"One of: {', '.join(OBJECTIVE_NAMES)}.")
     options: dict[str, float] = Field(default_factory=dict)
