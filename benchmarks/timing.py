@@ -1,5 +1,6 @@
 """Side-by-side timing: candidates take turns, so that drift of the machine affects all of them equally."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -13,13 +14,18 @@ def synchronize(device: str) -> None:
 
 
 def interleaved(candidates: dict[str, Callable[[], object]], *, device: str, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each candidate in each round, after two rounds of warm-up."""
+    """Milliseconds of each candidate in each round, after two rounds of warm-up.
+
+    Every round has its own order, because a candidate is slower after one that leaves caches and allocator in disorder.
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    order, shuffle = list(candidates), random.Random(0).shuffle
     for turn in range(rounds + 2):
-        for name, run in candidates.items():
+        shuffle(order)
+        for name in order:
             synchronize(device)
             start = time.perf_counter()
-            run()
+            candidates[name]()
             synchronize(device)
             if turn >= 2:
                 times[name].append((time.perf_counter() - start) * 1e3)
