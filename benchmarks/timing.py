@@ -19,7 +19,7 @@ def interleaved(candidates: dict[str, Callable[[], object]], *, device: str, rou
     Every round has its own order, because a candidate is slower after one that leaves caches and allocator in disorder.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    order, shuffle = list(candidates), random.Random(0).shuffle
+    order, shuffle = list(candidates), random.Random(0).shuffle  # noqa: S311
     for turn in range(rounds + 2):
         shuffle(order)
         for name in order:
