@@ -158,7 +158,7 @@ def by_use(arms: Sequence[Arm]) -> Figure:
         [
             use_profile(arms, "use_negative", "Negative tokens, log r", only=again, marks=as_sampled),
             use_profile(arms, "use_positive", "Positive tokens, log r", only=again, marks=as_sampled),
-            use_profile(arms, "use_below", "Negative tokens pushed further down, share", only=again),
+            use_profile(arms, "use_below", "Negative, pushed further down, share", only=again),
         ],
         reason="This figure needs runs that train on a response more than once (offpolicy.reuse, "
         "offpolicy.replay_fraction). These runs used every token once."
