@@ -2,7 +2,8 @@
 
     python -m tests.compared_runs tests/data/compared
 
-made them: everything but checkpoints and models. Reading them takes no time, so that every test of the report can.
+made them: everything but checkpoints, models and locks. Reading them takes no time, so that every test of the report
+can.
 """
 
 import shutil
@@ -22,12 +23,14 @@ TINY = {
     "learn": {"batch_groups": 4, "warmup_updates": 0, "lr": 3e-4},
     "eval": {"problems": 4, "k": 2, "every": 1},
 }
+SEARCHING = {"name": "bapo", "preset": "weak-model"}
 ARMS = {
-    ("reuse-2", "bapo"): ({"name": "bapo"}, {"reuse": 2}, (0, 1)),
+    ("reuse-2", "bapo"): (SEARCHING, {"reuse": 2}, (0, 1)),
     ("reuse-2", "grpo"): ({"name": "grpo"}, {"reuse": 2}, (0, 1)),
-    ("reuse-4", "bapo"): ({"name": "bapo"}, {"reuse": 4}, (0,)),
+    ("reuse-4", "bapo"): (SEARCHING, {"reuse": 4}, (0,)),
     ("reuse-4", "clip_higher"): ({"name": "clip_higher"}, {"reuse": 4}, (0,)),
-    ("partial", "bapo"): ({"name": "bapo"}, {"reuse": 2, "partial_budget": 600}, (0,)),
+    ("reuse-4", "push-once"): ({"name": "bapo"}, {"reuse": 4}, (0,)),
+    ("partial", "bapo"): (SEARCHING, {"reuse": 2, "partial_budget": 600}, (0,)),
 }
 
 
@@ -56,6 +59,7 @@ def make(root: Path) -> None:
             start(parse_config(values, source="test"), plain=True)
             for heavy in ("checkpoints", "model"):
                 shutil.rmtree(out / heavy)
+            (out / "lock").unlink()
 
 
 if __name__ == "__main__":

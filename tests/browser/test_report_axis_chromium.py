@@ -103,7 +103,7 @@ def test_updates_of_a_step_share_the_responses_sampled_by_then(page, arm, kind, 
 
 def test_evaluations_are_placed_after_their_step(page):
     curve = next(c for c in plot(page, name_of(page, "eval/avg"), BOLD) if c["name"] == "bapo · reuse-4")
-    assert curve["x"] == [0, 16, 36, 68]  # 4, 5 and 8 groups of 4
+    assert curve["x"] == [0, 16, 36, 60]  # 4, 5 and 6 groups of 4
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -112,7 +112,7 @@ def test_seeds_are_averaged_at_equal_numbers_of_responses(page, window):
     name = name_of(page, "grad_norm")
     curve = next(c for c in plot(page, name, BOLD) if c["name"] == "grpo · reuse-2")
     seeds = [by_step(COMPARED / "reuse-2/grpo" / f"seed-{seed}", "update", "grad_norm") for seed in (0, 1)]
-    assert [list(x) for x, _ in seeds] == [[16, 36, 68], [16, 36, 56]]
+    assert [list(x) for x, _ in seeds] == [[16, 36, 56], [16, 36, 60]]
     assert curve["x"] == [16, 36, 56]  # the mean ends where the first seed ends
     near = (lambda y: [(y[0] + y[1]) / 2, sum(y) / 3, (y[1] + y[2]) / 2]) if window == 3 else list
     smoothed = [(x, near(y)) for x, y in seeds]
@@ -159,11 +159,11 @@ def test_arms_without_counts_are_named_and_stay_over_updates(opened, tmp_path):
     write_report([grid], tmp_path / "report.html")
     page = opened((tmp_path / "report.html").as_uri())
     name = name_of(page, "grad_norm")
-    assert len(plot(page, name, BOLD)) == 5
+    assert len(plot(page, name, BOLD)) == 6
     assert not page.locator("#uncounted").is_visible()
     redrawn(page, lambda: page.get_by_text("sampled responses", exact=True).first.click())
     assert [curve["name"] for curve in plot(page, name, BOLD)] == [
-        *("bapo · reuse-2", "grpo · reuse-2", "bapo · partial", "clip_higher · reuse-4")
+        *("bapo · reuse-2", "grpo · reuse-2", "bapo · partial", "clip_higher · reuse-4", "push-once · reuse-4")
     ]
     assert page.locator("#uncounted").inner_text().endswith("only drawn over updates: bapo · reuse-4.")
     write_report([grid / "reuse-4/bapo"], tmp_path / "old.html")

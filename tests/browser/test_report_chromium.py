@@ -91,7 +91,7 @@ def test_every_plot_is_drawn_with_the_values_of_the_file(page):
 
 def test_the_table_shows_and_sorts(page):
     values = embedded(page)
-    assert page.locator("#overview tbody tr").count() == len(values["arms"]) == 5
+    assert page.locator("#overview tbody tr").count() == len(values["arms"]) == 6
     first = values["table"]["rows"][0]["cells"]
     assert first["avg"]["text"] in page.locator("#overview tbody tr").first.inner_text()
     page.locator("#overview").get_by_role("button", name="Positive share").click()
@@ -132,9 +132,9 @@ def test_it_fits_a_phone(opened, report):
 def test_chips_hide_and_the_slider_smooths(page):
     norm = next(p for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "grad_norm")
     names = "plot.data.filter(trace => trace.showlegend).map(trace => trace.name)"
-    assert len(plot(page, norm["id"], names)) == 5
+    assert len(plot(page, norm["id"], names)) == 6
     redrawn(page, lambda: page.locator(".chip", has_text="bapo").click())
-    assert plot(page, norm["id"], names) == ["grpo · reuse-2", "clip_higher · reuse-4"]
+    assert plot(page, norm["id"], names) == ["grpo · reuse-2", "clip_higher · reuse-4", "push-once · reuse-4"]
     redrawn(page, lambda: page.locator(".smooth input").fill("3"))
     assert page.locator(".smooth output").inner_text() == "mean of 3 points"
     index = next(i for i, arm in enumerate(embedded(page)["arms"]) if arm["objective"] == "clip_higher")
@@ -144,7 +144,7 @@ def test_chips_hide_and_the_slider_smooths(page):
     assert shown == pytest.approx(smooth)
     redrawn(page, lambda: page.locator(".smooth input").fill("1"))
     redrawn(page, lambda: page.locator(".chip", has_text="bapo").click())
-    assert len(plot(page, norm["id"], names)) == 5
+    assert len(plot(page, norm["id"], names)) == 6
 
 
 def test_a_plot_becomes_a_picture(page, tmp_path):

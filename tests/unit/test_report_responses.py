@@ -63,22 +63,34 @@ def test_seeds_have_counts_of_their_own(values):
     arm = arm_number(values, "reuse-2", "grpo")
     series = next(s for s in panel(values, "grad_norm")["series"] if s["arm"] == arm)
     assert [values["counts"][place] for place in series["responses"]] == [
-        [16, 16, 36, 36, 68, 68],  # two updates a step
-        [16, 16, 36, 36, 56, 56],
+        [16, 16, 36, 36, 56, 56],  # two updates a step
+        [16, 16, 36, 36, 60, 60],
     ]
+
+
+def counts(values, key, arm):
+    series = next(s for s in panel(values, key)["series"] if s["arm"] == arm)
+    return series["x"], values["counts"][series["responses"][0]]
 
 
 def test_parked_responses_count_when_their_group_is_finished(values):
     arm = arm_number(values, "partial", "bapo")
+    # groups finished in steps 1 to 8: 0, 4, 0, 8, 0, 0, 8, 0; updates in steps 2, 4 and 7
+    assert counts(values, "reward", arm) == ([2, 4, 7], [16, 48, 80])
+    assert counts(values, "grad_norm", arm) == (list(range(1, 7)), [16, 16, 48, 48, 80, 80])
+    assert counts(values, "eval/avg", arm) == ([0, 2, 4, 6], [0, 16, 48, 80])
 
-    def counts(key):
-        series = next(s for s in panel(values, key)["series"] if s["arm"] == arm)
-        return series["x"], values["counts"][series["responses"][0]]
 
-    # groups finished in steps 1 to 8: 0, 4, 0, 8, 0, 2, 2, 8; updates in steps 2, 4, 7 and 8
-    assert counts("reward") == ([2, 4, 6, 7, 8], [16, 48, 56, 64, 96])
-    assert counts("grad_norm") == (list(range(1, 9)), [16, 16, 48, 48, 64, 64, 96, 96])
-    assert counts("eval/avg") == ([0, 2, 4, 6, 8], [0, 16, 56, 64, 96])  # of each version, the last evaluation
+def test_a_version_is_placed_at_its_last_evaluation(tmp_path):
+    def finish(log):
+        step = next(line for line in log if line["kind"] == "rollout" and line["step"] == 6)
+        step |= {"rollout/finished_groups": 2, "reward": 0.25}  # without an update, as if both groups were filtered
+
+    run = shutil.copytree(COMPARED / "partial/bapo/seed-0", tmp_path / "run")
+    edited(run, "metrics.jsonl", finish)
+    values = contents(find([run]))
+    assert counts(values, "reward", 0) == ([2, 4, 6, 7], [16, 48, 56, 88])
+    assert counts(values, "eval/avg", 0) == ([0, 2, 4, 6], [0, 16, 56, 88])  # version 4 after steps 4, 5 and 6
 
 
 @pytest.fixture(scope="module")
@@ -173,4 +185,4 @@ def test_an_update_of_an_unknown_step_has_no_count(tmp_path):
         file.write(json.dumps(newer) + "\n")
     values = contents(find([run]))
     series = panel(values, "grad_norm")["series"][0]
-    assert values["counts"][series["responses"][0]] == [16, 16, 36, 36, 60, 60, None]
+    assert values["counts"][series["responses"][0]] == [16, 16, 36, 36, 56, 56, None]

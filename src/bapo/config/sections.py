@@ -149,6 +149,14 @@ class ObjectiveConfig(Section):
     def _toml_has_no_null(cls, value: Any) -> Any:
         return None if value == "none" else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _stored_default(cls, values: Any) -> Any:
+        """The config.json of a run states every key. It may state weak-model, once the default, for any objective."""
+        if isinstance(values, dict) and values.get("name", "bapo") != "bapo" and values.get("preset") == "weak-model":
+            return values | {"preset": DEFAULT_PRESET}
+        return values
+
     @property
     def overrides(self) -> dict[str, Any]:
         """The clip settings that are set here."""

@@ -16,14 +16,14 @@ from typing import Any, TypeGuard
 
 from bapo.runs.read import Defect, Run, find_runs, is_set_aside, read_run
 from bapo.runs.statistics import mean
-from bapo.types import LOG_RATIO_EDGES
+from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 NOT_THE_EXPERIMENT = {"seed", "out", "device", "threads", "checkpoint_every", "checkpoint_keep", "sample_every"}
 """Keys in which the runs of one arm may differ: the seed, and keys that do not change what is trained."""
-RATIO_BINS = len(LOG_RATIO_EDGES) + 1
 BINNED: tuple[tuple[tuple[str, ...], int | None], ...] = (
     (("staleness_histogram",), None),
-    (("ratio_histogram", "ratio_prob", "ratio_entropy"), RATIO_BINS),
+    (("ratio_histogram", "ratio_prob", "ratio_entropy"), len(LOG_RATIO_EDGES) + 1),
+    (("use_histogram", "use_positive", "use_negative", "use_retained", "use_below"), len(USE_EDGES) + 1),
 )
 """Metrics that are lists with one entry per bin: those logged together, and the number of bins if it is fixed."""
 

@@ -6,7 +6,18 @@ from collections.abc import Callable, Sequence
 
 from bapo.config.run import Config
 from bapo.report.arms import Arm, samples_per_problem
-from bapo.report.panels import FEW_TOKENS, Figure, age_bars, bars, curves, figure, profile, scores
+from bapo.report.panels import (
+    FEW_TOKENS,
+    Figure,
+    age_bars,
+    bars,
+    curves,
+    figure,
+    profile,
+    scores,
+    use_profile,
+    uses_tokens_again,
+)
 
 QUADRANTS = {
     "high_prob_high_adv": "likely,<br>high adv.<br><b>H ↓</b>",
@@ -85,11 +96,7 @@ def under_partial(arms: Sequence[Arm]) -> Figure:
 
 def balance(arms: Sequence[Arm]) -> Figure:
     """Figure 4: positive and negative tokens."""
-    targets = {
-        Config.model_validate(arm.config).objective.clip.target_share
-        for arm in arms
-        if arm.config["objective"]["name"] == "bapo"
-    }
+    targets = {Config.model_validate(arm.config).objective.clip.target_share for arm in arms if _searches(arm)}
     marks = [{"value": target, "text": f"target {target:g}"} for target in sorted(targets)]
     return figure(
         "balance",
@@ -110,7 +117,9 @@ def bounds(arms: Sequence[Arm]) -> Figure:
     return figure(
         "bounds",
         ("Clip bounds over time", "figure 8"),
-        "The bounds on the ratio. BAPO chooses both anew for every update; other objectives keep theirs.",
+        "The bounds on the ratio. BAPO chooses both anew for every update, unless it is given a single pair; other "
+        "objectives keep theirs. Tokens that were trained on before can have a lower bound of their own (used_low), "
+        "which never moves and is not drawn.",
         [curves(arms, "clip_high", "Upper bound"), curves(arms, "clip_low", "Lower bound")],
         reason="No objective here reports clip bounds.",
     )
@@ -131,6 +140,30 @@ def ratio_profile(arms: Sequence[Arm]) -> Figure:
             profile(arms, "ratio_histogram", "Share of tokens"),
         ],
         reason="These runs did not log ratio_histogram: an older version of bapo made them.",
+    )
+
+
+def by_use(arms: Sequence[Arm]) -> Figure:
+    """Where tokens stand, and which negative ones are pushed further down, by how often they were trained on before."""
+    again = [index for index, arm in enumerate(arms) if uses_tokens_again(arm)]
+    logged = any("use_histogram" in line for arm in arms for run in arm.runs for line in run.updates)
+    as_sampled = [{"value": 0, "text": "as sampled"}]
+    return figure(
+        "by-use",
+        ("Negative tokens by use", None),
+        "Trained tokens by how often they were trained on before: the mean of log r, where r is the ratio of their "
+        "current probability to the probability they were sampled with, and the share of negative tokens that the "
+        "update pushes further below the probability they were sampled with (r < 1, and the clip lets them through). "
+        f"Bins of fewer than {FEW_TOKENS} tokens are left out, and so are arms that used every token once.",
+        [
+            use_profile(arms, "use_negative", "Negative tokens, log r", only=again, marks=as_sampled),
+            use_profile(arms, "use_positive", "Positive tokens, log r", only=again, marks=as_sampled),
+            use_profile(arms, "use_below", "Negative, pushed further down, share", only=again),
+        ],
+        reason="This figure needs runs that train on a response more than once (offpolicy.reuse, "
+        "offpolicy.replay_fraction). These runs used every token once."
+        if logged
+        else "These runs did not log use_histogram: an older version of bapo made them, or they have no update yet.",
     )
 
 
@@ -169,24 +202,21 @@ def lengths(arms: Sequence[Arm]) -> Figure:
 
 def fixed_clips(arms: Sequence[Arm]) -> Figure:
     """Figure 7: asymmetric fixed clips."""
-    pairs = {index: pair for index, arm in enumerate(arms) if (pair := _fixed_clip(arm))}
-    listed = "; ".join(
-        f"{objective} {low:g}, {high:g}"
-        for objective, low, high in sorted({(arms[index].objective, *pair) for index, pair in pairs.items()})
-    )
-    enough = len(set(pairs.values())) > 1
+    fixed = {index: values for index, arm in enumerate(arms) if (values := _fixed_clip(arm))}
+    listed = "; ".join(sorted({f"{arms[index].objective} {_said(*values)}" for index, values in fixed.items()}))
+    enough = len(set(fixed.values())) > 1
     return figure(
         "fixed-clips",
         ("Fixed clips, symmetric and not", "figure 7"),
         f"Only the objectives whose bounds never move{f': {listed}' if enough else ''}.",
         [
-            curves(arms, "reward", "Reward", lines="rollouts", only=pairs),
-            curves(arms, "entropy", "Entropy, nats per token", only=pairs),
+            curves(arms, "reward", "Reward", lines="rollouts", only=fixed),
+            curves(arms, "entropy", "Entropy, nats per token", only=fixed),
         ]
         if enough
         else [],
-        reason="This figure needs runs with at least two different pairs of fixed bounds, such as grpo and "
-        "clip_higher, or grpo with the objective.options low and high.",
+        reason="This figure needs runs with at least two different sets of fixed bounds, such as grpo and "
+        "clip_higher, or grpo with the objective.options low, high and used_low.",
     )
 
 
@@ -204,15 +234,29 @@ def staleness(arms: Sequence[Arm]) -> Figure:
 
 FIGURES: tuple[Callable[[Sequence[Arm]], Figure], ...] = (
     *(held_out, dynamics, by_staleness, under_partial, balance, bounds),
-    *(ratio_profile, quadrants, lengths, fixed_clips, staleness),
+    *(ratio_profile, by_use, quadrants, lengths, fixed_clips, staleness),
 )
 
 
-def _fixed_clip(arm: Arm) -> tuple[float, float] | None:
-    """The bounds of an arm in which they never move."""
+def _fixed_clip(arm: Arm) -> tuple[float, float, float | None] | None:
+    """The bounds of an arm in which they never move: low, high, and the lower one of used tokens if they have one."""
     pairs = {
         (round(low, 4), round(high, 4))
         for run in arm.runs
         for low, high in zip(run.series("clip_low"), run.series("clip_high"), strict=False)
     }
-    return pairs.pop() if len(pairs) == 1 and arm.config["objective"]["name"] != "bapo" else None
+    if len(pairs) != 1 or _searches(arm):
+        return None
+    objective = Config.model_validate(arm.config).objective
+    used = objective.clip.used_low if objective.name == "bapo" else objective.options.get("used_low")
+    return *pairs.pop(), used
+
+
+def _said(low: float, high: float, used_low: float | None) -> str:
+    return f"{low:g}, {high:g}" + ("" if used_low is None else f" ({used_low:g} instead of {low:g} for used tokens)")
+
+
+def _searches(arm: Arm) -> bool:
+    """Whether BAPO searches for the bounds of this arm; otherwise they are given."""
+    objective = Config.model_validate(arm.config).objective
+    return objective.name == "bapo" and objective.clip.depends_on_tokens

@@ -131,13 +131,12 @@
         line: { width: 2.2, color, dash },
         marker: { size: 6, color, symbol: SYMBOLS[settingOf(arm.setting) % SYMBOLS.length] },
         hovertemplate: `%{y:.4g}${counts ? " after %{x:,.0f}" : ""}<extra>${escaped(label(arm))}</extra>`,
-        ...(panel.kind === "profile" ? { customdata: binNames(panel), hovertemplate: `ratio %{customdata}: %{y:.3g}<extra>${escaped(label(arm))}</extra>` } : {}),
+        ...(panel.kind === "profile" ? { customdata: panel.bins, hovertemplate: `%{customdata}: %{y:.3g}<extra>${escaped(label(arm))}</extra>` } : {}),
       });
     }
     return list;
   }
 
-  const binNames = ({ ticks }) => [`below ${ticks[0].text}`, ...ticks.slice(1).map((tick, at) => `${ticks[at].text}–${tick.text}`), `above ${ticks[ticks.length - 1].text}`];
   const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   function bars(panel, mode) {
@@ -213,10 +212,8 @@
     }
     const dotted = (shape) => ({ type: "line", line: { color: ink, width: 1, dash: "dot" }, opacity: 0.7, ...shape });
     if (panel.kind === "profile") {
-      const middle = panel.ticks.length / 2;
-      const shown = [...panel.ticks.filter((tick, at) => (at < middle - 1 ? at % 2 === 0 : at > middle && at % 2 === 1)), { at: middle, text: "1" }];
-      Object.assign(result.xaxis, { tickvals: shown.map((tick) => tick.at), ticktext: shown.map((tick) => tick.text), tickangle: 0 });
-      result.xaxis.range = [-0.6, panel.ticks.length + 0.6];
+      Object.assign(result.xaxis, { tickvals: panel.ticks.map((tick) => tick.at), ticktext: panel.ticks.map((tick) => tick.text), tickangle: 0 });
+      result.xaxis.range = [-0.6, panel.bins.length - 0.4];
       result.xaxis.tickfont = { size: 9.5 };
       result.xaxis.showgrid = result.xaxis.zeroline = false;
       result.hovermode = "closest";

@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from bapo.report.arms import Arm
 from bapo.runs.numbers import number, numbers
 from bapo.runs.read import Run
 from bapo.runs.statistics import aggregate, mean, measures, sampled_responses
-from bapo.types import LOG_RATIO_EDGES
+from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 Panel = dict[str, Any]
 Figure = dict[str, Any]
@@ -32,9 +33,15 @@ Lines = Literal["updates", "rollouts", "evals"]
 MAX_POINTS = 400
 """Points of the longest curve. A longer one is cut into equal stretches, and each is drawn as its mean."""
 FEW_TOKENS = 20
-"""Bins of a ratio profile that hold fewer tokens in the whole run are left out."""
+"""Bins of a profile that hold fewer tokens in the whole run are left out."""
 FIXED_CLIP = (0.8, 1.2)
 """The bounds at which `share_fixed` is measured."""
+USE_BINS = (
+    "never",
+    *(f"{low}–{high - 1}" if high > low + 1 else str(low) for low, high in pairwise(USE_EDGES)),
+    f"{USE_EDGES[-1]}+",
+)
+"""Names of the bins of uses."""
 
 
 def figure(
@@ -150,24 +157,61 @@ def shared_counts(figures: Sequence[Figure]) -> list[list[int | None]]:
 
 
 def profile(arms: Sequence[Arm], key: str, title: str) -> Panel:
-    """A metric over bins of the ratio. Bins are drawn equally wide; the ticks are the edges between them."""
-    bins = list(range(len(LOG_RATIO_EDGES) + 1))
-    ticks = [{"at": index + 0.5, "text": f"{math.exp(edge):.2f}"} for index, edge in enumerate(LOG_RATIO_EDGES)]
-    series = []
-    for index, arm in enumerate(arms):
-        runs = [_profile_of(run, key) for run in arm.runs if any(_sum_lists(run, "ratio_histogram"))]
-        if runs:
-            series.append({"arm": index, "x": bins, "runs": [numbers(values) for values in runs]})
+    """A metric over bins of the ratio. Bins are drawn equally wide; the ticks are some of the edges between them."""
+    edges = [f"{math.exp(edge):.2f}" for edge in LOG_RATIO_EDGES]
+    middle = len(edges) / 2
     return {
         "kind": "profile",
         "title": title,
         "key": key,
         "x": "ratio",
         "log": key == "ratio_histogram",
-        "ticks": ticks,
+        "bins": [
+            f"ratio below {edges[0]}",
+            *(f"ratio {low}–{high}" for low, high in pairwise(edges)),
+            f"ratio above {edges[-1]}",
+        ],
+        "ticks": [
+            *({"at": at + 0.5, "text": edge} for at, edge in enumerate(edges) if at < middle - 1 and at % 2 == 0),
+            {"at": middle, "text": "1"},
+            *({"at": at + 0.5, "text": edge} for at, edge in enumerate(edges) if at > middle and at % 2 == 1),
+        ],
         "verticals": [_place(math.log(bound)) for bound in FIXED_CLIP],
-        "series": series,
+        "series": _profiles(arms, key, "ratio_histogram"),
     }
+
+
+def use_profile(
+    arms: Sequence[Arm], key: str, title: str, *, only: Iterable[int], marks: Sequence[dict[str, Any]] = ()
+) -> Panel:
+    """A metric over bins of uses, of the arms with these numbers."""
+    return {
+        "kind": "profile",
+        "title": title,
+        "key": key,
+        "x": "times trained on before",
+        "log": False,
+        "bins": [f"trained on before: {name}" for name in USE_BINS],
+        "ticks": [{"at": at, "text": name} for at, name in enumerate(USE_BINS)],
+        "verticals": [],
+        "marks": list(marks),
+        "series": _profiles(arms, key, "use_histogram", only),
+    }
+
+
+def uses_tokens_again(arm: Arm) -> bool:
+    """Whether a run of this arm logged a token that was trained on before."""
+    return any(any(_sum_lists(run, "use_histogram")[1:]) for run in arm.runs)
+
+
+def _profiles(arms: Sequence[Arm], key: str, counted: str, only: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    """The series of a profile: of every run, the metric in each of the bins that the histogram `counted` counts."""
+    series = []
+    for index in sorted(range(len(arms)) if only is None else only):
+        runs = [_profile_of(run, key, counted) for run in arms[index].runs if any(_sum_lists(run, counted))]
+        if runs:
+            series.append({"arm": index, "x": list(range(len(runs[0]))), "runs": [numbers(values) for values in runs]})
+    return series
 
 
 def _place(log_ratio: float) -> float:
@@ -177,15 +221,15 @@ def _place(log_ratio: float) -> float:
     return after - 0.5 + (log_ratio - low) / (high - low)
 
 
-def _profile_of(run: Run, key: str) -> list[float | None]:
-    """A binned metric over a whole run: a mean weighted by tokens, or the share of tokens."""
-    counts = _sum_lists(run, "ratio_histogram")
-    if key == "ratio_histogram":
+def _profile_of(run: Run, key: str, counted: str) -> list[float | None]:
+    """A binned metric over a whole run: a mean weighted by the tokens in the bin, or the share of tokens."""
+    counts = _sum_lists(run, counted)
+    if key == counted:
         values = _shares(counts)
     else:
         values = [0.0] * len(counts)
         for line in run.updates:
-            for position, (count, value) in enumerate(zip(line["ratio_histogram"], line[key], strict=True)):
+            for position, (count, value) in enumerate(zip(line[counted], line[key], strict=True)):
                 values[position] += count * value / max(counts[position], 1)
     return [value if count >= FEW_TOKENS else None for value, count in zip(values, counts, strict=True)]
 
