@@ -16,6 +16,7 @@ TINY = {
     "rollout": {"prompts": 2},
     "learn": {"batch_groups": 2},
     "offpolicy": {"reuse": 2},
+    "objective": {"preset": "weak-model"},  # which searches, and says why it stopped
     "eval": {"problems": 2, "also_at": [0.0, 0.6]},
 }
 
