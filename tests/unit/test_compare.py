@@ -215,11 +215,11 @@ def test_the_grid_in_recipes_is_two_by_two_by_two(tmp_path):
 
 def test_cores_are_shared_out(tmp_path):
     grid = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="64", threads=0))
-    assert default_parallel(grid) == min(64, available_cores())
-    assert threads_for(grid, available_cores()) == 1
-    assert threads_for(grid, 1) == available_cores()
+    assert default_parallel(grid.cells) == min(64, available_cores())
+    assert threads_for(grid.cells, available_cores()) == 1
+    assert threads_for(grid.cells, 1) == available_cores()
     one = load_grid(write_grid(tmp_path / "grid.toml", tmp_path / "out"))
-    assert (default_parallel(one), threads_for(one, 8)) == (1, available_cores())
+    assert (default_parallel(one.cells), threads_for(one.cells, 8)) == (1, available_cores())
 
 
 def test_one_failed_run_does_not_stop_the_rest(first):

@@ -49,8 +49,9 @@ def refuse_used_low(settings: ClipSettings, why: str) -> None:
     """Raise if the settings have a bound for used tokens, but the loss cannot know which tokens those are (`why`)."""
     if settings.used_low is not None:
         raise ValueError(
-            f"used_low={settings.used_low} is a bound for tokens that were trained on before, but {why}. Leave it out. "
-            "In a training loop of your own, bapo.policy_loss(..., uses=...) takes the counts."
+            f"used_low={settings.used_low} is a bound for tokens that were trained on before, but {why}. Leave out "
+            "used_low, and the preset push-once, which sets it. In a training loop of your own, bapo.policy_loss(..., "
+            "uses=...) takes the counts."
         )
 
 
@@ -60,7 +61,8 @@ def just_above(bound: float, dtype: torch.dtype) -> float:
     A token exactly at its bound has no gradient in the core, but a full one in `min(r A, clamp(r, ...) A)`. With
     used_low=1 this is common: every token that the updates since its sampling left alone has a ratio of 1.
     """
-    nearest = torch.tensor(bound, dtype=dtype, device="cpu")
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    nearest = torch.tensor(bound, dtype=working, device="cpu")
     return float(torch.nextafter(nearest, torch.full_like(nearest, math.inf)))
 
 

@@ -92,7 +92,7 @@ class BapoConfig(GRPOConfig):
 
     bapo_preset: str | None = _option(
         None,
-        "Published settings to start from: 'paper', 'weak-model' or 'released-script'. Without one, the paper's "
+        "Settings to start from: 'push-once', 'paper', 'weak-model' or 'released-script'. Without one, the paper's "
         "numbers with the measure 'gradient'.",
     )
     bapo_target_share: float | None = _option(

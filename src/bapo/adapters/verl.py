@@ -76,7 +76,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
 
     loss_mode: str = NAME
     preset: str | None = None
-    """`paper`, `weak-model` or `released-script`. Without one, the paper's numbers with the measure `gradient`."""
+    """`push-once`, `paper`, `weak-model` or `released-script`. Without one: the paper's numbers, measure `gradient`."""
     target_share: float | None = None
     low: list[float] | None = None
     high: list[float] | None = None

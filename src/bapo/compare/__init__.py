@@ -43,8 +43,9 @@ def compare(
         raise ConfigError(
             f"--parallel {parallel}: it must be at least one run at a time. Leave it out to use the default."
         )
-    parallel = parallel or default_parallel(grid)
     jobs = _chosen(make_plan(grid), only)
+    cells = [job.cell for job in jobs]
+    parallel = parallel or default_parallel(cells)
     busy = f"another `bapo compare`, or a run that it started, is still at work in {grid.out}. Wait for it, or stop it."
     if dry_run:
         _say(stream, f"{len(jobs)} run{'s' * (len(jobs) != 1)} in {grid.out}, {parallel} at a time")
@@ -63,7 +64,7 @@ def compare(
                 log=grid.out / "runs.jsonl",
                 lock=lock,
                 parallel=parallel,
-                threads=threads_for(grid, parallel),
+                threads=threads_for(cells, parallel),
                 retry=retry,
                 progress=progress,
             )

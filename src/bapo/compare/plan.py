@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -97,19 +97,19 @@ def make_plan(grid: Grid) -> list[Job]:
     return jobs
 
 
-def default_parallel(grid: Grid) -> int:
-    """Runs at a time: one per core, or GPU_PARALLEL on a GPU; never more than the grid has."""
+def default_parallel(cells: Sequence[Cell]) -> int:
+    """Runs at a time: one per core, or GPU_PARALLEL on a GPU; never more than there are."""
     cores = available_cores()
-    on_gpu = all(cell.config.device != "cpu" for cell in grid.cells) and (
-        any(cell.config.device == "cuda" for cell in grid.cells) or gpu_present()
+    on_gpu = all(cell.config.device != "cpu" for cell in cells) and (
+        any(cell.config.device == "cuda" for cell in cells) or gpu_present()
     )
-    own = max(cell.config.threads for cell in grid.cells)
-    return max(1, min(GPU_PARALLEL if on_gpu else cores // max(1, own), len(grid.cells)))
+    own = max(cell.config.threads for cell in cells)
+    return max(1, min(GPU_PARALLEL if on_gpu else cores // max(1, own), len(cells)))
 
 
-def threads_for(grid: Grid, parallel: int) -> int:
+def threads_for(cells: Sequence[Cell], parallel: int) -> int:
     """CPU threads of each run: an equal share of the cores."""
-    return max(1, available_cores() // min(parallel, len(grid.cells)))
+    return max(1, available_cores() // min(parallel, len(cells)))
 
 
 def gpu_present() -> bool:
@@ -177,6 +177,8 @@ def _unused(path: Path) -> bool:
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in wanted.items():
         name, other = f"{prefix}{key}", found.get(key)
+        if name == "objective.preset" and wanted["name"] != "bapo":
+            continue  # it means nothing there, and a run states the default of its day
         if isinstance(value, Mapping) and isinstance(other, Mapping) and name != "objective.options":
             yield from _differences(value, other, f"{name}.")
         elif value != other and name != "out" and not (name == "threads" and value == 0) and value != "auto":

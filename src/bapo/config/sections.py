@@ -180,8 +180,18 @@ class ObjectiveConfig(Section):
             )
         if self.preset is not None:
             require_choice("objective.preset", self.preset, get_args(Preset))
-        _ = self.clip
+        if self.name == "bapo":
+            self._refuse_what_a_single_pair_ignores()
         return self
+
+    def _refuse_what_a_single_pair_ignores(self) -> None:
+        ignored = [key for key in ("target_share", "order") if key in self.overrides]
+        if ignored and not self.clip.depends_on_tokens:
+            raise ValueError(
+                f"objective.{ignored[0]}={self.overrides[ignored[0]]!r} belongs to a search for bounds, but "
+                f"objective.preset={self.preset!r} has a single pair. Set objective.preset='weak-model' or 'paper', or "
+                "give objective.low and objective.high ranges to search."
+            )
 
     def _refuse_what_only_bapo_has(self) -> None:
         if self.overrides:

@@ -96,7 +96,7 @@ def require_uses(used_low: float | None, uses: Tensor | None) -> None:
     if used_low is not None and uses is None:
         raise ValueError(
             f"used_low={used_low} is a bound for tokens that were trained on before, so it needs uses=: how often each "
-            "token was. Pass them, or set used_low=None."
+            "token was. Pass them, or choose settings without it; the preset push-once sets it."
         )
     if used_low is None and uses is not None:
         raise ValueError(

@@ -16,24 +16,25 @@ from torch import Tensor
 
 from bapo.core.reduction import sequence_lengths, sequence_sums
 from bapo.learn.diagnostics import Output
-from bapo.learn.ranks import Ranks, summed
-
-MAX_LOG_WEIGHT = 300.0
-"""Limit on |log w|, so that sums of squares neither overflow nor vanish in float64."""
+from bapo.learn.ranks import Ranks, highest, summed
 
 
 def response_ess(outputs: Sequence[Output], ranks: Ranks) -> Tensor:  # 0-d float64
-    """The share ESS / n over the responses of all micro-batches on all ranks, the same number on each."""
-    sums = summed(torch.stack([_sums(output) for output in outputs]).sum(0), ranks)
+    """The share ESS / n over the responses of all micro-batches on all ranks, the same number on each.
+
+    A common factor of the weights cancels. Divided by the largest of them, no long response overflows or vanishes.
+    """
+    log_weights = torch.cat([_log_weights(output) for output in outputs])
+    weights = (log_weights - highest(log_weights, ranks)).exp()
+    present = (log_weights > -torch.inf).double()
+    sums = summed(torch.stack([weights.sum(), (weights**2).sum(), present.sum()]), ranks)
     return sums[0] ** 2 / (sums[1] * sums[2])
 
 
-def _sums(output: Output) -> Tensor:  # [3]
-    """Sum of the weights, sum of their squares, and number of responses."""
+def _log_weights(output: Output) -> Tensor:  # [places for sequences] float64
+    """log w of each response; minus infinity where there is none."""
     batch = output.batch
     every = torch.ones_like(batch.targets, dtype=torch.bool)
     log_ratio = output.logprobs.double() - batch.behavior_logprobs.double()
-    log_weights = sequence_sums(log_ratio, every, batch.sequence_ids).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    present = (sequence_lengths(every, batch.sequence_ids) > 0).double()
-    weights = log_weights.exp() * present
-    return torch.stack([weights.sum(), (weights**2).sum(), present.sum()])
+    present = sequence_lengths(every, batch.sequence_ids) > 0
+    return torch.where(present, sequence_sums(log_ratio, every, batch.sequence_ids), -torch.inf)

@@ -44,6 +44,14 @@ def summed(value: Tensor, ranks: Ranks) -> Tensor:
     return value
 
 
+def highest(values: Tensor, ranks: Ranks) -> Tensor:  # 0-d
+    """The largest value of all ranks. A rank may have none."""
+    found = torch.cat([values, values.new_full((1,), -torch.inf)]).max()
+    if ranks is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=ranks)
+    return found
+
+
 def sum_gradients(parameters: Iterable[Tensor], ranks: Ranks) -> None:
     """Give every rank the sum of all ranks' gradients. Where a rank has none, it adds zeros."""
     if ranks is None:

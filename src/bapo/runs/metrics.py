@@ -33,7 +33,8 @@ UPDATE = {
     "lr": "Learning rate used.",
     "tokens": "Response tokens trained on.",
     "entropy": "Mean entropy of the next-token distributions at these tokens, under the current policy, in nats.",
-    "share": "Share of the signal that positive tokens hold at the bounds in use.",
+    "share": "Share of the signal that positive tokens hold at the bounds in use, by the measure that BAPO searches "
+    "by; for other objectives, by the gradient measure.",
     "share_unclipped": "The same share without a clip.",
     "share_fixed": "The same share at the fixed clip (0.8, 1.2).",
     "share_at_start": "The share at the first candidate bounds of BAPO's search.",

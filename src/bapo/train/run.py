@@ -33,7 +33,7 @@ from bapo.train.build import build
 from bapo.train.card import model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.loop import RunState, StepRecord, load_weights, take_step
-from bapo.types import Trajectory
+from bapo.types import Group, Trajectory
 
 SELDOM = 0.02
 """With a mean reward below this, most groups have no success at all."""
@@ -106,7 +106,7 @@ class Training(Job):
         for group in record.samples:
             responses = [decode(t.tokens) for t in group.trajectories]
             written = [_written_by(t, decode) for t in group.trajectories]
-            sample = asdict(group) | {"step": record.step, "responses": responses, "written_by": written}
+            sample = _recorded(group) | {"step": record.step, "responses": responses, "written_by": written}
             log.run.append("rollouts.jsonl", sample)
             if record.step % every == 1 or every == 1:
                 scored = [(t.reward, text) for t, text in zip(group.trajectories, responses, strict=True)]
@@ -207,6 +207,13 @@ class Training(Job):
             f"{summary['updates']} updates in {summary['training_seconds']:.0f} s of training; no token older than "
             f"{summary['staleness_max']:.0f} updates (bound {config.offpolicy.max_staleness})"
         )
+
+
+def _recorded(group: Group) -> dict[str, Any]:
+    """A group as it was sampled. Uses belong to updates."""
+    sampled = asdict(group)
+    del sampled["uses"]
+    return sampled
 
 
 def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[tuple[int, str]]:
