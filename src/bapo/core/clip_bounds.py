@@ -119,12 +119,19 @@ def as_settled(bounds: ClipBounds, settings: ClipSettings) -> ClipBounds:
 def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
     """The lower bound of each token: `used_low` where it was trained on before, else `low`.
 
-    As a sum of products, one of which is 0: on CPU several times faster than a select, and as exact.
+    As the larger of the two times 1 or 0, and then at least the smaller: on CPU several times faster than a select, and
+    as exact.
     """
     if used is None or used_low is None:
         return low
-    unused = (~used).view(torch.int8).to(dtype)
-    return (unused * low).add_(used.view(torch.int8), alpha=used_low)
+    smaller: Tensor | float
+    larger: Tensor | float
+    if isinstance(low, Tensor):
+        smaller, larger, turned = low.clamp(max=used_low), low.clamp(min=used_low), (low > used_low).view(torch.int8)
+    else:
+        smaller, larger, turned = min(low, used_low), max(low, used_low), int(low > used_low)
+    takes_larger = used.view(torch.int8) ^ turned
+    return takes_larger.to(dtype).mul_(larger).clamp_(min=smaller)
 
 
 @torch.no_grad()
@@ -153,4 +160,7 @@ def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """The ratio between two bounds, each a number or a tensor; `high` where they are the wrong way round."""
     if isinstance(low, Tensor) == isinstance(high, Tensor):
         return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
-    return ratio.clip(min=low).clip(max=high)
+    pair = (
+        x if isinstance(x, Tensor) else torch.full((), x, dtype=ratio.dtype, device=ratio.device) for x in (low, high)
+    )
+    return torch.clip(ratio, *pair)

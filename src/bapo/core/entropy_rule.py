@@ -71,7 +71,7 @@ def quadrant_masses(tokens: Tokens, entropy: Tensor, retained: Tensor) -> dict[s
 def clip_statistics(tokens: Tokens, retained: Tensor) -> dict[str, Tensor]:
     """Token shares by sign, and how many of each the clip blocked."""
     positive = tokens.mask & compared(torch.gt, tokens.advantages, 0)
-    negative = tokens.mask & compared(torch.lt, tokens.advantages, 0)
+    negative = tokens.mask & tokens.negative
     of_all, of_positive, of_negative = (chosen.count_nonzero() for chosen in (tokens.mask, positive, negative))
     blocked_positive, blocked_negative = ((chosen & ~retained).count_nonzero() for chosen in (positive, negative))
     fractions = {

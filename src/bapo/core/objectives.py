@@ -88,6 +88,11 @@ class Tokens:
         return ~compared(torch.ge, self.log_ratio.detach().abs(), MAX_LOG_RATIO)
 
     @cached_property
+    def negative(self) -> Tensor:
+        """Tokens with A < 0."""
+        return compared(torch.lt, self.advantages, 0)
+
+    @cached_property
     def used(self) -> Tensor | None:
         """Tokens that were trained on before; None where nobody counted."""
         return None if self.uses is None else self.uses.bool()
