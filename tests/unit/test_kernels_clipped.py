@@ -181,6 +181,22 @@ def test_by_hand():
     assert mean_gradient.tolist() == pytest.approx([0.0, -0.5 / 6, 0.25, 0.0, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("beyond", [25.0, MAX_LOG_RATIO])
+def test_the_share_of_given_bounds_leaves_out_tokens_past_the_ratio_limit(sign, beyond):
+    # P = 1, N = 2. The third token has no gradient; counted, its ratio of e^20 would be the whole signal.
+    logprobs = torch.tensor([-2.0, -2.0, -30.0 + beyond])
+    tokens = Tokens(logprobs, torch.tensor([-2.0, -2.0, -30.0]), torch.tensor([1.0, -2.0, sign]), torch.ones(3).bool())
+    ours, gradient = fused(tokens, 0.8, math.inf)
+    assert ours.bounds[2].item() == pytest.approx(1 / 3)
+    assert grpo(tokens, high=math.inf).bounds.share.item() == pytest.approx(1 / 3)
+    assert ours.retained.tolist() == [True, True, False]
+    assert (gradient[2] == 0) == (beyond > MAX_LOG_RATIO)
+    alone = Tokens(*(x[2:] for x in (logprobs, tokens.given_behavior_logprobs, tokens.given_advantages, tokens.mask)))
+    assert fused(alone, 0.8, math.inf)[0].bounds[2] == 0  # nothing is left of the signal
+    assert grpo(alone, high=math.inf).bounds.share == 0
+
+
 def test_a_ratio_at_a_bound_is_clipped():
     pair = torch.tensor([0.8, 1.2])
     tokens = Tokens(pair.log(), torch.zeros(2), torch.tensor([-1.0, 1.0]), torch.ones(2).bool())

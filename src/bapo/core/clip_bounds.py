@@ -11,6 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from bapo.core.checks import compared
 from bapo.core.nan import zero_or_nan
 from bapo.core.settings import ClipSettings, Measure
 from bapo.core.table import grids_of
@@ -118,11 +119,19 @@ def as_settled(bounds: ClipBounds, settings: ClipSettings) -> ClipBounds:
 def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
     """The lower bound of each token: `used_low` where it was trained on before, else `low`.
 
-    As a sum of products, one of which is 0: on CPU several times faster than a select, and as exact.
+    As the larger of the two times 1 or 0, and then at least the smaller: on CPU several times faster than a select, and
+    as exact.
     """
     if used is None or used_low is None:
         return low
-    return used.to(dtype) * used_low + (~used).to(dtype) * low
+    smaller: Tensor | float
+    larger: Tensor | float
+    if isinstance(low, Tensor):
+        smaller, larger, turned = low.clamp(max=used_low), low.clamp(min=used_low), (low > used_low).view(torch.int8)
+    else:
+        smaller, larger, turned = min(low, used_low), max(low, used_low), int(low > used_low)
+    takes_larger = used.view(torch.int8) ^ turned
+    return takes_larger.to(dtype).mul_(larger).clamp_(min=smaller)
 
 
 @torch.no_grad()
@@ -130,18 +139,28 @@ def positive_share(
     ratio: Tensor, signal: Tensor, low: Tensor | float, high: Tensor | float, measure: Measure = "gradient"
 ) -> Tensor:  # 0-d float64
     """P / (P + N) at one pair of bounds; `signal` is w * A with masked tokens set to 0. No signal at all: 1."""
-    kept = torch.where(signal > 0, ratio < high, ratio > low)
-    clipped = clip(ratio, low, high) if measure == "surrogate" else torch.zeros_like(ratio)
-    contribution = torch.where(kept, ratio, clipped) * signal
+    positive = compared(torch.gt, signal, 0)
+    kept = (positive & compared(torch.lt, ratio, high)) | (~positive & compared(torch.gt, ratio, low))
+    counted = ratio * kept.view(torch.int8)
+    if measure == "surrogate":
+        counted = counted + clip(ratio, low, high) * (~kept).view(torch.int8)
+    return share_of(counted * signal, signal)
+
+
+@torch.no_grad()
+def share_of(contribution: Tensor, signal: Tensor) -> Tensor:  # 0-d float64
+    """P / (P + N) of what each token contributes; 0 where nothing is left of the signal, 1 where there was none."""
     positive = contribution.clamp(min=0).sum(dtype=torch.float64)
     negative = -contribution.clamp(max=0).sum(dtype=torch.float64)
     total = positive + negative
-    bad = zero_or_nan((ratio * signal).sum(dtype=torch.float64))  # a NaN ratio is never kept; it must not vanish
-    return torch.where(total == 0, (signal == 0).all().double(), positive / total) + bad
+    return torch.where(total == 0, (signal.count_nonzero() == 0).double(), positive / total)
 
 
 def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """The ratio between two bounds, each a number or a tensor; `high` where they are the wrong way round."""
     if isinstance(low, Tensor) == isinstance(high, Tensor):
         return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
-    return ratio.clip(min=low).clip(max=high)
+    pair = (
+        x if isinstance(x, Tensor) else torch.full((), x, dtype=ratio.dtype, device=ratio.device) for x in (low, high)
+    )
+    return torch.clip(ratio, *pair)

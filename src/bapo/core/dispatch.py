@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.checks import working_dtype
+from bapo.core.checks import compared, working_dtype
 from bapo.core.chunked import CHUNK_LOGITS, chunked_logprobs
 from bapo.core.clip_bounds import ClipBounds, first_to_reach
 from bapo.core.entropy_rule import clip_statistics
@@ -56,8 +56,10 @@ def parts_of_ratios(
 ) -> Tensor:  # [highs + lows + 1] or [highs + lows + 1, parts] float64
     """The signal table of these tokens, or one per column: see `summed` and `choose_bounds`."""
     mask, behavior_logprobs = check_signal(ratio, advantages, mask, settings, behavior_logprobs, uses)
-    compute = parts_by_kernel if usable(mask) else summed_signal
-    return compute(ratio, advantages, mask, settings, behavior_logprobs, uses)
+    if usable(mask):
+        return parts_by_kernel(ratio, advantages, mask, settings, behavior_logprobs, uses)
+    own_bound = None if uses is None else uses.bool() & compared(torch.lt, advantages, 0)
+    return summed_signal(ratio, advantages, mask, settings, behavior_logprobs, own_bound)
 
 
 def parts_of_tokens(tokens: Tokens, settings: ClipSettings) -> Tensor:
@@ -66,7 +68,9 @@ def parts_of_tokens(tokens: Tokens, settings: ClipSettings) -> Tensor:
         given = tokens.given_logprobs, tokens.given_advantages, tokens.mask
         return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
     chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
-    return parts_of_ratios(ratio, tokens.advantages, chosen, settings, tokens.behavior_logprobs, tokens.used)
+    weights = None if settings.weight == "none" else tokens.behavior_logprobs
+    own_bound = None if tokens.used is None else tokens.used & tokens.negative
+    return summed_signal(ratio, tokens.advantages, chosen, settings, weights, own_bound)
 
 
 def summed(parts: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from bapo.core.checks import compared
 from bapo.core.clip_bounds import ClipBounds, low_of_each, positive_share
 from bapo.core.objectives import Tokens
 from bapo.core.settings import ClipSettings
@@ -69,16 +70,18 @@ def quadrant_masses(tokens: Tokens, entropy: Tensor, retained: Tensor) -> dict[s
 @torch.no_grad()
 def clip_statistics(tokens: Tokens, retained: Tensor) -> dict[str, Tensor]:
     """Token shares by sign, and how many of each the clip blocked."""
-    positive = tokens.mask & (tokens.advantages > 0)
-    negative = tokens.mask & (tokens.advantages < 0)
-    blocked = ~retained
-    return {
-        "positive_tokens": masked_mean(positive, tokens.mask),
-        "negative_tokens": masked_mean(negative, tokens.mask),
-        "clip_fraction": masked_mean(blocked, positive | negative),
-        "clip_fraction_positive": masked_mean(blocked, positive),
-        "clip_fraction_negative": masked_mean(blocked, negative),
+    positive = tokens.mask & compared(torch.gt, tokens.advantages, 0)
+    negative = tokens.mask & tokens.negative
+    of_all, of_positive, of_negative = (chosen.count_nonzero() for chosen in (tokens.mask, positive, negative))
+    blocked_positive, blocked_negative = ((chosen & ~retained).count_nonzero() for chosen in (positive, negative))
+    fractions = {
+        "positive_tokens": (of_positive, of_all),
+        "negative_tokens": (of_negative, of_all),
+        "clip_fraction": (blocked_positive + blocked_negative, of_positive + of_negative),
+        "clip_fraction_positive": (blocked_positive, of_positive),
+        "clip_fraction_negative": (blocked_negative, of_negative),
     }
+    return {name: part.double() / whole.clamp(min=1) for name, (part, whole) in fractions.items()}
 
 
 @torch.no_grad()

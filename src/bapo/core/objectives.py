@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.checks import require_uses, working_dtype, zero_outside
-from bapo.core.clip_bounds import ClipBounds, clip, low_of_each, positive_share
+from bapo.core.checks import compared, require_uses, working_dtype, zero_outside
+from bapo.core.clip_bounds import ClipBounds, clip, low_of_each, share_of
 from bapo.core.nan import zero_or_nan
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
@@ -79,18 +79,23 @@ class Tokens:
         """r_t = pi_theta / pi_behavior."""
         return self.log_ratio.exp()
 
-    @property
+    @cached_property
     def within(self) -> Tensor:
         """Tokens whose log-ratio is inside the limit. Beyond it a ratio is a defect of the data, not a signal.
 
         A NaN is within, so that it reaches bounds and loss instead of being passed over.
         """
-        return ~(self.log_ratio.detach().abs() >= MAX_LOG_RATIO)
+        return ~compared(torch.ge, self.log_ratio.detach().abs(), MAX_LOG_RATIO)
+
+    @cached_property
+    def negative(self) -> Tensor:
+        """Tokens with A < 0."""
+        return compared(torch.lt, self.advantages, 0)
 
     @cached_property
     def used(self) -> Tensor | None:
         """Tokens that were trained on before; None where nobody counted."""
-        return None if self.uses is None else self.uses != 0
+        return None if self.uses is None else self.uses.bool()
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """Masked sum over each token's sequence, given back to each of its tokens."""
@@ -113,7 +118,8 @@ class TokenLoss(NamedTuple):
 
 def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """X_t of the Entropy-Clip Rule: A > 0 and r < high, or A < 0 and r > low (and always where A = 0)."""
-    return torch.where(advantages > 0, ratio < high, (ratio > low) | (advantages == 0))
+    positive, zero = compared(torch.gt, advantages, 0), compared(torch.eq, advantages, 0)
+    return (positive & compared(torch.lt, ratio, high)) | (~positive & compared(torch.gt, ratio, low)) | zero
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
@@ -123,9 +129,20 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
 
     At a bound itself the token counts as clipped: its gradient is 0. A bound that is NaN makes it NaN, like the loss.
     """
-    retained = retained_by(ratio, advantages, low, high)
-    clipped = clip(ratio.detach(), low, high)
-    return -(torch.where(retained, ratio, clipped) + zero_or_nan(clipped) * ratio) * advantages
+    return surrogate_of(retained_by(ratio, advantages, low, high), ratio, advantages, low, high)
+
+
+def surrogate_of(
+    retained: Tensor, ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float
+) -> Tensor:
+    """`clipped_surrogate` of tokens whose fate is known: -r_t A_t where retained, else the constant -clip(r_t) A_t.
+
+    As a line in r_t: its slope is -A_t or 0, its constant 0 or -clip(r_t) A_t. On CPU products with 0 and 1 are several
+    times faster than a select, and as exact.
+    """
+    slope = -advantages * retained.view(torch.int8)
+    constant = clip(ratio.detach(), low, high) * (-advantages - slope)
+    return ratio * (slope + zero_or_nan(constant)) + constant
 
 
 @dataclass(frozen=True)
@@ -159,14 +176,13 @@ class Clipped:
     def loss(self) -> Tensor:
         """-min(r A, clip(r, low, high) A), and -cap A for A < 0 where r >= cap."""
         tokens = self.tokens
-        loss = clipped_surrogate(tokens.ratio, tokens.advantages, self._low, self.high)
+        loss = surrogate_of(self._unclipped, tokens.ratio, tokens.advantages, self._low, self.high)
         return loss if self.cap is None else torch.where(self._capped, -self.cap * tokens.advantages, loss)
 
     @cached_property
     def retained(self) -> Tensor:
         """Neither clipped, nor capped, nor past the ratio limit."""
-        tokens = self.tokens
-        retained = retained_by(tokens.ratio, tokens.advantages, self._low, self.high) & tokens.within
+        retained = self._unclipped & self.tokens.within
         return retained if self.cap is None else retained & ~self._capped
 
     @cached_property
@@ -175,13 +191,18 @@ class Clipped:
         if self.solved is not None:
             return self.solved
         tokens, low, high = self.tokens, float(self.low), float(self.high)
-        share = positive_share(tokens.ratio, tokens.advantages, self._low, high).to(tokens.dtype)
+        counted = (self._unclipped & tokens.within).view(torch.int8)  # the cap is no bound of the share
+        share = share_of(tokens.ratio.detach() * tokens.advantages * counted, tokens.advantages).to(tokens.dtype)
         pair = torch.full_like(share, low), torch.full_like(share, high)
         return ClipBounds(*pair, share, used_low=self.used_low)
 
     @cached_property
     def _low(self) -> Tensor | float:
         return low_of_each(self.low, self.tokens.used, self.used_low, self.tokens.dtype)
+
+    @cached_property
+    def _unclipped(self) -> Tensor:
+        return retained_by(self.tokens.ratio, self.tokens.advantages, self._low, self.high)
 
     @cached_property
     def _capped(self) -> Tensor:
@@ -247,8 +268,9 @@ def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ra
     q = tokens.behavior_logprobs.exp()
     low = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
     high = (0.5 + 0.5 * (1 + 4 * eps_high / q).sqrt()).clamp(max=max_ratio)
-    retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within
-    return TokenLoss(clipped_surrogate(tokens.ratio, tokens.advantages, low, high), retained)
+    unclipped = retained_by(tokens.ratio, tokens.advantages, low, high)
+    loss = surrogate_of(unclipped, tokens.ratio, tokens.advantages, low, high)
+    return TokenLoss(loss, unclipped & tokens.within)
 
 
 def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> TokenLoss:
@@ -273,7 +295,8 @@ def gspo(tokens: Tokens, *, low: float = 1 - 3e-4, high: float = 1 + 4e-4) -> To
     _check_bounds(low, high)
     ratio = (tokens.per_sequence(tokens.log_ratio) / tokens.lengths).exp()
     advantages = tokens.per_sequence(tokens.advantages) / tokens.lengths
-    return TokenLoss(clipped_surrogate(ratio, advantages, low, high), retained_by(ratio, advantages, low, high))
+    retained = retained_by(ratio, advantages, low, high)
+    return TokenLoss(surrogate_of(retained, ratio, advantages, low, high), retained)
 
 
 def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
@@ -322,8 +345,9 @@ def m2po(tokens: Tokens, *, threshold: float = 0.04, low: float = 0.7, high: flo
     _check_bounds(low, high)
     reach = _second_moment_reach(tokens, threshold)
     lower, upper = (-reach).exp().clamp(max=low), reach.exp().clamp(min=high)
-    retained = retained_by(tokens.ratio, tokens.advantages, lower, upper) & tokens.within
-    return TokenLoss(clipped_surrogate(tokens.ratio, tokens.advantages, lower, upper), retained)
+    unclipped = retained_by(tokens.ratio, tokens.advantages, lower, upper)
+    loss = surrogate_of(unclipped, tokens.ratio, tokens.advantages, lower, upper)
+    return TokenLoss(loss, unclipped & tokens.within)
 
 
 def _second_moment_reach(tokens: Tokens, threshold: float) -> Tensor:  # 0-d

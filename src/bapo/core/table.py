@@ -23,6 +23,7 @@ from bapo.core.checks import (
     check_not_negative,
     check_shapes,
     check_uses,
+    compared,
     require_uses,
     working_dtype,
 )
@@ -51,7 +52,7 @@ def summed_signal(
     mask: Tensor,
     settings: ClipSettings,
     behavior_logprobs: Tensor | None,
-    uses: Tensor | None,
+    own_bound: Tensor | None,  # tokens with used_low in place of every low: negative ones that were trained on before
 ) -> Tensor:  # [highs + lows + 1], float64
     """`bapo.core.bounds.signal_table` in torch operations, of arguments that went through `check_signal`."""
     on_cpu = mask.device.type == "cpu"
@@ -64,7 +65,7 @@ def summed_signal(
     grids = grids_of(settings, dtype, mask.device)
     flat_ratio, flat_advantages, flat_mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
-    flat_used = None if uses is None else uses.flatten().bool()
+    flat_own_bound = None if own_bound is None else own_bound.flatten()
 
     def chunks(size: int) -> Iterator[Chunk]:
         for start in range(0, mask.numel(), size):
@@ -77,26 +78,27 @@ def summed_signal(
             else:
                 ratios, signal = torch.where(chosen, ratios, 0.0), torch.where(chosen, signal, 0.0)
             counts = Chunk(ratios, ratios, signal)
-            yield counts if flat_used is None else _used_apart(counts, flat_used[chunk], settings)
+            yield counts if flat_own_bound is None else _used_apart(counts, flat_own_bound[chunk], settings)
 
     if on_cpu:
         return binned_sums(chunks(CPU_CHUNK), grids, settings.measure)
     return compared_sums(chunks(DEVICE_CHUNK), grids, settings.measure)
 
 
-def _used_apart(chunk: Chunk, used: Tensor, settings: ClipSettings) -> Chunk:
-    """The chunk with used negative tokens counted at their own bound, whichever candidate looks at them.
+def _used_apart(chunk: Chunk, own_bound: Tensor, settings: ClipSettings) -> Chunk:
+    """The chunk with some negative tokens counted at their own bound, whichever candidate looks at them.
 
     So they stand where no candidate clips them, and weigh what their own bound leaves of them.
     """
     assert settings.used_low is not None
-    own_bound = used & (chunk.signal < 0)
-    clipped = own_bound & (chunk.ratio <= rounded_down(settings.used_low, chunk.ratio.dtype))
+    clipped = own_bound & compared(torch.le, chunk.ratio, rounded_down(settings.used_low, chunk.ratio.dtype))
     kept = (~clipped).view(torch.int8)  # products with 0 and 1: on CPU several times faster than a select
     if settings.measure == "surrogate":  # in float64, where the bound is what it says
         counted = (chunk.counted * kept).double().add_(clipped.view(torch.int8), alpha=settings.used_low)
     else:
         counted = chunk.counted * kept
+        if settings.used_low >= settings.low[1]:  # what is kept lies beyond every low, and the rest weighs nothing
+            return Chunk(chunk.ratio, counted, chunk.signal)
     beyond_every_low = torch.add(chunk.ratio, own_bound.view(torch.int8), alpha=2)
     return Chunk(beyond_every_low, counted, chunk.signal)
 

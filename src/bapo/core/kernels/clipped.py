@@ -192,7 +192,8 @@ def _clipped_kernel(
         capped = negative & (ratio >= cap)
         loss = tl.where(capped, -cap * advantage, loss)
         keeps = keeps & ~capped
-    retained = keeps & ~(tl.abs(difference) >= LOG_RATIO_LIMIT)
+    within = ~(tl.abs(difference) >= LOG_RATIO_LIMIT)
+    retained = keeps & within
     moves = keeps & ~(tl.abs(difference) > LOG_RATIO_LIMIT)
     signal = ratio * advantage
     derivative = tl.where(moves, -signal, 0.0)
@@ -205,14 +206,15 @@ def _clipped_kernel(
 
     signal = signal.to(tl.float64)
     blocked = ~retained
+    counted = unclipped & within  # in the share, of which the cap is no bound
     out = partials_ptr + program
     tl.store(out, tl.sum(chosen.to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + programs, tl.sum(positive.to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + 2 * programs, tl.sum(negative.to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + 3 * programs, tl.sum((positive & blocked).to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + 4 * programs, tl.sum((negative & blocked).to(tl.int32), axis=0).to(tl.float64))
-    tl.store(out + 5 * programs, tl.sum(tl.where(unclipped & positive, signal, 0.0), axis=0))
-    tl.store(out + 6 * programs, -tl.sum(tl.where(unclipped & negative, signal, 0.0), axis=0))
+    tl.store(out + 5 * programs, tl.sum(tl.where(counted & positive, signal, 0.0), axis=0))
+    tl.store(out + 6 * programs, -tl.sum(tl.where(counted & negative, signal, 0.0), axis=0))
     tl.store(out + 7 * programs, tl.sum(loss.to(tl.float64), axis=0))
 
 
