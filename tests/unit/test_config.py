@@ -46,6 +46,7 @@ def test_presets_and_overrides_make_clip_settings():
     ("values", "parts"),
     [
         ({"offpolicy": {"resue": 2}}, ["offpolicy.resue is not a known key", "Did you mean offpolicy.reuse"]),
+        ({"objective": {"target_share": 0.5}}, ["objective.target_share=0.5", "a single pair", "'weak-model'"]),
         ({"lr": 1e-4}, ["lr is not a known key", "Did you mean learn.lr"]),
         ({"steps": 0}, ["steps = 0"]),
         ({"device": "gpu"}, ["device = 'gpu'", "'cuda'"]),

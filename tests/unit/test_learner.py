@@ -261,14 +261,19 @@ def test_stale_responses_scale_the_learning_rate_by_their_effective_sample_size(
 
 
 def test_the_effective_sample_size_neither_overflows_nor_vanishes():
-    # Products of 40 and of 80 ratios of e^10 would overflow; at the limit they weigh the same, and the fourth nothing.
-    # Products of 40 and of 80 ratios of e^-10 would vanish; the fourth outweighs them all.
-    for log_ratio in (10.0, -10.0):
-        responses = [by_hand([5], [7] * n, 1.0) for n in (40, 80, 40, 1)]
+    # Products of 40 and of 80 ratios of e^10 would overflow: the two longest share all the weight. Products of as many
+    # ratios of e^-10 would vanish: among the three long ones it is the shortest that has all of it.
+    for log_ratio, lengths, expected in (
+        (10.0, (80, 80, 40, 1), 2 / 4),
+        (-10.0, (80, 80, 40, 60), 1 / 4),
+        (-10.0, (40, 80, 40, 60), 2 / 4),
+    ):
+        responses = [by_hand([5], [7] * n, 1.0) for n in lengths]
         (batch,) = pack([Group(0, Problem("p", "", None), responses)], estimator="grpo", micro_tokens=999, device=CPU)
-        batch = replace(batch, behavior_logprobs=torch.full((161,), -20.0))
-        output = Output(batch, torch.full((161,), -20.0 + log_ratio), torch.zeros(161), None)
-        assert response_ess([output], None).item() == pytest.approx(3 / 4 if log_ratio > 0 else 1 / 4)
+        count = sum(lengths)
+        batch = replace(batch, behavior_logprobs=torch.full((count,), -20.0))
+        output = Output(batch, torch.full((count,), -20.0 + log_ratio), torch.zeros(count), None)
+        assert response_ess([output], None).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("reference", [0.0, -1.0, 1.5, math.nan, math.inf])

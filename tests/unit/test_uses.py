@@ -240,11 +240,16 @@ def test_rule_and_uses_come_together_and_bad_ones_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             policy_loss(*arguments, settings=rule, uses=bad)
+    padded = torch.where(mask, uses, -100)  # padding can hold anything
+    assert torch.equal(
+        policy_loss(*arguments, settings=rule, uses=padded).loss, policy_loss(*arguments, settings=rule, uses=uses).loss
+    )
     for bad in (1.5, -0.1, math.nan, True, "1"):
         with pytest.raises(ValueError, match="used_low="):
             ClipSettings(used_low=bad)
-    with pytest.raises(ValueError, match="finite ratio"):
-        policy_loss(*arguments, objective="grpo", used_low=-1.0, uses=uses)
+    for bad in (-1.0, math.inf, math.nan, True, "1"):
+        with pytest.raises(ValueError, match="finite ratio"):
+            policy_loss(*arguments, objective="grpo", used_low=bad, uses=uses)
 
 
 def test_the_threshold_is_rounded_towards_zero_so_comparisons_are_exact():

@@ -122,10 +122,12 @@ def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None
     As the larger of the two times 1 or 0, and then at least the smaller: on CPU several times faster than a select, and
     as exact.
     """
-    if used is None or used_low is None:
+    if used_low is None:
         return low
+    assert used is not None, "used_low needs uses"
     smaller: Tensor | float
     larger: Tensor | float
+    turned: Tensor | int
     if isinstance(low, Tensor):
         smaller, larger, turned = low.clamp(max=used_low), low.clamp(min=used_low), (low > used_low).view(torch.int8)
     else:

@@ -161,9 +161,10 @@ class Clipped:
 
     def __post_init__(self) -> None:
         require_uses(self.used_low, self.tokens.uses)
-        if self.used_low is not None and not 0 <= self.used_low < math.inf:
+        number = isinstance(self.used_low, int | float) and not isinstance(self.used_low, bool)
+        if self.used_low is not None and not (number and 0 <= self.used_low < math.inf):
             raise ValueError(
-                f"used_low={self.used_low} must be a finite ratio >= 0: it is the lower bound for tokens that were "
+                f"used_low={self.used_low!r} must be a finite ratio >= 0: it is the lower bound for tokens that were "
                 "trained on before. 1.0 pushes a negative token once; None turns the rule off."
             )
         if self.cap is not None and not self.cap > 1:
