@@ -27,6 +27,8 @@ from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
 from bapo.core.clip_bounds import first_to_reach, positive_share
 from bapo.core.table import DEVICE_CHUNK, Chunk, compared_sums, grids_of
 
+PUSH_ONCE = ClipSettings(used_low=1.0)
+
 
 def header(device: str) -> list[str]:
     """The header of the columns that `measure` fills."""
@@ -81,9 +83,7 @@ def our_loss(
     logprobs.grad = None
     options = {}
     if uses is not None:
-        options = {"uses": uses} | (
-            {"settings": ClipSettings(used_low=1.0)} if objective == "bapo" else {"used_low": 1.0}
-        )
+        options = {"uses": uses} | ({"settings": PUSH_ONCE} if objective == "bapo" else {"used_low": 1.0})
     policy_loss(logprobs, behavior, advantages, mask, objective=objective, **options).loss.backward()
 
 

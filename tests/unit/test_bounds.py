@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.clip_bounds import LEAST_WEIGHT, positive_share, weight_of_remainder
+from bapo.core.checks import compared
+from bapo.core.clip_bounds import LEAST_WEIGHT, low_of_each, positive_share, weight_of_remainder
 from bapo.core.table import CPU_CHUNK, Chunk, binned_sums, compared_sums, grids_of
 from tests.reference import search
 
@@ -373,3 +374,26 @@ def test_weighing_the_remainder_reaches_the_target_wherever_there_is_a_positive_
         assert share == pytest.approx(0.45, rel=1e-9)
     elif bounds.share >= 0.45:
         assert bounds.negative_weight == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("low", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("used_low", [0.0, 0.3, 0.7, 0.9, 1.0, 1.7, 300.0])
+def test_the_lower_bound_of_each_token_is_exactly_one_of_the_two(low, used_low, dtype):
+    used = torch.tensor([True, False, False, True])
+    expected = torch.tensor([used_low if x else low for x in used], dtype=dtype)
+    for bound in (low, torch.tensor(low, dtype=dtype)):
+        ours = low_of_each(bound, used, used_low, dtype)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, expected)
+    assert low_of_each(torch.tensor(math.nan), used, used_low, dtype).isnan().all()  # poisons every token
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_comparisons_are_those_of_torch(dtype):
+    values = torch.tensor([[0.5, 0.8, 1.0], [math.nan, math.inf, -math.inf]], dtype=dtype, requires_grad=True)
+    for other in (0.8, 0, math.inf, math.nan, torch.tensor(0.8, dtype=dtype), values.detach().flip(1)):
+        for operator in (torch.gt, torch.ge, torch.lt, torch.le, torch.eq):
+            ours = compared(operator, values, other)
+            assert ours.dtype == torch.bool
+            assert torch.equal(ours, operator(values, other))

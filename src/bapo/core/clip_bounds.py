@@ -125,15 +125,12 @@ def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None
     if used_low is None:
         return low
     assert used is not None, "used_low needs uses"
-    smaller: Tensor | float
-    larger: Tensor | float
-    turned: Tensor | int
     if isinstance(low, Tensor):
-        smaller, larger, turned = low.clamp(max=used_low), low.clamp(min=used_low), (low > used_low).view(torch.int8)
-    else:
-        smaller, larger, turned = min(low, used_low), max(low, used_low), int(low > used_low)
-    takes_larger = used.view(torch.int8) ^ turned
-    return takes_larger.to(dtype).mul_(larger).clamp_(min=smaller)
+        takes_larger = used.view(torch.int8) ^ (low > used_low).view(torch.int8)
+        return takes_larger.to(dtype).mul_(low.clamp(min=used_low)).clamp_(min=low.clamp(max=used_low))
+    ones = (~used if low > used_low else used).view(torch.int8).to(dtype)
+    larger = ones if max(low, used_low) == 1 else ones.mul_(max(low, used_low))
+    return larger.clamp_(min=min(low, used_low))
 
 
 @torch.no_grad()
