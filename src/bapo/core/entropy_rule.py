@@ -107,7 +107,7 @@ def ratio_statistics(tokens: Tokens) -> dict[str, Tensor]:
 @torch.no_grad()
 def share_statistics(tokens: Tokens, settings: ClipSettings, bounds: ClipBounds | None) -> dict[str, Tensor]:
     """The positive share before any clip, at the fixed (0.8, 1.2), and at the bounds in use."""
-    signal = torch.where(tokens.mask, tokens.advantages, 0.0)
+    signal = torch.where(tokens.mask & tokens.within, tokens.advantages, 0.0)
     if settings.weight == "rollout_prob":
         signal = signal * tokens.behavior_logprobs.exp()
     pairs: dict[str, tuple[Tensor | float, Tensor | float]] = {
