@@ -9,6 +9,7 @@ from bapo.config.placement import available_cores, placed
 from bapo.config.recipe import all_keys, load, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 from bapo.config.sft import SftConfig
+from bapo.train.build import resolve
 
 
 def refused(values):
@@ -32,14 +33,29 @@ def test_names_are_those_of_the_core():
 
 
 def test_presets_and_overrides_make_clip_settings():
-    once = parse_config({}, source="test").objective.clip
-    assert (once.low, once.high, once.used_low) == ((0.8, 0.8), (1.2, 1.2), 1.0)
+    fixed = parse_config({}, source="test").objective.clip
+    assert (fixed.low, fixed.high, fixed.used_low) == ((0.8, 0.8), (1.2, 1.2), None)
     weak = parse_config({"objective": {"preset": "weak-model", "used_low": 0.95}}, source="test").objective.clip
     assert (weak.target_share, weak.low, weak.measure, weak.used_low) == (0.45, (0.8, 0.9), "surrogate", 0.95)
     config = parse_config({"objective": {"preset": None, "target_share": 0.5, "high": [1.2, 2.4]}}, source="test")
     assert (config.objective.clip.measure, config.objective.clip.high) == ("gradient", (1.2, 2.4))
     script = parse_config({"objective": {"preset": "released-script"}}, source="test").objective.clip
     assert (script.low_step, script.order, round(script.target_share, 4)) == (0.05, "low_first", 0.3333)
+
+
+def test_the_preset_auto_is_decided_by_the_number_of_passes():
+    for reuse, preset, used_low in (
+        (1, "fixed", None),
+        (7, "fixed", None),
+        (8, "push-once", 1.0),
+        (12, "push-once", 1.0),
+    ):
+        config = resolve(parse_config({"offpolicy": {"reuse": reuse}, "device": "cpu"}, source="test"))
+        assert (config.objective.preset, config.objective.clip.used_low) == (preset, used_low)
+    stated = resolve(parse_config({"offpolicy": {"reuse": 8}, "objective": {"preset": "paper"}}, source="test"))
+    assert stated.objective.preset == "paper"
+    other = resolve(parse_config({"offpolicy": {"reuse": 8}, "objective": {"name": "grpo"}}, source="test"))
+    assert (other.objective.preset, other.objective.options) == ("auto", {})
 
 
 @pytest.mark.parametrize(

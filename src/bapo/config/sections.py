@@ -109,7 +109,8 @@ class RolloutConfig(Section):
     """How many responses are sampled side by side."""
 
 
-DEFAULT_PRESET: Preset = "push-once"
+PUSH_ONCE_FROM = 8
+"""Passes from which push once is ahead of GRPO's bounds in our own study; see docs/results.md."""
 
 
 class ObjectiveConfig(Section):
@@ -118,9 +119,10 @@ class ObjectiveConfig(Section):
     name: str = Field("bapo", description=f"One of: {', '.join(OBJECTIVE_NAMES)}.")
     options: dict[str, float] = Field(default_factory=dict)
     """Options of an objective other than bapo, such as low and high of grpo."""
-    preset: Preset | None = DEFAULT_PRESET
-    """The clip settings to start from. push-once: GRPO's bounds, and a lower bound of 1 for tokens that were trained on
-    before. paper, weak-model, released-script: published settings of BAPO. None (in TOML: "none"): the paper's numbers
+    preset: Literal["auto"] | Preset | None = "auto"
+    """The clip settings to start from. fixed: GRPO's bounds, (0.8, 1.2). push-once: the same, and a lower bound of 1
+    for tokens that were trained on before. auto: push-once if offpolicy.reuse is 8 or more, else fixed. paper,
+    weak-model, released-script: published settings of BAPO, which search. None (in TOML: "none"): the paper's numbers
     with the gradient measure."""
     target_share: float | None = None
     """The share of the signal that positive tokens should hold."""
@@ -153,9 +155,16 @@ class ObjectiveConfig(Section):
     @classmethod
     def _stored_default(cls, values: Any) -> Any:
         """The config.json of a run states every key. It may state weak-model, once the default, for any objective."""
-        if isinstance(values, dict) and values.get("name", "bapo") != "bapo" and values.get("preset") == "weak-model":
-            return values | {"preset": DEFAULT_PRESET}
+        once = ("weak-model", "push-once")
+        if isinstance(values, dict) and values.get("name", "bapo") != "bapo" and values.get("preset") in once:
+            return values | {"preset": "auto"}
         return values
+
+    def for_passes(self, passes: int) -> Self:
+        """The same, with a preset that is decided."""
+        if self.name != "bapo" or self.preset != "auto":
+            return self
+        return self.model_copy(update={"preset": "push-once" if passes >= PUSH_ONCE_FROM else "fixed"})
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -166,7 +175,7 @@ class ObjectiveConfig(Section):
     @property
     def clip(self) -> ClipSettings:
         """The clip settings that the preset and the overrides describe."""
-        return ClipSettings.from_options(self.preset, **self.overrides)
+        return ClipSettings.from_options("fixed" if self.preset == "auto" else self.preset, **self.overrides)
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -179,7 +188,7 @@ class ObjectiveConfig(Section):
                 "each micro-batch alone and drop those without a positive token. Set objective.scope='update'."
             )
         if self.preset is not None:
-            require_choice("objective.preset", self.preset, get_args(Preset))
+            require_choice("objective.preset", self.preset, ("auto", *get_args(Preset)))
         if self.name == "bapo":
             self._refuse_what_a_single_pair_ignores()
         return self
@@ -199,7 +208,7 @@ class ObjectiveConfig(Section):
                 f"objective.{next(iter(self.overrides))} belongs to objective.name='bapo', not to {self.name!r}, which "
                 f"ignores it. Options of {self.name!r} go into objective.options."
             )
-        if self.preset not in (None, DEFAULT_PRESET):
+        if self.preset not in (None, "auto"):
             raise ValueError(
                 f"objective.preset={self.preset!r} belongs to objective.name='bapo', not to {self.name!r}, which "
                 "ignores it. Leave it out."

@@ -16,7 +16,7 @@ Measure = Literal["gradient", "surrogate"]
 Weight = Literal["none", "rollout_prob"]
 Order = Literal["high_first", "low_first"]
 Remainder = Literal["leave", "weigh"]
-Preset = Literal["push-once", "paper", "weak-model", "released-script"]
+Preset = Literal["fixed", "push-once", "paper", "weak-model", "released-script"]
 ObjectiveName = Literal[
     "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po", "dppo"
 ]
@@ -81,11 +81,11 @@ class ClipSettings:
 
     @classmethod
     def preset(cls, name: Preset) -> ClipSettings:
-        """`push-once`, which our own study favours, or published settings: `paper` (main experiments), `weak-model` (3B
-        Llama), `released-script` (authors' code).
+        """Published settings: `paper` (main experiments), `weak-model` (3B Llama), `released-script` (authors' code).
+        Without a search: `fixed` (GRPO's bounds), `push-once` (the same for tokens that were never trained on).
 
-        `push-once` has GRPO's bounds for tokens that were never trained on, and needs `uses`. The released script also
-        clips negative tokens at ratio 3: pass `dual_clip=3.0` to `policy_loss` for that.
+        `push-once` is ours and needs `uses`. The released script also clips negative tokens at ratio 3: pass
+        `dual_clip=3.0` to `policy_loss` for that.
         """
         require_choice("preset", name, PRESETS)
         return cls(**PRESETS[name])
@@ -138,6 +138,7 @@ class ClipSettings:
 CLIP_OPTIONS = tuple(field.name for field in fields(ClipSettings))
 """Names of the options that `ClipSettings.from_options` takes beside a preset."""
 PRESETS: dict[str, dict[str, Any]] = {
+    "fixed": {"low": (0.8, 0.8), "high": (1.2, 1.2)},
     "push-once": {"low": (0.8, 0.8), "high": (1.2, 1.2), "used_low": 1.0},
     "paper": {"target_share": 0.4, "low": (0.6, 0.9), "high": (1.2, 3.0), "measure": "surrogate"},
     "weak-model": {"target_share": 0.45, "low": (0.8, 0.9), "high": (1.2, 2.0), "measure": "surrogate"},

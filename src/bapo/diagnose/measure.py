@@ -34,7 +34,7 @@ from bapo.diagnose.push_once import USED_LOW, Pushes, joined, pushes_by_use
 
 SETTINGS: dict[str, ClipSettings] = {
     "bapo": ClipSettings(),
-    **{f"bapo {name}": ClipSettings.preset(name) for name in PRESETS if name != "push-once"},  # type: ignore[arg-type]
+    **{f"bapo {name}": ClipSettings.preset(name) for name in PRESETS if name not in ("fixed", "push-once")},  # type: ignore[arg-type]
 }
 """BAPO's settings that are tried: the default of this library (gradient measure) and each published preset."""
 PUSH_ONCE = "grpo push once"

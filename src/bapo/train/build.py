@@ -33,10 +33,13 @@ Kind = TypeVar("Kind", Config, SftConfig)
 
 
 def resolve(config: Kind) -> Kind:
-    """Decide everything in the configuration that depends on this machine."""
+    """Decide everything in the configuration that depends on this machine, and which preset `auto` is."""
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads)
-    model = config.model.model_copy(update={"dtype": dtype})
-    return config.model_copy(update={"device": device, "model": model, "threads": threads})
+    decided: dict[str, Any] = {"device": device, "threads": threads}
+    decided["model"] = config.model.model_copy(update={"dtype": dtype})
+    if isinstance(config, Config):
+        decided["objective"] = config.objective.for_passes(config.offpolicy.reuse)
+    return config.model_copy(update=decided)
 
 
 def make_policy(config: Config | SftConfig) -> Policy:
