@@ -92,8 +92,8 @@ class BapoConfig(GRPOConfig):
 
     bapo_preset: str | None = _option(
         None,
-        "Settings to start from: 'push-once', 'paper', 'weak-model' or 'released-script'. Without one, the paper's "
-        "numbers with the measure 'gradient'.",
+        "Settings to start from: 'fixed', 'push-once', 'paper', 'weak-model' or 'released-script'. Without one: the "
+        "paper's numbers with the measure 'gradient'.",
     )
     bapo_target_share: float | None = _option(
         None, "Share of the signal that positive tokens should hold, in [0, 1]. 0.4 without a preset."

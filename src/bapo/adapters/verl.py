@@ -76,7 +76,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
 
     loss_mode: str = NAME
     preset: str | None = None
-    """`push-once`, `paper`, `weak-model` or `released-script`. Without one: the paper's numbers, measure `gradient`."""
+    """`fixed`, `push-once`, `paper`, `weak-model`, `released-script`. Without one: the paper's, measure `gradient`."""
     target_share: float | None = None
     low: list[float] | None = None
     high: list[float] | None = None

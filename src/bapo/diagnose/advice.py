@@ -41,7 +41,7 @@ ADVISED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "Clip
 
 
 HOW_TO_PUSH_ONCE = (
-    "To set it: in this trainer, objective.preset = 'push-once' (the default), or objective.used_low = 1.0 with "
+    "To set it: in this trainer, objective.preset = 'push-once', or objective.used_low = 1.0 with "
     "another preset; in policy_loss, ClipSettings(used_low=1.0) (bapo) or used_low=1.0 (grpo), together with uses=; "
     "in TRL, bapo_used_low=1.0; in verl, policy_loss.used_low=1.0 (docs/adapters)."
 )
