@@ -1,4 +1,5 @@
 import re
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -8,7 +9,9 @@ from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores, placed
 from bapo.config.recipe import all_keys, load, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
+from bapo.config.sections import TAKE_USED_LOW, PresetChoice
 from bapo.config.sft import SftConfig
+from bapo.core.settings import Preset
 from bapo.train.build import resolve
 
 
@@ -43,6 +46,13 @@ def test_presets_and_overrides_make_clip_settings():
     assert (script.low_step, script.order, round(script.target_share, 4)) == (0.05, "low_first", 0.3333)
 
 
+def test_a_preset_can_be_chosen_by_every_name_it_has():
+    from bapo.core.objectives import OBJECTIVES
+
+    assert get_args(PresetChoice) == ("auto", *get_args(Preset))
+    assert {name for name in OBJECTIVES if "used_low" in OBJECTIVES[name].options} == set(TAKE_USED_LOW)
+
+
 def test_the_preset_auto_is_decided_by_the_number_of_passes():
     for reuse, preset, used_low in (
         (1, "fixed", None),
@@ -63,6 +73,11 @@ def test_the_preset_auto_is_decided_by_the_number_of_passes():
     [
         ({"offpolicy": {"resue": 2}}, ["offpolicy.resue is not a known key", "Did you mean offpolicy.reuse"]),
         ({"objective": {"target_share": 0.5}}, ["objective.target_share=0.5", "a single pair", "'weak-model'"]),
+        (
+            {"objective": {"name": "grpo", "preset": "push-once"}},
+            ["objective.preset='push-once' belongs to objective.name='bapo'", "objective.options = { used_low = 1.0 }"],
+        ),
+        ({"objective": {"preset": "push once"}}, ["objective.preset = 'push once'", "'push-once'"]),
         ({"lr": 1e-4}, ["lr is not a known key", "Did you mean learn.lr"]),
         ({"steps": 0}, ["steps = 0"]),
         ({"device": "gpu"}, ["device = 'gpu'", "'cuda'"]),

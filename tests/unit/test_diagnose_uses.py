@@ -308,8 +308,8 @@ def test_advice_on_later_uses_says_what_the_numbers_say():
         f"pushes {used.pushed_share:.0%} down further, and these hold {used.pushed_mass:.0%} of the gradient",
         f"keep {used.kept_share:.0%} of the negative tokens in later uses",
         f"from {whole.share:.2f} to {whole.share_then:.2f}",
-        "objective.used_low = 1.0 (bapo)",
-        "bapo_used_low=1.0",
+        "objective.preset = 'push-once'",
+        "bapo_preset='push-once'",
     ):
         assert part in text
     assert "inferred" not in advice(with_count(CLEAN, 0), with_count(again, 1))

@@ -27,7 +27,6 @@ from bapo.core.settings import (
     Measure,
     ObjectiveName,
     Order,
-    Preset,
     Remainder,
     Weight,
     require_choice,
@@ -109,6 +108,24 @@ class RolloutConfig(Section):
     """How many responses are sampled side by side."""
 
 
+PresetChoice = Literal["auto", "fixed", "push-once", "paper", "weak-model", "released-script"]
+"""The presets of ClipSettings, and `auto`, which is one of them."""
+TAKE_USED_LOW = ("grpo", "clip_higher", "dual_clip")
+"""Objectives with the option used_low."""
+STORED = (
+    "name",
+    "options",
+    "preset",
+    "target_share",
+    "low",
+    "high",
+    "measure",
+    "weight",
+    "order",
+    "remainder",
+    "scope",
+)
+"""Keys of `objective` that the config.json of every run states."""
 PUSH_ONCE_FROM = 8
 """Passes from which push once is ahead of GRPO's bounds in our own study; see docs/results.md."""
 
@@ -119,7 +136,7 @@ class ObjectiveConfig(Section):
     name: str = Field("bapo", description=f"One of: {', '.join(OBJECTIVE_NAMES)}.")
     options: dict[str, float] = Field(default_factory=dict)
     """Options of an objective other than bapo, such as low and high of grpo."""
-    preset: Literal["auto"] | Preset | None = "auto"
+    preset: PresetChoice | None = "auto"
     """The clip settings to start from. fixed: GRPO's bounds, (0.8, 1.2). push-once: the same, and a lower bound of 1
     for tokens that were trained on before. auto: push-once if offpolicy.reuse is 8 or more, else fixed. paper,
     weak-model, released-script: published settings of BAPO, which search. None (in TOML: "none"): the paper's numbers
@@ -154,9 +171,8 @@ class ObjectiveConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _stored_default(cls, values: Any) -> Any:
-        """The config.json of a run states every key. It may state weak-model, once the default, for any objective."""
-        once = ("weak-model", "push-once")
-        if isinstance(values, dict) and values.get("name", "bapo") != "bapo" and values.get("preset") in once:
+        """The config.json of a run may state weak-model, once the default, for an objective that ignores presets."""
+        if isinstance(values, dict) and values.keys() >= set(STORED) and values["name"] != "bapo":
             return values | {"preset": "auto"}
         return values
 
@@ -187,15 +203,14 @@ class ObjectiveConfig(Section):
                 "objective.remainder='weigh' balances a whole update, but objective.scope='microbatch' would weigh "
                 "each micro-batch alone and drop those without a positive token. Set objective.scope='update'."
             )
-        if self.preset is not None:
-            require_choice("objective.preset", self.preset, ("auto", *get_args(Preset)))
         if self.name == "bapo":
             self._refuse_what_a_single_pair_ignores()
         return self
 
     def _refuse_what_a_single_pair_ignores(self) -> None:
+        searches = self.clip.depends_on_tokens
         ignored = [key for key in ("target_share", "order") if key in self.overrides]
-        if ignored and not self.clip.depends_on_tokens:
+        if ignored and not searches:
             raise ValueError(
                 f"objective.{ignored[0]}={self.overrides[ignored[0]]!r} belongs to a search for bounds, but "
                 f"objective.preset={self.preset!r} has a single pair. Set objective.preset='weak-model' or 'paper', or "
@@ -203,15 +218,16 @@ class ObjectiveConfig(Section):
             )
 
     def _refuse_what_only_bapo_has(self) -> None:
+        once = "" if self.name not in TAKE_USED_LOW else " For push once, set objective.options = { used_low = 1.0 }."
         if self.overrides:
             raise ValueError(
                 f"objective.{next(iter(self.overrides))} belongs to objective.name='bapo', not to {self.name!r}, which "
-                f"ignores it. Options of {self.name!r} go into objective.options."
+                f"ignores it. Options of {self.name!r} go into objective.options.{once}"
             )
         if self.preset not in (None, "auto"):
             raise ValueError(
                 f"objective.preset={self.preset!r} belongs to objective.name='bapo', not to {self.name!r}, which "
-                "ignores it. Leave it out."
+                f"ignores it. Leave it out.{once}"
             )
         if self.scope != "update":
             raise ValueError(

@@ -41,9 +41,9 @@ ADVISED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "Clip
 
 
 HOW_TO_PUSH_ONCE = (
-    "To set it: in this trainer, objective.preset = 'push-once', or objective.used_low = 1.0 with "
-    "another preset; in policy_loss, ClipSettings(used_low=1.0) (bapo) or used_low=1.0 (grpo), together with uses=; "
-    "in TRL, bapo_used_low=1.0; in verl, policy_loss.used_low=1.0 (docs/adapters)."
+    "To set it: in this trainer, objective.preset = 'push-once' (the default from eight passes on); in policy_loss, "
+    "settings=ClipSettings.preset('push-once') with uses=; in TRL, bapo_preset='push-once'; in verl, "
+    "policy_loss.preset=push-once (docs/adapters)."
 )
 MOST_LINES = 10
 """A recommendation is read only if it is short."""
