@@ -236,6 +236,7 @@ def test_rule_and_uses_come_together_and_bad_ones_are_refused():
     for bad, message in (
         (uses.float(), "expected integers"),
         (uses[:-1], "expected integers of shape"),
+        (uses.tolist(), "uses is a list"),
         (-uses, "less than 0 times"),
     ):
         with pytest.raises(ValueError, match=message):

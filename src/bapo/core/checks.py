@@ -79,10 +79,13 @@ def check_uses(uses: Tensor | None, mask: Tensor) -> None:
     """How often each token was trained on before: one whole number per token, none of them negative."""
     if uses is None:
         return
+    if not isinstance(uses, Tensor):
+        raise ValueError(f"uses is a {type(uses).__name__}; expected a tensor of integers, one for each token.")
     if uses.shape != mask.shape or uses.is_floating_point() or uses.is_complex():
         raise ValueError(
             f"uses has shape {tuple(uses.shape)} and dtype {uses.dtype}; expected integers of shape "
-            f"{tuple(mask.shape)}: how often each token was trained on before this update."
+            f"{tuple(mask.shape)}: how often each token was trained on before this update. Expand one value per "
+            "response to its tokens: uses.reshape(-1, 1).expand_as(mask)."
         )
     if uses.device != mask.device:
         raise ValueError(f"uses is on {uses.device} but mask is on {mask.device}. Move all inputs to one device.")

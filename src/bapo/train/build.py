@@ -73,7 +73,7 @@ def build(config: Config) -> Parts:
         config=config,
         task=task,
         policy=policy,
-        notes=[*prepared.notes, *engine_notes(engine)],
+        notes=[*prepared.notes, *engine_notes(engine), *clip_notes(config)],
         overlong=_overlong(config),
         engine=engine,
         stream=ProblemStream(task.train, seed=config.seed),
@@ -108,6 +108,14 @@ def engine_notes(engine: Engine) -> list[str]:
     if not engine.gives_entropies:
         notes.append("this engine gives no entropies: evaluations do not measure eval/entropy")
     return notes
+
+
+def clip_notes(config: Config) -> list[str]:
+    """What a person should know of a clip that the bounds on the screen do not show."""
+    used_low = learner_settings(config).used_low
+    if used_low is None:
+        return []
+    return [f"push once: tokens that were trained on before have a lower bound of {used_low:g}"]
 
 
 def _overlong(config: Config) -> Callable[[int], float]:
