@@ -112,20 +112,6 @@ PresetChoice = Literal["auto", "fixed", "push-once", "paper", "weak-model", "rel
 """The presets of ClipSettings, and `auto`, which is one of them."""
 TAKE_USED_LOW = ("grpo", "clip_higher", "dual_clip")
 """Objectives with the option used_low."""
-STORED = (
-    "name",
-    "options",
-    "preset",
-    "target_share",
-    "low",
-    "high",
-    "measure",
-    "weight",
-    "order",
-    "remainder",
-    "scope",
-)
-"""Keys of `objective` that the config.json of every run states."""
 PUSH_ONCE_FROM = 8
 """Passes from which push once is ahead of GRPO's bounds in our own study; see docs/results.md."""
 
@@ -171,8 +157,8 @@ class ObjectiveConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _stored_default(cls, values: Any) -> Any:
-        """The config.json of a run may state weak-model, once the default, for an objective that ignores presets."""
-        if isinstance(values, dict) and values.keys() >= set(STORED) and values["name"] != "bapo":
+        """The config.json of a run states every key. It may state weak-model, once the default, for any objective."""
+        if isinstance(values, dict) and values.get("name", "bapo") != "bapo" and values.get("preset") == "weak-model":
             return values | {"preset": "auto"}
         return values
 
