@@ -5,6 +5,9 @@ import shutil
 
 import pytest
 
+from bapo.report import write_report
+from tests.compared_runs import COMPARED
+
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -64,3 +67,11 @@ def watched(browser, lasting):
     yield pages.open
     pages.close()
     assert pages.wrong + lasting.wrong == []
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The page of the compared runs."""
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    write_report([COMPARED], out)
+    return out.as_uri()

@@ -18,13 +18,6 @@ RESPONSES = 4
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    out = tmp_path_factory.mktemp("report") / "report.html"
-    write_report([COMPARED], out)
-    return out.as_uri()
-
-
-@pytest.fixture(scope="module")
 def switched(lasting, report):
     page = lasting.open(f"{report}#x=responses", ALLOWED)
     drawn(page)

@@ -14,13 +14,6 @@ from tests.compared_runs import COMPARED
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    out = tmp_path_factory.mktemp("report") / "report.html"
-    write_report([COMPARED], out)
-    return out.as_uri()
-
-
-@pytest.fixture(scope="module")
 def pages(lasting, report):
     """The report in a light and in a dark page. Tests share them, and leave what others look at as they found it."""
 

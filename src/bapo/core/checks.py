@@ -89,8 +89,8 @@ def check_uses(uses: Tensor | None, mask: Tensor) -> None:
         )
     if uses.device != mask.device:
         raise ValueError(f"uses is on {uses.device} but mask is on {mask.device}. Move all inputs to one device.")
-    on_cpu = uses.dtype != torch.bool and uses.device.type == "cpu" and uses.numel() > 0
-    if on_cpu and uses.numpy().min() < 0 and bool((chosen := uses[mask != 0]).lt(0).any()):
+    can_look = uses.dtype != torch.bool and uses.device.type == "cpu" and uses.numel() > 0
+    if can_look and uses.numpy().min() < 0 and bool((chosen := uses[mask != 0]).lt(0).any()):
         raise ValueError(
             f"uses holds {int(chosen.min())}, but a token cannot have been trained on less than 0 times. Count the "
             "updates that used the token before this one."
