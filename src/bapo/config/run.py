@@ -12,6 +12,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from bapo.config.base import CheckpointKeep, Device, ModelConfig, Out, Section, Seed, Threads, refuse_compiling_on_cpu
+from bapo.config.cluster import ClusterConfig
 from bapo.config.sections import (
     ADVANTAGE_NAMES,
     OBJECTIVE_NAMES,
@@ -53,6 +54,7 @@ class Config(Section):
     offpolicy: OffPolicyConfig = OffPolicyConfig()
     learn: LearnConfig = LearnConfig()
     eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def max_batches(self) -> int:
@@ -77,6 +79,7 @@ class Config(Section):
         self._check_staleness()
         self._check_replay()
         self._check_partial_rollout()
+        self._check_cluster()
         refuse_compiling_on_cpu(self.device, compiles=self.learn.compile)
         return self
 
@@ -141,4 +144,26 @@ class Config(Section):
             raise ValueError(
                 f"parked groups may grow {self.parked_max_age} updates old, but a step takes {self.updates_per_step}, "
                 "so none could ever be resumed. Raise offpolicy.max_staleness (and partial_max_age), or lower reuse."
+            )
+
+    def _check_cluster(self) -> None:
+        cluster, off, u = self.cluster, self.offpolicy, self.updates_per_step
+        if not cluster.on:
+            return
+        needed = cluster.ahead * u + u - 1
+        if needed > off.max_staleness:
+            raise ValueError(
+                f"cluster.ahead={cluster.ahead} lets sampling run {cluster.ahead * u} updates ahead, and a step takes "
+                f"{u} updates, so tokens grow {needed} updates old, but offpolicy.max_staleness={off.max_staleness} "
+                f"forbids that. Set max_staleness >= {needed}, or lower ahead or offpolicy.reuse."
+            )
+        if off.partial_budget is not None:
+            raise ValueError(
+                f"offpolicy.partial_budget={off.partial_budget} is for one process. On a cluster, responses continue "
+                "across updates by themselves. Leave partial_budget out, and set cluster.ahead >= 1."
+            )
+        if self.model.lora.rank and cluster.engine == "vllm":
+            raise ValueError(
+                f"model.lora.rank={self.model.lora.rank} cannot be sampled with cluster.engine='vllm', which is given "
+                "whole weights only. Set cluster.engine='in-process', or train all weights (rank = 0)."
             )
