@@ -52,7 +52,7 @@ from enum import Enum
 from hashlib import sha256
 from typing import Any
 
-from bapo.types import Group, batches_per_pass, counted, group_from_state, group_state
+from bapo.types import Group, Record, batches_per_pass, counted, group_from_state, group_state, nothing
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,12 @@ class Buffer:
         replay_max_uses: int = 1,
         capacity: int = 1024,
         seed: int = 0,
+        record: Record = nothing,
     ) -> None:
         """`max_batches`: most batches in one pass; a larger rollout makes larger batches. `replay_fraction`: the
         replayed share of each batch; 0 turns replay off. `replay_max_age`: the age of the oldest group that is
         replayed, in versions. `replay_max_uses`: how often a group is replayed, on top of its `reuse` fresh passes.
+        `record` is told what happens to every group.
         """
         _check_settings(batch_groups, reuse, max_staleness, replay_fraction, replay_max_age, replay_max_uses, capacity)
         self.batch_groups = batch_groups
@@ -148,6 +150,7 @@ class Buffer:
         self.replay_max_uses = replay_max_uses
         self.capacity = capacity
         self.seed = seed
+        self.record = record
         self._held: dict[int, _Held] = {}
         self._version: int | None = None
         self._batch_sizes: dict[int, int] = {}
@@ -178,6 +181,10 @@ class Buffer:
                 filtered.append(group)
         self._version = version
         self._held |= admitted
+        for held in admitted.values():
+            self.record("held", held.group.id, oldest=held.oldest)
+        for group in filtered:
+            self.record("filtered", group.id)
         self._count(added=len(admitted), filtered=len(filtered))
         self._open = not whole
         if whole:
@@ -206,6 +213,8 @@ class Buffer:
         places = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
         replayed = self._sample_replay(places, before=rollout)
         drawn = [held.for_update() for held in fresh + replayed]
+        for group in drawn:
+            self.record("trained", group.id, version=version, uses=group.uses)
         for held in fresh:
             held.passes += 1
         for held in replayed:
@@ -213,6 +222,11 @@ class Buffer:
         self._count(draws=1, fresh=len(fresh), replayed=len(replayed), replay_short=places - len(replayed))
         self._settle(version)
         return drawn
+
+    @property
+    def held(self) -> set[int]:
+        """The ids of the groups that it holds."""
+        return set(self._held)
 
     def metrics(self) -> BufferMetrics:
         """Counts since the buffer was made, which are saved and restored with it, and present levels."""
@@ -300,6 +314,7 @@ class Buffer:
 
     def _release(self, held: _Held, reason: str) -> None:
         del self._held[held.group.id]
+        self.record(reason, held.group.id)
         self._count(**{reason: 1}, lost_fresh=int(self._passes_left(held) > 0))
 
     def _check_version(self, version: int) -> None:

@@ -20,6 +20,7 @@ later. This module imports nothing heavy, so every other module may import it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -123,9 +124,22 @@ class Group:
     """How often it was trained on before. The buffer knows; a group outside an update has 0."""
 
     @property
+    def oldest(self) -> int | None:
+        """The version of its oldest token; None if it has no token. Versions never decrease along a response."""
+        return min((t.versions[0] for t in self.trajectories if t.versions), default=None)
+
+    @property
     def finished(self) -> bool:
         """Whether every response is complete."""
         return all(trajectory.finished for trajectory in self.trajectories)
+
+
+Record = Callable[..., None]
+"""A function that is told what happens to a group: the event, the group's id, and facts by name."""
+
+
+def nothing(event: str, group: int, **facts: Any) -> None:
+    """A record that keeps nothing."""
 
 
 Totals = TypeVar("Totals", bound="DataclassInstance")

@@ -6,6 +6,7 @@
     2     bad usage, a bad configuration, or input that cannot be read
     3     a checkpoint, or what an evaluation saved, is missing or damaged
     4     the disk is full or cannot be written to (an OSError)
+    5     a part of the cluster cannot be started or kept alive
     130   stopped by the user; everything is saved
 
 A message names what is wrong, why, and what to do instead. It is shown without a traceback.
@@ -42,6 +43,12 @@ class DamagedError(BapoError):
     """What an evaluation saved is damaged, so that it cannot be continued."""
 
     exit_code = 3
+
+
+class ClusterError(BapoError, RuntimeError):
+    """A part of the cluster cannot be started, reached or kept alive."""
+
+    exit_code = 5
 
 
 class VerifierFailed(BapoError, RuntimeError):  # noqa: N818

@@ -15,12 +15,12 @@ deterministic algorithms only, so that the same update gives the same weights, b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -57,6 +57,28 @@ class Update:
     metrics: dict[str, float | list[float]]
     """With several ranks, bounds, gradient norm, response_ess and lr are of the whole update, and the rest is of this
     rank's tokens."""
+
+
+class Learns(Protocol):
+    """What the loop and checkpoints need of a learner, wherever it is."""
+
+    version: int
+
+    def step(self, groups: Sequence[Group]) -> Update:
+        """One optimizer step on the responses of these groups."""
+        ...
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights as they are now, for an engine to load."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the state that `load` restores."""
+        ...
+
+    def load(self, directory: Path, *, version: int) -> None:
+        """Restore what `save` wrote at this version."""
+        ...
 
 
 class Learner:
@@ -192,6 +214,12 @@ class Learner:
         """Log-prob and entropy of each response token under the current weights."""
         predicted = self.head(self.states(batch), batch.targets, temperature=self.settings.temperature)
         return predicted.logprobs, predicted.entropies
+
+    @torch.no_grad()
+    def next_logprobs(self, contexts: Sequence[Sequence[int]]) -> Tensor:  # [contexts, vocabulary] float32
+        """Log-probs of all next tokens after each context, at the temperature of training."""
+        rows = [self.model(torch.tensor([list(context)], device=self.device)).logits[0, -1] for context in contexts]
+        return torch.log_softmax(torch.stack(rows).float() / self.settings.temperature, dim=-1)
 
     @torch.no_grad()
     def _solve_over(self, batches: Sequence[TokenBatch]) -> ClipBounds:

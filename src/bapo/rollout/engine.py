@@ -72,20 +72,35 @@ class Segment:
 class Engine(Protocol):
     """Samples tokens. Knows nothing about rewards, objectives or the learner."""
 
-    version: int
-    """The version of the weights it samples with; NOTHING_LOADED before the first `load`."""
-    draws_by_position: bool
-    """Whether token i of a response is drawn with the random number of (seed, i), so that equal distributions give
-    equal tokens, whatever else is sampled. If not, a resumed run does not repeat an uninterrupted one."""
-    gives_entropies: bool
-    """Whether segments contain the entropy of every distribution that was sampled from."""
+    @property
+    def version(self) -> int:
+        """The version of the weights it samples with; NOTHING_LOADED before the first `load`."""
+        ...
+
+    @property
+    def draws_by_position(self) -> bool:
+        """Whether token i of a response is drawn with the random number of (seed, i), so that equal distributions give
+        equal tokens, whatever else is sampled. If not, a resumed run does not repeat an uninterrupted one.
+        """
+        ...
+
+    @property
+    def gives_entropies(self) -> bool:
+        """Whether segments contain the entropy of every distribution that was sampled from."""
+        ...
+
+    @property
+    def continuous(self) -> bool:
+        """Whether `submit` may be called while others are under way."""
+        ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Sample with these weights from now on. Nothing may be under way: park and collect first."""
         ...
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """Start work on these requests, first come first served. An engine may refuse while others are under way.
+        """Start work on these requests, first come first served. If others are under way, only a `continuous` engine
+        takes more.
 
         After `token_budget` tokens, all unfinished responses are parked. If any request is invalid, this call raises
         and starts none of them.

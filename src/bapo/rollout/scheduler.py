@@ -45,7 +45,7 @@ from typing import Any, Literal, NamedTuple
 
 from bapo.rollout.engine import Engine, Request, Sampled, Sampling, Segment, TellSampled, sampled
 from bapo.rollout.randomness import response_seed
-from bapo.types import Group, Problem, Status, Trajectory, counted, group_from_state, group_state
+from bapo.types import Group, Problem, Record, Status, Trajectory, counted, group_from_state, group_state, nothing
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,11 @@ class Scheduler:
         max_age: int | None = None,
         over_age: Literal["finish", "drop"] = "finish",
         versions_per_run: int = 1,
+        record: Record = nothing,
     ) -> None:
         """`token_budget`: tokens per run; with None, every response is completed in the first run after its admission.
         `max_age`: the bound A of this module; None for no bound. `versions_per_run`: the most updates between two runs.
+        `record` is told which groups come and go.
         """
         if max_response_tokens < 1:
             raise ValueError(f"max_response_tokens={max_response_tokens} allows no response. Set it to 1 or more.")
@@ -158,6 +160,7 @@ class Scheduler:
         self.max_age = max_age
         self.over_age = over_age
         self.versions_per_run = versions_per_run
+        self.record = record
         self._groups: dict[int, Group] = {}
         self._version: int | None = None
         self._next_id = 0
@@ -187,6 +190,7 @@ class Scheduler:
                     )
             self._groups[group.id] = group
             self._next_id = group.id + 1
+            self.record("admitted", group.id)
 
     def run(self, engine: Engine, *, tell: TellSampled | None = None) -> Rollout:
         """Continue the admitted responses within the budget and return the groups that became complete.
@@ -258,6 +262,10 @@ class Scheduler:
         _give_up(group for group in self._groups.values() if _any_dropped(group))
         finished = self._take(Status.STOPPED, Status.TRUNCATED)
         dropped = self._take(Status.DROPPED)
+        for group in finished:
+            self.record("finished", group.id)
+        for group in dropped:
+            self.record("dropped", group.id)
         before = self._totals if self._run is None else self._run.before
         self._count(
             returned_tokens=_tokens(finished),
@@ -279,7 +287,7 @@ class Scheduler:
                 "a response. Load the learner's current weights first."
             )
         if self._run is None:
-            begun = {id(trajectory) for trajectory in self._unfinished() if trajectory.tokens}
+            begun = {id(trajectory) for trajectory in self._idle(self._unfinished()) if trajectory.tokens}
             self._version, self._run = version, _Run(self._totals, begun)
             _give_up(group for group in self._groups.values() if self._too_old(group, version))
 
@@ -301,9 +309,9 @@ class Scheduler:
         )
 
     @property
-    def in_progress(self) -> int:
-        """How many groups are admitted and not yet returned or given up."""
-        return len(self._groups)
+    def in_progress(self) -> list[Group]:
+        """The groups that are admitted and not yet returned or given up."""
+        return list(self._groups.values())
 
     def totals(self) -> SchedulerMetrics:
         """The metrics of all runs together."""
@@ -371,8 +379,7 @@ class Scheduler:
 
 def _age(group: Group, version: int) -> int:
     """This version minus the version of the group's oldest token; -1 if the group has no token."""
-    firsts = [trajectory.versions[0] for trajectory in group.trajectories if trajectory.versions]
-    return version - min(firsts) if firsts else -1
+    return -1 if group.oldest is None else version - group.oldest
 
 
 def _parked(group: Group) -> list[Trajectory]:

@@ -22,7 +22,7 @@ from bapo.runs import lock
 
 Kept = TypeVar("Kept", Config, SftConfig)
 
-LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "failures.jsonl")
+LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "ledger.jsonl", "failures.jsonl")
 
 
 class RunDirectory:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
@@ -37,7 +38,7 @@ from rich.text import Text
 from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
 
-__all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
+__all__ = ["ActorLine", "LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
 
 SHOWN = {
     "imitation/loss": ("loss", 3),
@@ -59,6 +60,8 @@ SHOWN = {
 """Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
 LINE_SECONDS = 2.0
 """Least time between two lines of the plain view. Notes and the first and last step are always printed."""
+ACTOR_SECONDS = 30.0
+"""Least time between two reports of the actors in the plain view."""
 SAMPLE_SECONDS = 20.0
 """Least time between two samples in the plain view."""
 RECENT_STEPS = 20
@@ -110,6 +113,29 @@ def summary_table(
     make_console(stream).print(table)
 
 
+@dataclass(frozen=True)
+class ActorLine:
+    """What an actor of a cluster does."""
+
+    name: str
+    doing: str
+    version: int
+    """The version of its weights."""
+    tokens_per_second: float
+    responses: int
+    """Responses it is working on."""
+    restarts: int
+
+    def cells(self) -> tuple[str, ...]:
+        """As columns: name, what it does, version, speed, responses, restarts."""
+        version = "" if self.version < 0 else str(self.version)
+        rate = f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else ""
+        return self.name, self.doing, version, rate, str(self.responses or ""), str(self.restarts or "")
+
+
+ACTOR_COLUMNS = ("actor", "does", "version", "tok/s", "responses", "restarts")
+
+
 class View:
     """A context manager that is told what happens. This base class remembers the numbers and shows nothing."""
 
@@ -142,6 +168,9 @@ class View:
     def note(self, text: str) -> None:
         """Show a line of text, such as an evaluation, a checkpoint or a warning."""
 
+    def actors(self, lines: Sequence[ActorLine]) -> None:
+        """Show what every actor of a cluster does; called several times a second."""
+
     def doing(self, what: str) -> AbstractContextManager[Tell | None]:
         """Entered around something that may take long; gives a watch that is told how far it is."""
         return nullcontext()
@@ -158,6 +187,7 @@ class PlainView(View):
         super().__init__(total_steps, title=title, clock=clock)
         self.stream = stream
         self.line_at = self.sample_at = float("-inf")
+        self.actors_at = clock()
         self.waiting = False
 
     def __enter__(self) -> Self:
@@ -187,6 +217,15 @@ class PlainView(View):
         """See `View.note`."""
         write_line(self.stream, printable(text))
 
+    def actors(self, lines: Sequence[ActorLine]) -> None:
+        """See `View.actors`."""
+        if self.clock() - self.actors_at >= ACTOR_SECONDS:
+            self.actors_at = self.clock()
+            for line in lines:
+                told = zip(ACTOR_COLUMNS[2:], line.cells()[2:], strict=True)
+                facts = [f"{name} {cell}" for name, cell in told if cell]
+                write_line(self.stream, f"  {line.name}: {', '.join([line.doing, *facts])}")
+
     def doing(self, what: str) -> AbstractContextManager[Tell]:
         """See `View.doing`."""
         return in_lines(what, self.note, self.clock)
@@ -211,6 +250,7 @@ class LiveView(View):
         self.console = console
         self.samples = samples
         self.last: tuple[str, str, float] | None = None
+        self.crew: Sequence[ActorLine] = ()
         self.lock = Lock()
         self.work = OnScreen(clock)
         self.progress = Progress(
@@ -247,6 +287,11 @@ class LiveView(View):
         """See `View.note`."""
         self.console.print(Text(printable(text)))
 
+    def actors(self, lines: Sequence[ActorLine]) -> None:
+        """See `View.actors`."""
+        with self.lock:
+            self.crew = list(lines)
+
     def doing(self, what: str) -> AbstractContextManager[Tell]:
         """See `View.doing`."""
         return self.work.doing(what)
@@ -256,17 +301,28 @@ class LiveView(View):
         width, height = self.console.size
         with self.lock:
             table = _metrics_table(self.history, columns=2 if width >= 76 else 1, sparks=width >= 40)
-            last = self.last
+            last, crew = self.last, self.crew
         top = Panel(
-            Group(self.progress, table),
+            Group(self.progress, table, *([_actors_table(crew)] if crew else [])),
             title=Text(self.title),
             title_align="left",
             subtitle=Text(self.work.line) or None,  # in the border, where it can come and go without moving anything
             subtitle_align="left",
             border_style="cyan",
         )
-        lines = min(8, height - table.row_count - 6)  # the borders of two panels, the bar, the line below
+        crew_lines = len(crew) + 1 if crew else 0
+        lines = min(8, height - table.row_count - crew_lines - 6)  # two panels' borders, the bar, the line below
         return Group(top, _sample_panel(last, self.console, lines)) if lines > 0 and self.samples else top
+
+
+def _actors_table(lines: Sequence[ActorLine]) -> Table:
+    """One row for every actor."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for number, name in enumerate(ACTOR_COLUMNS):
+        table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*map(Text, line.cells()))
+    return table
 
 
 def _metrics_table(history: Mapping[str, Sequence[float]], *, columns: int, sparks: bool) -> Table:

@@ -16,13 +16,14 @@ from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.core.objectives import OBJECTIVES
-from bapo.learn.learner import Learner
+from bapo.learn.learner import Learner, Learns
 from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
+from bapo.runs.ledger import Ledger
 from bapo.tasks.overlong import overlong_penalty
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
@@ -64,11 +65,11 @@ def build(config: Config) -> Parts:
     torch.set_num_threads(config.threads)
     policy = make_policy(config)
     prepared = make_task(config, policy)
-    model, task = policy.model, prepared.task
+    task, ledger = prepared.task, Ledger()
     _check_fits(config, policy, task)
     sampling = Sampling(config.rollout.temperature, policy.stop_ids)
     off = config.offpolicy
-    engine = engine_for(model, slots=config.rollout.slots, parked=off.partial_cache)
+    engine, learner, close = _workers(config, policy, task)
     return Parts(
         config=config,
         task=task,
@@ -84,6 +85,7 @@ def build(config: Config) -> Parts:
             max_age=None if off.partial_budget is None else config.parked_max_age,
             over_age=off.partial_over_age,
             versions_per_run=config.updates_per_step,
+            record=ledger.record,
         ),
         buffer=Buffer(
             batch_groups=config.learn.batch_groups,
@@ -95,9 +97,24 @@ def build(config: Config) -> Parts:
             replay_max_uses=off.replay_max_uses,
             capacity=off.replay_capacity,
             seed=config.seed,
+            record=ledger.record,
         ),
-        learner=Learner(model, learner_settings(config)),
+        learner=learner,
+        ledger=ledger,
+        close=close,
     )
+
+
+def _workers(config: Config, policy: Policy, task: Task) -> tuple[Engine, Learns, Callable[[], None]]:
+    """Who samples and who learns, in this process or in a cluster, and what ends them."""
+    if config.cluster.on:
+        from bapo.train.cluster_parts import start_cluster
+
+        policy.model.to("meta")  # this process only needs to know its shape
+        return start_cluster(config, policy, task)
+    model = policy.model
+    engine = engine_for(model, slots=config.rollout.slots, parked=config.offpolicy.partial_cache)
+    return engine, Learner(model, learner_settings(config)), lambda: None
 
 
 def engine_notes(engine: Engine) -> list[str]:

@@ -21,12 +21,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from bapo.config.errors import CheckpointError
-from bapo.learn.learner import Learner
+from bapo.learn.learner import Learns
 
 MANIFEST, STATE = "manifest.json", "state.json"
 
 
-def save(directory: Path, step: int, learner: Learner, state: dict[str, Any], *, keep: int) -> Path:
+def save(directory: Path, step: int, learner: Learns, state: dict[str, Any], *, keep: int) -> Path:
     """Write the checkpoint of the step just completed, then remove all but the newest `keep`.
 
     `state`: everything besides the learner that the next step depends on, as plain JSON data.
@@ -75,7 +75,7 @@ def newest(directory: Path) -> Path:
     return found[-1]
 
 
-def load(path: Path, learner: Learner) -> dict[str, Any]:
+def load(path: Path, learner: Learns) -> dict[str, Any]:
     """Restore the learner. Returns the state that was saved with it."""
     _verify(path)
     try:

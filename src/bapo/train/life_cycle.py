@@ -14,7 +14,7 @@ import json
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from bapo.config.errors import ConfigError, Interrupted
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.learn.learner import Learner
+from bapo.learn.learner import Learns
 from bapo.models import Policy
 from bapo.models.export import save_additions, save_policy
 from bapo.runs.metrics import check_declared
@@ -59,7 +59,7 @@ class Job(ABC):
     """Whether there are responses to look at."""
     config: Config | SftConfig
     policy: Policy
-    learner: Learner
+    learner: Learns
     temperature: float = 1.0
     """The temperature at which the trained model is meant to be sampled."""
 
@@ -118,13 +118,27 @@ class Job(ABC):
         """More JSON files for the run directory, besides the usual ones."""
         return {}
 
+    def saved(self, checkpoint: Path) -> None:  # noqa: B027 - most jobs have nothing to do
+        """Called when a checkpoint of the present state is complete."""
+
+    def resumed(self, path: Path) -> None:  # noqa: B027 - most jobs have nothing to do
+        """Called when the run in `path` has been restored and its logs were cut back to the checkpoint."""
+
+    def export(self, path: Path, card: str) -> None:
+        """Write the trained model so that transformers and vLLM can load it, and low-rank additions separately."""
+        save_policy(self.policy, path / "model", card=card, temperature=self.temperature)
+        if self.policy.adapters is not None:
+            save_additions(self.policy, path / "adapter", card=card, base=self.config.model.path)
+
+    def close(self) -> None:  # noqa: B027 - most jobs have nothing to do
+        """End what was started for the run. Called last, whatever happened."""
+
 
 def start(make: Callable[[Kind], Job], config: Kind, *, plain: bool | None) -> Summary:
     """Train from the beginning. Returns the summary."""
     config = resolve(config)
     job = _made(make, config)
-    run = RunDirectory.create(config)
-    with run.held():
+    with closing(job), (run := RunDirectory.create(config)).held():
         for name, value in job.files().items():
             run.write(name, value)
         return _live(job, run, plain=plain)
@@ -138,11 +152,12 @@ def resume(make: Callable[[Kind], Job], schema: type[Kind], path: Path, *, plain
         return finished
     with run.held():
         source = checkpoint.newest(run.path / "checkpoints")
-        job = _made(make, resolve(config))
-        state = checkpoint.load(source, job.learner)
-        job.restore(state, run.path)
-        run.cut(state["logs"])
-        return _live(job, run, plain=plain)
+        with closing(_made(make, resolve(config))) as job:
+            state = checkpoint.load(source, job.learner)
+            job.restore(state, run.path)
+            run.cut(state["logs"])
+            job.resumed(run.path)
+            return _live(job, run, plain=plain)
 
 
 def _made(make: Callable[[Kind], Job], config: Kind) -> Job:
@@ -178,7 +193,7 @@ def _live(job: Job, run: RunDirectory, *, plain: bool | None) -> Summary:
             )
         job.measure(log, "after")
         summary = _summarize(job, run)
-        _export(job, run, job.card(summary))
+        job.export(run.path, job.card(summary))
     run.write("summary.json", summary)
     job.show(summary, run.path)
     print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
@@ -189,7 +204,7 @@ def _save(job: Job, run: RunDirectory) -> None:
     """Save everything needed to continue after this step, including the present length of the flushed logs."""
     run.flush()
     state = job.state() | {"logs": run.sizes()}
-    checkpoint.save(run.path / "checkpoints", job.done, job.learner, state, keep=job.config.checkpoint_keep)
+    job.saved(checkpoint.save(run.path / "checkpoints", job.done, job.learner, state, keep=job.config.checkpoint_keep))
 
 
 def _summarize(job: Job, run: RunDirectory) -> Summary:
@@ -198,13 +213,6 @@ def _summarize(job: Job, run: RunDirectory) -> Summary:
         for name in ("metrics.jsonl", "timing.jsonl")
     )
     return job.summary(metrics) | {"training_seconds": sum(line["seconds"] for line in timing)}
-
-
-def _export(job: Job, run: RunDirectory, card: str) -> None:
-    """Write the trained model so that transformers and vLLM can load it, and low-rank additions separately as well."""
-    save_policy(job.policy, run.path / "model", card=card, temperature=job.temperature)
-    if job.policy.adapters is not None:
-        save_additions(job.policy, run.path / "adapter", card=card, base=job.config.model.path)
 
 
 @contextmanager

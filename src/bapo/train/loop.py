@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bapo.buffer import Buffer, NoBatch
 from bapo.config.run import Config
-from bapo.learn.learner import Learner, Update
+from bapo.learn.learner import Learns, Update
 from bapo.models import Policy
 from bapo.rollout.engine import Engine
 from bapo.rollout.scheduler import Scheduler, new_group
+from bapo.runs.ledger import Ledger
 from bapo.screen.watch import Learned, Tell, Watching
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
-from bapo.train.scoring import Failure, response_metrics, score
+from bapo.train.scoring import Failure, response_metrics, score, unscored
 from bapo.types import Group
 
 
@@ -39,6 +40,8 @@ class RunState:
     step: int = 0  # completed steps
     groups: int = 0  # groups admitted so far; the next one's id
     owed: int = 0  # groups of the last step without a signal (filtered, dropped); the next step makes up for them
+    returned: int = 0  # asynchronous: groups that have come back so far, with rewards or without
+    windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
 
 
 @dataclass
@@ -56,7 +59,10 @@ class Parts:
     stream: ProblemStream
     scheduler: Scheduler
     buffer: Buffer
-    learner: Learner
+    learner: Learns
+    ledger: Ledger
+    close: Callable[[], None]
+    """Ends what was started for this run."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,9 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
         rollout = parts.scheduler.run(parts.engine, tell=tell)
     scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong)
     added = parts.buffer.add(scored.groups, version=parts.learner.version)
-    unusable = len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
-    state.owed = len(added.filtered) + unusable
+    for group in unscored(rollout.groups, scored):
+        parts.ledger.record("unscored", group.id)
+    state.owed = len(added.filtered) + len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
     sampled = time.perf_counter()
     with watching("learning") as tell:
         updates = list(learn(parts, tell))
@@ -114,10 +121,10 @@ def load_weights(parts: Parts) -> None:
         parts.engine.load(parts.learner.weights(), version=parts.learner.version)
 
 
-def admit(parts: Parts, state: RunState) -> int:
-    """Admit new problems for this step, including those owed; fewer while partial rollout has many in progress."""
+def admit(parts: Parts, state: RunState, most: int = 2) -> int:
+    """Admit new problems for this step, including those owed; fewer while `most` steps' worth are in progress."""
     config = parts.config.rollout
-    room = 2 * config.prompts - parts.scheduler.in_progress
+    room = most * config.prompts - len(parts.scheduler.in_progress)
     count = max(0, min(config.prompts + min(state.owed, config.prompts), room))
     for problem in parts.stream.draw(count):
         prompt_ids = parts.policy.encode(problem.prompt)

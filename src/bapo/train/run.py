@@ -4,6 +4,7 @@ config.json      the resolved configuration
 metrics.jsonl    one line per rollout, update and evaluation; a function of the configuration alone
 timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
+ledger.jsonl     what happened to every group, from its admission to its last use (bapo/runs/ledger.py)
 failures.jsonl   responses that the verifier failed on, with the cause; exists only if there are any
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format, with a card
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bapo import __version__
 from bapo.config.errors import CheckpointError, VerifierFailed
@@ -26,14 +27,20 @@ from bapo.config.run import Config
 from bapo.evaluate import evaluate
 from bapo.models import prompt_text
 from bapo.rollout.engine import Sampling
+from bapo.runs.ledger import FILE as LEDGER
+from bapo.runs.ledger import balance, in_state
+from bapo.runs.ledger import read as read_ledger
 from bapo.screen.view import summary_table
 from bapo.tasks.data.problems import fingerprint
 from bapo.train import life_cycle
 from bapo.train.build import build
 from bapo.train.card import model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
-from bapo.train.loop import RunState, StepRecord, load_weights, take_step
+from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
 from bapo.types import Group, Trajectory
+
+if TYPE_CHECKING:
+    from bapo.train.async_loop import AsyncLoop
 
 SELDOM = 0.02
 """With a mean reward below this, most groups have no success at all."""
@@ -61,6 +68,7 @@ class Training(Job):
         self.policy, self.learner = self.parts.policy, self.parts.learner
         self.temperature = self.config.rollout.temperature
         self.run_state = RunState()
+        self.asynchronous = _asynchronous(self.parts, self.run_state)
 
     @property
     def done(self) -> int:
@@ -87,12 +95,16 @@ class Training(Job):
 
     def advance(self, log: Log) -> None:
         """See `Job.advance`."""
-        record = take_step(self.parts, self.run_state, log.view.doing)
+        if self.asynchronous is None:
+            record = take_step(self.parts, self.run_state, log.view.doing)
+        else:
+            record = self.asynchronous.take_step(log.view)
         version = self.learner.version
         rollout = {"kind": "rollout", "step": record.step, "version": version} | record.rollout
         updates = [{"kind": "update", "step": record.step, "version": u.version} | u.metrics for u in record.updates]
         log.metrics(rollout, *updates)
         log.run.append("timing.jsonl", {"step": record.step} | record.timing)
+        log.run.append(LEDGER, *self.parts.ledger.take())
         self._log_samples(record, log)
         if record.failures:
             log.run.append("failures.jsonl", *({"step": record.step} | asdict(f) for f in record.failures))
@@ -126,6 +138,8 @@ class Training(Job):
 
     def _evaluate(self, log: Log, problems: int, temperature: float) -> dict[str, Any]:
         config, parts = self.config, self.parts
+        if self.asynchronous is not None:
+            self.asynchronous.pause()
         greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
         load_weights(parts)
         with log.view.doing("evaluating") as tell:
@@ -168,6 +182,36 @@ class Training(Job):
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
         self.run_state = RunState(**state["progress"])
+        self.asynchronous = _asynchronous(self.parts, self.run_state)
+
+    def resumed(self, path: Path) -> None:
+        """See `Job.resumed`. Refuse a run whose ledger and checkpoint disagree about a group."""
+        if not (path / LEDGER).exists():  # of a version that had none
+            return
+        lines, parts = read_ledger(path), self.parts
+        wrong = balance(lines, max_staleness=self.config.offpolicy.max_staleness).wrong
+        for state, ids in (("admitted", {g.id for g in parts.scheduler.in_progress}), ("held", parts.buffer.held)):
+            wrong += [f"group {id} is {state} in one and not in the other" for id in in_state(lines, state) ^ ids]
+        if wrong:
+            raise CheckpointError(
+                f"{path / LEDGER} does not fit the checkpoint: {wrong[0]}. Restore the file, or start a new run."
+            )
+
+    def saved(self, checkpoint: Path) -> None:
+        """See `Job.saved`."""
+        if self.asynchronous is not None:
+            self.asynchronous.saved(checkpoint)
+
+    def export(self, path: Path, card: str) -> None:
+        """See `Job.export`."""
+        if self.asynchronous is None:
+            super().export(path, card)
+        else:
+            self.asynchronous.export(path, card)
+
+    def close(self) -> None:
+        """See `Job.close`."""
+        self.parts.close()
 
     def _fingerprint(self) -> str:
         return fingerprint([*self.parts.task.train, *self.parts.task.test])
@@ -188,6 +232,9 @@ class Training(Job):
             "staleness_max": max(staleness, default=0.0),
         }
 
+    def _balance(self, path: Path) -> str:
+        return balance(read_ledger(path), max_staleness=self.config.offpolicy.max_staleness).line()
+
     def card(self, summary: Summary) -> str:
         """See `Job.card`."""
         return model_card(self.config, summary, chat=self.policy.chat, version=__version__)
@@ -207,6 +254,17 @@ class Training(Job):
             f"{summary['updates']} updates in {summary['training_seconds']:.0f} s of training; no token older than "
             f"{summary['staleness_max']:.0f} updates (bound {config.offpolicy.max_staleness})"
         )
+        if (path / LEDGER).exists():
+            print(f"ledger: {self._balance(path)}")
+
+
+def _asynchronous(parts: Parts, state: RunState) -> AsyncLoop | None:
+    """The loop of a run on a cluster."""
+    if not parts.config.cluster.on:
+        return None
+    from bapo.train.async_loop import AsyncLoop
+
+    return AsyncLoop(parts, state)
 
 
 def _recorded(group: Group) -> dict[str, Any]:

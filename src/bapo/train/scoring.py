@@ -52,6 +52,12 @@ def score(
     return Scored([whole for group in groups if (whole := _rewarded(group))], failures)
 
 
+def unscored(groups: Sequence[Group], scored: Scored) -> list[Group]:
+    """The groups that were left out because too few of their responses have a reward."""
+    kept = {group.id for group in scored.groups}
+    return [group for group in groups if group.id not in kept]
+
+
 def _without_stop(trajectory: Trajectory) -> list[int]:
     return trajectory.tokens[:-1] if trajectory.status is Status.STOPPED else trajectory.tokens
 

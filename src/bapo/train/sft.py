@@ -59,6 +59,7 @@ class SupervisedTraining(Job):
 
     unit = "update"
     shows_samples = False
+    learner: Learner
 
     def __init__(self, config: SftConfig) -> None:
         """Load the data first, so that mistakes in it show before a model is loaded."""

@@ -63,6 +63,7 @@ class GraphEngine:
 
     draws_by_position = True
     gives_entropies = True
+    continuous = False
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class LocalEngine:
 
     draws_by_position = True
     gives_entropies = True
+    continuous = False
 
     def __init__(self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384) -> None:
         """`slots`: responses sampled at the same time. `prefill_tokens`: most tokens in a prefill of several rows."""

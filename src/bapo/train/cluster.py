@@ -1,0 +1,206 @@
+"""Ray, as far as we use it: actors in places, calls with deadlines, the end of processes. Only this module knows it.
+
+    Cluster   the Ray instance: started here for this run alone, or joined at an address
+    Place     a bundle of a placement group, in which one actor after the other may live
+    Actor     an object in another process; its calls return at once
+    Call      the answer to come; asking for it has a deadline, and an error names who was waited for
+
+Ray places processes and tells us when one has died. It restarts and retries nothing: `max_restarts` and
+`max_task_retries` are 0, because a retried call would run at least once, not exactly once. Whoever owns an actor
+replaces it.
+
+Without an address, everything that Ray opens listens on 127.0.0.1. With an address, Ray listens where that cluster was
+told to. Inside a cluster Ray moves objects as pickles, so everybody who can reach its ports can run code there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from bapo.config.errors import ClusterError, ConfigError
+
+try:
+    # Ray reads this when it is imported: a cluster that we start ourselves stays on this machine.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+    from ray.util.placement_group import PlacementGroup, placement_group
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+except ImportError:  # pragma: no cover - said by `connect`
+    ray = None
+
+END_SECONDS = 10.0
+"""How long we wait for a process to end after it was killed."""
+
+
+class Lost(ClusterError):  # noqa: N818
+    """An actor has died, or its node has."""
+
+
+class Silent(ClusterError):  # noqa: N818
+    """An actor has not answered in time."""
+
+
+@dataclass
+class Call:
+    """An answer to come."""
+
+    ref: Any
+    who: str
+    what: str
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """How long we have been waiting."""
+        return time.monotonic() - self.began
+
+    def answer(self, seconds: float) -> Any:
+        """The answer, waiting at most this long for it. Raises Lost, Silent, or what the actor raised."""
+        try:
+            return ray.get(self.ref, timeout=seconds)
+        except GetTimeoutError:
+            raise Silent(
+                f"{self.who} has not answered for {self.seconds:.0f} s: it was asked to {self.what}. Look at its log "
+                f"in {logs()}, or allow more time in the section cluster."
+            ) from None
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayActorError as error:
+            raise Lost(f"{self.who} died while it was asked to {self.what}: {_first_line(error)}") from error
+        except RayError as error:
+            raise Lost(f"{self.who} was asked to {self.what}, and its answer is lost: {_first_line(error)}") from error
+
+
+def answered(calls: Sequence[Call], seconds: float) -> list[Call]:
+    """The calls that have an answer, after waiting at most this long for the first one."""
+    if not calls:
+        return []
+    ready, _ = ray.wait([call.ref for call in calls], num_returns=1, timeout=seconds, fetch_local=False)
+    more, _ = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0, fetch_local=False)
+    found = {ref.hex() for ref in (*ready, *more)}
+    return [call for call in calls if call.ref.hex() in found]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor lives: one bundle of a placement group."""
+
+    group: PlacementGroup
+    bundle: int
+    resources: dict[str, float]
+
+
+class Actor:
+    """An object of a class in another process."""
+
+    def __init__(self, kind: type, name: str, place: Place, *given: Any) -> None:
+        """Start it; `given` are the arguments of its class. The first call waits until it has been made."""
+        self.name = name
+        self.process: tuple[str, int] | None = None
+        """Its node and process id, once known."""
+        strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
+        remote = ray.remote(kind).options(
+            num_cpus=place.resources.get("CPU", 0),
+            num_gpus=place.resources.get("GPU", 0),
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=strategy,
+        )
+        self._handle = remote.remote(*given)
+
+    def call(self, method: str, *given: Any, what: str, returns: int = 1) -> Call:
+        """Begin a call. `what`: completes "it was asked to ..."."""
+        refs = getattr(self._handle, method).options(num_returns=returns).remote(*given)
+        return Call(refs, self.name, what)
+
+    def kill(self) -> None:
+        """End its process and everything that the process has started, even if it is stopped or hangs."""
+        with suppress(RayError):
+            ray.kill(self._handle, no_restart=True)
+        if self.process is not None:
+            node, pid = self.process
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            end = ray.remote(num_cpus=0, max_retries=0)(end_process).options(scheduling_strategy=here)
+            with suppress(RayError):
+                ray.wait([end.remote(pid)], timeout=END_SECONDS)
+
+
+def end_process(pid: int) -> None:
+    """Kill this process."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def whereabouts() -> tuple[str, int]:
+    """The node and the process id of this process, to be called inside an actor."""
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def node_name() -> str:
+    """A name that people know this machine by."""
+    return f"{os.uname().nodename} ({ray.util.get_node_ip_address()})"
+
+
+class Cluster:
+    """The Ray instance of a run, with the places it holds."""
+
+    def __init__(self, address: str | None, *, processes: int) -> None:
+        """Join the cluster at this address; without one, start Ray here with room for so many processes."""
+        if ray is None:
+            raise ConfigError(
+                "cluster.rollouts needs Ray, which is not installed. Install it with: pip install 'bapo[ray]'"
+            )
+        self._groups: list[PlacementGroup] = []
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if address is None:
+            options |= {"num_cpus": processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        try:
+            ray.init(address=address or "local", **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(
+                f"cluster.address={address!r}: cannot connect to Ray: {_first_line(error)}. Start it with `ray start "
+                "--head`, give the address that it prints, or leave cluster.address out to start Ray here."
+            ) from error
+
+    def places(self, count: int, resources: dict[str, float], *, seconds: float, what: str) -> list[Place]:
+        """Reserve so many places, near each other where possible."""
+        group = placement_group([resources] * count, strategy="PACK")
+        self._groups.append(group)
+        if not group.wait(seconds):
+            raise ClusterError(
+                f"there is no room for {count} {what} with {_listed(resources)} each: after {seconds:.0f} s Ray has "
+                f"{_listed(ray.available_resources())} free of {_listed(ray.cluster_resources())}. Add machines, or "
+                "ask for less in the section cluster."
+            )
+        return [Place(group, bundle, resources) for bundle in range(count)]
+
+    def close(self) -> None:
+        """Give everything back. A Ray that was started here ends with it."""
+        for group in self._groups:
+            with suppress(RayError):
+                ray.util.remove_placement_group(group)
+        ray.shutdown()
+
+
+def logs() -> str:
+    """Where Ray keeps what actors print."""
+    node = ray._private.worker._global_node
+    return str(node.get_logs_dir_path()) if node is not None else "the session directory of Ray"
+
+
+def _listed(resources: dict[str, float]) -> str:
+    shown = {name: value for name, value in resources.items() if name in ("CPU", "GPU")}
+    return ", ".join(f"{value:g} {name}" for name, value in shown.items()) or "nothing"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -1,0 +1,70 @@
+"""Places and starts the actors of a run: a fleet of engines, and the ranks of its learner."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bapo.config.run import Config
+from bapo.models import Policy
+from bapo.tasks.task import Task
+from bapo.train.cluster import Actor, Cluster, Place
+from bapo.train.fleet import Fleet
+from bapo.train.hosts import LearnerHost, RolloutHost
+from bapo.train.learners import RemoteLearner
+
+PROBE_CONTEXTS = 4
+"""How many prompts the probe of an engine continues."""
+PROBE_TOKENS = 128
+"""The longest context of a probe."""
+
+
+def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, RemoteLearner, Callable[[], None]]:
+    """Start Ray or join it, reserve places, and start all actors. Returns what ends them as well."""
+    chosen, given = config.cluster, config.model_dump(mode="json")
+    cuda = 1.0 if config.device == "cuda" else 0.0
+    cluster = Cluster(chosen.address, processes=chosen.rollouts + chosen.learners)
+    try:
+        seconds = chosen.start_seconds
+        learning = cluster.places(chosen.learners, {"CPU": 1, "GPU": cuda}, seconds=seconds, what="learner ranks")
+        gpus = {"CPU": 1.0, "GPU": cuda * chosen.gpus_per_rollout}
+        sampling = cluster.places(chosen.rollouts, gpus, seconds=seconds, what="rollout actors")
+        learner = RemoteLearner(
+            lambda attempt: _ranks(learning, given, attempt),
+            contexts=probe_contexts(policy, task),
+            update_seconds=chosen.update_seconds,
+        )
+        fleet = Fleet(
+            lambda place: Actor(RolloutHost, f"rollout {place}", sampling[place], given),
+            chosen.rollouts,
+            slots=config.rollout.slots,
+            even=chosen.ahead == 0,
+            silence_seconds=chosen.silence_seconds,
+            start_seconds=chosen.start_seconds,
+        )
+    except BaseException:
+        cluster.close()
+        raise
+
+    def close() -> None:
+        fleet.close()
+        learner.close()
+        cluster.close()
+
+    return fleet, learner, close
+
+
+def _ranks(places: Sequence[Place], given: dict[str, object], attempt: int) -> list[Actor]:
+    """All ranks of the learner, which meet each other at a file that no earlier attempt has used."""
+    meeting = Path(tempfile.mkdtemp(prefix="bapo-")) / f"meeting-{attempt}"
+    return [
+        Actor(LearnerHost, f"learner {rank}", place, given, rank, f"file://{meeting}")
+        for rank, place in enumerate(places)
+    ]
+
+
+def probe_contexts(policy: Policy, task: Task) -> list[list[int]]:
+    """What probes continue: the ends of a few prompts."""
+    problems = list(task.train[:PROBE_CONTEXTS])
+    return [policy.encode(problem.prompt)[-PROBE_TOKENS:] for problem in problems]

@@ -1,0 +1,348 @@
+"""Many engines in other processes as one engine, which goes on when some of them die.
+
+    member     a place in the cluster, with the actor that lives there now
+    call       a member has at most one call under way: start, load, work or park. It answers, dies or falls silent
+    request    at most one member works on it. Its tokens stream here with every answer, so whoever continues it after
+               a death begins where the last answer ended
+
+Who waits for whom. A member waits only for its next call, and `collect` gives it one as soon as it has answered. New
+weights reach a member between two calls to work, each member by itself, so no engine waits for another one. A member
+that dies, does not answer within `silence_seconds`, or samples with wrong weights is killed with its process tree. A
+new actor starts in its place, loads the newest weights, is checked, and only then is given requests. Nobody waits for
+it unless no member is left. The fleet raises an error when no member has been fit to work for `start_seconds`, or when
+actors cannot even start.
+
+Requests are given to members with the newest weights only. So versions never decrease along a response, wherever it
+continues. With `even`, all requests of a submission are divided at once and evenly, in their order, when all members
+are fit: without faults, the same requests then give the same responses. Otherwise members take from one line as they
+have room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from bapo.config.errors import ClusterError, ConfigError
+from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
+from bapo.rollout.worker import continued
+from bapo.screen.view import ActorLine
+from bapo.train.cluster import Actor, Call, Lost, Silent, answered
+from bapo.train.hosts import Hello
+from bapo.train.published import Published
+from bapo.types import Status
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Doing = Literal["start", "load", "work", "park", "nothing"]
+WORK_SECONDS = 0.5
+"""How long a member samples before it answers."""
+TRIES = 3
+"""How often in a row an actor may fail to start, or fail at the same weights, before the run gives up."""
+
+
+@dataclass
+class Member:
+    """One place of the fleet."""
+
+    name: str
+    actor: Actor
+    call: Call | None = None
+    doing: Doing = "nothing"
+    hello: Hello | None = None
+    version: int = NOTHING_LOADED
+    given: dict[int, Request] = field(default_factory=dict)
+    """What each request that it works on would ask for if it began elsewhere now."""
+    portion: list[Request] = field(default_factory=list)
+    """What it is given with its next call."""
+    restarts: int = -1
+    failures: int = 0
+    """Failures in a row that are not deaths."""
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=32))
+    """When its last answers came, and with how many tokens."""
+
+
+class Fleet:
+    """An Engine made of engines elsewhere."""
+
+    def __init__(
+        self,
+        spawn: Callable[[int], Actor],  # number of the place -> a new actor in it
+        size: int,
+        *,
+        slots: int,
+        even: bool,
+        silence_seconds: float,
+        start_seconds: float,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`say` is told what a person should know: who was replaced, and why."""
+        self.spawn, self.slots, self.even, self.say = spawn, slots, even, say
+        self.silence_seconds, self.start_seconds = silence_seconds, start_seconds
+        self.published: Published | None = None
+        self.sampling = Sampling()
+        self.line: deque[Request] = deque()
+        self.known: set[int] = set()
+        """Requests under way, in the line or with a member."""
+        self.gap_max = 0.0
+        """The largest log-prob gap that a probe has found since the last `take_gap`."""
+        self._found: list[tuple[int, Segment]] = []
+        self._fit = time.monotonic()
+        """When a member was last fit to sample."""
+        self._faulty = False
+        """Whether a member was replaced since the last submission."""
+        self.members = [self._begin(Member(f"rollout {place}", spawn(place))) for place in range(size)]
+
+    # The Engine protocol.
+
+    @property
+    def version(self) -> int:
+        """The version that members sample with, or will before they are given anything."""
+        return NOTHING_LOADED if self.published is None else self.published.version
+
+    @property
+    def draws_by_position(self) -> bool:
+        """See `Engine.draws_by_position`. Where a request is sampled depends on time unless they are divided evenly."""
+        return self.even and self._said("draws_by_position")
+
+    @property
+    def gives_entropies(self) -> bool:
+        """See `Engine.gives_entropies`."""
+        return self._said("gives_entropies")
+
+    continuous = True
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Give these weights to every member, each at its next opportunity. `weights` must be published."""
+        if not isinstance(weights, Published):
+            raise TypeError("a fleet loads weights that the learner has published, not tensors.")
+        assert weights.version == version
+        self.published = weights
+        for member in self.members:
+            member.failures = 0
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
+        """See `Engine.submit`. A fleet has no token budget."""
+        if token_budget is not None:
+            raise ValueError(f"token_budget={token_budget}: a fleet samples without a budget. Set it to None.")
+        if self.known and sampling != self.sampling:
+            raise RuntimeError("requests with another sampling are under way. First park and collect them.")
+        self.sampling, self._faulty = sampling, False
+        self.line.extend(requests)
+        self.known |= {request.id for request in requests}
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
+        """See `Engine.collect`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._engage()
+            left = WORK_SECONDS if deadline is None else min(WORK_SECONDS, max(0.0, deadline - time.monotonic()))
+            self._listen(left)
+            if not self.known or (deadline is not None and (self._found or time.monotonic() >= deadline)):
+                found, self._found = self._found, []
+                return found
+
+    def park(self) -> None:
+        """See `Engine.park`. The members return what they are working on."""
+        deadline = time.monotonic() + self.start_seconds
+        while True:
+            self._recall_waiting()
+            busy = [member for member in self.members if member.given]
+            if not busy:
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(member.name for member in busy)
+                raise ClusterError(f"{names} did not park within cluster.start_seconds={self.start_seconds:g}.")
+            for member in busy:
+                if member.call is None:
+                    member.call, member.doing = member.actor.call("park", what="park its responses"), "park"
+            self._listen(WORK_SECONDS)
+
+    def _recall_waiting(self) -> None:
+        """Return as parked what no member has begun, or what a member that died had begun."""
+        waiting = [*self.line, *(request for member in self.members for request in member.portion)]
+        self.line.clear()
+        for member in self.members:
+            member.portion = []
+        self.known -= {request.id for request in waiting}
+        self._found += [(request.id, Segment(status=Status.PARKED)) for request in waiting]
+
+    # More than an engine.
+
+    def ready(self) -> None:
+        """Wait until all members have started."""
+        while any(member.hello is None for member in self.members):
+            self._engage()
+            self._listen(WORK_SECONDS)
+
+    def lines(self) -> list[ActorLine]:
+        """What a person sees of every member."""
+        now = time.monotonic()
+        return [
+            ActorLine(
+                member.name,
+                _DOING[member.doing],
+                member.version,
+                _rate(member.recent, now),
+                len(member.given),
+                member.restarts,
+            )
+            for member in self.members
+        ]
+
+    def take_gap(self) -> float:
+        """The largest log-prob gap that was found by a probe since the last call."""
+        gap, self.gap_max = self.gap_max, 0.0
+        return gap
+
+    def close(self) -> None:
+        """End all members."""
+        for member in self.members:
+            member.actor.kill()
+
+    # Calls and answers.
+
+    def _begin(self, member: Member) -> Member:
+        member.call = member.actor.call("hello", what="start")
+        member.doing, member.hello, member.version = "start", None, NOTHING_LOADED
+        member.restarts += 1
+        member.recent.clear()
+        return member
+
+    def _engage(self) -> None:
+        """Give a call to every member that has none and can do something."""
+        self._divide()
+        for member in self.members:
+            if member.call is not None:
+                continue
+            published = self.published
+            if published is not None and member.version != published.version:
+                given = (published.parcel, published.version, published.fingerprint, published.probe)
+                what = f"load the weights of version {published.version}"
+                member.call, member.doing = member.actor.call("load", *given, what=what), "load"
+            elif member.portion or member.given:
+                requests, member.portion = member.portion, []
+                member.given |= {request.id: request for request in requests}
+                call = member.actor.call("work", requests, self.sampling, WORK_SECONDS, what="sample")
+                member.call, member.doing = call, "work"
+            else:
+                member.doing = "nothing"
+
+    def _divide(self) -> None:
+        """Give requests of the line to members that have the newest weights."""
+        fit = [member for member in self.members if self._is_fit(member)]
+        if not fit or not self.line:
+            return
+        if self.even and (len(fit) == len(self.members) or self._faulty):
+            for place in range(len(self.line)):
+                fit[place % len(fit)].portion.append(self.line.popleft())
+        elif not self.even:
+            for member in fit:
+                member.portion += [self.line.popleft() for _ in range(self._room(member, len(fit)))]
+
+    def _is_fit(self, member: Member) -> bool:
+        return member.hello is not None and member.version == self.version != NOTHING_LOADED
+
+    def _room(self, member: Member, sharing: int) -> int:
+        """How many requests it takes next: many at a time if they interrupt those under way."""
+        assert member.hello is not None
+        held = len(member.given) + len(member.portion)
+        most, few = (self.slots, self.slots - 1) if member.hello.continuous else (2 * self.slots, self.slots // 2)
+        share = -(-len(self.line) // sharing)  # others want some, too
+        return min(most - held, share) if held <= few else 0
+
+    def _listen(self, seconds: float) -> None:
+        """Take in the answers that have come, after waiting at most this long, and replace whoever has failed."""
+        calls = [member.call for member in self.members if member.call is not None]
+        if not calls:
+            time.sleep(min(seconds, 0.05))  # nobody has anything to do
+        heard = {id(call) for call in answered(calls, seconds)}
+        for place, member in enumerate(self.members):
+            call, patience = member.call, self.start_seconds
+            if member.doing == "work":
+                patience = self.silence_seconds
+            if call is None or (id(call) not in heard and call.seconds < patience):
+                continue
+            try:
+                answer = call.answer(0 if id(call) not in heard else self.silence_seconds)
+            except (Lost, Silent) as error:
+                self._replace(member, place, error)
+            except Exception as error:
+                self._failed(member, place, error)
+            else:
+                member.call = None
+                self._take_in(member, answer)
+        if any(self._is_fit(member) for member in self.members):
+            self._fit = time.monotonic()
+        elif time.monotonic() - self._fit > 2 * self.start_seconds:
+            told = "; ".join(f"{line.name}: {line.doing}, {line.restarts} restarts" for line in self.lines())
+            raise ClusterError(
+                f"no rollout actor has been fit to sample for {2 * self.start_seconds:.0f} s ({told}). Look at the "
+                "nodes of the cluster, then continue with `bapo resume`."
+            )
+
+    def _take_in(self, member: Member, answer: Any) -> None:
+        if member.doing == "start":
+            self._greet(member, answer)
+        elif member.doing == "load":
+            assert self.published is not None
+            member.version, member.failures = answer.version, 0
+            self.gap_max = max(self.gap_max, answer.gap)
+        else:
+            tokens = 0
+            for id, segment in answer:
+                member.given[id] = continued(member.given[id], segment.tokens)
+                tokens += len(segment.tokens)
+                if segment.status is not None:
+                    del member.given[id]
+                    self.known.discard(id)
+                self._found.append((id, segment))
+            member.recent.append((time.monotonic(), tokens))
+
+    def _greet(self, member: Member, hello: Hello) -> None:
+        """Let a member in if it runs the same code as this process."""
+        member.actor.process = hello.process
+        hello.check(member.name)
+        member.hello = hello
+
+    def _failed(self, member: Member, place: int, error: Exception) -> None:
+        """A member raised an error: try another actor, but not for ever."""
+        member.failures += 1
+        if member.failures >= TRIES or isinstance(error, ConfigError):
+            what = _DOING[member.doing]
+            raise ClusterError(f"{member.name} failed {member.failures} times while {what}: {error}") from error
+        self._replace(member, place, error)
+
+    def _replace(self, member: Member, place: int, error: Exception) -> None:
+        """End the actor of a member and start another one. Its requests go to the front of the line."""
+        self.say(f"{member.name} is replaced: {error}")
+        member.actor.kill()
+        self.line.extendleft(reversed([*member.given.values(), *member.portion]))
+        member.given, member.portion, self._faulty = {}, [], True
+        member.actor = self.spawn(place)
+        self._begin(member)
+
+    def _said(self, what: str) -> bool:
+        """What all members have said about themselves; waits until they have started."""
+        self.ready()
+        return all(getattr(member.hello, what) for member in self.members)
+
+
+_DOING: dict[Doing, str] = {
+    "start": "starting",
+    "load": "loading weights",
+    "work": "sampling",
+    "park": "parking",
+    "nothing": "idle",
+}
+
+
+def _rate(recent: Sequence[tuple[float, int]], now: float) -> float:
+    """Tokens per second over the last answers."""
+    if len(recent) < 2:
+        return 0.0
+    return sum(tokens for _, tokens in list(recent)[1:]) / max(1e-9, now - recent[0][0])

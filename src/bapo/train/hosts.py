@@ -1,0 +1,194 @@
+"""What lives in the actors of a cluster: an engine that samples, or one rank of the learner.
+
+Both are plain objects: nothing here knows that it runs in an actor, apart from `whereabouts`. Each is made from the
+run's configuration, so that it loads the same model in the same way as every other process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import bapo
+from bapo.config.errors import ClusterError
+from bapo.config.run import Config
+from bapo.learn.learner import Learner, Update
+from bapo.models.export import save_additions, save_policy
+from bapo.rollout.engine import Engine, Request, Sampling, Segment
+from bapo.rollout.in_process import engine_for
+from bapo.rollout.probe import probe
+from bapo.rollout.worker import Worker
+from bapo.train.build import learner_settings, make_policy, resolve
+from bapo.train.cluster import node_name, whereabouts
+from bapo.train.published import Parcel, Probe, fingerprint, pack, unpack
+from bapo.types import Group
+
+PROBE_DRAWS = 4
+"""Tokens that an engine samples after each context of a probe."""
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
+"""The largest gap between the log-probs of an engine and of the learner that rounding explains, by precision."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What an actor says about itself when it has started."""
+
+    process: tuple[str, int]
+    node: str
+    code: dict[str, str]
+    """Versions of what decides the results."""
+    draws_by_position: bool = True
+    gives_entropies: bool = True
+    continuous: bool = False
+
+    def check(self, name: str) -> None:
+        """Refuse an actor that runs other code than this process."""
+        ours, theirs = code(), self.code
+        different = [f"{what} {theirs[what]} instead of {ours[what]}" for what in ours if theirs[what] != ours[what]]
+        if different:
+            raise ClusterError(
+                f"{name} on {self.node} runs {', '.join(different)}. All machines of a cluster must run the same "
+                "versions: install this one's there."
+            )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What an engine says when it has loaded and checked new weights."""
+
+    version: int
+    gap: float
+    """The largest difference between a log-prob that it sampled with and the learner's."""
+
+
+@cache
+def code() -> dict[str, str]:
+    """Versions of this process: of bapo with a digest of its files, and of what it computes with."""
+    root = Path(bapo.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return {
+        "bapo": f"{bapo.__version__} ({digest.hexdigest()[:12]})",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+class RolloutHost:
+    """An engine at work."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = resolve(Config.model_validate(config))
+        torch.set_num_threads(threads_of(self.config))
+        self.engine = self._engine()
+        self.worker = Worker(self.engine)
+
+    def _engine(self) -> Engine:
+        config = self.config
+        return engine_for(make_policy(config).model, slots=config.rollout.slots)
+
+    def hello(self) -> Hello:
+        """Who this is."""
+        engine = self.engine
+        return Hello(
+            whereabouts(), node_name(), code(), engine.draws_by_position, engine.gives_entropies, engine.continuous
+        )
+
+    def load(self, parcel: Parcel, version: int, expected: str, told: Probe) -> Loaded:
+        """Load new weights under the responses in progress, and check them."""
+        if (found := fingerprint(parcel)) != expected:
+            raise ValueError(
+                f"the weights of version {version} arrived with fingerprint {found} instead of {expected}: they were "
+                "changed on the way. Look for faulty memory or a full /dev/shm on this node."
+            )
+        self.worker.load(unpack(parcel), version=version)
+        probed = probe(
+            self.engine,
+            told.contexts,
+            torch.from_numpy(told.logprobs.copy()),
+            temperature=told.temperature,
+            draws=PROBE_DRAWS,
+            tolerance=TOLERANCE[self.config.model.dtype],
+        )
+        return Loaded(version, probed.gap_max)
+
+    def work(self, requests: Sequence[Request], sampling: Sampling, seconds: float) -> list[tuple[int, Segment]]:
+        """Take in these requests and sample for some time."""
+        if requests:
+            self.worker.give(requests, sampling)
+        return self.worker.work(seconds)
+
+    def park(self) -> list[tuple[int, Segment]]:
+        """Give everything back unfinished."""
+        return self.worker.park()
+
+
+class LearnerHost:
+    """One rank of the learner."""
+
+    def __init__(self, config: dict[str, Any], rank: int, meeting: str) -> None:
+        """`meeting`: where the ranks meet: a URL for torch.distributed; with one rank it is not used."""
+        self.config = resolve(Config.model_validate(config))
+        self.rank, self.meeting = rank, meeting
+        torch.set_num_threads(threads_of(self.config))
+        self.learner = self._learner()
+
+    def _learner(self) -> Learner:
+        config = self.config
+        if config.cluster.learners == 1:
+            return Learner(make_policy(config).model, learner_settings(config))
+        raise NotImplementedError
+
+    def hello(self) -> Hello:
+        """Who this is."""
+        return Hello(whereabouts(), node_name(), code())
+
+    def step(self, groups: Sequence[Group]) -> Update:
+        """Take one update together with the other ranks."""
+        return self.learner.step(groups)
+
+    def publish(self, contexts: Sequence[Sequence[int]]) -> tuple[Parcel, tuple[str, Probe]]:
+        """The weights as they are now, with what an engine that has them must say. All ranks take part; rank 0 has
+        the answer.
+        """
+        parcel = pack(self.learner.weights(), getattr(torch, self.config.model.dtype))
+        logprobs = self.learner.next_logprobs(contexts).cpu().numpy()
+        told = Probe([list(context) for context in contexts], logprobs, self.learner.settings.temperature)
+        return parcel, (fingerprint(parcel), told)
+
+    def save(self, directory: Path) -> None:
+        """See `Learner.save`. The directory must be the same for all ranks: a shared file system."""
+        self.learner.save(directory)
+
+    def load(self, directory: Path, version: int) -> None:
+        """See `Learner.load`."""
+        self.learner.load(directory, version=version)
+
+    def export(self, parcel: Parcel, directory: Path, card: str) -> None:
+        """Write these weights as a model that transformers and vLLM can load, and additions separately."""
+        config = self.config
+        policy = make_policy(config.model_copy(update={"device": "cpu"}))
+        places = dict(policy.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in unpack(parcel):
+                places[name].copy_(weight)
+        save_policy(policy, directory / "model", card=card, temperature=config.rollout.temperature)
+        if policy.adapters is not None:
+            save_additions(policy, directory / "adapter", card=card, base=config.model.path)
+
+
+def threads_of(config: Config) -> int:
+    """Threads of one actor: this machine's cores, shared by as many actors as may be on it."""
+    cluster = config.cluster
+    actors = cluster.rollouts + cluster.learners if cluster.address is None else 1
+    return max(1, config.threads // actors)

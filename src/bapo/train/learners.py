@@ -1,0 +1,208 @@
+"""The learner's ranks in other processes as one learner, which survives the death of any of them.
+
+All ranks are handed the same groups and take every update together. If one dies or does not answer in time, all are
+ended, started again and taken back to the last checkpoint. The updates since then are taken again from the journal:
+the groups of every update since the last checkpoint, as they were drawn. An update is a function of weights and groups,
+so the learner arrives where it was, bit for bit on the same hardware. Versions keep their meaning, no group is drawn
+twice, and the engines go on sampling meanwhile. The fingerprint of the weights before and after is compared when they
+are published again; a difference is said, not hidden.
+
+Every wait lets somebody else work: `meanwhile` is called about ten times a second while the ranks are busy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo.config.errors import ClusterError
+from bapo.learn.learner import Update
+from bapo.screen.view import ActorLine
+from bapo.train.cluster import Actor, Call, Lost, Silent, answered
+from bapo.train.published import Published
+from bapo.types import Group
+
+TRIES = 3
+"""How often in a row the ranks may die before one update is done."""
+LISTEN_SECONDS = 0.05
+"""How long we listen for answers before `meanwhile` gets its turn."""
+GRACE_SECONDS = 5.0
+"""How long after one rank's error we look for the death of another one that explains it."""
+ANSWER_SECONDS = 60.0
+"""How long an answer may take to arrive after its rank has given it."""
+
+
+class RemoteLearner:
+    """A learner made of ranks elsewhere."""
+
+    def __init__(
+        self,
+        spawn: Callable[[int], list[Actor]],  # number of the attempt -> all ranks, which will meet each other
+        *,
+        contexts: Sequence[Sequence[int]],  # what the probes of engines continue
+        update_seconds: float,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.spawn, self.contexts, self.say = spawn, contexts, say
+        self.update_seconds = update_seconds
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.version = 0
+        self.restarts = 0
+        self.rate = 0.0
+        """Tokens per second of the last update."""
+        self.doing = "starting"
+        self.journal: list[list[Group]] = []
+        """The groups of every update since the last checkpoint."""
+        self.origin: tuple[Path, int] | None = None
+        """The last checkpoint and its version; None: the model as it is loaded."""
+        self._fingerprints: dict[int, str] = {}
+        self._ranks = spawn(0)
+        self._greeted = False
+
+    def step(self, groups: Sequence[Group]) -> Update:
+        """One optimizer step on the responses of these groups."""
+        began = time.monotonic()
+        update: Update = self._surely("step", list(groups), what=f"take update {self.version + 1}")
+        self.journal.append(list(groups))
+        self.version = update.version
+        self.rate = update.tokens / (time.monotonic() - began)
+        return update
+
+    def weights(self) -> Published:
+        """The weights as they are now, published for engines to load."""
+        parcel, (digest, told) = self._surely("publish", self.contexts, what="publish its weights", returns=2)
+        known = self._fingerprints.setdefault(self.version, digest)
+        if known != digest:
+            self.say(
+                f"version {self.version} has other bits than before the learner was restarted (fingerprint {digest} "
+                f"instead of {known}): this hardware does not repeat an update exactly. Training goes on."
+            )
+        self._fingerprints = {self.version: known}
+        return Published(self.version, parcel, digest, told)
+
+    def save(self, directory: Path) -> None:
+        """Write what a checkpoint needs. The ranks must see the same directory."""
+        self._surely("save", directory.absolute(), what="save a checkpoint")
+
+    def saved(self, checkpoint: Path) -> None:
+        """This checkpoint of the present version is complete, so older updates need not be repeated any more."""
+        self.origin, self.journal = (checkpoint.absolute(), self.version), []
+
+    def load(self, directory: Path, *, version: int) -> None:
+        """Restore what `save` wrote at this version."""
+        self.origin, self.journal, self.version = (directory.absolute(), version), [], version
+        self._surely("load", directory.absolute(), version, what=f"load {directory.name}")
+
+    def export(self, directory: Path, card: str) -> None:
+        """Write the model as it is now, for transformers and vLLM, into the directory of the run."""
+        parcel = self.weights().parcel
+        call = self._ranks[0].call("export", parcel, directory.absolute(), card, what="export the model")
+        call.answer(self.update_seconds)
+
+    def lines(self) -> list[ActorLine]:
+        """What a person sees of the ranks: they all do the same."""
+        name = "learner" if len(self._ranks) == 1 else f"learner 0-{len(self._ranks) - 1}"
+        return [ActorLine(name, self.doing, self.version, self.rate, 0, self.restarts)]
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._end()
+
+    # Ranks.
+
+    def _ask(self, method: str, *given: Any, what: str, returns: int = 1) -> list[Call]:
+        """Ask all ranks for the same."""
+        self._greet()
+        return [rank.call(method, *given, what=what, returns=returns) for rank in self._ranks]
+
+    def _surely(self, method: str, *given: Any, what: str, returns: int = 1) -> Any:
+        """The answer of rank 0 after all ranks have answered. If one dies, all begin again from the checkpoint."""
+        before, self.doing = self.doing, what
+        for _ in range(TRIES):
+            try:
+                answers = self._all(self._ask(method, *given, what=what, returns=returns))
+            except (Lost, Silent) as error:
+                self._restart(error)
+            except Exception:
+                self._end()  # the other ranks may wait for the one that failed
+                raise
+            else:
+                self.doing = before
+                return answers[0]
+        raise ClusterError(f"the learner's ranks died {TRIES} times while they were asked to {what}.")
+
+    def _all(self, calls: list[Call]) -> list[Any]:
+        """The answers of all ranks. Of an answer in two parts the first, which is large, stays where it is."""
+        two_parts = isinstance(calls[0].ref, list)
+        last = [Call(call.ref[1], call.who, call.what, call.began) for call in calls] if two_parts else calls
+        while not self._heard(last):
+            self.meanwhile()
+        answers = [call.answer(ANSWER_SECONDS) for call in last]
+        return [(call.ref[0], rest) for call, rest in zip(calls, answers, strict=True)] if two_parts else answers
+
+    def _heard(self, calls: list[Call]) -> bool:
+        """Whether all have answered; raises if one has died, failed, or let us wait for too long."""
+        came = answered(calls, LISTEN_SECONDS)
+        for call in came:
+            try:
+                call.answer(ANSWER_SECONDS)  # raises if it has failed, although others may still wait for it
+            except Exception as error:
+                raise _cause(error, calls) from error
+        if len(came) == len(calls):
+            return True
+        late = next(call for call in calls if call not in came)
+        if late.seconds > self.update_seconds:
+            late.answer(0)
+        return False
+
+    def _greet(self) -> None:
+        """Wait until all ranks have started."""
+        if self._greeted:
+            return
+        self.doing = "starting"
+        calls = [rank.call("hello", what="start") for rank in self._ranks]
+        for rank, hello in zip(self._ranks, self._all(calls), strict=True):
+            hello.check(rank.name)
+            rank.process = hello.process
+        self._greeted = True
+
+    def _restart(self, error: Exception) -> None:
+        """Start all ranks again, from the last checkpoint, and repeat the updates of the journal."""
+        for _ in range(TRIES):
+            self.restarts += 1
+            self.say(f"all learner ranks start again, with {len(self.journal)} updates to repeat: {error}")
+            self._end()
+            self._ranks, self._greeted = self.spawn(self.restarts), False
+            try:
+                if self.origin is not None:
+                    path, version = self.origin
+                    self._all(self._ask("load", path, version, what=f"load {path.name}"))
+                for number, groups in enumerate(self.journal):
+                    self.doing = f"repeating update {number + 1} of {len(self.journal)}"
+                    self._all(self._ask("step", groups, what="repeat an update"))
+            except (Lost, Silent) as again:
+                error = again
+            else:
+                return
+        raise ClusterError(f"the learner's ranks died {TRIES} times in a row. The last one said: {error}") from error
+
+    def _end(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+
+def _cause(error: Exception, calls: list[Call]) -> Exception:
+    """Why a rank failed: because another one died, because they cannot reach each other, or on its own account."""
+    for call in calls:
+        try:
+            call.answer(GRACE_SECONDS)
+        except Lost as lost:
+            return lost
+        except Exception:  # noqa: S112 - it is not the cause that we are looking for
+            continue
+    text = str(error)
+    if isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "Connection", "Timed out")):
+        return Lost(f"the learner ranks cannot reach each other: {text.splitlines()[0]}")
+    return error
