@@ -102,13 +102,17 @@ def _packed(model: Any, batch: TokenBatch) -> Tensor:
     return states[0]
 
 
-def can_pack(model: Any) -> bool:
-    """Whether packed passes are possible and agree with padded ones. On a GPU, a warning says why they are not."""
-    if model.device.type != "cuda":
+def can_pack(model: Any, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
+    """Whether packed passes are possible and agree with padded ones. On a GPU, a warning says why they are not.
+
+    `device`, `dtype`: where and in which precision it will run, if not as it is now.
+    """
+    device, dtype = device or model.device, dtype or model.dtype
+    if device.type != "cuda":
         return False
     reason = None
-    if model.dtype not in (torch.float16, torch.bfloat16):
-        reason = f"its weights are {model.dtype}, but FlashAttention needs 16-bit weights"
+    if dtype not in (torch.float16, torch.bfloat16):
+        reason = f"its weights are {dtype}, but FlashAttention needs 16-bit weights"
     elif varlen_attn is None:
         reason = "this version of torch has no attention for variable lengths; use 2.10 or later"
     else:
@@ -177,6 +181,8 @@ def packed_attention(
         raise ValueError("packing does not support soft-capping, attention sinks, masks or values of another width")
     if sliding_window is not None:
         raise ValueError("it has a sliding window, and FlashAttention's backward pass gives NaN for some windows")
+    if query.shape[-1] % 8:
+        raise ValueError(f"FlashAttention needs heads whose width is a multiple of 8, not {query.shape[-1]}")
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("the model did not pass the offsets of the sequences on to its layers")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -189,8 +195,6 @@ def attend_at_once(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, l
     """Attend within all sequences in one call of FlashAttention, making up for options the installed version lacks."""
     assert varlen_attn is not None
     heads, width = query.shape[1:]
-    if width % 8:
-        raise ValueError(f"FlashAttention needs heads whose width is a multiple of 8, not {width}")
     options: dict[str, Any] = {}
     if key.shape[1] != heads:
         if "enable_gqa" in VARLEN_OPTIONS:

@@ -1,7 +1,7 @@
 """The output head as a module: hidden states in, log-probs and entropies of given tokens out, without full logits.
 
-The weights are used inside `forward` only. Sharded models gather a module's weights only while the module is called, so
-no other code may read them.
+The weights are used by the methods of `TokenHead` only. A sharded model has them only while `whole.py` runs, so no
+other code may read them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class TokenHead(Module):
         weight, bias = self.linear.weight, self.linear.bias
         logprobs, entropies = token_logprobs(states, weight, targets, bias=bias, temperature=temperature)
         return Predicted(logprobs, entropies, _most_likely(states, weight, bias) if best else None)
+
+    def next_logprobs(self, states: Tensor, *, temperature: float) -> Tensor:  # [states, vocabulary] float32
+        """Log-prob of every token after each state, at this temperature."""
+        logits = torch.nn.functional.linear(states, self.linear.weight, self.linear.bias).float()
+        return torch.log_softmax(logits / temperature, dim=-1)
 
 
 def _most_likely(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,7 +3,8 @@
 All micro-batches of an update share one denominator and, unless scope is `microbatch`, one pair of clip bounds, so the
 way an update is cut changes nothing but rounding. With several micro-batches the bounds need every token's ratio before
 the first backward pass, so one forward pass without gradients comes first. A single micro-batch does not need it.
-Several ranks, each with groups of its own, take one update together (`ranks.py`).
+Several ranks can take an update together (`parallel.py`). The sums over ranks that this needs are taken here; without a
+process group, this process is the only rank.
 
 The model stays in eval mode: dropout would make the learner's log-probs differ from the sampler's for no reason. The
 learner never samples and does not know what did.
@@ -34,13 +35,16 @@ from bapo.core.reduction import denominator_of
 from bapo.learn.determinism import allow_deterministic_products, deterministic
 from bapo.learn.diagnostics import Output, update_metrics
 from bapo.learn.ess import response_ess
-from bapo.learn.forward import can_pack, compiled_layers, hidden_states, layers_of
-from bapo.learn.head import head_of
+from bapo.learn.forward import can_pack
+from bapo.learn.head import Predicted
 from bapo.learn.optimizer import Optimizer
-from bapo.learn.packing import empty_batch, pack
-from bapo.learn.ranks import CANNOT, Ranks, largest, sum_gradients, summed
+from bapo.learn.outputs import of_all_ranks
+from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
+from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
 from bapo.learn.settings import LearnerSettings, ess_factor, learning_rate
-from bapo.learn.weights import restore_weights, trained_weights
+from bapo.learn.sharded import is_sharded, load_sharded
+from bapo.learn.weights import fingerprint, restore_weights, trained_weights
+from bapo.learn.whole import WholeModel
 from bapo.types import Group, TokenBatch
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
@@ -53,10 +57,9 @@ class Update:
     version: int
     """The learner's version after the update."""
     tokens: int
-    """How many response tokens this rank trained on."""
+    """How many response tokens it trained on, on all ranks."""
     metrics: dict[str, float | list[float]]
-    """With several ranks, bounds, gradient norm, response_ess and lr are of the whole update, and the rest is of this
-    rank's tokens."""
+    """Of the whole update, the same on all ranks."""
 
 
 class Learns(Protocol):
@@ -84,17 +87,18 @@ class Learns(Protocol):
 class Learner:
     """A model, its optimizer and the number of updates taken."""
 
-    def __init__(self, model: Any, settings: LearnerSettings, *, ranks: Ranks = None) -> None:
-        """`ranks`: processes that take every update together, each with a copy of the model and groups of its own."""
+    ranks: Ranks = None
+    """The processes that take every update together; None: this one alone."""
+    part: Part = ALL
+    """Which part of every update's responses this rank takes."""
+
+    def __init__(self, model: Any, settings: LearnerSettings, *, whole: WholeModel | None = None) -> None:
+        """`whole`: the same model, made ready for passes; None to do that here."""
         allow_deterministic_products()
-        self.model = model.eval()
-        self.head = head_of(model)
+        self.model = model
+        self.whole = whole or WholeModel(model, settings, packed=can_pack(model))
         self.settings = settings
-        self.ranks = ranks
         self.version = 0
-        self.packed = can_pack(model)
-        _check_layers(model, settings)
-        self.compiled = compiled_layers(model) if settings.compile else None
         self.optimizer = Optimizer(
             model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
@@ -102,15 +106,19 @@ class Learner:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        device: torch.device = self.model.device
-        return device
+        return self.whole.device
+
+    @property
+    def packed(self) -> bool:
+        """Whether passes do without padding."""
+        return self.whole.packed
 
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         settings = self.settings
         options: dict[str, Any] = {"micro_tokens": settings.micro_tokens, "padded": not self.packed}
         with self.telling_others():
-            batches = pack(groups, estimator=settings.advantages, device=self.device, **options)
+            batches = pack(groups, estimator=settings.advantages, device=self.device, part=self.part, **options)
         update = self.step_on(batches)
         update.metrics["groups"] = float(len(groups))
         return update
@@ -132,9 +140,10 @@ class Learner:
             for batch in batches
         )
         denominator = summed(cast(Tensor, denominator), self.ranks)
-        bounds = self._solve_over(batches) if settings.solves_over_update and len(batches) > 1 else None
-        outputs = [self._backward(batch, bounds, denominator) for batch in batches]
-        return self.descend(batches, partial(self._metrics, outputs))
+        with failing_together(self.ranks):
+            bounds = self._solve_over(batches) if settings.solves_over_update and len(batches) > 1 else None
+            outputs = [self._backward(batch, bounds, denominator) for batch in batches]
+        return self.descend(partial(self._metrics, outputs))
 
     def _check(self, batches: Sequence[TokenBatch]) -> None:
         """Refuse an update that this rank cannot take, before the ranks begin it together."""
@@ -166,12 +175,10 @@ class Learner:
 
     def descend(
         self,
-        batches: Sequence[TokenBatch],
         metrics: Callable[[Tensor], dict[str, float | list[float]]],  # gradient norm -> what to log about the update
     ) -> Update:
         """Finish an update, whatever its loss: clip the gradients, and step if they are finite."""
         settings = self.settings
-        sum_gradients(self.optimizer.masters, self.ranks)
         logged = metrics(self.optimizer.clip(settings.clip_norm))
         if not math.isfinite(cast(float, logged["grad_norm"])):
             self.optimizer.forget_gradients()
@@ -185,7 +192,7 @@ class Learner:
         logged["lr"] = lr
         self.optimizer.step(lr)
         self.version += 1
-        return Update(self.version, sum(len(batch.targets) for batch in batches), logged)
+        return Update(self.version, int(cast(float, logged["tokens"])), logged)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the model with its name, as it is now, for an engine to load. These are not copies."""
@@ -198,28 +205,36 @@ class Learner:
         save_file(self.optimizer.tensors(), directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path, *, version: int) -> None:
-        """Restore what `save` wrote at this version. Raises KeyError if it belongs to another model."""
+        """Restore what `save` wrote at this version, also on several ranks. KeyError if it belongs to another model."""
+        if is_sharded(directory):
+            load_sharded(directory, self.model, self.optimizer, self.ranks)
+            self.version = version
+            return
         restore_weights(self.model, load_file(directory / MODEL_FILE))
         self.optimizer.load_tensors(load_file(directory / OPTIMIZER_FILE))
         self.version = version
 
-    def states(self, batch: TokenBatch) -> Tensor:
-        """The hidden state that predicts each response token, [tokens, width]."""
-        recompute = self.settings.activation_checkpointing
-        with deterministic(self.device):  # compiled layers must see the same switch as in the backward pass
-            states = hidden_states(self.model, batch, packed=self.packed, recompute=recompute, compiled=self.compiled)
-        return states.index_select(0, batch.predicts)
+    def fingerprint(self) -> int:
+        """A number for the bits of all weights (masters, where there are some), the same for any number of ranks."""
+        masters = {id(w): m for w, m in zip(self.optimizer.weights, self.optimizer.masters, strict=True)}
+        return fingerprint((masters.get(id(p), p) for _, p in self.model.named_parameters()), self.ranks)
+
+    def predicted(self, batch: TokenBatch, *, temperature: float, best: bool = False) -> Predicted:
+        """What the current weights predict at each response token."""
+        read = partial(self.whole.head, targets=batch.targets, temperature=temperature, best=best)
+        return cast(Predicted, self.whole(batch, read))
 
     def logprobs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each response token under the current weights."""
-        predicted = self.head(self.states(batch), batch.targets, temperature=self.settings.temperature)
+        predicted = self.predicted(batch, temperature=self.settings.temperature)
         return predicted.logprobs, predicted.entropies
 
     @torch.no_grad()
     def next_logprobs(self, contexts: Sequence[Sequence[int]]) -> Tensor:  # [contexts, vocabulary] float32
-        """Log-probs of all next tokens after each context, at the temperature of training."""
-        rows = [self.model(torch.tensor([list(context)], device=self.device)).logits[0, -1] for context in contexts]
-        return torch.log_softmax(torch.stack(rows).float() / self.settings.temperature, dim=-1)
+        """Log-prob of every token after each context, at the temperature of sampling, under the current weights."""
+        batch = pack_contexts(contexts, device=self.device)
+        read = partial(self.whole.head.next_logprobs, temperature=self.settings.temperature)
+        return cast(Tensor, self.whole(batch, read))
 
     @torch.no_grad()
     def _solve_over(self, batches: Sequence[TokenBatch]) -> ClipBounds:
@@ -269,21 +284,5 @@ class Learner:
         if self.settings.ess_reference is not None:
             with deterministic(self.device):
                 shared["response_ess"] = response_ess(outputs, self.ranks)
-        with_tokens = [output for output in outputs if len(output.batch.targets)]
-        if not with_tokens:  # other ranks have them all
-            return {"tokens": 0.0} | dict(zip(shared, torch.stack(list(shared.values())).tolist(), strict=True))
+        with_tokens = [output for output in of_all_ranks(outputs, self.ranks) if len(output.batch.targets)]
         return update_metrics(with_tokens, self.settings, version=self.version, shared=shared)
-
-
-def _check_layers(model: Any, settings: LearnerSettings) -> None:
-    """Refuse settings that need layers of transformers if the model has none."""
-    if layers_of(model):
-        return
-    name = type(model).__name__
-    if settings.activation_checkpointing:
-        raise ValueError(
-            f"learn.activation_checkpointing=True, but {name} has no layers that transformers can checkpoint. Set it "
-            "to False and lower learn.micro_tokens to save memory."
-        )
-    if settings.compile:
-        raise ValueError(f"learn.compile=True, but {name} has no layers to compile. Set it to False.")

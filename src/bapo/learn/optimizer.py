@@ -18,7 +18,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 class Optimizer:
@@ -50,15 +52,22 @@ class Optimizer:
         )
 
     def clip(self, norm: float) -> Tensor:
-        """Scale the gradients down to at most this norm. Returns the norm they had before, on the device."""
-        return torch.nn.utils.clip_grad_norm_(self.masters, norm)
+        """Scale the gradients down to at most this norm. Returns the norm they had before, on the device.
+
+        The norm of sharded gradients is that of all shards.
+        """
+        total = get_total_norm([master.grad for master in self.masters if master.grad is not None])
+        if isinstance(total, DTensor):
+            total = total.full_tensor()
+        clip_grads_with_norm_(self.masters, norm, total)
+        return total
 
     def step(self, lr: float) -> None:
         """Take one update of masters and weights, then forget the gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
-        self._round()
+        self.round()
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
@@ -66,10 +75,27 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def round(self) -> None:
+        """Give every 16-bit weight the value of its master."""
         if self._rounded:
             weights, masters = zip(*self._rounded, strict=True)
             torch._foreach_copy_(weights, masters)
+
+    def moments(self, master: Parameter) -> dict[str, Tensor]:
+        """What AdamW remembers of one of the masters: exp_avg, exp_avg_sq and step; nothing before the first update."""
+        kept: dict[str, Tensor] = self._adamw.state.get(master, {})
+        return kept
+
+    def make_moments(self, master: Parameter) -> dict[str, Tensor]:
+        """The same, after a start with zeros: to be filled with what was saved."""
+        on = master.device if self._adamw.defaults["fused"] else torch.device("cpu")
+        zeros = {name: torch.zeros_like(master, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+        self._adamw.state[master] = {"step": torch.zeros((), device=on), **zeros}
+        return self.moments(master)
+
+    def forget_moments(self) -> None:
+        """Be as before the first update."""
+        self._adamw.state.clear()
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors needed to continue: moments are `index.key`, masters of 16-bit weights are `index.master`."""

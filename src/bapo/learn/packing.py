@@ -4,6 +4,9 @@ Advantages are computed here, once per update, within each group and over all of
 length, laid end to end and cut into micro-batches of at most `micro_tokens` places: rows x longest for a forward pass
 that pads, the sum of the lengths for one that does not (see forward.py). The result does not depend on where the cuts
 fall: bounds and denominators belong to the whole update.
+
+Several ranks are given the same groups and each takes a part of the sequences, longest first, so that all have about
+equally many tokens. Every rank computes the same division.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ from torch import Tensor
 from bapo.core.advantages import ADVANTAGES
 from bapo.types import Group, TokenBatch, Trajectory
 
+Part = tuple[int, int]
+"""Which part of the sequences to take, of how many."""
+ALL: Part = (0, 1)
+
 ALIGNMENT = 64
 """Bytes. Every tensor begins at a multiple, as separately allocated ones do, so kernels load them at full width."""
 
@@ -31,8 +38,9 @@ def pack(
     micro_tokens: int,
     device: torch.device,
     padded: bool = True,
+    part: Part = ALL,
 ) -> list[TokenBatch]:
-    """Micro-batches that together hold every response of the groups, longest sequences first.
+    """Micro-batches that together hold every response of the groups, or this part of them, longest sequences first.
 
     `padded`: whether the forward pass will pad, so that `micro_tokens` counts padding.
     """
@@ -48,8 +56,7 @@ def pack(
     uses = [group.uses for group in groups for _ in group.trajectories]
     trajectories = (t for group in groups for t in group.trajectories)
     rows = list(zip(trajectories, advantages.tolist(), uses, strict=True))
-    rows.sort(key=lambda row: -_length(row[0]))  # stable: equal lengths keep the order of the groups
-    return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]
+    return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
 
 
 def pack_demonstrations(
@@ -58,14 +65,16 @@ def pack_demonstrations(
     micro_tokens: int,
     device: torch.device,
     padded: bool = True,
+    part: Part = ALL,
 ) -> list[TokenBatch]:
     """The same for responses that no policy sampled. Their log-probs, advantages, versions and uses are zeros."""
-    rows = []
-    for prompt, response in demonstrations:
-        nothing, version = [0.0] * len(response), [0] * len(response)
-        rows.append((Trajectory(list(prompt), 0, list(response), nothing, nothing, version), 0.0, 0))
-    rows.sort(key=lambda row: -_length(row[0]))
-    return [_batch(part, device) for part in _cut(rows, micro_tokens, padded=padded)]
+    rows = [_unsampled(prompt, response) for prompt, response in demonstrations]
+    return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
+
+
+def pack_contexts(contexts: Sequence[Sequence[int]], *, device: torch.device) -> TokenBatch:
+    """One micro-batch whose `predicts` are the last places of the contexts, in order. Its targets mean nothing."""
+    return _batch([_unsampled(context, [0]) for context in contexts], device)
 
 
 def empty_batch(device: torch.device) -> TokenBatch:
@@ -91,6 +100,23 @@ def _length(trajectory: Trajectory) -> int:
 
 
 Row = tuple[Trajectory, float, int]  # a response, its advantage and its uses
+
+
+def _unsampled(prompt: Sequence[int], response: Sequence[int]) -> Row:
+    nothing, version = [0.0] * len(response), [0] * len(response)
+    return Trajectory(list(prompt), 0, list(response), nothing, nothing, version), 0.0, 0
+
+
+def _taken(rows: list[Row], part: Part) -> list[Row]:
+    """The rows of one part, longest first. Each row goes to the part with the fewest tokens so far."""
+    index, parts = part
+    taken: list[list[Row]] = [[] for _ in range(parts)]
+    tokens = [0] * parts
+    for row in sorted(rows, key=lambda row: -_length(row[0])):  # stable: equal lengths keep the order of the groups
+        least = tokens.index(min(tokens))
+        taken[least].append(row)
+        tokens[least] += _length(row[0])
+    return taken[index]
 
 
 def _cut(rows: list[Row], micro_tokens: int, *, padded: bool) -> list[list[Row]]:

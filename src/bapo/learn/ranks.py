@@ -1,24 +1,81 @@
 """What the ranks of an update must agree on, so that the update does not depend on the number of ranks.
 
-Each rank has groups of its own. All ranks run as many micro-batches as the rank with the most (ranks with fewer add
-empty ones), because every micro-batch is a collective operation for a sharded model. Denominators, signal tables and
-gradients are summed. Without a process group, this process is the only rank.
+Each rank takes a part of the responses. All ranks run as many micro-batches as the rank with the most (ranks with fewer
+add empty ones), because every micro-batch is a collective operation for a sharded model. Denominators and signal tables
+are summed here, gradients by the sharded model. Without a process group, this process is the only rank.
 
 A rank that cannot take part in an update (bad input) tells the others when they agree on the number of micro-batches:
-all of them raise, and none waits. An error after that, in a forward pass, ends the others at the group's timeout.
+all of them raise, and none waits. An error after that, in a pass, leaves the others waiting in the middle of a
+collective operation. So the rank that fails says so in the store of the group and closes its connections: the others
+fail at once, too, and find in the store whom to blame. The group is of no use afterwards; start the ranks again. A rank
+that is silent (stopped, or cut off) ends the others at the timeout of the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 Ranks = dist.ProcessGroup | None
 CANNOT = 2**31 - 1
 """The count of a rank that cannot take part."""
+PATIENCE = 600.0
+"""Seconds that a rank waits for the others in one operation, unless told otherwise."""
+FAILED = "bapo/failed"
+"""Where the store of the group has the error of the first rank that failed."""
+_stores: dict[dist.ProcessGroup, Any] = {}
+
+
+def join(
+    rank: int,
+    size: int,
+    *,
+    meeting: str,  # where the ranks meet: "env://", "tcp://127.0.0.1:29500" or "file:///path"
+    device: torch.device,
+    patience: float = PATIENCE,
+) -> dist.ProcessGroup:
+    """Join the other ranks of this process's group: gloo between CPUs, and NCCL between GPUs as well."""
+    waits = timedelta(seconds=patience)
+    store, rank, size = next(iter(rendezvous(meeting, rank, size, timeout=waits)))
+    store.set_timeout(waits)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=waits)
+    ranks = dist.group.WORLD
+    assert ranks is not None
+    _stores[ranks] = store
+    return ranks
+
+
+def leave(ranks: Ranks) -> None:
+    """Leave the group that `join` joined. Waits for nobody."""
+    if ranks is not None and _stores.pop(ranks, None) is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def failing_together(ranks: Ranks) -> Iterator[None]:
+    """Inside, an error on this rank ends the others at once, with an error that names this rank."""
+    try:
+        yield
+    except Exception as error:
+        if ranks not in _stores:
+            raise
+        store, rank = _stores[ranks], ranks.rank()
+        told = f"rank {rank}: {type(error).__name__}: {error}"
+        first = store.compare_set(FAILED, "", told).decode()
+        if dist.get_backend(ranks) != "gloo":
+            ranks.abort()  # the others' waiting kernels
+        leave(ranks)
+        if first == told:
+            raise
+        raise RuntimeError(f"rank {rank} cannot go on, because another rank failed first. {first}") from error
 
 
 def largest(count: int, ranks: Ranks, device: torch.device) -> int:
@@ -52,11 +109,8 @@ def highest(values: Tensor, ranks: Ranks) -> Tensor:  # 0-d
     return found
 
 
-def sum_gradients(parameters: Iterable[Tensor], ranks: Ranks) -> None:
-    """Give every rank the sum of all ranks' gradients. Where a rank has none, it adds zeros."""
-    if ranks is None:
-        return
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        summed(parameter.grad, ranks)
+def from_all(value: Tensor, ranks: dist.ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks, which have the same shape, in the order of ranks."""
+    found = [torch.empty_like(value) for _ in range(ranks.size())]
+    dist.all_gather(found, value.contiguous(), group=ranks)
+    return found

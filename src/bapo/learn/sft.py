@@ -19,7 +19,7 @@ from torch import Tensor
 from bapo.learn.determinism import deterministic
 from bapo.learn.learner import Learner, Update
 from bapo.learn.packing import pack_demonstrations
-from bapo.learn.ranks import total
+from bapo.learn.ranks import failing_together, summed, total
 from bapo.types import TokenBatch
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -51,40 +51,47 @@ def sft_step(learner: Learner, pairs: Iterable[Pair]) -> Update:
     batches = learner.filled_up(_packed(learner, pairs))
     tokens = total(sum(len(batch.targets) for batch in batches), learner.ranks, learner.device)
     losses, entropies = [], []
-    for batch in batches:
-        logprobs, entropy = learner.logprobs(batch)
-        loss = sft_loss(logprobs, denominator=tokens)
-        with deterministic(learner.device):
-            loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-        entropies.append(entropy.detach().double().sum())
-    return learner.descend(batches, partial(_metrics, losses, entropies, tokens))
+    with failing_together(learner.ranks):
+        for batch in batches:
+            logprobs, entropy = learner.logprobs(batch)
+            loss = sft_loss(logprobs, denominator=tokens)
+            with deterministic(learner.device):
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            entropies.append(entropy.detach().double().sum())
+    return learner.descend(partial(_metrics, learner, losses, entropies, tokens))
 
 
 def _metrics(
-    losses: list[Tensor], entropies: list[Tensor], tokens: int, grad_norm: Tensor
+    learner: Learner, losses: list[Tensor], entropies: list[Tensor], tokens: int, grad_norm: Tensor
 ) -> dict[str, float | list[float]]:
     """The metrics of the update, read from the device in one transfer."""
-    values = [torch.stack(losses).double().sum(), torch.stack(entropies).sum() / tokens, grad_norm.double()]
-    loss, entropy, norm = torch.stack(values).tolist()
+    sums = summed(torch.stack([torch.stack(losses).double().sum(), torch.stack(entropies).sum()]), learner.ranks)
+    loss, entropy, norm = torch.stack([sums[0], sums[1] / tokens, grad_norm.double()]).tolist()
     return {"imitation/loss": loss, "entropy": entropy, "grad_norm": norm, "tokens": float(tokens)}
 
 
 @torch.no_grad()
 def measure_fit(learner: Learner, pairs: Iterable[Pair]) -> Fit:
     """Measure how well the current weights predict these responses. Changes nothing."""
-    batches = _packed(learner, pairs)
-    loss = torch.zeros((), dtype=torch.float64, device=learner.device)
-    right = torch.zeros((), dtype=torch.int64, device=learner.device)
-    for batch in batches:
-        predicted = learner.head(learner.states(batch), batch.targets, best=True)
-        loss -= predicted.logprobs.double().sum()
-        right += (predicted.best == batch.targets).sum()
-    tokens = sum(len(batch.targets) for batch in batches)
-    return Fit(loss=float(loss) / tokens, accuracy=float(right) / tokens, tokens=tokens)
+    batches = learner.filled_up(_packed(learner, pairs))
+    found = torch.zeros(3, dtype=torch.float64, device=learner.device)  # -log p, right ones, tokens
+    with failing_together(learner.ranks):
+        for batch in batches:
+            predicted = learner.predicted(batch, temperature=1.0, best=True)
+            found[0] -= predicted.logprobs.double().sum()
+            assert predicted.best is not None
+            found[1] += (predicted.best == batch.targets).sum()
+            found[2] += len(batch.targets)
+    loss, right, tokens = summed(found, learner.ranks).tolist()
+    return Fit(loss=loss / tokens, accuracy=right / tokens, tokens=int(tokens))
 
 
 def _packed(learner: Learner, pairs: Iterable[Pair]) -> list[TokenBatch]:
     return pack_demonstrations(
-        pairs, micro_tokens=learner.settings.micro_tokens, device=learner.device, padded=not learner.packed
+        pairs,
+        micro_tokens=learner.settings.micro_tokens,
+        device=learner.device,
+        padded=not learner.packed,
+        part=learner.part,
     )

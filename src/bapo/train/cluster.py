@@ -164,6 +164,7 @@ class Cluster:
             options |= {"num_cpus": processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:
             ray.init(address=address or "local", **options)
+            ray._private.worker.print_to_stdstream = _hush
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(
                 f"cluster.address={address!r}: cannot connect to Ray: {_first_line(error)}. Start it with `ray start "
@@ -188,6 +189,10 @@ class Cluster:
             with suppress(RayError):
                 ray.util.remove_placement_group(group)
         ray.shutdown()
+
+
+def _hush(*_: object, **__: object) -> None:
+    """In place of the lines that Ray prints about every worker that dies: whoever replaces it says so."""
 
 
 def logs() -> str:

@@ -7,6 +7,7 @@ run's configuration, so that it loads the same model in the same way as every ot
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import bapo
 from bapo.config.errors import ClusterError
 from bapo.config.run import Config
 from bapo.learn.learner import Learner, Update
+from bapo.learn.parallel import ShardedLearner
+from bapo.learn.ranks import join
 from bapo.models.export import save_additions, save_policy
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.in_process import engine_for
@@ -144,10 +147,17 @@ class LearnerHost:
         self.learner = self._learner()
 
     def _learner(self) -> Learner:
-        config = self.config
-        if config.cluster.learners == 1:
-            return Learner(make_policy(config).model, learner_settings(config))
-        raise NotImplementedError
+        config, size = self.config, self.config.cluster.learners
+        settings = learner_settings(config)
+        if size == 1:
+            return Learner(make_policy(config).model, settings)
+        if "GLOO_SOCKET_IFNAME" not in os.environ and self.meeting.startswith("file:"):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
+        device = torch.device(config.device)
+        ranks = join(self.rank, size, meeting=self.meeting, device=device, patience=config.cluster.update_seconds)
+        model = make_policy(config.model_copy(update={"device": "cpu"})).model
+        dtype = getattr(torch, config.model.dtype)
+        return ShardedLearner(model, settings, ranks=ranks, device=device, dtype=dtype)
 
     def hello(self) -> Hello:
         """Who this is."""

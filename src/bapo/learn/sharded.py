@@ -1,0 +1,145 @@
+"""Checkpoints of a sharded learner, which any number of ranks can read: torch's distributed checkpoints (DCP).
+
+Every rank writes its shards into a safetensors file of its own, in which DCP also notes where each shard belongs.
+Nothing is pickled. Tensors have the names of parameters, so a checkpoint does not depend on their order:
+
+    weight.NAME                     the float32 weight (the master, where passes run in 16 bits)
+    exp_avg.NAME, exp_avg_sq.NAME   AdamW's moments, and step.NAME, how many there were; absent before the first update
+    buffer.NAME                     buffers that the model keeps
+    frozen.fingerprint              of the weights that are not trained (weights.py), if there are any
+
+A learner that is alone reads these files as well, and a sharded learner reads the two files of one that was alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from bapo.learn.optimizer import Optimizer
+from bapo.learn.ranks import Ranks
+from bapo.learn.weights import FINGERPRINT, fingerprint, frozen_weights
+
+CHANGED = "the frozen weights below the trained ones have changed: model.path holds another model now"
+
+
+def is_sharded(directory: Path) -> bool:
+    """Whether a sharded learner wrote the checkpoint in this directory."""
+    return any(directory.glob("shard-*.safetensors"))
+
+
+def save_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+    """Write this rank's shards. All ranks must call this; an error on one of them is raised on all."""
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    try:
+        save(_state(model, optimizer, ranks), storage_writer=writer, process_group=ranks)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank} could not write its shards to {directory}: {cause}") from error
+
+
+def load_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+    """Restore what `save_sharded` wrote, on whatever number of ranks. KeyError if it belongs to another model."""
+    reader = HuggingFaceStorageReader(str(directory))
+    metadata = reader.read_metadata().state_dict_metadata
+    found = {name: list(kept.size) for name, kept in metadata.items() if isinstance(kept, TensorStorageMetadata)}
+    _start_moments(optimizer, any(name.startswith("exp_avg.") for name in found))
+    wanted = _state(model, optimizer, ranks)
+    _check_fits({name: list(tensor.shape) for name, tensor in wanted.items()}, found)
+    expected = wanted.get(FINGERPRINT, torch.zeros(0)).clone()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a learner that is alone
+        try:
+            load(wanted, storage_reader=reader, process_group=ranks, no_dist=ranks is None)
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise RuntimeError(f"rank {rank} could not read {directory}: {cause}") from error
+    if len(expected) and not torch.equal(wanted[FINGERPRINT], expected):
+        raise KeyError(CHANGED)
+    optimizer.round()
+
+
+def load_whole(model_file: Path, optimizer_file: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+    """Restore the shards of this rank from the checkpoint of a learner that was alone."""
+    with ExitStack() as files:
+        weights, others = (files.enter_context(safe_open(file, "pt")) for file in (model_file, optimizer_file))
+        saved = {(name.split(".", 1)[0], name.split(".", 1)[1]) for name in others.keys()}  # noqa: SIM118
+        _start_moments(optimizer, any(key == "exp_avg" for _, key in saved))
+        wanted = _state(model, optimizer, ranks)
+        index_of = {name: str(index) for index, name in enumerate(_names(model, optimizer))}
+        for name, place in wanted.items():
+            kind, _, owner = name.partition(".")
+            if name == FINGERPRINT:
+                if not torch.equal(weights.get_tensor(name), place):
+                    raise KeyError(CHANGED)
+            elif kind == "buffer" or (kind == "weight" and (index_of[owner], "master") not in saved):
+                _fill(place, _tensor(weights, owner))
+            else:
+                _fill(place, _tensor(others, f"{index_of[owner]}.{'master' if kind == 'weight' else kind}"))
+
+
+def _names(model: Any, optimizer: Optimizer) -> list[str]:
+    """The names of the trained weights, in the order of the optimizer."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(weight)] for weight in optimizer.weights]
+
+
+def _state(model: Any, optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:
+    """Everything that must be saved, by name. These are not copies."""
+    state: dict[str, Tensor] = {}
+    for name, master in zip(_names(model, optimizer), optimizer.masters, strict=True):
+        state[f"weight.{name}"] = master.detach()
+        state |= {f"{key}.{name}": value for key, value in optimizer.moments(master).items()}
+    buffers = dict(model.named_buffers())
+    state |= {f"buffer.{name}": buffers[name] for name in model.state_dict() if name in buffers}
+    if frozen := frozen_weights(model):
+        state[FINGERPRINT] = torch.tensor([fingerprint(frozen.values(), ranks)])
+    return state
+
+
+def _start_moments(optimizer: Optimizer, some: bool) -> None:
+    optimizer.forget_moments()
+    for master in optimizer.masters if some else ():
+        optimizer.make_moments(master)
+
+
+def _check_fits(wanted: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> None:
+    unknown, missing = sorted(found.keys() - wanted.keys()), sorted(wanted.keys() - found.keys())
+    if unknown or missing:
+        raise KeyError(f"the weights {unknown} are unknown and {missing} are missing")
+    other = [name for name, shape in wanted.items() if shape != found[name]]
+    if other:
+        raise KeyError(f"the weights {other} have other shapes")
+
+
+def _tensor(file: Any, name: str) -> Tensor:
+    if name not in file.keys():  # noqa: SIM118
+        raise KeyError(f"the weights {[name]} are missing")
+    tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+@torch.no_grad()
+def _fill(place: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor to its place, or this rank's part of it to its shard."""
+    if place.shape != whole.shape:
+        raise KeyError(f"a weight has shape {tuple(whole.shape)} instead of {tuple(place.shape)}")
+    if isinstance(place, DTensor):
+        whole = whole.to(place.device)
+        mine = distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None)  # without the others
+        place.to_local().copy_(mine.to_local())
+    else:
+        place.copy_(whole)

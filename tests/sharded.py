@@ -1,0 +1,83 @@
+"""Learners alone and on several ranks, for the same groups: what tests of sharded learners share."""
+
+from dataclasses import replace
+
+import torch
+
+from bapo.core.settings import ClipSettings
+from bapo.learn.learner import Learner
+from bapo.learn.parallel import ShardedLearner
+from bapo.learn.ranks import join, leave
+from bapo.learn.settings import LearnerSettings
+from bapo.models.lora import LoraSettings, add_lora
+from bapo.types import Group, Problem, Status, Trajectory
+from tests.tiny.models import VOCABULARY, tiny
+
+CPU = torch.device("cpu")
+CLIP = ClipSettings(target_share=0.48, low=(0.8, 0.9), high=(1.05, 1.5))
+SETTINGS = LearnerSettings(clip=CLIP, reduction="sequence_mean", lr=1e-2, ess_reference=1.0, micro_tokens=40)
+
+
+def with_lora():
+    model = tiny()
+    add_lora(model, LoraSettings(rank=4), seed=3)
+    with torch.no_grad():  # B starts at zero, and then A has no gradient
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.1)
+    return model
+
+
+CASES = {
+    "searched": (SETTINGS, tiny),
+    "used tokens": (replace(SETTINGS, clip=replace(CLIP, used_low=1.0)), tiny),
+    "push once": (replace(SETTINGS, clip=ClipSettings.preset("push-once"), reduction="token_mean"), tiny),
+    "weighed": (replace(SETTINGS, clip=replace(CLIP, target_share=0.9, remainder="weigh")), tiny),
+    "one micro-batch": (replace(SETTINGS, micro_tokens=4096), tiny),
+    "checkpointed": (replace(SETTINGS, activation_checkpointing=True), tiny),
+    "tied head": (SETTINGS, lambda: tiny(tie_word_embeddings=True)),
+    "biased, untied": (SETTINGS, lambda: tiny("qwen2")),
+    "low rank": (replace(SETTINGS, activation_checkpointing=True), with_lora),
+    "gspo": (replace(SETTINGS, objective="gspo", clip=ClipSettings()), tiny),
+    "bfloat16": (SETTINGS, lambda: tiny().bfloat16()),
+}
+
+
+def groups(seed=5, count=6):
+    """Groups of three responses, the first two of them long."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for id in range(count):
+        responses = []
+        for index in range(3):
+            length = (14 if id < 2 else 3) + index
+            tokens = torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
+            logprobs = (-torch.rand(length, generator=generator) * 0.5 - 3).tolist()
+            responses.append(
+                Trajectory([5, 6], 0, tokens, logprobs, [1.0] * length, [0] * length, Status.STOPPED, float(index == 1))
+            )
+        made.append(Group(id, Problem(str(id), "", None), responses, uses=id % 2))
+    return made
+
+
+def alone(case="searched"):
+    settings, model = CASES[case]
+    return Learner(model(), settings)
+
+
+def sharded(ranks, case="searched"):
+    settings, model = CASES[case]
+    dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
+    return ShardedLearner(model(), settings, ranks=ranks, device=CPU, dtype=dtype)
+
+
+def weights(learner):
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def joined(rank, size, directory, name="meeting", patience=60.0):
+    torch.set_num_threads(1)
+    return join(rank, size, meeting=f"file://{directory}/{name}", device=CPU, patience=patience)
+
+
+__all__ = ["CASES", "alone", "groups", "joined", "leave", "sharded", "weights"]
