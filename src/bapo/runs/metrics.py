@@ -97,6 +97,8 @@ ROLLOUT = {
     "rollout/forced": "Responses completed beyond the token budget, because their group would have grown too old.",
     "rollout/parked": "Responses that are begun but not complete, after the step.",
     "rollout/waiting": "Responses that are admitted but not begun, after the step.",
+    "rollout/probe_gap": "Largest difference between a log-prob of an engine and the learner's after new weights were "
+    "loaded, in nats; only on a cluster.",
     "rollout/held_tokens": "Tokens in groups that are not finished, after the step.",
 }
 

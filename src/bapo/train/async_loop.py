@@ -115,6 +115,7 @@ class AsyncLoop:
                 **{f"rollout/{name}": value for name, value in _since(before, sampled).items()},
                 **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
                 "rollout/admitted": admitted,
+                "rollout/probe_gap": self._fleet.take_gap(),
             },
             updates=updates,
             samples=step.groups[:1],
@@ -123,6 +124,7 @@ class AsyncLoop:
                 "seconds": ended - began,
                 "rollout_seconds": waited - began,
                 "learn_seconds": ended - waited,
+                "sampling_share": self._fleet.take_busy(),
                 "tokens_per_second": tokens / (ended - began),
             },
         )

@@ -74,7 +74,7 @@ def build(config: Config) -> Parts:
         config=config,
         task=task,
         policy=policy,
-        notes=[*prepared.notes, *engine_notes(engine), *clip_notes(config)],
+        notes=[*prepared.notes, *(cluster_notes(config) or engine_notes(engine)), *clip_notes(config)],
         overlong=_overlong(config),
         engine=engine,
         stream=ProblemStream(task.train, seed=config.seed),
@@ -125,6 +125,24 @@ def engine_notes(engine: Engine) -> list[str]:
     if not engine.gives_entropies:
         notes.append("this engine gives no entropies: evaluations do not measure eval/entropy")
     return notes
+
+
+def cluster_notes(config: Config) -> list[str]:
+    """What a person should know of a run on a cluster."""
+    cluster = config.cluster
+    if not cluster.on:
+        return []
+    ranks = "1 learner rank" if cluster.learners == 1 else f"{cluster.learners} learner ranks"
+    actors = "1 rollout actor" if cluster.rollouts == 1 else f"{cluster.rollouts} rollout actors"
+    told = [f"{actors} ({cluster.engine}) and {ranks} on {cluster.address or 'this machine'}"]
+    if cluster.ahead:
+        told.append(
+            f"sampling runs up to {cluster.ahead * config.updates_per_step} updates ahead of learning, so two runs "
+            "with the same seed differ"
+        )
+    if cluster.engine == "vllm":
+        told.append("vLLM gives no entropies: evaluations do not measure eval/entropy")
+    return told
 
 
 def clip_notes(config: Config) -> list[str]:

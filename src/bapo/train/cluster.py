@@ -27,8 +27,6 @@ from typing import Any
 from bapo.config.errors import ClusterError, ConfigError
 
 try:
-    # Ray reads this when it is imported: a cluster that we start ourselves stays on this machine.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
     from ray.util.placement_group import PlacementGroup, placement_group
@@ -146,7 +144,12 @@ def whereabouts() -> tuple[str, int]:
 
 def node_name() -> str:
     """A name that people know this machine by."""
-    return f"{os.uname().nodename} ({ray.util.get_node_ip_address()})"
+    return f"{os.uname().nodename} ({node_address()})"
+
+
+def node_address() -> str:
+    """Where other machines of the cluster reach this one."""
+    return str(ray.util.get_node_ip_address())
 
 
 class Cluster:
@@ -161,15 +164,16 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
+            _stay_on_this_machine()
             options |= {"num_cpus": processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:
             ray.init(address=address or "local", **options)
-            ray._private.worker.print_to_stdstream = _hush
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(
                 f"cluster.address={address!r}: cannot connect to Ray: {_first_line(error)}. Start it with `ray start "
                 "--head`, give the address that it prints, or leave cluster.address out to start Ray here."
             ) from error
+        ray._private.worker.print_to_stdstream = _hush
 
     def places(self, count: int, resources: dict[str, float], *, seconds: float, what: str) -> list[Place]:
         """Reserve so many places, near each other where possible."""
@@ -189,6 +193,14 @@ class Cluster:
             with suppress(RayError):
                 ray.util.remove_placement_group(group)
         ray.shutdown()
+
+
+def _stay_on_this_machine() -> None:
+    """Make a Ray that is started from here listen on 127.0.0.1 only. It has no other switch for this than the one for
+    desktop systems, which it reads from the environment, in this process at the time of its import.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _hush(*_: object, **__: object) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from bapo.config.run import Config
 from bapo.models import Policy
 from bapo.tasks.task import Task
-from bapo.train.cluster import Actor, Cluster, Place
+from bapo.train.cluster import Actor, Cluster
 from bapo.train.fleet import Fleet
 from bapo.train.hosts import LearnerHost, RolloutHost
 from bapo.train.learners import RemoteLearner
@@ -31,7 +29,7 @@ def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, Re
         gpus = {"CPU": 1.0, "GPU": cuda * chosen.gpus_per_rollout}
         sampling = cluster.places(chosen.rollouts, gpus, seconds=seconds, what="rollout actors")
         learner = RemoteLearner(
-            lambda attempt: _ranks(learning, given, attempt),
+            lambda: [Actor(LearnerHost, f"learner {r}", place, given, r) for r, place in enumerate(learning)],
             contexts=probe_contexts(policy, task),
             update_seconds=chosen.update_seconds,
         )
@@ -53,15 +51,6 @@ def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, Re
         cluster.close()
 
     return fleet, learner, close
-
-
-def _ranks(places: Sequence[Place], given: dict[str, object], attempt: int) -> list[Actor]:
-    """All ranks of the learner, which meet each other at a file that no earlier attempt has used."""
-    meeting = Path(tempfile.mkdtemp(prefix="bapo-")) / f"meeting-{attempt}"
-    return [
-        Actor(LearnerHost, f"learner {rank}", place, given, rank, f"file://{meeting}")
-        for rank, place in enumerate(places)
-    ]
 
 
 def probe_contexts(policy: Policy, task: Task) -> list[list[int]]:

@@ -93,6 +93,8 @@ class Fleet:
         self._found: list[tuple[int, Segment]] = []
         self._fit = time.monotonic()
         """When a member was last fit to sample."""
+        self._busy, self._busy_since = 0.0, self._fit
+        """Seconds that members sampled, all together, since when."""
         self._faulty = False
         """Whether a member was replaced since the last submission."""
         self.members = [self._begin(Member(f"rollout {place}", spawn(place))) for place in range(size)]
@@ -199,6 +201,13 @@ class Fleet:
         gap, self.gap_max = self.gap_max, 0.0
         return gap
 
+    def take_busy(self) -> float:
+        """The share of the time since the last call that members sampled, on average."""
+        now = time.monotonic()
+        busy, since = self._busy, self._busy_since
+        self._busy, self._busy_since = 0.0, now
+        return min(1.0, busy / max(1e-9, (now - since) * len(self.members)))
+
     def close(self) -> None:
         """End all members."""
         for member in self.members:
@@ -274,6 +283,7 @@ class Fleet:
             except Exception as error:
                 self._failed(member, place, error)
             else:
+                self._busy += call.seconds if member.doing == "work" else 0.0
                 member.call = None
                 self._take_in(member, answer)
         if any(self._is_fit(member) for member in self.members):

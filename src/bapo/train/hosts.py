@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +31,7 @@ from bapo.rollout.in_process import engine_for
 from bapo.rollout.probe import probe
 from bapo.rollout.worker import Worker
 from bapo.train.build import learner_settings, make_policy, resolve
-from bapo.train.cluster import node_name, whereabouts
+from bapo.train.cluster import node_address, node_name, whereabouts
 from bapo.train.published import Parcel, Probe, fingerprint, pack, unpack
 from bapo.types import Group
 
@@ -139,29 +140,35 @@ class RolloutHost:
 class LearnerHost:
     """One rank of the learner."""
 
-    def __init__(self, config: dict[str, Any], rank: int, meeting: str) -> None:
-        """`meeting`: where the ranks meet: a URL for torch.distributed; with one rank it is not used."""
-        self.config = resolve(Config.model_validate(config))
-        self.rank, self.meeting = rank, meeting
+    def __init__(self, config: dict[str, Any], rank: int) -> None:
+        self.config, self.rank = resolve(Config.model_validate(config)), rank
         torch.set_num_threads(threads_of(self.config))
-        self.learner = self._learner()
-
-    def _learner(self) -> Learner:
-        config, size = self.config, self.config.cluster.learners
-        settings = learner_settings(config)
-        if size == 1:
-            return Learner(make_policy(config).model, settings)
-        if "GLOO_SOCKET_IFNAME" not in os.environ and self.meeting.startswith("file:"):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
-        device = torch.device(config.device)
-        ranks = join(self.rank, size, meeting=self.meeting, device=device, patience=config.cluster.update_seconds)
-        model = make_policy(config.model_copy(update={"device": "cpu"})).model
-        dtype = getattr(torch, config.model.dtype)
-        return ShardedLearner(model, settings, ranks=ranks, device=device, dtype=dtype)
 
     def hello(self) -> Hello:
         """Who this is."""
         return Hello(whereabouts(), node_name(), code())
+
+    def free_address(self) -> str:
+        """An address of this machine at which the ranks can meet."""
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return f"{node_address()}:{listener.getsockname()[1]}"
+
+    def meet(self, where: str) -> None:
+        """Load the model and join the other ranks at this URL of torch.distributed. One rank meets nobody."""
+        config, size = self.config, self.config.cluster.learners
+        settings = learner_settings(config)
+        self.learner: Learner
+        if size == 1:
+            self.learner = Learner(make_policy(config).model, settings)
+            return
+        if where.startswith("file:"):  # all ranks are on this machine
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        device = torch.device(config.device)
+        ranks = join(self.rank, size, meeting=where, device=device, patience=config.cluster.update_seconds)
+        model = make_policy(config.model_copy(update={"device": "cpu"})).model
+        dtype = getattr(torch, config.model.dtype)
+        self.learner = ShardedLearner(model, settings, ranks=ranks, device=device, dtype=dtype)
 
     def step(self, groups: Sequence[Group]) -> Update:
         """Take one update together with the other ranks."""

@@ -12,7 +12,9 @@ Every wait lets somebody else work: `meanwhile` is called about ten times a seco
 
 from __future__ import annotations
 
+import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ class RemoteLearner:
 
     def __init__(
         self,
-        spawn: Callable[[int], list[Actor]],  # number of the attempt -> all ranks, which will meet each other
+        spawn: Callable[[], list[Actor]],  # starts all ranks
         *,
         contexts: Sequence[Sequence[int]],  # what the probes of engines continue
         update_seconds: float,
@@ -58,7 +60,7 @@ class RemoteLearner:
         self.origin: tuple[Path, int] | None = None
         """The last checkpoint and its version; None: the model as it is loaded."""
         self._fingerprints: dict[int, str] = {}
-        self._ranks = spawn(0)
+        self._ranks = spawn()
         self._greeted = False
 
     def step(self, groups: Sequence[Group]) -> Update:
@@ -158,14 +160,19 @@ class RemoteLearner:
         return False
 
     def _greet(self) -> None:
-        """Wait until all ranks have started."""
+        """Wait until all ranks have started and met each other."""
         if self._greeted:
             return
         self.doing = "starting"
-        calls = [rank.call("hello", what="start") for rank in self._ranks]
-        for rank, hello in zip(self._ranks, self._all(calls), strict=True):
-            hello.check(rank.name)
+        hellos = self._all([rank.call("hello", what="start") for rank in self._ranks])
+        for rank, hello in zip(self._ranks, hellos, strict=True):
             rank.process = hello.process
+            hello.check(rank.name)
+        if len({hello.process[0] for hello in hellos}) == 1:  # one machine: nothing has to listen
+            where = f"file://{tempfile.gettempdir()}/bapo-ranks-{uuid.uuid4().hex}"
+        else:
+            where = f"tcp://{self._all([self._ranks[0].call('free_address', what='find a free port')])[0]}"
+        self._all([rank.call("meet", where, what="load the model and meet the other ranks") for rank in self._ranks])
         self._greeted = True
 
     def _restart(self, error: Exception) -> None:
@@ -174,7 +181,7 @@ class RemoteLearner:
             self.restarts += 1
             self.say(f"all learner ranks start again, with {len(self.journal)} updates to repeat: {error}")
             self._end()
-            self._ranks, self._greeted = self.spawn(self.restarts), False
+            self._ranks, self._greeted = self.spawn(), False
             try:
                 if self.origin is not None:
                     path, version = self.origin
