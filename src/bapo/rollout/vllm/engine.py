@@ -92,6 +92,7 @@ class VllmEngine:
         try:
             self._llm = self._ask(_started(settings, directory), "start", START_SECONDS)
             self.positions = int(self._llm.model_config.max_model_len)
+            self.vocabulary = int(self._llm.model_config.get_vocab_size())
             self._ask(_initialised(self._llm), "prepare for weights")
         except BaseException:
             self.close()
@@ -123,15 +124,16 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         """Start work on these requests, beside those under way. A token budget counts from now on, for all of them."""
+        self._check_alive()
         check_requests(requests, sampling, token_budget, positions=self.positions, version=self.version)
         _check_temperature(sampling.temperature)
+        _check_tokens(requests, self.vocabulary)
         taken = {request.id for request in requests} & self._streams.keys()
         if taken:
             raise ValueError(
                 f"the request id {min(taken)} is still under way, so their segments could not be told apart. Use "
                 "unique ids."
             )
-        self._check_alive()
         if not self._streams:
             self._budget = math.inf
         if token_budget is not None:
@@ -404,6 +406,17 @@ def _check_temperature(temperature: float) -> None:
             f"sampling.temperature={temperature} is not one that vLLM samples at. Set it to 0 (greedy) or to a number "
             f"between {_LOWEST} and {_HIGHEST}, or sample with the in-process engine."
         )
+
+
+def _check_tokens(requests: Sequence[Request], vocabulary: int) -> None:
+    """vLLM itself does not refuse a token that the model does not have: its worker fails, and EngineCore with it."""
+    for index, request in enumerate(requests):
+        if not (0 <= min(request.context) and max(request.context) < vocabulary):
+            wrong = next(token for token in request.context if not 0 <= token < vocabulary)
+            raise ValueError(
+                f"request {index} (seed {request.seed}) has the token {wrong} in its context, but the model's "
+                f"vocabulary has {vocabulary} tokens. Use the model's own tokenizer."
+            )
 
 
 def check_arrived(reports: Sequence[dict[str, Any]], sent: dict[str, str], expected: set[str]) -> None:
