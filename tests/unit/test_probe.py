@@ -56,7 +56,7 @@ def test_one_stale_tensor_is_found_and_the_error_says_where():
 
 def test_a_table_that_is_not_a_number_does_not_pass():
     engine, table = engine_and_table()
-    with pytest.raises(WrongWeights, match="after context 1 .* largest gap of 12 tokens is nan"):
+    with pytest.raises(WrongWeights, match=r"after context 1 .* largest gap of 12 tokens is nan"):
         probe(engine, CONTEXTS, table.index_fill(0, torch.tensor(1), torch.nan), tolerance=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Faults inside vLLM's worker, which its tests turn on by remote call: each stands for a bug that happened to someone."""
+"""Faults inside vLLM's worker, which tests turn on by remote call. Each stands for a bug that happened to someone."""
 
 from bapo.rollout.vllm import plugin
 

@@ -28,11 +28,10 @@ def alive(pid: int) -> bool:
 
 def test_killing_the_holder_ends_all_its_processes_within_seconds():
     memory = set(Path("/dev/shm").iterdir())
-    holder = subprocess.Popen(
-        [sys.executable, "-m", "tests.vllm.hold_engine"], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tests.vllm.hold_engine"]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert holder.stdout is not None
     try:
-        assert holder.stdout is not None
         assert any(line.strip() == "ready" for line in holder.stdout), "the engine did not start"
         family = tree(holder.pid)
         titles = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode() for pid in family]
@@ -40,6 +39,7 @@ def test_killing_the_holder_ends_all_its_processes_within_seconds():
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
+        holder.stdout.close()
     deadline = time.monotonic() + 5
     while any(alive(pid) for pid in family) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM's environment: make test-integrations")
-MODEL = os.environ.get("BAPO_SMOLLM2", "")
-pytestmark = pytest.mark.skipif(not MODEL, reason="needs BAPO_SMOLLM2")
 
 from bapo.rollout.engine import Request, Sampling, generate
 from bapo.rollout.probe import WrongWeights, probe
 from tests.vllm.engines import changed, gap, made, order, policy
 
-BOUND = 5e-4  # of float32 log-probs over a vocabulary of 49,152
-CONTEXTS = [[504, 3575, 282, 4649, 314], [198, 504, 6330], [1, 4093, 198, 1780, 314, 216, 33, 39, 1232, 216, 34, 37, 47]]
+MODEL = os.environ.get("BAPO_SMOLLM2", "")
+pytestmark = pytest.mark.skipif(not MODEL, reason="needs BAPO_SMOLLM2")
+BOUND = 2e-4  # of float32 log-probs over a vocabulary of 49,152; 3e-5 was measured
+CONTEXTS = [[504, 3575, 282, 4649, 314], [198, 504, 6330], [1, 4093, 198, 1780, 314, 216, 33, 39, 1232, 216, 34]]
 
 
 @pytest.fixture(scope="module")

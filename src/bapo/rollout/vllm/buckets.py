@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 BUCKET_BYTES = 512 * 2**20
 """A bucket is sent when it holds this many bytes. One weight may be larger; then it has a bucket to itself."""
 _ALIGNMENT = 64
+_HASHED_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ def fingerprint(name: str, tensor: Tensor) -> str:
     digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
     digest.update(_bits(tensor).numpy().data)
     return digest.hexdigest()
+
+
+def fingerprints(weights: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
+    """The fingerprint of every weight, by name. Hashes several at a time: this is most of the work of a transfer."""
+    with ThreadPoolExecutor(_HASHED_AT_A_TIME) as threads:
+        return dict(zip((name for name, _ in weights), threads.map(lambda w: fingerprint(*w), weights), strict=True))
 
 
 def batches(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:

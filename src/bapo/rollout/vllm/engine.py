@@ -38,7 +38,8 @@ from torch import Tensor
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.randomness import response_seed
 from bapo.rollout.requests import check_engine_sizes, check_idle, check_requests, non_finite
-from bapo.rollout.vllm.buckets import BUCKET_BYTES, Bucket, batches, fingerprint, shared
+from bapo.rollout.vllm.buckets import BUCKET_BYTES, Bucket, batches, fingerprints, shared
+from bapo.rollout.vllm.checks import check_arrived, check_temperature, check_tokens, fitting
 from bapo.rollout.vllm.start import Settings, check_installed, expected_weights, sockets, start
 from bapo.types import Status
 
@@ -55,7 +56,6 @@ ANSWER_SECONDS = 300.0
 CLOSE_SECONDS = 10.0
 """How long vLLM may take to end by itself before it is killed."""
 _LOOK_SECONDS = 0.5
-_LOWEST, _HIGHEST = 0.01, 2.0
 _STATUS = {"stop": Status.STOPPED, "length": Status.TRUNCATED, "abort": Status.PARKED}
 
 
@@ -108,7 +108,8 @@ class VllmEngine:
         sent: dict[str, str] = {}
         self._ask(self._vllm.start_weight_update(), "prepare for new weights")
         try:
-            for batch in batches(self._known(weights, sent), BUCKET_BYTES):
+            for batch in batches(fitting(weights, self._expected), BUCKET_BYTES):
+                sent |= fingerprints(batch)
                 with shared(batch) as bucket:
                     self._ask(_sent(self._vllm, bucket), f"load {len(batch)} weights, from {batch[0][0]!r}")
         except BaseException:
@@ -126,8 +127,8 @@ class VllmEngine:
         """Start work on these requests, beside those under way. A token budget counts from now on, for all of them."""
         self._check_alive()
         check_requests(requests, sampling, token_budget, positions=self.positions, version=self.version)
-        _check_temperature(sampling.temperature)
-        _check_tokens(requests, self.vocabulary)
+        check_temperature(sampling.temperature)
+        check_tokens(requests, self.vocabulary)
         taken = {request.id for request in requests} & self._streams.keys()
         if taken:
             raise ValueError(
@@ -183,13 +184,13 @@ class VllmEngine:
         if self._llm is not None:
             manager = self._llm.engine_core.resources.engine_manager
             processes = list(manager.processes) if manager is not None else []
+            with suppress(NotInTime):  # first those who would take the end of EngineCore for its death
+                asyncio.run_coroutine_threadsafe(_cancelled(), self._loop).result(CLOSE_SECONDS)
             self._llm.shutdown(timeout=CLOSE_SECONDS)
             for process in processes:
                 process.join(CLOSE_SECONDS)
                 if process.is_alive():
                     process.kill()
-            with suppress(NotInTime):
-                asyncio.run_coroutine_threadsafe(_cancelled(), self._loop).result(CLOSE_SECONDS)
             self._llm = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
@@ -242,23 +243,6 @@ class VllmEngine:
             if self._failure is None:
                 self._failure = failure
             self._mail.notify_all()
-
-    def _known(self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, str]) -> Iterable[tuple[str, Tensor]]:
-        """The weights in ordinary memory, each checked against the model and fingerprinted."""
-        for name, tensor in weights:
-            tensor = tensor.detach().cpu()
-            if name not in self._expected:
-                raise ValueError(
-                    f"the model in {self.settings.model} has no weight {name!r}, so vLLM cannot load it. The learner "
-                    "trains another model, or it has adapters: merge them into the weights before they are sent."
-                )
-            if tuple(tensor.shape) != self._expected[name]:
-                raise ValueError(
-                    f"the weight {name!r} has shape {tuple(tensor.shape)}, but the model in {self.settings.model} "
-                    f"has {self._expected[name]}. Start the engine from the learner's model."
-                )
-            sent[name] = fingerprint(name, tensor)
-            yield name, tensor
 
     # On the loop.
 
@@ -398,47 +382,3 @@ def _parameters(request: Request, sampling: Sampling) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-
-
-def _check_temperature(temperature: float) -> None:
-    if temperature != 0 and not _LOWEST <= temperature <= _HIGHEST:
-        raise ValueError(
-            f"sampling.temperature={temperature} is not one that vLLM samples at. Set it to 0 (greedy) or to a number "
-            f"between {_LOWEST} and {_HIGHEST}, or sample with the in-process engine."
-        )
-
-
-def _check_tokens(requests: Sequence[Request], vocabulary: int) -> None:
-    """vLLM itself does not refuse a token that the model does not have: its worker fails, and EngineCore with it."""
-    for index, request in enumerate(requests):
-        if not (0 <= min(request.context) and max(request.context) < vocabulary):
-            wrong = next(token for token in request.context if not 0 <= token < vocabulary)
-            raise ValueError(
-                f"request {index} (seed {request.seed}) has the token {wrong} in its context, but the model's "
-                f"vocabulary has {vocabulary} tokens. Use the model's own tokenizer."
-            )
-
-
-def check_arrived(reports: Sequence[dict[str, Any]], sent: dict[str, str], expected: set[str]) -> None:
-    """Compare what the workers report with what was sent, and what was sent with what the model has."""
-    wrong = {"were not among the weights to load": expected - sent.keys()}
-    for report in reports:
-        arrived = report["fingerprints"]
-        wrong.setdefault("did not arrive in a worker", set()).update(sent.keys() - arrived.keys())
-        wrong.setdefault("arrived in a worker with other bits", set()).update(
-            name for name in sent if arrived.get(name, sent[name]) != sent[name]
-        )
-        wrong.setdefault("are parameters of vLLM's model that nothing was loaded into", set()).update(
-            report["not_loaded"]
-        )
-    problems = [f"{_some(names)} {what}" for what, names in wrong.items() if names]
-    if problems:
-        raise ValueError(
-            f"vLLM does not have the weights that were sent: {'; '.join(problems)}. The engine would sample from a "
-            "policy that never existed, so it refuses to until all weights are loaded again."
-        )
-
-
-def _some(names: set[str]) -> str:
-    """`model.norm.weight`, or `model.norm.weight and 3 more`."""
-    return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from bapo.rollout.vllm.buckets import Bucket, fingerprint, mapped
+from bapo.rollout.vllm.buckets import Bucket, fingerprints, mapped
 
 BACKEND = "bapo_shared_memory"
 """The name of our backend among vLLM's."""
@@ -95,12 +95,9 @@ class SharedMemory(WeightTransferEngine):
 
     def receive_weights(self, update_info: Arriving) -> None:
         """Fingerprint and load the weights of one bucket."""
-        self.loaded |= set(self.model.load_weights(self._noted(Bucket(**update_info.bucket))) or ())
-
-    def _noted(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in mapped(bucket):
-            self.fingerprints[name] = fingerprint(name, tensor)
-            yield name, tensor
+        weights = list(mapped(Bucket(**update_info.bucket)))
+        self.fingerprints |= fingerprints(weights)
+        self.loaded |= set(self.model.load_weights(weights) or ())
 
     def finish_weight_update(self) -> None:
         """Process what was not processed on the way, then mend what layerwise loading leaves behind."""
