@@ -46,6 +46,8 @@ ONE_FILE = {
     *("trl", "verl", "openrlhf", "skyrl", "trinity"),
     *("datasets", "math_verify", "peft", "reasoning_gym"),
 }
+# Each of these appears in one folder only.
+ONE_FOLDER = {"vllm": "rollout/vllm"}
 # Parts that must stay importable without torch.
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.buffer", "bapo.core.settings", "bapo.cli"),
@@ -100,6 +102,9 @@ def test_heavy_libraries_have_one_seam_each():
     for library in ONE_FILE:
         users = [path for path in SOURCES if any(name.split(".")[0] == library for name in imports(path))]
         assert len(users) == 1, f"{library} is imported by {users}"
+    for library, folder in ONE_FOLDER.items():
+        users = [path for path in SOURCES if any(name.split(".")[0] == library for name in imports(path))]
+        assert {path.parent for path in users} == {ROOT / "src" / "bapo" / folder}, f"{library} is imported by {users}"
 
 
 def test_every_allowance_is_used():

@@ -1,13 +1,13 @@
 """Whether an engine samples from the policy that it was given: a probe after every transfer of weights.
 
-The learner publishes, with each version of its weights, the log-probs of all next tokens after a few fixed contexts. The
-engine samples tokens after the same contexts, in its ordinary way, and says how likely each was:
+The learner publishes, with each version of its weights, the log-probs of all next tokens after a few fixed contexts.
+The engine samples tokens after the same contexts, in its ordinary way, and says how likely each was:
 
     gap(context, token) = | log-prob that the engine gives  -  the table's value at (context, token) |
 
 Two programs that compute the same policy differ by rounding. Wrong weights differ by more, whatever the reason is: a
-tensor that was skipped, a head that stayed as it was, keys and values of an older version. The probe needs only `submit`
-and `collect`, so it serves every engine, and it sees what any response would be sampled from.
+tensor that was skipped, a head that stayed as it was, keys and values of an older version. The probe needs only
+`submit` and `collect`, so it serves every engine, and it sees what any response would be sampled from.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import transformers
 import bapo
 from bapo.config.errors import ClusterError
 from bapo.config.run import Config
+from bapo.demo import model_path
 from bapo.learn.learner import Learner, Update
 from bapo.learn.parallel import ShardedLearner
 from bapo.learn.ranks import join
@@ -37,6 +38,8 @@ from bapo.types import Group
 
 PROBE_DRAWS = 4
 """Tokens that an engine samples after each context of a probe."""
+CPU_CACHE_BYTES = 2**30
+"""Memory for the keys and values of a vLLM engine on CPUs."""
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
 """The largest gap between the log-probs of an engine and of the learner that rounding explains, by precision."""
 
@@ -99,6 +102,21 @@ class RolloutHost:
 
     def _engine(self) -> Engine:
         config = self.config
+        if config.cluster.engine == "vllm":
+            from bapo.rollout.vllm.engine import VllmEngine
+            from bapo.rollout.vllm.start import Settings
+
+            cpu = config.device == "cpu"
+            settings = Settings(
+                model=str(model_path()) if config.model.path == "demo" else config.model.path,
+                dtype=config.model.dtype,
+                slots=config.rollout.slots,
+                tensor_parallel=1 if cpu else config.cluster.gpus_per_rollout,
+                cache_bytes=CPU_CACHE_BYTES if cpu else None,
+                threads=threads_of(config) if cpu else None,
+                seed=config.seed,
+            )
+            return VllmEngine(settings)
         return engine_for(make_policy(config).model, slots=config.rollout.slots)
 
     def hello(self) -> Hello:
@@ -179,8 +197,9 @@ class LearnerHost:
         the answer.
         """
         parcel = pack(self.learner.weights(), getattr(torch, self.config.model.dtype))
-        logprobs = self.learner.next_logprobs(contexts).cpu().numpy()
-        told = Probe([list(context) for context in contexts], logprobs, self.learner.settings.temperature)
+        temperature = self.learner.settings.temperature
+        logprobs = torch.log_softmax(self.learner.next_logprobs(contexts) * temperature, dim=-1).cpu().numpy()
+        told = Probe([list(context) for context in contexts], logprobs, temperature)
         return parcel, (fingerprint(parcel), told)
 
     def save(self, directory: Path) -> None:

@@ -41,8 +41,9 @@ class Probe:
 
     contexts: list[list[int]]
     logprobs: NDArray[np.float32]
-    """[contexts, vocabulary] log-probs of the next token, at the temperature of training."""
+    """[contexts, vocabulary] log-probs of the next token, at temperature 1."""
     temperature: float
+    """The temperature to sample at."""
 
 
 @dataclass(frozen=True)
