@@ -1,0 +1,81 @@
+"""Runs on a real Ray cluster of this machine. Needs Ray: `make test-integrations` has it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.driving import Run, gone, send
+
+pytest.importorskip("ray")
+
+ALONE = ("rollout/probe_gap",)
+"""Metrics that only a cluster has."""
+
+
+def without(lines, keys=ALONE):
+    return [{key: value for key, value in line.items() if key not in keys} for line in lines]
+
+
+def weights(run):
+    return (run.path / "model" / "model.safetensors").read_bytes()
+
+
+def listening(pids):
+    """The addresses on which these processes listen, as the kernel writes them."""
+    sockets = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                name = str(descriptor.readlink())
+            except OSError:
+                continue
+            if name.startswith("socket:["):
+                sockets.add(name[8:-1])
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_sampling_and_learning_in_turns_repeat_a_single_process_bit_for_bit(tmp_path):
+    alone = Run.train(tmp_path / "alone", threads=1)
+    apart = Run.train(tmp_path / "apart", **{"cluster.rollouts": 1, "cluster.ahead": 0})
+    apart.until(lambda: apart.steps() >= 1)
+    processes = apart.descendants()
+    assert len(processes) > 4
+    assert listening([apart.process.pid, *processes]) <= LOOPBACK
+    alone.finished()
+    apart.finished()
+    assert without(apart.metrics()) == alone.metrics()
+    assert weights(apart) == weights(alone)
+    assert apart.balance() == alone.balance()  # the order within it depends on time
+    assert gone(processes) == []
+    assert all(line["rollout/probe_gap"] < 1e-4 for line in apart.metrics("rollout"))
+
+
+def test_a_learner_rank_that_dies_costs_nothing_but_time(tmp_path):
+    recipe = {"cluster.rollouts": 1, "cluster.learners": 2, "cluster.ahead": 0, "checkpoint_every": 4}
+    undisturbed = Run.train(tmp_path / "undisturbed", **recipe).finished()
+    disturbed = Run.train(tmp_path / "disturbed", **recipe)
+    disturbed.until(lambda: disturbed.steps() >= 2)
+    ranks = disturbed.actors("LearnerHost")
+    assert len(ranks) == 2
+    assert send(ranks[1])
+    disturbed.finished()
+    assert "all learner ranks start again" in disturbed.said()
+    assert weights(disturbed) == weights(undisturbed)
+    assert disturbed.metrics() == undisturbed.metrics()
+    assert "has other bits" not in disturbed.said()
+
+
+def test_what_cannot_run_says_why(tmp_path):
+    cramped = Run.train(tmp_path / "cramped", **{"cluster.rollouts": 1, "cluster.address": "127.0.0.1:1"})
+    assert cramped.ended() == 5
+    assert "cannot connect to Ray" in cramped.said()
+    assert not (tmp_path / "cramped").exists()

@@ -1,0 +1,81 @@
+import json
+import subprocess
+import sys
+
+from bapo.buffer import Buffer
+from bapo.rollout.engine import Sampling, Segment
+from bapo.rollout.scheduler import Scheduler, new_group
+from bapo.runs.ledger import Ledger, balance, in_state, read
+from bapo.types import Problem, Status
+
+
+def events(*told):
+    ledger = Ledger()
+    for event, group, *facts in told:
+        ledger.record(event, group, **(facts[0] if facts else {}))
+    return ledger.take()
+
+
+GOOD = [
+    ("admitted", 0), ("admitted", 1), ("admitted", 2), ("admitted", 3), ("admitted", 4),
+    ("finished", 1), ("finished", 0), ("dropped", 2), ("finished", 3),
+    ("held", 0, {"oldest": 4}), ("filtered", 1), ("unscored", 3),
+    ("trained", 0, {"version": 5, "uses": 0}), ("trained", 0, {"version": 6, "uses": 1}), ("retired", 0),
+]  # fmt: skip
+
+
+def test_equal_events_in_a_row_share_a_line():
+    lines = events(*GOOD)
+    assert lines[0] == {"event": "admitted", "groups": [0, 1, 2, 3, 4]}
+    assert {"event": "trained", "version": 6, "groups": [0], "uses": [1]} in lines
+    assert {"event": "held", "groups": [0], "oldest": [4]} in lines
+
+
+def test_a_good_ledger_balances():
+    found = balance(events(*GOOD), max_staleness=2)
+    assert found.wrong == []
+    assert found.states == {"retired": 1, "filtered": 1, "dropped": 1, "unscored": 1, "admitted": 1}
+    assert (found.uses, found.stalest) == (2, 2)
+    assert "5 groups" in found.line()
+    assert found.line().endswith("it balances")
+    assert in_state(events(*GOOD), "admitted") == {4}
+
+
+def test_every_kind_of_mistake_is_named():
+    def wrong(*more, bound=None):
+        return balance(events(*GOOD, *more), max_staleness=bound).wrong
+
+    assert wrong(("admitted", 4)) == ["group 4 is admitted, but was admitted before"]
+    assert wrong(("trained", 4, {"version": 7, "uses": 0}))[0] == "group 4 is trained, but was admitted before"
+    assert wrong(("finished", 9))[0] == "group 9 is finished, but was never admitted before"
+    assert "group 5 was never admitted" in wrong(("admitted", 6))
+    assert wrong(bound=1) == ["group 0 is trained on at age 2, above the bound of 1"]
+    again = ("held", 0, {"oldest": 4}), ("trained", 0, {"version": 6, "uses": 2})
+    assert "group 0 is trained on twice in the update at version 6" in wrong(*again)
+    assert "group 0 is trained on as if for use 0, not 2" in wrong(("trained", 0, {"version": 7, "uses": 0}))
+
+
+def test_scheduler_and_buffer_tell_the_whole_story(tmp_path):
+    ledger = Ledger()
+    scheduler = Scheduler(Sampling(), max_response_tokens=4, record=ledger.record)
+    buffer = Buffer(batch_groups=1, reuse=2, max_staleness=4, record=ledger.record)
+    groups = [new_group(id, Problem(str(id), "2+2=", 4), [1, 2], responses=2, seed=0) for id in range(3)]
+    scheduler.admit(groups)
+    for request in scheduler.requests(0).requests:
+        scheduler.accept(request.id, Segment([5], [-1.0], [0.5], [0], Status.STOPPED))
+    for group in (finished := scheduler.take().groups):
+        for index, trajectory in enumerate(group.trajectories):
+            trajectory.reward = float(index if group.id else 0)  # group 0 has no signal
+    buffer.add(finished, version=0)
+    version = 0
+    while isinstance(buffer.draw(version=version), list):
+        version += 1
+    lines = ledger.take()
+    found = balance(lines, max_staleness=4)
+    assert found.wrong == []
+    assert found.states == {"filtered": 1, "retired": 2}
+    assert (found.uses, found.stalest) == (4, 3)
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read(tmp_path) == lines
+    command = [sys.executable, "-m", "bapo.runs.ledger", str(tmp_path)]
+    assert "it balances" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
