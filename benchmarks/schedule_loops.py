@@ -367,7 +367,9 @@ def synchronous(setting: Setting, lengths: Lengths, *, together: bool = False) -
         for number, engine in enumerate(engines):
             engine.version = version
             if step > 0 and not together:
-                engine.stall(s.load_seconds * (number + 1 if s.rolling else 1))
+                turn = number * s.load_seconds if s.rolling else 0.0
+                engine.stall(turn + s.load_seconds)
+                engine.busy -= turn  # it waits
         time = _sample(engines, open_groups, version, time)
         done = [group for group in open_groups if not group.left]
         open_groups = [group for group in open_groups if group.left]
