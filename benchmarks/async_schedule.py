@@ -34,6 +34,7 @@ from schedule_loops import Lengths, Outcome, Setting, asynchronous, synchronous
 
 NORMAL = statistics.NormalDist()
 TAIL = 10.0  # 99th percentile over median: Laminar, arXiv:2510.12633
+SEED = 0
 BETWEEN = 0.5  # share of the variance of log length that lies between prompts: our assumption
 
 
@@ -62,6 +63,13 @@ class LogNormal:
         mu, sigma = math.log(self.median), self.sigma
         below = math.exp(mu + sigma**2 / 2) * NORMAL.cdf((math.log(self.limit) - mu - sigma**2) / sigma)
         return below + self.limit * self.cut
+
+    @property
+    def context(self) -> float:
+        """How many tokens of its own response precede a token, as a mean over tokens: E[L²] / 2 E[L]."""
+        mu, sigma = math.log(self.median), self.sigma
+        below = math.exp(2 * mu + 2 * sigma**2) * NORMAL.cdf((math.log(self.limit) - mu - 2 * sigma**2) / sigma)
+        return (below + self.limit**2 * self.cut) / (2 * self.mean)
 
     @classmethod
     def with_mean(cls, mean: float, limit: int) -> LogNormal:
@@ -117,76 +125,111 @@ class Scenario:
     def all_together(self) -> Setting:
         return replace(self.setting, engines=self.gpus // self.per_engine, learn=self.learn_per_gpu * self.gpus)
 
+    @property
+    def half(self) -> int:
+        """Rollout engines on half of the GPUs."""
+        return max(1, self.gpus // 2 // self.per_engine)
 
-SEVEN = Setting(
-    prompts=64, batches=4, staleness=16, slots=128, alone=150.0, saturated=13_500.0, prefill=26_000.0, load_seconds=1.5
-)  # an engine has one H100
-THIRTY_TWO = replace(
-    SEVEN, prompts=128, alone=140.0, saturated=12_000.0, prefill=24_000.0, load_seconds=6.5
-)  # four H100
+    def changed(self, **changes: Any) -> Scenario:
+        return replace(self, setting=replace(self.setting, **changes))
+
+
+def made(title: str, lengths: LogNormal, model: str) -> Scenario:
+    """Work on this model and these lengths. The keys that a decoding step reads grow with the context."""
+    known = MODELS[model]
+    context = 200 + lengths.context
+    setting = Setting(
+        prompts=known["prompts"],
+        alone=1 / known["weights"],
+        saturated=1 / (known["response"] + known["context"] * context),
+        prefill=1 / known["response"],
+        gather_seconds=known["gather"],
+        load_seconds=known["load"],
+    )
+    return Scenario(title, lengths, setting, known["gpus"], known["per_engine"], known["learn"])
+
+
+# Seconds of an engine per decoding step, per response in it, per token of its context; seconds to give out and to load
+# weights; tokens per second of one learner GPU. From benchmarks/cluster_sizes.py, rounded; a test compares them.
+MODELS: dict[str, dict[str, Any]] = {
+    "7b": {"gpus": 8, "per_engine": 1, "prompts": 64, "weights": 6.5e-3, "response": 3.1e-5, "context": 2.45e-8}
+    | {"gather": 2.2, "load": 2.1, "learn": 6500.0},
+    "32b": {"gpus": 64, "per_engine": 4, "prompts": 128, "weights": 8.3e-3, "response": 3.3e-5, "context": 2.8e-8}
+    | {"gather": 12.4, "load": 7.5, "learn": 1500.0},
+}
 EIGHT_K = LogNormal.with_mean(3500, limit=8192)
 THIRTY_TWO_K = LogNormal(32768 / TAIL, limit=32768)
 CUT_4K = LogNormal.with_mean(3206, limit=4096)
 SCENARIOS = {
-    "7b-4k": Scenario("7B, 8 GPUs, 4k, mostly cut", CUT_4K, SEVEN, 8, 1, 6500.0),
-    "7b-8k": Scenario("7B, 8 GPUs, 8k", EIGHT_K, SEVEN, 8, 1, 6500.0),
-    "7b-32k": Scenario("7B, 8 GPUs, 32k", THIRTY_TWO_K, SEVEN, 8, 1, 6500.0),
-    "32b-8k": Scenario("32B, 64 GPUs, 8k", EIGHT_K, THIRTY_TWO, 64, 4, 1500.0),
-    "32b-32k": Scenario("32B, 64 GPUs, 32k", THIRTY_TWO_K, THIRTY_TWO, 64, 4, 1500.0),
+    "7b-4k": made("7B, 8 GPUs, 4k, mostly cut", CUT_4K, "7b"),
+    "7b-8k": made("7B, 8 GPUs, 8k", EIGHT_K, "7b"),
+    "7b-32k": made("7B, 8 GPUs, 32k", THIRTY_TWO_K, "7b"),
+    "32b-8k": made("32B, 64 GPUs, 8k", EIGHT_K, "32b"),
+    "32b-32k": made("32B, 64 GPUs, 32k", THIRTY_TWO_K, "32b"),
 }
 
 
 def fastest(scenario: Scenario, lengths: Lengths) -> Outcome:
     """The asynchronous loop with the division of the GPUs that gives the shortest step."""
     most = (scenario.gpus - 1) // scenario.per_engine
-    tried = sorted({max(1, round(most * share / 16)) for share in range(1, 17)})
+    tried = sorted({max(1, round(most * share / 16)) for share in range(4, 13)})
     return min((asynchronous(scenario.split(n), lengths) for n in tried), key=lambda outcome: outcome.step_seconds)
 
 
 HEADER = (
     "| loop | rollouts | s per step | tokens/s | engines idle | slots used | learner idle | staleness mean, max "
-    "| late groups | by at most | speed-up |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| late groups | by at most | over together | over turns apart |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-def row(name: str, outcome: Outcome, base: Outcome, *, together: bool = False) -> str:
-    learner = "–" if together else f"{outcome.learner_idle:.0%}"
+def row(name: str, outcome: Outcome, *bases: Outcome, together: bool = False) -> str:
+    """Speed-ups are over the bases: the synchronous loops, together and apart."""
+    s = outcome.setting
+    learner = "–" if together else f"{abs(outcome.learner_idle):.0%}"
+    late = f"{outcome.late:.0%} | {outcome.latest}" if s.budget is None else "– | –"
     return (
-        f"| {name} | {outcome.setting.engines} | {outcome.step_seconds:.0f} | {outcome.speed:,.0f} "
-        f"| {outcome.engines_idle:.0%} | {outcome.slots_used:.0%} | {learner} "
-        f"| {outcome.staleness_mean:.1f}, {outcome.staleness_max} | {outcome.late:.0%} | {outcome.latest} "
-        f"| {base.step_seconds / outcome.step_seconds:.2f}x |"
+        f"| {name} | {s.engines} | {outcome.step_seconds:.3g} | {outcome.speed:,.0f} | {abs(outcome.engines_idle):.0%} "
+        f"| {outcome.slots_used:.0%} | {learner} | {outcome.staleness_mean:.1f}, {outcome.staleness_max} | {late} "
+        f"| {' | '.join(f'{base.step_seconds / outcome.step_seconds:.2f}x' for base in bases)} |"
     )
 
 
-def table(scenario: Scenario, seed: int, aheads: tuple[int, ...] = (1, 2)) -> str:
-    """All loops on the same lengths. Speed-ups are over the synchronous loop with all GPUs together."""
+def ahead_row(outcome: Outcome, *bases: Outcome) -> str:
+    return row(f"asynchronous, ahead {outcome.setting.ahead}, S {outcome.setting.staleness}", outcome, *bases)
+
+
+def bases_of(scenario: Scenario, lengths: Lengths) -> tuple[Outcome, Outcome]:
+    """The synchronous loops: all GPUs together, and half of them for each."""
+    together = synchronous(scenario.all_together(), lengths, together=True)
+    return together, synchronous(scenario.split(scenario.half), lengths)
+
+
+def table(scenario: Scenario, seed: int) -> str:
+    """All loops on the same lengths."""
     s = scenario.all_together()
     lengths = scenario.lengths.groups(s.steps * s.prompts, s.responses, seed)
-    base = synchronous(s, lengths, together=True)
+    bases = together, apart = bases_of(scenario, lengths)
     flat = sorted(length for group in lengths for length in group)
-    parked = synchronous(replace(s, budget=round(0.5 * sum(flat) / s.steps)), lengths, together=True)
-    rows = [row("together", base, base, together=True), row("together, partial rollout", parked, base, together=True)]
-    half = scenario.split(max(1, scenario.gpus // 2 // scenario.per_engine))
-    rows.append(row("apart, taking turns", synchronous(half, lengths), base))
-    for ahead in aheads:
-        needed = (ahead + 1) * s.updates - 1
-        setting = replace(scenario.setting, ahead=ahead, staleness=max(s.staleness, needed))
-        best = fastest(replace(scenario, setting=setting), lengths)
-        rows.append(row(f"asynchronous, ahead {ahead}, S {setting.staleness}", best, base))
+    partial = synchronous(replace(s, budget=round(0.5 * sum(flat) / s.steps)), lengths, together=True)
+    rows = [row("together", together, *bases, together=True)]
+    rows.append(row("together, partial rollout", partial, *bases, together=True))
+    rows.append(row("apart, taking turns", apart, *bases))
+    for ahead in (1, 2):
+        bound = max(s.staleness, (ahead + 1) * s.updates - 1)
+        rows.append(ahead_row(fastest(scenario.changed(ahead=ahead, staleness=bound), lengths), *bases))
     return "\n".join([f"### {scenario.title}", "", described(flat, s), "", HEADER, *rows])
 
 
 def bounds_table(scenario: Scenario, seed: int) -> str:
-    """The asynchronous loop with several staleness bounds, each with its best division of the GPUs."""
+    """The asynchronous loop, running ahead by more or less and with tighter and looser staleness bounds."""
     s = scenario.all_together()
     lengths = scenario.lengths.groups(s.steps * s.prompts, s.responses, seed)
-    base = synchronous(s, lengths, together=True)
-    rows = [row("together", base, base, together=True)]
-    for spare in (0, 1, 2, 4, 8):
-        bound = (s.ahead + 1 + spare) * s.updates - 1
-        best = fastest(replace(scenario, setting=replace(scenario.setting, staleness=bound)), lengths)
-        rows.append(row(f"S {bound}: {spare} rollouts late", best, base))
+    bases = bases_of(scenario, lengths)
+    rows = []
+    for ahead in (1, 2, 4):
+        for spare in (0, 1, 2, 4):
+            bound = (ahead + 1 + spare) * s.updates - 1
+            rows.append(ahead_row(fastest(scenario.changed(ahead=ahead, staleness=bound), lengths), *bases))
     return "\n".join([f"### {scenario.title}: staleness bounds", "", HEADER, *rows])
 
 
@@ -243,18 +286,17 @@ def read_lengths(path: Path) -> Observed:
     return Observed(groups)
 
 
-def of_run(measured: Measured, engines: int) -> Scenario:
-    """A scenario whose synchronous loop takes as long as the run did: the engine's speeds are scaled to that."""
+def of_run(measured: Measured, engines: int) -> tuple[Setting, Observed]:
+    """A synchronous loop that takes as long as the run did: the engine's speeds are scaled to that."""
     config = measured.config
     rollout, learn, off = config["rollout"], config["learn"], config["offpolicy"]
     batches = max(1, math.floor(rollout["prompts"] / learn["batch_groups"] + 0.5))
     start = Setting(
         prompts=rollout["prompts"],
         responses=rollout["responses"],
-        steps=len(measured.lengths),
         batches=batches,
         passes=off["reuse"],
-        staleness=max(off["max_staleness"], 2 * batches * off["reuse"] - 1),
+        staleness=off["max_staleness"],
         engines=engines,
         slots=max(1, rollout["slots"] // engines),
         prompt_tokens=0,
@@ -264,11 +306,30 @@ def of_run(measured: Measured, engines: int) -> Scenario:
         load_seconds=0.0,
     )
     observed = Observed(measured.lengths)
-    lengths = observed.groups(start.steps * start.prompts, start.responses, seed=0)
-    simulated = synchronous(start, lengths, together=True).step_seconds - measured.learn_seconds
-    scale = simulated / measured.rollout_seconds
-    scaled = replace(start, alone=start.alone * scale, saturated=start.saturated * scale, prefill=start.prefill * scale)
-    return Scenario("run", observed, scaled, 2 * engines, 1, math.inf)
+    lengths = observed.groups(start.steps * start.prompts, start.responses, SEED)
+    scale = (
+        synchronous(start, lengths, together=True).step_seconds - measured.learn_seconds
+    ) / measured.rollout_seconds
+    speeds = {name: getattr(start, name) * scale for name in ("alone", "saturated", "prefill")}
+    return replace(start, **speeds), observed
+
+
+def run_table(path: Path, seed: int, given: dict[str, Any]) -> str:
+    """A real synchronous run, and what it would be with sampling and learning side by side."""
+    measured = read_run(path)
+    engines = given.get("engines") or measured.config.get("cluster", {}).get("rollouts") or 1
+    setting, observed = of_run(measured, engines)
+    s = replace(setting, **given)
+    lengths = observed.groups(s.steps * s.prompts, s.responses, seed)
+    base = synchronous(s, lengths, together=True)
+    apart = synchronous(s, lengths)
+    rows = [row(f"together, measured {measured.seconds:.3g} s", base, base, apart, together=True)]
+    rows.append(row("apart, taking turns", apart, base, apart))
+    for ahead in (1, 2):
+        bound = max(s.staleness, (ahead + 1) * s.updates - 1)
+        rows.append(ahead_row(asynchronous(replace(s, ahead=ahead, staleness=bound), lengths), base, apart))
+    flat = sorted(length for group in lengths for length in group)
+    return "\n".join([f"### {path}", "", described(flat, s), "", HEADER, *rows])
 
 
 def _options() -> argparse.ArgumentParser:
@@ -277,7 +338,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--bounds", action="store_true", help="several staleness bounds")
     parser.add_argument("--run", type=Path, help="the directory of a synchronous run")
     parser.add_argument("--lengths", type=Path, help="a JSON file of lengths")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=SEED)
     for each in fields(Setting):
         kind = {"int": int, "float": float, "bool": lambda text: text == "true"}.get(str(each.type), int)
         parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, help=f"default {each.default}")
@@ -287,15 +348,16 @@ def _options() -> argparse.ArgumentParser:
 def main() -> None:
     chosen = _options().parse_args()
     given = {each.name: value for each in fields(Setting) if (value := getattr(chosen, each.name)) is not None}
-    scenarios = [SCENARIOS[name] for name in chosen.scenario or SCENARIOS]
     if chosen.run:
-        scenarios = [of_run(read_run(chosen.run), engines=given.get("engines", 1))]
+        print(run_table(chosen.run, chosen.seed, given))
+        return
+    scenarios = [SCENARIOS[name] for name in chosen.scenario or SCENARIOS]
     if chosen.lengths:
         seen = read_lengths(chosen.lengths)
         scenarios = [replace(each, lengths=seen) for each in scenarios]
-    shown = bounds_table if chosen.bounds else table
     for scenario in scenarios:
-        print(shown(replace(scenario, setting=replace(scenario.setting, **given)), chosen.seed), end="\n\n")
+        shown = bounds_table if chosen.bounds else table
+        print(shown(scenario.changed(**given), chosen.seed), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -271,9 +271,8 @@ def test_a_run_is_simulated_as_slowly_as_it_was():
     measured = command.read_run(run)
     timing = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
     assert measured.seconds == pytest.approx(sum(line["seconds"] for line in timing) / len(timing))
-    scenario = command.of_run(measured, engines=2)
-    s = scenario.setting
-    lengths = scenario.lengths.groups(s.steps * s.prompts, s.responses, seed=0)
+    s, observed = command.of_run(measured, engines=2)
+    lengths = observed.groups(s.steps * s.prompts, s.responses, seed=0)
     outcome = loops.synchronous(s, lengths, together=True)
     assert outcome.step_seconds == pytest.approx(measured.rollout_seconds + measured.learn_seconds, rel=0.01)
 
@@ -290,6 +289,24 @@ def test_the_command_prints_equal_tables_for_equal_seeds():
     assert first.stdout == second.stdout != other.stdout
     assert "| together | 8 |" in first.stdout
     assert "1.00x |" in first.stdout
+
+
+def test_the_command_shows_a_run_beside_its_simulation():
+    run = COMPARED / "reuse-2" / "grpo" / "seed-0"
+    result = script(ROOT / "benchmarks" / "async_schedule.py", "--run", run, "--engines", 2)
+    assert result.returncode == 0, result.stderr
+    assert f"| together, measured {command.read_run(run).seconds:.3g} s | 2 |" in result.stdout
+
+
+def test_the_page_shows_what_the_command_prints():
+    """One row of docs/cluster.md is simulated again, with the division of the GPUs that it names."""
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    section = page.split("### 7B, 8 GPUs, 32k\n")[1].split("###")[0]
+    shown = next(line for line in section.splitlines() if line.startswith("| asynchronous, ahead 2, S 16 |"))
+    scenario = command.SCENARIOS["7b-32k"].changed(ahead=2, staleness=16)
+    lengths = scenario.lengths.groups(40 * 64, 8, command.SEED)
+    outcome = loops.asynchronous(scenario.split(int(shown.split("|")[2])), lengths)
+    assert shown == command.ahead_row(outcome, *command.bases_of(scenario, lengths))
 
 
 def test_the_command_says_what_is_wrong(tmp_path):
