@@ -164,16 +164,15 @@ def _fits(shape: Shape, card: float, taken: float, engine: int) -> str:
 
 def transfer_table(models: Mapping[str, Shape]) -> str:
     lines = [
-        "| model | bytes | gather | learner stops for | an engine stops for, same machine | other machine "
-        "| all engines in turn |\n|---|---|---|---|---|---|---|"
+        "| model | bytes | gather | learner stops for | an engine stops for, same machine | other machine |\n"
+        "|---|---|---|---|---|---|"
     ]
     for layout in LAYOUTS:
         shape = models[layout.model]
         near, far = (loading(shape, layout.per_engine, remote=remote) for remote in (False, True))
-        turn = layout.engines * (far if layout.gpus > PER_MACHINE else near)
         lines.append(
             f"| {layout.model} | {2 * shape.parameters() / GB:.1f} GB | {gathering(shape, layout.learners):.1f} s "
-            f"| {giving_out(shape, layout.learners):.1f} s | {near:.1f} s | {far:.1f} s | {turn:.0f} s |"
+            f"| {giving_out(shape, layout.learners):.1f} s | {near:.1f} s | {far:.1f} s |"
         )
     return "\n".join(lines)
 

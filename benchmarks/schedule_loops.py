@@ -12,8 +12,9 @@ The asynchronous loop is the one of bapo.train.async_loop. With u updates per ro
                 in flight is due. At version v, a group whose oldest token has version o is due if
                 (v + u) + (u - 1) - o > S: with the next rollout it would be too old. The learner waits for groups that
                 are due and drops none.
-    weights     move to the engines after the updates on a rollout, to one engine after the other. An engine parks its
-                responses, loads, and prefills them again. It starts new responses only with the newest weights.
+    weights     move to the engines after the updates on a rollout, to each by itself (or, `rolling`, to one after the
+                other). An engine parks its responses, loads, and prefills them again. It starts new responses only with
+                the newest weights.
 
 So ahead = 0 is the synchronous loop. `synchronous` plays that one independently, also `together` (the same GPUs sample
 and learn in turns) and with a token budget (partial rollout). A test compares the two.
@@ -62,8 +63,8 @@ class Setting:
     """What the learner takes to give out its weights, once per rollout."""
     load_seconds: float = 2.0
     """What one engine takes to load them."""
-    rolling: bool = True
-    """Whether engines load one after the other, or all at once."""
+    rolling: bool = False
+    """Whether engines load one after the other. Otherwise each loads by itself, at the same time."""
     budget: int | None = None
     """Partial rollout: tokens per step, in the synchronous loop only. It is checked whenever a response completes."""
 
