@@ -298,7 +298,7 @@ def of_run(measured: Measured, engines: int) -> tuple[Setting, Observed]:
         passes=off["reuse"],
         staleness=off["max_staleness"],
         engines=engines,
-        slots=max(1, rollout["slots"] // engines),
+        slots=rollout["slots"],
         prompt_tokens=0,
         learn=math.inf,
         update_seconds=measured.learn_seconds / (batches * off["reuse"]),
