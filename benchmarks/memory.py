@@ -1,5 +1,7 @@
 """What a model needs on one GPU, by arithmetic: python benchmarks/memory.py [--slots N] [--tokens N] [--rank N].
 
+For several GPUs: python benchmarks/memory.py --cluster, which benchmarks/cluster_sizes.py computes.
+
     states        18 bytes per trained parameter (bfloat16 weight 2, float32 master 4, gradient 4, moments 8), else 2
     keys, values  layers x 2 x key heads x head width x 2 bytes, per token in flight
     activations   with learn.activation_checkpointing: one input per layer, tokens x hidden x 2 bytes, and the working
@@ -61,6 +63,13 @@ class Shape:
         widths += [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
         return self.layers * rank * sum(a + b for a, b in widths)
 
+    def root_parameters(self) -> int:
+        """Parameters outside the layers: embedding, head, last norm."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
+
+    def layer_parameters(self) -> int:
+        return (self.parameters() - self.root_parameters()) // self.layers
+
     def keys_per_token(self) -> int:
         return self.layers * 2 * self.key_heads * self.head_width * 2
 
@@ -94,7 +103,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=9216, help="tokens of the longest prompt and response")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="learn.micro_tokens")
     parser.add_argument("--rank", type=int, default=64, help="rank of the LoRA rows")
+    parser.add_argument("--cluster", action="store_true", help="several GPUs: memory, weight transfer, time of a step")
     chosen = parser.parse_args()
+    if chosen.cluster:
+        import cluster_sizes
+
+        print(cluster_sizes.tables(MODELS, micro_tokens=chosen.micro_tokens))
+        return
     print(
         f"| model | parameters | keys per token | keys of {chosen.slots} x {chosen.tokens} | trained | states "
         "| activations | in all | fits |\n|---|---|---|---|---|---|---|---|---|"
