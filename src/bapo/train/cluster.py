@@ -163,7 +163,9 @@ class Cluster:
             )
         self._groups: list[PlacementGroup] = []
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if address is None:
+        if address is not None:
+            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # of this process; it would write over the screen
+        else:
             _stay_on_this_machine()
             options |= {"num_cpus": processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:
