@@ -1,6 +1,7 @@
 """vLLM's engine for tests, and what transformers says to its samples."""
 
 import os
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -43,8 +44,7 @@ def gap(model, requests: list[Request], segments: list[Segment], temperature: fl
 @torch.no_grad()
 def changed(model, seed: int):
     """The same model after something like an update: every weight has moved a little."""
-    other = type(model)(model.config).eval()
-    other.load_state_dict(model.state_dict())
+    other = deepcopy(model)
     torch.manual_seed(seed)
     for weight in other.parameters():
         weight.add_(torch.randn_like(weight) * 0.2 * weight.std())

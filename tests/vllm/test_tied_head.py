@@ -1,6 +1,7 @@
 """vLLM's engine with a real model whose head is its embedding, which vLLM's own loading leaves stale on CPUs."""
 
 import os
+from copy import deepcopy
 
 import pytest
 import torch
@@ -74,6 +75,6 @@ def test_another_dtype_is_sent_as_it_is(engine, model):
     """bfloat16 weights in a float32 engine: what is loaded is what was sent, rounded once by the sender."""
     rounded = [(name, weight.to(torch.bfloat16)) for name, weight in model.named_parameters()]
     engine.load(rounded, version=5)
-    same = type(model)(model.config).eval()
+    same = deepcopy(model)
     same.load_state_dict({name: weight.float() for name, weight in rounded}, strict=False)
     assert gap(same, requests(), generate(engine, requests(), Sampling(1.0))) < BOUND

@@ -103,8 +103,8 @@ class VllmEngine:
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Move the weights to vLLM, clear its caches, and check what has arrived. Tensors may be on any device."""
-        check_idle(self._streams or None, "load")
         self._check_alive()
+        check_idle(self._streams or None, "load")
         self.version = NOTHING_LOADED
         sent: dict[str, str] = {}
         self._ask(self._vllm.start_weight_update(), "prepare for new weights")
@@ -172,7 +172,7 @@ class VllmEngine:
 
     def park(self) -> None:
         """Stop work on everything. Tokens that have come are kept; those still on their way here are not."""
-        if self._failure is None:
+        if self._failure is None and self._works():
             self._ask(self._parked(), "stop its requests")
 
     def close(self) -> None:
@@ -340,8 +340,8 @@ class _Stream:
 
 
 _DIED = (
-    "vLLM's EngineCore has died. Its own messages above say why; if there are none, it was killed, often for lack of "
-    "memory. Start the engine again and give it the unfinished requests."
+    "vLLM's EngineCore has died, or one of its workers. Their messages above say why; if there are none, it was "
+    "killed, often for lack of memory. Start the engine again and give it the unfinished requests."
 )
 
 

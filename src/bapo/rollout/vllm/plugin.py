@@ -90,8 +90,10 @@ class SharedMemory(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket. The copies are done when this returns, because they come from ordinary memory."""
+        """Load one bucket. Its memory may be given back when this returns."""
         self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Arriving) -> None:
         """Fingerprint and load the weights of one bucket."""

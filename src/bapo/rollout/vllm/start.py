@@ -55,7 +55,7 @@ class Settings:
     """The share of a device's memory that vLLM may fill with weights, keys and values."""
     cache_bytes: int | None = None
     """The memory for keys and values. None: what `memory_share` leaves. State it on CPUs, where the share is one of
-    the memory of the whole machine."""
+    the memory of the whole machine; VLLM_CPU_KVCACHE_SPACE, if set, wins there."""
     threads: int | None = None
     """How many threads a worker on CPUs computes with; they are not bound to cores, so several engines can share a
     machine. None: vLLM binds threads to all cores but one, which suits one engine alone."""
@@ -151,6 +151,8 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "max_model_len": settings.positions,
         "max_num_seqs": settings.slots,
         "tensor_parallel_size": settings.tensor_parallel,
+        # Several workers are children of EngineCore, also inside Ray, where vLLM would make actors of them.
+        "distributed_executor_backend": "mp" if settings.tensor_parallel > 1 else None,
         "gpu_memory_utilization": settings.memory_share,
         "kv_cache_memory_bytes": settings.cache_bytes,
         "seed": settings.seed,
@@ -183,6 +185,6 @@ def _environment(settings: Settings, directory: str) -> Iterator[None]:
         yield
     finally:
         for name in wanted:
-            os.environ.pop(name)
+            os.environ.pop(name, None)
             if name in before:
                 os.environ[name] = before[name]
