@@ -44,6 +44,13 @@ class DamagedError(BapoError):
     exit_code = 3
 
 
+class RankFailed(BapoError, RuntimeError):  # noqa: N818
+    """Another rank of the same run failed."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} failed, so the other ranks stop, too. {why}")
+
+
 class VerifierFailed(BapoError, RuntimeError):  # noqa: N818
     """A verifier failed on every response, so that nothing can be learned or measured with it."""
 

@@ -55,7 +55,7 @@ def join(
 
 def leave(ranks: Ranks) -> None:
     """Leave the group that `join` joined. Waits for nobody."""
-    if ranks is not None and _stores.pop(ranks, None) is not None and dist.is_initialized():
+    if ranks is not None and _stores.pop(ranks, None) is not None:
         dist.destroy_process_group()
 
 
@@ -65,17 +65,25 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if ranks not in _stores:
+        if ranks is None or ranks not in _stores:
             raise
         store, rank = _stores[ranks], ranks.rank()
         told = f"rank {rank}: {type(error).__name__}: {error}"
-        first = store.compare_set(FAILED, "", told).decode()
+        try:
+            first = store.compare_set(FAILED, "", told).decode()
+        except dist.DistError:  # whoever kept the store has gone
+            first = told
         if dist.get_backend(ranks) != "gloo":
             ranks.abort()  # the others' waiting kernels
         leave(ranks)
-        if first == told:
+        if first == told or not _of_communication(error):
             raise
         raise RuntimeError(f"rank {rank} cannot go on, because another rank failed first. {first}") from error
+
+
+def _of_communication(error: Exception) -> bool:
+    """Whether it can be the echo of another rank's error. gloo has no type of its own for such errors."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 def largest(count: int, ranks: Ranks, device: torch.device) -> int:

@@ -16,7 +16,6 @@ from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.core.objectives import OBJECTIVES
-from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
@@ -28,6 +27,8 @@ from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.loop import Parts
 from bapo.train.tasks import make_task
+from bapo.train.team import ALONE, Team
+from bapo.train.together import SharedEngine, SharedTask, make_learner, on_the_cpu
 
 Kind = TypeVar("Kind", Config, SftConfig)
 
@@ -59,9 +60,9 @@ def make_policy(config: Config | SftConfig) -> Policy:
     )
 
 
-def build(config: Config) -> Parts:
+def build(config: Config, team: Team = ALONE) -> Parts:
     """Build the parts of a run at its beginning. `config` must be resolved."""
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(max(1, config.threads // team.on_this_machine))
     policy = make_policy(config)
     prepared = make_task(config, policy)
     model, task = policy.model, prepared.task
@@ -69,6 +70,9 @@ def build(config: Config) -> Parts:
     sampling = Sampling(config.rollout.temperature, policy.stop_ids)
     off = config.offpolicy
     engine = engine_for(model, slots=config.rollout.slots, parked=off.partial_cache)
+    if team.size > 1:
+        engine, task = SharedEngine(engine, team), SharedTask(task, team)
+        model = make_policy(on_the_cpu(config)).model  # the learner's own
     return Parts(
         config=config,
         task=task,
@@ -96,7 +100,7 @@ def build(config: Config) -> Parts:
             capacity=off.replay_capacity,
             seed=config.seed,
         ),
-        learner=Learner(model, learner_settings(config)),
+        learner=make_learner(model, learner_settings(config), config, team),
     )
 
 

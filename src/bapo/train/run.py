@@ -33,6 +33,7 @@ from bapo.train.build import build
 from bapo.train.card import model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.loop import RunState, StepRecord, load_weights, take_step
+from bapo.train.team import ALONE, Team
 from bapo.types import Group, Trajectory
 
 SELDOM = 0.02
@@ -55,8 +56,8 @@ class Training(Job):
     unit = "step"
     shows_samples = True
 
-    def __init__(self, config: Config) -> None:
-        self.parts = build(config)
+    def __init__(self, config: Config, team: Team = ALONE) -> None:
+        self.parts = build(config, team)
         self.config: Config = self.parts.config
         self.policy, self.learner = self.parts.policy, self.parts.learner
         self.temperature = self.config.rollout.temperature

@@ -30,7 +30,6 @@ import torch
 from bapo import __version__
 from bapo.config.errors import CheckpointError
 from bapo.config.sft import SftConfig
-from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.learn.sft import measure_fit, sft_step
 from bapo.screen.view import summary_table
@@ -39,6 +38,8 @@ from bapo.train.build import make_policy, optimizer_settings
 from bapo.train.card import sft_card
 from bapo.train.demonstrations import Batches, describe, encode_demonstrations, load
 from bapo.train.life_cycle import Job, Log, Summary, When
+from bapo.train.team import ALONE, Team
+from bapo.train.together import make_learner, on_the_cpu
 
 MOST_NATS = 700.0
 """The exponential of a larger number does not fit into a float."""
@@ -60,17 +61,18 @@ class SupervisedTraining(Job):
     unit = "update"
     shows_samples = False
 
-    def __init__(self, config: SftConfig) -> None:
+    def __init__(self, config: SftConfig, team: Team = ALONE) -> None:
         """Load the data first, so that mistakes in it show before a model is loaded."""
         loaded = load(config.data)
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(max(1, config.threads // team.on_this_machine))
         self.config: SftConfig = config
-        self.policy = make_policy(config)
+        self.policy = make_policy(config if team.size == 1 else on_the_cpu(config))
         self.data = encode_demonstrations(loaded, config.data, self.policy)
         self.batches = Batches(
             self.data.train, size=config.learn.batch_sequences, epochs=config.epochs, seed=config.seed
         )
-        self.learner = Learner(self.policy.model, learner_settings(config, self.batches.total))
+        settings = learner_settings(config, self.batches.total)
+        self.learner = make_learner(self.policy.model, settings, config, team)
 
     @property
     def done(self) -> int:
