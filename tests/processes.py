@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,26 @@ def script(path, *arguments, **options):
 def started(*arguments, log, errors=None):
     """`bapo` in the background. It writes all it says into one file, or its errors into another."""
     return _fork(None, arguments, log, errors or log)
+
+
+def started_together(ranks, *arguments, log, largest_file=None):
+    """`torchrun --nproc-per-node RANKS -m bapo`, without torchrun: the ranks in the background, each in a fork.
+
+    `largest_file`: for some ranks, how large their files may be, in bytes.
+    """
+    largest = largest_file or {}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    for rank in range(ranks):
+        own = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+        env = {**os.environ, **{name: str(value) for name, value in own.items()}}
+        processes.append(
+            _fork(None, arguments, f"{log}.{rank}", f"{log}.{rank}", env=env, largest_file=largest.get(rank))
+        )
+    return processes
 
 
 def in_ranks(work, ranks, *arguments):

@@ -45,10 +45,7 @@ class DamagedError(BapoError):
 
 
 class RankFailed(BapoError, RuntimeError):  # noqa: N818
-    """Another rank of the same run failed."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} failed, so the other ranks stop, too. {why}")
+    """Another rank of the same run failed, has gone, or is silent."""
 
 
 class VerifierFailed(BapoError, RuntimeError):  # noqa: N818

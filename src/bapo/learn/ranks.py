@@ -30,7 +30,13 @@ PATIENCE = 600.0
 """Seconds that a rank waits for the others in one operation, unless told otherwise."""
 FAILED = "bapo/failed"
 """Where the store of the group has the error of the first rank that failed."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
+"""What the backends say where another rank has gone, or has been silent for too long."""
 _stores: dict[dist.ProcessGroup, Any] = {}
+
+
+class LostRank(RuntimeError):  # noqa: N818
+    """Another rank has failed, has gone or is silent, so this one cannot go on."""
 
 
 def join(
@@ -76,14 +82,14 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
         if dist.get_backend(ranks) != "gloo":
             ranks.abort()  # the others' waiting kernels
         leave(ranks)
-        if first == told or not _of_communication(error):
-            raise
-        raise RuntimeError(f"rank {rank} cannot go on, because another rank failed first. {first}") from error
-
-
-def _of_communication(error: Exception) -> bool:
-    """Whether it can be the echo of another rank's error. gloo has no type of its own for such errors."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+        echo = type(error) is RuntimeError or isinstance(error, dist.DistError)  # gloo has no type of its own
+        if first != told and echo:
+            raise LostRank(f"rank {rank} cannot go on, because another rank failed first. {first}") from error
+        if echo and any(sign in str(error) for sign in LOST):
+            raise LostRank(
+                f"rank {rank} lost another rank, which has ended, is cut off or is silent: {error}"
+            ) from error
+        raise
 
 
 def largest(count: int, ranks: Ranks, device: torch.device) -> int:

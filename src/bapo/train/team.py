@@ -54,7 +54,7 @@ class Team:
             raise failure
         for rank, (_, why) in enumerate(found):
             if why is not None:
-                raise RankFailed(rank, why)
+                raise RankFailed(f"rank {rank} failed, so the other ranks stop, too. {why}")
         return [value for value, _ in found]
 
     def lead(self, work: Callable[[], Result]) -> Result:

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo.config.errors import ConfigError
+from bapo.config.errors import ConfigError, RankFailed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner
 from bapo.learn.parallel import ShardedLearner
-from bapo.learn.ranks import PATIENCE, failing_together, join, leave
+from bapo.learn.ranks import PATIENCE, LostRank, failing_together, join, leave
 from bapo.learn.settings import LearnerSettings
 from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segment
 from bapo.runs.write import RunDirectory
@@ -70,6 +70,10 @@ def joined(device: str) -> Iterator[Team]:
     try:
         with failing_together(ranks):
             yield Team(ranks, rank, size, on_this_machine)
+    except LostRank as error:
+        raise RankFailed(
+            f"{error} Continue from the newest checkpoint: start the ranks again with `resume RUN`."
+        ) from error
     finally:
         leave(ranks)
 
