@@ -34,6 +34,19 @@ def bapo_anew(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, **options)
 
 
+def torchrun(ranks, *arguments):
+    """`torchrun --nproc-per-node RANKS -m bapo` until its end."""
+    how = ["--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", "bapo", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def bapo(*arguments, **options):
     """The same in a fork."""
     return _ended(None, arguments, **options)
@@ -55,10 +68,7 @@ def started_together(ranks, *arguments, log, largest_file=None):
     `largest_file`: for some ranks, how large their files may be, in bytes.
     """
     largest = largest_file or {}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes = []
     for rank in range(ranks):
         own = {**shared, "RANK": rank, "LOCAL_RANK": rank}

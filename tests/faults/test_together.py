@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.processes import PATIENCE, bapo, started_together
+from tests.processes import PATIENCE, bapo, started_together, torchrun
+from tests.supervised import saved_model, sums, write_rows
 
 KEYS = {
     "steps": 4,
@@ -96,9 +99,10 @@ def test_two_ranks_sample_and_learn_what_one_process_does(place, whole):
     assert model.dtype == torch.float32
 
 
-def test_a_killed_run_resumes_bit_for_bit(whole, killed, place):
+def test_a_killed_run_resumes_bit_for_bit_under_torchrun(whole, killed, place):
     copy = shutil.copytree(killed, place / "again")
-    assert ended(started_together(2, "resume", copy, log=place / "again.log")) == [0, 0], said(place, "again")
+    done = torchrun(2, "resume", copy)
+    assert done.returncode == 0, done.stderr
     for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
         assert (copy / name).read_bytes() == (whole / name).read_bytes(), name
 
@@ -138,3 +142,22 @@ def test_a_full_disk_on_one_rank_is_told_by_all(place):
     assert 0 not in ended(processes)
     assert "rank 1 could not write its shards" in said(place, "full", 0)
     assert not list((place / "full/checkpoints").glob("step-000000*"))
+
+
+def test_ranks_learn_low_rank_additions_from_demonstrations(place):
+    source = ["--model.path", saved_model(place / "tiny"), "--data.sources", write_rows(place / "sums.jsonl", sums())]
+    options = ["--device", "cpu", "--threads", 1, "--epochs", 2, "--model.lora.rank", 4, "--learn.lr", "3e-3"]
+    command = ["sft", *source, *options, "--data.held-out-share", 0.1, "--learn.activation-checkpointing"]
+    processes = started_together(2, *command, "--out", place / "sft", log=place / "sft.log")
+    alone = bapo(*command, "--out", place / "sft-alone")
+    assert ended(processes) == [0, 0], said(place, "sft")
+    assert alone.returncode == 0, alone.stderr
+    ours, theirs = (json.loads((place / name / "summary.json").read_text()) for name in ("sft", "sft-alone"))
+    for when in ("before", "after"):
+        assert ours[when]["held_out/loss"] == pytest.approx(theirs[when]["held_out/loss"], rel=1e-4)
+    assert ours["after"]["held_out/loss"] < ours["before"]["held_out/loss"]
+    ours, theirs = (load_file(place / name / "model/model.safetensors") for name in ("sft", "sft-alone"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert_close(ours[name], tensor, rtol=0, atol=1e-4)
+    assert (place / "sft/adapter/adapter_model.safetensors").exists()

@@ -189,7 +189,7 @@ def _live(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, ranks_
                     _save(job, run, team)
         if stopped:
             raise Interrupted(
-                f"stopped after {job.unit} {job.done}, which was saved. Continue with: bapo resume {run.path}"
+                f"stopped after {job.unit} {job.done}, which was saved. Continue with: {team.command} resume {run.path}"
             )
         job.measure(log, "after")
         summary = team.lead(lambda: _summarize(job, run))

@@ -38,6 +38,11 @@ class Team:
         """Whether this member writes files and the screen."""
         return self.rank == 0
 
+    @property
+    def command(self) -> str:
+        """What a person types before the verb, to start such a team."""
+        return "bapo" if self.size == 1 else f"torchrun --nproc-per-node {self.on_this_machine} -m bapo"
+
     def share(self, work: Callable[[], Result]) -> list[Result]:
         """The results of every member's work, in the order of ranks, on all."""
         if self.ranks is None:
