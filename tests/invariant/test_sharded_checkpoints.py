@@ -1,12 +1,13 @@
 """A checkpoint of two ranks continues on two, on four and on one, and that of a learner alone continues on ranks."""
 
+import pytest
 import torch
 from torch.testing import assert_close
 
 from tests.processes import in_ranks
 from tests.sharded import alone, groups, joined, leave, sharded, weights
 
-CASES = ("tied head", "low rank", "bfloat16")
+CASES = ("bfloat16", "low rank")
 BATCHES = groups(5), groups(6), groups(7)
 
 
@@ -75,3 +76,11 @@ def test_checkpoints_continue_on_other_numbers_of_ranks(tmp_path):
         for ranks in (two, four):
             assert ranks[case, "whole"][0] == states
             same_weights(ranks[case, "whole"][1], expected, atol=atol)
+
+    with pytest.raises(KeyError, match="are missing"):
+        alone("searched").load(tmp_path / "2/low rank/old", version=2)
+    other = alone("low rank")
+    with torch.no_grad():
+        next(p for p in other.model.parameters() if not p.requires_grad)[0, 0] += 1
+    with pytest.raises(KeyError, match="frozen weights below the trained ones have changed"):
+        other.load(tmp_path / "2/low rank/old", version=2)
