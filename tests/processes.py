@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,9 @@ import torch
 from bapo.cli import main
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.run", "bapo.report"])
+FORKS.set_forkserver_preload(
+    ["__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.run", "bapo.report", "bapo.learn.parallel"]
+)
 PATIENCE = 300  # seconds
 
 
@@ -29,6 +32,19 @@ def bapo_anew(*arguments, **options):
     """`python -m bapo.cli` until its end."""
     command = [sys.executable, "-m", "bapo.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, **options)
+
+
+def torchrun(ranks, *arguments):
+    """`torchrun --nproc-per-node RANKS -m bapo` until its end."""
+    how = ["--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", "bapo", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def bapo(*arguments, **options):
@@ -44,6 +60,23 @@ def script(path, *arguments, **options):
 def started(*arguments, log, errors=None):
     """`bapo` in the background. It writes all it says into one file, or its errors into another."""
     return _fork(None, arguments, log, errors or log)
+
+
+def started_together(ranks, *arguments, log, largest_file=None):
+    """`torchrun --nproc-per-node RANKS -m bapo`, without torchrun: the ranks in the background, each in a fork.
+
+    `largest_file`: for some ranks, how large their files may be, in bytes.
+    """
+    largest = largest_file or {}
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = []
+    for rank in range(ranks):
+        own = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+        env = {**os.environ, **{name: str(value) for name, value in own.items()}}
+        processes.append(
+            _fork(None, arguments, f"{log}.{rank}", f"{log}.{rank}", env=env, largest_file=largest.get(rank))
+        )
+    return processes
 
 
 def in_ranks(work, ranks, *arguments):

@@ -18,8 +18,8 @@ CLIP = ClipSettings(target_share=0.48, low=(0.8, 0.9), high=(1.05, 1.5))
 SETTINGS = LearnerSettings(clip=CLIP, reduction="sequence_mean", lr=1e-2, ess_reference=1.0, micro_tokens=40)
 
 
-def with_lora():
-    model = tiny()
+def with_lora(dtype=torch.float32):
+    model = tiny().to(dtype)
     add_lora(model, LoraSettings(rank=4), seed=3)
     with torch.no_grad():  # B starts at zero, and then A has no gradient
         for name, parameter in model.named_parameters():
@@ -39,8 +39,12 @@ CASES = {
     "biased, untied": (SETTINGS, lambda: tiny("qwen2")),
     "low rank": (replace(SETTINGS, activation_checkpointing=True), with_lora),
     "gspo": (replace(SETTINGS, objective="gspo", clip=ClipSettings()), tiny),
-    "bfloat16": (SETTINGS, lambda: tiny().bfloat16()),
+    "bfloat16": (SETTINGS, lambda: tiny(tie_word_embeddings=True).bfloat16()),
+    "low rank, bfloat16": (SETTINGS, lambda: with_lora(torch.bfloat16)),
 }
+
+
+ROUNDED = ("bfloat16", "low rank, bfloat16")
 
 
 def groups(seed=5, count=6):
@@ -67,7 +71,7 @@ def alone(case="searched"):
 
 def sharded(ranks, case="searched"):
     settings, model = CASES[case]
-    dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if case in ROUNDED else torch.float32
     return ShardedLearner(model(), settings, ranks=ranks, device=CPU, dtype=dtype)
 
 
@@ -80,4 +84,4 @@ def joined(rank, size, directory, name="meeting", patience=60.0):
     return join(rank, size, meeting=f"file://{directory}/{name}", device=CPU, patience=patience)
 
 
-__all__ = ["CASES", "alone", "groups", "joined", "leave", "sharded", "weights"]
+__all__ = ["CASES", "ROUNDED", "alone", "groups", "joined", "leave", "sharded", "weights"]

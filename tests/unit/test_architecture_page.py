@@ -37,7 +37,7 @@ def rules():
     rows = [
         f"| `{room}` | {', '.join(f'`{name}`' for name in sorted(allowed)) or 'nothing'} |"
         for room, allowed in sorted(MAY_IMPORT.items())
-        if room not in ("__init__", "cli")
+        if room not in ("__init__", "__main__", "cli")
     ]
     return "\n".join(["| room | may import |", "|---|---|", *rows])
 

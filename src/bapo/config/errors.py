@@ -51,6 +51,10 @@ class ClusterError(BapoError, RuntimeError):
     exit_code = 5
 
 
+class RankFailed(BapoError, RuntimeError):  # noqa: N818
+    """Another rank of the same run failed, has gone, or is silent."""
+
+
 class VerifierFailed(BapoError, RuntimeError):  # noqa: N818
     """A verifier failed on every response, so that nothing can be learned or measured with it."""
 

@@ -30,7 +30,13 @@ PATIENCE = 600.0
 """Seconds that a rank waits for the others in one operation, unless told otherwise."""
 FAILED = "bapo/failed"
 """Where the store of the group has the error of the first rank that failed."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
+"""What the backends say where another rank has gone, or has been silent for too long."""
 _stores: dict[dist.ProcessGroup, Any] = {}
+
+
+class LostRank(RuntimeError):  # noqa: N818
+    """Another rank has failed, has gone or is silent, so this one cannot go on."""
 
 
 def join(
@@ -55,7 +61,7 @@ def join(
 
 def leave(ranks: Ranks) -> None:
     """Leave the group that `join` joined. Waits for nobody."""
-    if ranks is not None and _stores.pop(ranks, None) is not None and dist.is_initialized():
+    if ranks is not None and _stores.pop(ranks, None) is not None:
         dist.destroy_process_group()
 
 
@@ -65,17 +71,25 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if ranks not in _stores:
+        if ranks is None or ranks not in _stores:
             raise
         store, rank = _stores[ranks], ranks.rank()
         told = f"rank {rank}: {type(error).__name__}: {error}"
-        first = store.compare_set(FAILED, "", told).decode()
+        try:
+            first = store.compare_set(FAILED, "", told).decode()
+        except dist.DistError:  # whoever kept the store has gone
+            first = told
         if dist.get_backend(ranks) != "gloo":
             ranks.abort()  # the others' waiting kernels
         leave(ranks)
-        if first == told:
-            raise
-        raise RuntimeError(f"rank {rank} cannot go on, because another rank failed first. {first}") from error
+        echo = type(error) is RuntimeError or isinstance(error, dist.DistError)  # gloo has no type of its own
+        if first != told and echo:
+            raise LostRank(f"rank {rank} cannot go on, because another rank failed first. {first}") from error
+        if echo and any(sign in str(error) for sign in LOST):
+            raise LostRank(
+                f"rank {rank} lost another rank, which has ended, is cut off or is silent: {error}"
+            ) from error
+        raise
 
 
 def largest(count: int, ranks: Ranks, device: torch.device) -> int:

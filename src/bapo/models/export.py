@@ -17,6 +17,13 @@ from bapo.models.lora import merged_weights, save_adapter
 from bapo.models.policy import Policy
 
 
+def write_model(policy: Policy, run: Path, card: str, temperature: float, *, base: str) -> None:
+    """Write model/ into the directory of a run, and low-rank additions separately into adapter/ as well."""
+    save_policy(policy, run / "model", card=card, temperature=temperature)
+    if policy.adapters is not None:
+        save_additions(policy, run / "adapter", card=card, base=base)
+
+
 def save_policy(
     policy: Policy,
     directory: Path,

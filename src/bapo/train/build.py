@@ -16,7 +16,7 @@ from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.core.objectives import OBJECTIVES
-from bapo.learn.learner import Learner, Learns
+from bapo.learn.learner import Learns
 from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
@@ -29,6 +29,8 @@ from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.loop import Parts
 from bapo.train.tasks import make_task
+from bapo.train.team import ALONE, Team
+from bapo.train.together import SharedEngine, SharedTask, make_learner, on_the_cpu
 
 Kind = TypeVar("Kind", Config, SftConfig)
 
@@ -60,16 +62,18 @@ def make_policy(config: Config | SftConfig) -> Policy:
     )
 
 
-def build(config: Config) -> Parts:
+def build(config: Config, team: Team = ALONE) -> Parts:
     """Build the parts of a run at its beginning. `config` must be resolved."""
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(max(1, config.threads // team.on_this_machine))
     policy = make_policy(config)
     prepared = make_task(config, policy)
     task, ledger = prepared.task, Ledger()
     _check_fits(config, policy, task)
     sampling = Sampling(config.rollout.temperature, policy.stop_ids)
     off = config.offpolicy
-    engine, learner, close = _workers(config, policy, task)
+    engine, learner, close = _workers(config, policy, task, team)
+    if team.size > 1:
+        task = SharedTask(task, team)
     return Parts(
         config=config,
         task=task,
@@ -105,16 +109,24 @@ def build(config: Config) -> Parts:
     )
 
 
-def _workers(config: Config, policy: Policy, task: Task) -> tuple[Engine, Learns, Callable[[], None]]:
-    """Who samples and who learns, in this process or in a cluster, and what ends them."""
+def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[Engine, Learns, Callable[[], None]]:
+    """Who samples and who learns, in this process, with the ranks beside it or in a cluster, and what ends them."""
     if config.cluster.on:
+        if team.size > 1:
+            raise ConfigError(
+                f"cluster.rollouts={config.cluster.rollouts}, but torchrun started {team.size} ranks. Start a cluster "
+                "without torchrun: Ray starts its processes."
+            )
         from bapo.train.cluster_parts import start_cluster
 
         policy.model.to("meta")  # this process only needs to know its shape
         return start_cluster(config, policy, task)
     model = policy.model
-    engine = engine_for(model, slots=config.rollout.slots, parked=config.offpolicy.partial_cache)
-    return engine, Learner(model, learner_settings(config)), lambda: None
+    engine: Engine = engine_for(model, slots=config.rollout.slots, parked=config.offpolicy.partial_cache)
+    if team.size > 1:
+        engine = SharedEngine(engine, team)
+        model = make_policy(on_the_cpu(config)).model  # the learner's own
+    return engine, make_learner(model, learner_settings(config), config, team), lambda: None
 
 
 def engine_notes(engine: Engine) -> list[str]:

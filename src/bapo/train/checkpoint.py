@@ -6,6 +6,9 @@ must remember, such as parked responses and the data cursor. It is written under
 disk and its checksum is kept in `manifest.json`, and the directory is renamed last. So a directory with the final name
 is complete, whatever kills the process. Loading verifies every checksum.
 
+The ranks of a team (`together.py`) write one checkpoint together, into a directory that all of them see: each writes
+its shards of the weights and moments, and the first one writes the rest. They divide the checksums among them.
+
 The random state needs no file: every draw is a function of a seed and a counter that is saved here.
 """
 
@@ -22,41 +25,65 @@ from safetensors import SafetensorError
 
 from bapo.config.errors import CheckpointError
 from bapo.learn.learner import Learns
+from bapo.train.team import ALONE, Team
 
 MANIFEST, STATE = "manifest.json", "state.json"
 
 
-def save(directory: Path, step: int, learner: Learns, state: dict[str, Any], *, keep: int) -> Path:
+def save(directory: Path, step: int, learner: Learns, state: dict[str, Any], *, keep: int, team: Team = ALONE) -> Path:
     """Write the checkpoint of the step just completed, then remove all but the newest `keep`.
 
     `state`: everything besides the learner that the next step depends on, as plain JSON data.
     """
     final = directory / f"step-{step:06d}"
-    if final.exists():
+    if team.lead(final.exists):
         return final  # a step is a function of what came before it, so this one is already saved
     partial = directory / f"{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    team.lead(lambda: _make(partial))
     try:
         learner.save(partial)
-        (partial / STATE).write_text(json.dumps(state | {"version": learner.version}))
-        checksums = {}
-        for path in sorted(partial.iterdir()):
-            _flush(path)
-            checksums[path.name] = _checksum(path)
-        (partial / MANIFEST).write_text(json.dumps(checksums, indent=2))
-        _flush(partial / MANIFEST)
-        partial.rename(final)
-        _flush(directory)
+        team.lead(lambda: _write(partial / STATE, state | {"version": learner.version, "ranks": team.size}))
+        files = sorted(partial.iterdir())
+        parts = team.share(lambda: {path.name: _flushed(path) for path in files[team.rank :: team.size]})
+        checksums = {name: checksum for part in parts for name, checksum in part.items()}
+        team.lead(lambda: _finish(partial, final, dict(sorted(checksums.items())), keep=keep))
     except SafetensorError as error:  # this is how safetensors reports a full disk
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial, team)
         raise OSError(f"{partial}: {error}") from error
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial, team)
         raise
-    for old in available(directory)[:-keep]:
-        shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
     return final
+
+
+def _make(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _remove(partial: Path, team: Team) -> None:
+    if team.leads:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+def _flushed(path: Path) -> str:
+    """The checksum of a file that is on the disk now."""
+    _flush(path)
+    return _checksum(path)
+
+
+def _finish(partial: Path, final: Path, checksums: dict[str, str], *, keep: int) -> None:
+    """Give the checkpoint its final name, and remove the oldest ones."""
+    (partial / MANIFEST).write_text(json.dumps(checksums, indent=2))
+    _flush(partial / MANIFEST)
+    partial.rename(final)
+    _flush(final.parent)
+    for old in available(final.parent)[:-keep]:
+        shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
 
 
 def available(directory: Path) -> list[Path]:
@@ -75,9 +102,9 @@ def newest(directory: Path) -> Path:
     return found[-1]
 
 
-def load(path: Path, learner: Learns) -> dict[str, Any]:
+def load(path: Path, learner: Learns, *, team: Team = ALONE) -> dict[str, Any]:
     """Restore the learner. Returns the state that was saved with it."""
-    _verify(path)
+    team.share(lambda: _verify(path, team))
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
         learner.load(path, version=state["version"])
@@ -88,10 +115,12 @@ def load(path: Path, learner: Learns) -> dict[str, Any]:
     return state
 
 
-def _verify(path: Path) -> None:
+def _verify(path: Path, team: Team) -> None:
+    """Check this member's part of the files."""
     try:
         checksums = json.loads((path / MANIFEST).read_text())
-        broken = [name for name, expected in checksums.items() if _checksum(path / name) != expected]
+        mine = list(checksums.items())[team.rank :: team.size]
+        broken = [name for name, expected in mine if _checksum(path / name) != expected]
     except (OSError, ValueError) as error:
         raise _damaged(path, f"cannot read it: {error}") from None
     if broken:

@@ -26,7 +26,7 @@ from bapo.demo import model_path
 from bapo.learn.learner import Learner, Update
 from bapo.learn.parallel import ShardedLearner
 from bapo.learn.ranks import join
-from bapo.models.export import save_additions, save_policy
+from bapo.models.export import write_model
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.probe import probe
@@ -34,6 +34,7 @@ from bapo.rollout.worker import Worker
 from bapo.train.build import learner_settings, make_policy, resolve
 from bapo.train.cluster import node_address, node_name, whereabouts
 from bapo.train.published import Parcel, Probe, fingerprint, pack, unpack
+from bapo.train.together import on_the_cpu
 from bapo.types import Group
 
 PROBE_DRAWS = 4
@@ -184,7 +185,7 @@ class LearnerHost:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         device = torch.device(config.device)
         ranks = join(self.rank, size, meeting=where, device=device, patience=config.cluster.update_seconds)
-        model = make_policy(config.model_copy(update={"device": "cpu"})).model
+        model = make_policy(on_the_cpu(config)).model
         dtype = getattr(torch, config.model.dtype)
         self.learner = ShardedLearner(model, settings, ranks=ranks, device=device, dtype=dtype)
 
@@ -210,17 +211,15 @@ class LearnerHost:
         """See `Learner.load`."""
         self.learner.load(directory, version=version)
 
-    def export(self, parcel: Parcel, directory: Path, card: str) -> None:
-        """Write these weights as a model that transformers and vLLM can load, and additions separately."""
+    def export(self, parcel: Parcel, run: Path, card: str) -> None:
+        """Write these weights into the directory of the run, for transformers and vLLM."""
         config = self.config
-        policy = make_policy(config.model_copy(update={"device": "cpu"}))
+        policy = make_policy(on_the_cpu(config))
         places = dict(policy.model.named_parameters())
         with torch.no_grad():
             for name, weight in unpack(parcel):
                 places[name].copy_(weight)
-        save_policy(policy, directory / "model", card=card, temperature=config.rollout.temperature)
-        if policy.adapters is not None:
-            save_additions(policy, directory / "adapter", card=card, base=config.model.path)
+        write_model(policy, run, card, config.rollout.temperature, base=config.model.path)
 
 
 def threads_of(config: Config) -> int:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -22,18 +23,22 @@ from typing import Any, ClassVar, Literal, TypeVar
 from bapo.config.errors import ConfigError, Interrupted
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.learn.learner import Learns
+from bapo.learn.learner import Learner, Learns
 from bapo.models import Policy
-from bapo.models.export import save_additions, save_policy
+from bapo.models.export import write_model
 from bapo.runs.metrics import check_declared
 from bapo.runs.write import RunDirectory
 from bapo.screen.view import View, make_view
 from bapo.train import checkpoint
-from bapo.train.build import resolve
+from bapo.train.build import make_policy, resolve
+from bapo.train.team import Team, check_alike, team_notes
+from bapo.train.together import Onlooker, gather_into, joined, on_the_cpu
 
 Kind = TypeVar("Kind", Config, SftConfig)
 Summary = dict[str, Any]
 When = Literal["before", "during", "after"]
+PASSED_ON_SECONDS = 2.0
+"""How long after the first signal torchrun may pass it on."""
 
 
 @dataclass(frozen=True)
@@ -124,87 +129,113 @@ class Job(ABC):
     def resumed(self, path: Path) -> None:  # noqa: B027 - most jobs have nothing to do
         """Called when the run in `path` has been restored and its logs were cut back to the checkpoint."""
 
-    def export(self, path: Path, card: str) -> None:
+    def export(self, path: Path, card: str, team: Team) -> None:
         """Write the trained model so that transformers and vLLM can load it, and low-rank additions separately."""
-        save_policy(self.policy, path / "model", card=card, temperature=self.temperature)
-        if self.policy.adapters is not None:
-            save_additions(self.policy, path / "adapter", card=card, base=self.config.model.path)
+        policy = self.policy
+        if team.size > 1:  # the weights are in shards
+            assert isinstance(self.learner, Learner)
+            whole = make_policy(on_the_cpu(self.config)) if team.leads else None
+            gather_into(None if whole is None else whole.model, self.learner)
+            policy = whole or policy
+        team.lead(lambda: write_model(policy, path, card, self.temperature, base=self.config.model.path))
 
     def close(self) -> None:  # noqa: B027 - most jobs have nothing to do
         """End what was started for the run. Called last, whatever happened."""
 
 
-def start(make: Callable[[Kind], Job], config: Kind, *, plain: bool | None) -> Summary:
+def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None) -> Summary:
     """Train from the beginning. Returns the summary."""
     config = resolve(config)
-    job = _made(make, config)
-    with closing(job), (run := RunDirectory.create(config)).held():
+    with joined(config.device) as team, ExitStack() as ending:
+        job = ending.enter_context(closing(_made(make, config, team)))
+        run = _run(team.lead(lambda: RunDirectory.create(config).path), team)
+        team.lead(lambda: ending.enter_context(run.held()))
         for name, value in job.files().items():
             run.write(name, value)
-        return _live(job, run, plain=plain)
+        return _live(job, run, team, plain=plain)
 
 
-def resume(make: Callable[[Kind], Job], schema: type[Kind], path: Path, *, plain: bool | None) -> Summary:
+def resume(make: Callable[[Kind, Team], Job], schema: type[Kind], path: Path, *, plain: bool | None) -> Summary:
     """Continue a run from its newest checkpoint. For a complete run, only return its summary."""
     run = RunDirectory(path)
     config = run.config(schema)
     if (finished := run.summary()) is not None:
         return finished
-    with run.held():
-        source = checkpoint.newest(run.path / "checkpoints")
-        with closing(_made(make, resolve(config))) as job:
-            state = checkpoint.load(source, job.learner)
-            job.restore(state, run.path)
-            run.cut(state["logs"])
-            job.resumed(run.path)
-            return _live(job, run, plain=plain)
+    config = resolve(config)
+    with joined(config.device) as team, ExitStack() as ending:
+        run = _run(path, team)
+        team.lead(lambda: ending.enter_context(run.held()))
+        source = team.lead(lambda: checkpoint.newest(run.path / "checkpoints"))
+        job = ending.enter_context(closing(_made(make, config, team)))
+        state = checkpoint.load(source, job.learner, team=team)
+        job.restore(state, run.path)
+        team.lead(lambda: run.cut(state["logs"]))
+        job.resumed(run.path)
+        return _live(job, run, team, plain=plain, ranks_before=state.get("ranks", 1))
 
 
-def _made(make: Callable[[Kind], Job], config: Kind) -> Job:
+def _run(path: Path, team: Team) -> RunDirectory:
+    return RunDirectory(path) if team.leads else Onlooker(path)
+
+
+def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:
     try:
-        return make(config)
+        return make(config, team)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _live(job: Job, run: RunDirectory, *, plain: bool | None) -> Summary:
+def _live(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, ranks_before: int | None = None) -> Summary:
     title = f"{job.title()} · {job.config.model.path} · {run.path}"
     stopping: list[str] = []
-    with make_view(job.total, title=title, plain=plain, samples=job.shows_samples) as view:
+    stopped = False
+    with _view(job, title, team, plain=plain) as view:
         log = Log(run, view)
-        for note in job.notes():
+        for note in (*job.notes(), *team_notes(team, ranks_before)):
             view.note(note)
         if job.done == 0:
-            _save(job, run)
+            _save(job, run, team)
             job.measure(log, "before")
         else:
             view.note(f"resumed after {job.unit} {job.done}")
-        with _stop_on_signal(stopping):
-            while job.done < job.total and not stopping:
+        with _stop_on_signal(stopping, team):
+            while job.done < job.total and not stopped:
                 job.advance(log)
                 last = job.done == job.total
                 if job.measure_every and job.done % job.measure_every == 0 and not last:
                     job.measure(log, "during")
-                if job.done % job.config.checkpoint_every == 0 or last or stopping:
-                    _save(job, run)
-        if stopping:
+                stopped = team.any(bool(stopping))
+                if job.done % job.config.checkpoint_every == 0 or last or stopped:
+                    _save(job, run, team)
+        if stopped:
             raise Interrupted(
-                f"stopped after {job.unit} {job.done}, which was saved. Continue with: bapo resume {run.path}"
+                f"stopped after {job.unit} {job.done}, which was saved. Continue with: {team.command} resume {run.path}"
             )
         job.measure(log, "after")
-        summary = _summarize(job, run)
-        job.export(run.path, job.card(summary))
+        summary = team.lead(lambda: _summarize(job, run))
+        job.export(run.path, job.card(summary), team)
     run.write("summary.json", summary)
-    job.show(summary, run.path)
-    print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
+    if team.leads:
+        job.show(summary, run.path)
+        print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
     return summary
 
 
-def _save(job: Job, run: RunDirectory) -> None:
+def _view(job: Job, title: str, team: Team, *, plain: bool | None) -> View:
+    """The screen; for ranks that do not lead, one that shows nothing."""
+    if team.leads:
+        return make_view(job.total, title=title, plain=plain, samples=job.shows_samples)
+    return View(job.total, title=title, clock=time.monotonic)
+
+
+def _save(job: Job, run: RunDirectory, team: Team) -> None:
     """Save everything needed to continue after this step, including the present length of the flushed logs."""
     run.flush()
-    state = job.state() | {"logs": run.sizes()}
-    job.saved(checkpoint.save(run.path / "checkpoints", job.done, job.learner, state, keep=job.config.checkpoint_keep))
+    state = job.state()
+    check_alike(state, team, f"after {job.unit} {job.done}")
+    state |= {"logs": run.sizes()}
+    keep = job.config.checkpoint_keep
+    job.saved(checkpoint.save(run.path / "checkpoints", job.done, job.learner, state, keep=keep, team=team))
 
 
 def _summarize(job: Job, run: RunDirectory) -> Summary:
@@ -216,17 +247,26 @@ def _summarize(job: Job, run: RunDirectory) -> Summary:
 
 
 @contextmanager
-def _stop_on_signal(stopping: list[str]) -> Iterator[None]:
+def _stop_on_signal(stopping: list[str], team: Team) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM lets the current step finish and saves it; the second one stops at once.
+
+    A signal on one rank stops all of them after the same step. torchrun passes a Ctrl-C on, which the ranks have heard
+    already, so what follows at once counts as the same signal.
 
     Measurements before and after training are not covered: they change nothing, so a signal stops them at once.
     """
+    heard = time.monotonic()
 
     def ask(number: int, _frame: Any) -> None:
+        nonlocal heard
         if stopping:
+            if team.size > 1 and time.monotonic() - heard < PASSED_ON_SECONDS:
+                return
             raise KeyboardInterrupt
+        heard = time.monotonic()
         stopping.append(signal.Signals(number).name)
-        print("\nstopping after this step; press Ctrl-C again to stop at once", flush=True)
+        if team.leads:
+            print("\nstopping after this step; press Ctrl-C again to stop at once", flush=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -37,6 +37,7 @@ from bapo.train.build import build
 from bapo.train.card import model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
+from bapo.train.team import ALONE, Team
 from bapo.types import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class Training(Job):
     unit = "step"
     shows_samples = True
 
-    def __init__(self, config: Config) -> None:
-        self.parts = build(config)
+    def __init__(self, config: Config, team: Team = ALONE) -> None:
+        self.parts = build(config, team)
         self.config: Config = self.parts.config
         self.policy, self.learner = self.parts.policy, self.parts.learner
         self.temperature = self.config.rollout.temperature
@@ -202,10 +203,10 @@ class Training(Job):
         if self.asynchronous is not None:
             self.asynchronous.saved(checkpoint)
 
-    def export(self, path: Path, card: str) -> None:
+    def export(self, path: Path, card: str, team: Team) -> None:
         """See `Job.export`."""
         if self.asynchronous is None:
-            super().export(path, card)
+            super().export(path, card, team)
         else:
             self.asynchronous.export(path, card)
 

@@ -39,6 +39,8 @@ from bapo.train.build import make_policy, optimizer_settings
 from bapo.train.card import sft_card
 from bapo.train.demonstrations import Batches, describe, encode_demonstrations, load
 from bapo.train.life_cycle import Job, Log, Summary, When
+from bapo.train.team import ALONE, Team
+from bapo.train.together import make_learner, on_the_cpu
 
 MOST_NATS = 700.0
 """The exponential of a larger number does not fit into a float."""
@@ -61,17 +63,18 @@ class SupervisedTraining(Job):
     shows_samples = False
     learner: Learner
 
-    def __init__(self, config: SftConfig) -> None:
+    def __init__(self, config: SftConfig, team: Team = ALONE) -> None:
         """Load the data first, so that mistakes in it show before a model is loaded."""
         loaded = load(config.data)
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(max(1, config.threads // team.on_this_machine))
         self.config: SftConfig = config
-        self.policy = make_policy(config)
+        self.policy = make_policy(config if team.size == 1 else on_the_cpu(config))
         self.data = encode_demonstrations(loaded, config.data, self.policy)
         self.batches = Batches(
             self.data.train, size=config.learn.batch_sequences, epochs=config.epochs, seed=config.seed
         )
-        self.learner = Learner(self.policy.model, learner_settings(config, self.batches.total))
+        settings = learner_settings(config, self.batches.total)
+        self.learner = make_learner(self.policy.model, settings, config, team)
 
     @property
     def done(self) -> int:

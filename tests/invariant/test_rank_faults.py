@@ -1,0 +1,58 @@
+"""An error on one rank ends the update on all of them at once, with an error that says whose it was."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import in_ranks
+from tests.sharded import groups, joined, leave, sharded
+
+PATIENCE = 50.0  # seconds; a rank that waits for its end has failed the test
+
+
+def tell(work, directory, rank):
+    began = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        work()
+    seconds = time.monotonic() - began
+    Path(directory, f"{rank}.txt").write_text(f"{type(caught.value).__name__}: {caught.value}")
+    assert seconds < PATIENCE / 2
+
+
+def bad_input(rank, directory):
+    """Rank 0 has got other groups than the rest, with a NaN."""
+    ranks = joined(rank, 2, directory, patience=PATIENCE)
+    learner, mine = sharded(ranks), groups()
+    if rank == 0:
+        mine[0].trajectories[1].behavior_logprobs[3] = math.nan
+    tell(lambda: learner.step(mine), directory, rank)
+    assert learner.version == 0
+    assert learner.step(groups()).version == 1  # nothing is broken: the next update can be taken
+    leave(ranks)
+
+
+def test_bad_input_on_one_rank_ends_the_update_on_all_of_them(tmp_path):
+    in_ranks(bad_input, 2, str(tmp_path))
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert "behavior_logprobs is nan" in told[0]
+    assert "another rank cannot take part" in told[1]
+
+
+def failing_pass(rank, directory):
+    """A layer fails on rank 2 in the middle of a pass, as it does where memory is short."""
+    ranks = joined(rank, 4, directory, patience=PATIENCE)
+    learner = sharded(ranks)
+    if rank == 2:
+        layer = learner.model.model.layers[1]
+        layer.mlp.forward = lambda states: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    tell(lambda: learner.step(groups()), directory, rank)
+
+
+def test_an_error_in_a_pass_reaches_all_ranks_and_names_its_own(tmp_path):
+    in_ranks(failing_pass, 4, str(tmp_path))
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(4)]
+    assert told[2] == "RuntimeError: out of memory"
+    for rank in (0, 1, 3):
+        assert "another rank failed first. rank 2: RuntimeError: out of memory" in told[rank]
