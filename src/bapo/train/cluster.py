@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +35,8 @@ try:
 except ImportError:  # pragma: no cover - said by `connect`
     ray = None
 
+REACH_SECONDS = 10.0
+"""How long we try to reach a Ray cluster."""
 END_SECONDS = 10.0
 """How long we wait for a process to end after it was killed."""
 
@@ -169,11 +172,13 @@ class Cluster:
             _stay_on_this_machine()
             options |= {"num_cpus": processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:
+            _check_reachable(address)
             ray.init(address=address or "local", **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ClusterError(
                 f"cluster.address={address!r}: cannot connect to Ray: {_first_line(error)}. Start it with `ray start "
-                "--head`, give the address that it prints, or leave cluster.address out to start Ray here."
+                "--head`, give the address that it prints (and RAY_AUTH_TOKEN, if it asks for a token), or leave "
+                "cluster.address out to start Ray here."
             ) from error
         ray._private.worker.print_to_stdstream = _hush
 
@@ -195,6 +200,13 @@ class Cluster:
             with suppress(RayError):
                 ray.util.remove_placement_group(group)
         ray.shutdown()
+
+
+def _check_reachable(address: str | None) -> None:
+    """Raise an OSError if nobody listens at this host and port. Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
 
 
 def _stay_on_this_machine() -> None:
