@@ -1,6 +1,7 @@
 """The verbs of an engine on vLLM, with the embedded model, whose head is its own."""
 
 import os
+import platform
 import signal
 import time
 from dataclasses import replace
@@ -249,6 +250,14 @@ def test_a_model_that_vllm_cannot_serve_is_named(tmp_path):
         VllmEngine(Settings(str(tmp_path), **SETTINGS))
     with pytest.raises(ValueError, match=r"(?s)vLLM cannot serve the model .* max_model_len \(4096\)"):
         VllmEngine(Settings(str(model_path()), **SETTINGS | {"positions": 4096}))
+
+
+@pytest.mark.skipif(
+    platform.machine() != "aarch64" or bool(torch.cpu.get_capabilities().get("bf16")), reason="this CPU has bfloat16"
+)
+def test_bfloat16_is_refused_where_it_would_kill_the_workers():
+    with pytest.raises(ValueError, match="Set dtype to float32"):
+        VllmEngine(Settings(str(model_path()), **SETTINGS | {"dtype": "bfloat16"}))
 
 
 def test_the_death_of_engine_core_is_told_at_once_and_tokens_are_not_lost(engine, model):

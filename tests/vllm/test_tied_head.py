@@ -14,7 +14,7 @@ from tests.vllm.engines import changed, gap, made, order, policy
 
 MODEL = os.environ.get("BAPO_SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not MODEL, reason="needs BAPO_SMOLLM2")
-BOUND = 2e-4  # of float32 log-probs over a vocabulary of 49,152; 3e-5 was measured
+BOUND = 5e-4  # of float32 log-probs over a vocabulary of 49,152; 9e-5 was measured
 CONTEXTS = [[504, 3575, 282, 4649, 314], [198, 504, 6330], [1, 4093, 198, 1780, 314, 216, 33, 39, 1232, 216, 34]]
 
 

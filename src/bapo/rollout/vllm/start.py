@@ -10,6 +10,7 @@ Its processes inherit the environment of the moment they start, so that is where
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -130,6 +131,7 @@ def start(settings: Settings, directory: str) -> AsyncLLM:
                 f"vLLM cannot serve the model {settings.model!r} as asked: {error} "
                 "Use a model that vLLM supports, change the setting it names, or sample with the in-process engine."
             ) from error
+        _check_dtype(config.model_config.dtype)
         try:
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except Exception as error:
@@ -137,6 +139,18 @@ def start(settings: Settings, directory: str) -> AsyncLLM:
                 f"vLLM's engine for the model {settings.model!r} did not start: {error} Its own messages above say "
                 "why. If memory was short, lower memory_share, or set cache_bytes."
             ) from error
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    """Where a CPU cannot compute in bfloat16, the first token would kill vLLM's worker by an illegal instruction."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() and dtype == torch.bfloat16 and platform.machine() == "aarch64"):
+        return
+    if not torch.cpu.get_capabilities().get("bf16", False):
+        raise ValueError(
+            "dtype=bfloat16 needs a CPU with bfloat16 instructions, which this one does not have. Set dtype to float32."
+        )
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
