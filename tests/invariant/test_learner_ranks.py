@@ -1,8 +1,8 @@
 """The updates of several ranks are those of one process, though ranks have different numbers of micro-batches.
 
 Sums over ranks are taken in another order, so weights agree up to rounding: by 6e-7 here, at a learning rate of 1e-2,
-and by 1.2e-2, about one step, where passes run in bfloat16. AdamW divides a gradient by its own size, so rounding counts
-most where a gradient is nearly zero; therefore the tests allow 5e-5 and 2e-2.
+and by 1.2e-2, about one step, where passes run in bfloat16. AdamW divides a gradient by its own size, so rounding
+counts most where a gradient is nearly zero; therefore the tests allow 5e-5 and 2e-2.
 """
 
 import math
