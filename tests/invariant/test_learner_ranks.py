@@ -1,7 +1,8 @@
 """The updates of several ranks are those of one process, though ranks have different numbers of micro-batches.
 
-Sums over ranks are taken in another order, so weights agree up to rounding. AdamW divides a gradient by its own size,
-so where a gradient is nearly zero, its rounding can decide about the whole step: of 1e-2 here.
+Sums over ranks are taken in another order, so weights agree up to rounding: by 6e-7 here, at a learning rate of 1e-2,
+and by 1.2e-2, about one step, where passes run in bfloat16. AdamW divides a gradient by its own size, so rounding
+counts most where a gradient is nearly zero; therefore the tests allow 5e-5 and 2e-2.
 """
 
 import math
@@ -84,7 +85,7 @@ def test_ranks_take_the_updates_of_one_process(size, case, found_on):
             assert [ours.get(name) for name in BOUNDS] == [theirs.get(name) for name in BOUNDS]  # not only close
         assert found["weights"].keys() == expected["weights"].keys()
         for name, tensor in expected["weights"].items():
-            assert_close(found["weights"][name].float(), tensor.float(), rtol=0, atol=2e-2 if case in ROUNDED else 2e-4)
+            assert_close(found["weights"][name].float(), tensor.float(), rtol=0, atol=2e-2 if case in ROUNDED else 5e-5)
         assert_close(found["next"].exp(), expected["next"].exp(), rtol=0, atol=5e-2 if case in ROUNDED else 2e-3)
         assert found["metrics"] == ranks[0][case]["metrics"]  # not only close: the ranks decide alike
         assert found["fingerprint"] == ranks[0][case]["fingerprint"]
