@@ -27,9 +27,10 @@ class ClusterConfig(Section):
     gpus_per_rollout: int = Field(1, ge=1)
     """GPUs of each rollout actor (tensor parallel, vllm only). On a CPU it is ignored."""
     silence_seconds: float = Field(60.0, gt=0)
-    """A rollout actor that does not answer for so long is replaced. Its responses continue elsewhere."""
+    """A rollout actor that does not answer for so long, while it samples or loads weights, is replaced. Its responses
+    continue elsewhere."""
     start_seconds: float = Field(600.0, gt=0)
-    """How long an actor may take to start, and to load new weights."""
+    """How long an actor may take to start."""
     update_seconds: float = Field(1800.0, gt=0)
     """How long an update, a checkpoint or an export may take before the learner ranks are restarted."""
 

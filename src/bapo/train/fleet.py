@@ -271,9 +271,7 @@ class Fleet:
             time.sleep(min(seconds, 0.05))  # nobody has anything to do
         heard = {id(call) for call in answered(calls, seconds)}
         for place, member in enumerate(self.members):
-            call, patience = member.call, self.start_seconds
-            if member.doing == "work":
-                patience = self.silence_seconds
+            call, patience = member.call, self.start_seconds if member.doing == "start" else self.silence_seconds
             if call is None or (id(call) not in heard and call.seconds < patience):
                 continue
             try:
