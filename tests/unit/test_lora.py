@@ -13,7 +13,7 @@ from bapo.learn.settings import LearnerSettings
 from bapo.learn.weights import FINGERPRINT, restore_weights, trained_weights
 from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
-from bapo.models.lora import LoraSettings, add_lora, merged_weights
+from bapo.models.lora import LoraSettings, add_lora, merged_weights, merging
 from bapo.rollout.cuda.decoder import unsupported
 from tests.tiny.families import make_model, publish
 from tests.unit.test_models import batches, sampled_groups
@@ -185,3 +185,19 @@ def test_merging_scales_by_alpha_over_rank():
     a = layer.lora_A["default"].weight
     expected = plain + 1.5 * a.sum(0, keepdim=True)  # (3 / 2) · B A with B all ones
     torch.testing.assert_close(merged_weights(model)["model.layers.0.self_attn.q_proj.weight"], expected)
+
+
+def test_merging_one_by_one_is_merging_at_once():
+    model, _ = make_model("smollm2")
+    settings = LoraSettings(2, alpha=3.0)
+    add_lora(model, settings, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data = torch.randn(weight.shape, generator=generator)
+    at_once = merged_weights(model)
+    one_by_one = dict(merging(((name, weight.detach()) for name, weight in model.named_parameters()), settings))
+    assert one_by_one.keys() <= at_once.keys()
+    assert at_once.keys() - one_by_one.keys() <= {"lm_head.weight"}  # tied: it is the embedding
+    for name, weight in one_by_one.items():
+        torch.testing.assert_close(weight, at_once[name], rtol=1e-5, atol=1e-5)

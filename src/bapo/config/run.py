@@ -162,8 +162,3 @@ class Config(Section):
                 f"offpolicy.partial_budget={off.partial_budget} is for one process. On a cluster, responses continue "
                 "across updates by themselves. Leave partial_budget out, and set cluster.ahead >= 1."
             )
-        if self.model.lora.rank and cluster.engine == "vllm":
-            raise ValueError(
-                f"model.lora.rank={self.model.lora.rank} cannot be sampled with cluster.engine='vllm', which is given "
-                "whole weights only. Set cluster.engine='in-process', or train all weights (rank = 0)."
-            )

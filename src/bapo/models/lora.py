@@ -11,7 +11,7 @@ Head and embedding get no additions: the learner multiplies by the head itself, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,30 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
         elif not any(name.startswith(f"{added}.lora_") for added in layers):
             weights[name] = tensor
     return weights
+
+
+def merging(weights: Iterable[tuple[str, Tensor]], settings: LoraSettings) -> Iterator[tuple[str, Tensor]]:
+    """The same for parameters that come one after the other, by name, as from a model in shards.
+
+    A layer's own weights come before its additions, as in `named_parameters`; at most one layer is held.
+    """
+    scale = (2 * settings.rank if settings.alpha is None else settings.alpha) / settings.rank
+    held: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        layer, _, rest = name.rpartition(".base_layer.")
+        if rest == "weight" and layer:
+            held[layer] = tensor
+        elif layer:
+            yield f"{layer}.{rest}", tensor
+        elif name.endswith(f".lora_A.{NAME}.weight"):
+            held[name.removesuffix(f".lora_A.{NAME}.weight") + ".A"] = tensor
+        elif name.endswith(f".lora_B.{NAME}.weight"):
+            layer = name.removesuffix(f".lora_B.{NAME}.weight")
+            whole, down = held.pop(layer), held.pop(f"{layer}.A")
+            yield f"{layer}.weight", (whole.float() + scale * (tensor.float() @ down.float())).to(whole.dtype)
+        else:
+            yield name, tensor
+    assert not held, f"layers without additions: {sorted(held)}"
 
 
 def save_adapter(adapters: Any, directory: Path, *, base: str) -> None:

@@ -19,6 +19,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -73,7 +75,11 @@ class Call:
                 f"in {logs()}, or allow more time in the section cluster."
             ) from None
         except RayTaskError as error:
-            raise error.cause from error
+            cause = error.cause
+            if isinstance(cause, OSError):  # say which machine has a full disk
+                told = f"{self.who} was asked to {self.what}: {cause.strerror}"
+                raise OSError(cause.errno, told, cause.filename) from error
+            raise cause from error
         except RayActorError as error:
             raise Lost(f"{self.who} died while it was asked to {self.what}: {_first_line(error)}") from error
         except RayError as error:
@@ -181,6 +187,9 @@ class Cluster:
                 "cluster.address out to start Ray here."
             ) from error
         ray._private.worker.print_to_stdstream = _hush
+        if address is None:
+            watchdog = [sys.executable, "-m", "bapo.train.watchdog", str(os.getpid())]
+            subprocess.Popen(watchdog, start_new_session=True)  # noqa: S603
 
     def places(self, count: int, resources: dict[str, float], *, seconds: float, what: str) -> list[Place]:
         """Reserve so many places, near each other where possible."""

@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from bapo.learn.learner import Learner, Update
 from bapo.learn.parallel import ShardedLearner
 from bapo.learn.ranks import join
 from bapo.models.export import write_model
+from bapo.models.lora import LoraSettings, merging
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.probe import probe
@@ -34,7 +36,7 @@ from bapo.rollout.worker import Worker
 from bapo.train.build import learner_settings, make_policy, resolve
 from bapo.train.cluster import node_address, node_name, whereabouts
 from bapo.train.published import Parcel, Probe, fingerprint, pack, unpack
-from bapo.train.together import on_the_cpu
+from bapo.train.together import gather_into, on_the_cpu
 from bapo.types import Group
 
 PROBE_DRAWS = 4
@@ -193,15 +195,22 @@ class LearnerHost:
         """Take one update together with the other ranks."""
         return self.learner.step(groups)
 
-    def publish(self, contexts: Sequence[Sequence[int]]) -> tuple[Parcel, tuple[str, Probe]]:
-        """The weights as they are now, with what an engine that has them must say. All ranks take part; rank 0 has
-        the answer.
+    def publish(self, contexts: Sequence[Sequence[int]]) -> tuple[Parcel, tuple[str, Probe | None]]:
+        """The weights as they are now, with what an engine that has them must say.
+
+        All ranks take part in gathering; rank 0 has the answer.
         """
-        parcel = pack(self.learner.weights(), getattr(torch, self.config.model.dtype))
+        weights, lora = self.learner.weights(), self.config.model.lora
+        if lora.rank and self.config.cluster.engine == "vllm":  # it is given whole weights
+            weights = merging(weights, LoraSettings(lora.rank, lora.alpha, lora.targets))
+        logprobs = self.learner.next_logprobs(contexts)
+        if self.rank != 0:
+            deque(weights, maxlen=0)
+            return [], ("", None)
+        parcel = pack(weights, getattr(torch, self.config.model.dtype))
         temperature = self.learner.settings.temperature
-        logprobs = torch.log_softmax(self.learner.next_logprobs(contexts) * temperature, dim=-1).cpu().numpy()
-        told = Probe([list(context) for context in contexts], logprobs, temperature)
-        return parcel, (fingerprint(parcel), told)
+        table = torch.log_softmax(logprobs * temperature, dim=-1).cpu().numpy()
+        return parcel, (fingerprint(parcel), Probe([list(context) for context in contexts], table, temperature))
 
     def save(self, directory: Path) -> None:
         """See `Learner.save`. The directory must be the same for all ranks: a shared file system."""
@@ -211,15 +220,13 @@ class LearnerHost:
         """See `Learner.load`."""
         self.learner.load(directory, version=version)
 
-    def export(self, parcel: Parcel, run: Path, card: str) -> None:
-        """Write these weights into the directory of the run, for transformers and vLLM."""
+    def export(self, run: Path, card: str) -> None:
+        """Write the model into the directory of the run. All ranks take part in gathering."""
         config = self.config
-        policy = make_policy(on_the_cpu(config))
-        places = dict(policy.model.named_parameters())
-        with torch.no_grad():
-            for name, weight in unpack(parcel):
-                places[name].copy_(weight)
-        write_model(policy, run, card, config.rollout.temperature, base=config.model.path)
+        policy = make_policy(on_the_cpu(config)) if self.rank == 0 else None
+        gather_into(None if policy is None else policy.model, self.learner)
+        if policy is not None:
+            write_model(policy, run, card, config.rollout.temperature, base=config.model.path)
 
 
 def threads_of(config: Config) -> int:

@@ -99,9 +99,7 @@ class RemoteLearner:
 
     def export(self, directory: Path, card: str) -> None:
         """Write the model as it is now, for transformers and vLLM, into the directory of the run."""
-        parcel = self.weights().parcel
-        call = self._ranks[0].call("export", parcel, directory.absolute(), card, what="export the model")
-        call.answer(self.update_seconds)
+        self._surely("export", directory.absolute(), card, what="export the model")
 
     def lines(self) -> list[ActorLine]:
         """What a person sees of the ranks: they all do the same."""

@@ -60,13 +60,13 @@ class Published:
         raise TypeError("published weights go to a fleet of engines, which loads them where the engines are.")
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Parcel:
-    """Copy every weight to the host in this precision."""
+def pack(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Parcel:
+    """Copy every weight to the host in this precision, or in its own."""
     parcel = []
     for name, weight in weights:
         host = weight.detach().to(device="cpu", dtype=dtype).contiguous()
         data = host.reshape(-1).view(torch.uint8).numpy()
-        parcel.append(Packed(name, str(dtype).removeprefix("torch."), tuple(host.shape), data))
+        parcel.append(Packed(name, str(host.dtype).removeprefix("torch."), tuple(host.shape), data))
     return parcel
 
 
