@@ -10,10 +10,11 @@ from bapo.train.watchdog import below, processes
 
 SLEEPER = "import time; time.sleep(300)"
 OWNER = f"""
-import subprocess, sys, time
+import os, subprocess, sys, time
 inner = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); {SLEEPER}"
 child = subprocess.Popen([sys.executable, "-c", inner], start_new_session=True)
-watchdog = subprocess.Popen([sys.executable, "-m", "bapo.train.watchdog", str(__import__("os").getpid())], start_new_session=True)
+command = [sys.executable, "-m", "bapo.train.watchdog", str(os.getpid())]
+watchdog = subprocess.Popen(command, start_new_session=True)
 print(child.pid, watchdog.pid, flush=True)
 time.sleep(300)
 """
