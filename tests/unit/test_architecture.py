@@ -45,7 +45,7 @@ CORE_MAY_USE = {
 # Each of these appears in one file only: the seam to that library.
 ONE_FILE = {
     *("trl", "verl", "openrlhf", "skyrl", "trinity"),
-    *("datasets", "math_verify", "peft", "reasoning_gym"),
+    *("datasets", "math_verify", "peft", "ray", "reasoning_gym"),
 }
 # Each of these appears in one folder only.
 ONE_FOLDER = {"vllm": "rollout/vllm"}

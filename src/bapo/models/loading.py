@@ -69,6 +69,11 @@ def load_policy(
     )
 
 
+def directory_of(path: str) -> str:
+    """Where the files of a model are: "demo" is the embedded one."""
+    return str(model_path()) if path == "demo" else path
+
+
 def hush() -> None:
     """Silence transformers' own progress bars and messages, for programs that report progress themselves."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -78,7 +83,7 @@ def hush() -> None:
 def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     """The model and the tokenizer, on the CPU."""
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
-    source = str(model_path()) if path == "demo" else path
+    source = directory_of(path)
     if (Path(source) / "adapter_config.json").is_file():
         raise ValueError(
             f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a run "

@@ -23,11 +23,11 @@ import transformers
 import bapo
 from bapo.config.errors import ClusterError
 from bapo.config.run import Config
-from bapo.demo import model_path
 from bapo.learn.learner import Learner, Update
 from bapo.learn.parallel import ShardedLearner
 from bapo.learn.ranks import join
 from bapo.models.export import write_model
+from bapo.models.loading import directory_of
 from bapo.models.lora import LoraSettings, merging
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.in_process import engine_for
@@ -111,7 +111,7 @@ class RolloutHost:
 
             cpu = config.device == "cpu"
             settings = Settings(
-                model=str(model_path()) if config.model.path == "demo" else config.model.path,
+                model=directory_of(config.model.path),
                 dtype=config.model.dtype,
                 slots=config.rollout.slots,
                 tensor_parallel=1 if cpu else config.cluster.gpus_per_rollout,
