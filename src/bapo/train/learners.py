@@ -119,7 +119,7 @@ class RemoteLearner:
 
     def _surely(self, method: str, *given: Any, what: str, returns: int = 1) -> Any:
         """The answer of rank 0 after all ranks have answered. If one dies, all begin again from the checkpoint."""
-        before, self.doing = self.doing, what
+        self.doing = what
         for _ in range(TRIES):
             try:
                 answers = self._all(self._ask(method, *given, what=what, returns=returns))
@@ -129,7 +129,7 @@ class RemoteLearner:
                 self._end()  # the other ranks may wait for the one that failed
                 raise
             else:
-                self.doing = before
+                self.doing = "waiting"
                 return answers[0]
         raise ClusterError(f"the learner's ranks died {TRIES} times while they were asked to {what}.")
 
