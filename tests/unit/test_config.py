@@ -254,3 +254,18 @@ def test_a_grid_is_no_recipe(tmp_path):
 def test_the_learning_rate_is_finite(value):
     with pytest.raises(ConfigError, match=r"learn\.lr"):
         parse_config({"learn": {"lr": value}}, source="test")
+
+
+def test_a_cluster_is_refused_what_it_cannot_do():
+    def cluster(**values):
+        return {"cluster": {"rollouts": 2} | values}
+
+    assert Config.model_validate(cluster()).cluster.on
+    assert "does nothing with cluster.rollouts=0" in refused({"cluster": {"learners": 2}})
+    told = refused(cluster(ahead=4))  # u = 4: 4 * 4 + 3
+    assert "tokens grow 19 updates old" in told
+    assert "max_staleness >= 19" in told
+    assert Config.model_validate(cluster(ahead=4) | {"offpolicy": {"max_staleness": 19}})
+    partial = {"offpolicy": {"partial_budget": 100}}
+    assert "partial_budget=100 is for one process" in refused(cluster() | partial)
+    assert "needs cluster.engine='vllm'" in refused(cluster(gpus_per_rollout=2))

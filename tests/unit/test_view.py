@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bapo.rollout.engine import Sampled
 from bapo.screen.terminal import duration
-from bapo.screen.view import SHOWN, LiveView, PlainView, eta, make_view, sparkline, summary_table
+from bapo.screen.view import SHOWN, ActorLine, LiveView, PlainView, eta, make_view, sparkline, summary_table
 
 METRICS = {
     "reward": 0.4321, "entropy": 0.49, "share": 0.41, "clip_low": 0.8, "clip_high": 1.25,
@@ -279,6 +279,54 @@ def test_live_screen_has_a_line_for_long_work_that_moves_nothing():
     ((old, new),) = [(a, b) for a, b in zip(before, during, strict=True) if a != b]  # one line differs: the border
     assert set(old) == set("╰─╯")
     assert "─ sampling: 412/2048 responses, 96,400 tokens, 1,240 tokens/s ─" in new
+
+
+ACTORS = [
+    ActorLine("rollout 0", "sampling", 12, 1234.5, 64, 0),
+    ActorLine("rollout 1", "starting", -1, 0.0, 0, 3),
+    ActorLine("learner 0-1", "take update 14", 13, 980.0, 0, 1),
+]
+
+
+def test_live_screen_shows_every_actor():
+    def tell(view):
+        view.step(1, METRICS, TIMING)
+        view.actors(ACTORS)
+
+    lines = screen(tell)
+    assert len(lines) <= 23
+    found = {line.strip("│ ").split("  ")[0]: re.sub(" {2,}", "|", line.strip("│ ")) for line in lines}
+    assert found["rollout 0"] == "rollout 0|sampling|12|1,234|64"
+    assert found["rollout 1"] == "rollout 1|starting|3"
+    assert found["learner 0-1"] == "learner 0-1|take update 14|13|980|1"
+
+
+def test_live_screen_counts_the_actors_it_has_no_room_for():
+    def tell(view):
+        view.step(1, METRICS, TIMING)
+        view.actors([ActorLine(f"rollout {number}", "sampling", 3, 10.0, 1, 0) for number in range(64)])
+
+    text = "\n".join(lines := screen(tell))
+    assert len(lines) <= 24
+    shown = len(re.findall(r"rollout \d+", text))
+    assert 0 < shown < 64
+    assert f"and {64 - shown} more" in text
+
+
+def test_plain_view_reports_actors_now_and_then():
+    clock = Clock()
+    view, stream = plain_view(clock=clock)
+    with view:
+        view.actors(ACTORS)
+        assert "rollout" not in stream.getvalue()
+        clock.time += 31
+        view.actors(ACTORS)
+        view.actors(ACTORS)
+    assert stream.getvalue().splitlines()[1:] == [
+        "  rollout 0: sampling, version 12, tok/s 1,234, responses 64",
+        "  rollout 1: starting, restarts 3",
+        "  learner 0-1: take update 14, version 13, tok/s 980, restarts 1",
+    ]
 
 
 def test_live_screen_before_the_first_step():

@@ -302,26 +302,30 @@ class LiveView(View):
         with self.lock:
             table = _metrics_table(self.history, columns=2 if width >= 76 else 1, sparks=width >= 40)
             last, crew = self.last, self.crew
+        room = max(1, height - table.row_count - 6)
         top = Panel(
-            Group(self.progress, table, *([_actors_table(crew)] if crew else [])),
+            Group(self.progress, table, *([_actors_table(crew, room)] if crew else [])),
             title=Text(self.title),
             title_align="left",
             subtitle=Text(self.work.line) or None,  # in the border, where it can come and go without moving anything
             subtitle_align="left",
             border_style="cyan",
         )
-        crew_lines = len(crew) + 1 if crew else 0
+        crew_lines = min(len(crew), room) + 1 if crew else 0
         lines = min(8, height - table.row_count - crew_lines - 6)  # two panels' borders, the bar, the line below
         return Group(top, _sample_panel(last, self.console, lines)) if lines > 0 and self.samples else top
 
 
-def _actors_table(lines: Sequence[ActorLine]) -> Table:
-    """One row for every actor."""
+def _actors_table(lines: Sequence[ActorLine], room: int) -> Table:
+    """One row for every actor, as far as there is room; the last row then counts the others."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for number, name in enumerate(ACTOR_COLUMNS):
         table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
-    for line in lines:
+    shown = lines if len(lines) <= room else lines[: room - 1]
+    for line in shown:
         table.add_row(*map(Text, line.cells()))
+    if len(shown) < len(lines):
+        table.add_row(Text(f"and {len(lines) - len(shown)} more", "dim"))
     return table
 
 
