@@ -65,6 +65,11 @@ class Call:
         """How long we have been waiting."""
         return time.monotonic() - self.began
 
+    @property
+    def parts(self) -> list[Call]:
+        """The parts of an answer in several parts, each as an answer of its own."""
+        return [Call(ref, self.who, self.what, self.began) for ref in self.ref]
+
     def answer(self, seconds: float) -> Any:
         """The answer, waiting at most this long for it. Raises Lost, Silent, or what the actor raised."""
         try:

@@ -122,7 +122,7 @@ class RemoteLearner:
         self.doing = what
         for _ in range(TRIES):
             try:
-                answers = self._all(self._ask(method, *given, what=what, returns=returns))
+                answers = self._all(self._ask(method, *given, what=what, returns=returns), returns)
             except (Lost, Silent) as error:
                 self._restart(error)
             except Exception:
@@ -133,14 +133,13 @@ class RemoteLearner:
                 return answers[0]
         raise ClusterError(f"the learner's ranks died {TRIES} times while they were asked to {what}.")
 
-    def _all(self, calls: list[Call]) -> list[Any]:
+    def _all(self, calls: list[Call], returns: int = 1) -> list[Any]:
         """The answers of all ranks. Of an answer in two parts the first, which is large, stays where it is."""
-        two_parts = isinstance(calls[0].ref, list)
-        last = [Call(call.ref[1], call.who, call.what, call.began) for call in calls] if two_parts else calls
+        last = calls if returns == 1 else [call.parts[-1] for call in calls]
         while not self._heard(last):
             self.meanwhile()
         answers = [call.answer(ANSWER_SECONDS) for call in last]
-        return [(call.ref[0], rest) for call, rest in zip(calls, answers, strict=True)] if two_parts else answers
+        return answers if returns == 1 else [(call.parts[0].ref, a) for call, a in zip(calls, answers, strict=True)]
 
     def _heard(self, calls: list[Call]) -> bool:
         """Whether all have answered; raises if one has died, failed, or let us wait for too long."""

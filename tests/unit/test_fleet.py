@@ -1,0 +1,245 @@
+"""A fleet of engines loses nothing when its members die, fall silent or get wrong weights at any point.
+
+The engines are real and in this process; only the way to them is not: a call is done when it is made, or it is lost.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bapo.config.errors import ClusterError
+from bapo.rollout.engine import Request, Sampling, generate, join
+from bapo.rollout.local.engine import LocalEngine
+from bapo.rollout.probe import WrongWeights
+from bapo.rollout.worker import Worker
+from bapo.train import fleet as fleet_module
+from bapo.train.cluster import Lost, Silent
+from bapo.train.fleet import Fleet
+from bapo.train.hosts import Hello, Loaded, code
+from bapo.train.published import Probe, Published
+from bapo.types import Status
+from tests.tiny.models import tiny
+
+SAMPLING = Sampling(1.0)
+NEVER = 10**9
+
+
+def request(id, tokens=10):
+    return Request(context=[3, 5, id % 7 + 1], position=0, seed=id, max_new_tokens=tokens, id=id)
+
+
+class Call:
+    """An answer that is there, or never comes."""
+
+    def __init__(self, result, *, silent=False):
+        self.result, self.silent = result, silent
+        self.seconds = NEVER if silent else 0.0
+
+    def answer(self, seconds):
+        if self.silent:
+            raise Silent("it has not answered")
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+class Member:
+    """An actor whose calls happen in this process, until its number of calls is used up."""
+
+    def __init__(self, name, lives=NEVER, *, how="dies", after=False):
+        self.name, self.lives, self.how, self.after = name, lives, how, after
+        self.engine = LocalEngine(tiny(), slots=4)
+        self.worker = Worker(self.engine)
+        self.process, self.killed = None, False
+
+    def call(self, method, *given, what):
+        self.lives -= 1
+        if self.lives < 0:
+            if self.after:
+                getattr(self, method)(*given)  # done, but nobody hears of it
+            return Call(Lost(f"{self.name} died"), silent=self.how == "is silent")
+        try:
+            return Call(getattr(self, method)(*given))
+        except WrongWeights as error:
+            return Call(error)
+
+    def hello(self):
+        return Hello(("here", 1), "here", code())
+
+    def load(self, parcel, version, expected, told):
+        if self.how == "is wrong":
+            raise WrongWeights("the head is stale")
+        self.worker.load(parcel, version=version)
+        return Loaded(version, 1e-6)
+
+    def work(self, requests, sampling, seconds):
+        if requests:
+            self.worker.give(requests, sampling)
+        return self.worker.work(0.0)  # one token of each response
+
+    def park(self):
+        return self.worker.park()
+
+    def kill(self):
+        self.killed = True
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(fleet_module, "answered", lambda calls, seconds: [c for c in calls if not c.silent])
+    monkeypatch.setattr(fleet_module.time, "sleep", lambda seconds: None)
+
+
+def published(version=0, shift=0.0):
+    weights = [(name, weight.detach() + shift) for name, weight in tiny().named_parameters()]
+    return Published(version, weights, "", Probe([], np.zeros((0, 0), np.float32), 1.0))
+
+
+def made(*firsts, even=False, slots=4):
+    """A fleet whose first members are these; whoever replaces one lives for ever."""
+    spawned = list(firsts)
+    places = [0] * len(firsts)
+    told = []
+
+    def spawn(place):
+        places[place] += 1
+        if places[place] == 1:
+            return firsts[place]
+        spawned.append(Member(f"rollout {place}"))
+        return spawned[-1]
+
+    made = Fleet(spawn, len(firsts), slots=slots, even=even, silence_seconds=60, start_seconds=60, say=told.append)
+    return SimpleNamespace(fleet=made, members=spawned, told=told)
+
+
+def collected(fleet, parts=None):
+    """Collect until all is done: what came for each request, in order."""
+    parts = {} if parts is None else parts
+    for _ in range(300):
+        for id, segment in fleet.collect(0):
+            parts.setdefault(id, []).append(segment)
+        if not fleet.known:
+            return parts
+    raise AssertionError(f"{fleet.known} never came back")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one engine alone would sample."""
+    engine = LocalEngine(tiny(), slots=4)
+    engine.load(list(engine.model.named_parameters()), version=0)
+    return generate(engine, [request(id) for id in range(12)], SAMPLING)
+
+
+def assert_like(parts, alone):
+    assert parts.keys() == set(range(len(alone)))
+    for id, segments in parts.items():
+        assert [segment.status for segment in segments[:-1]] == [None] * (len(segments) - 1)
+        assert join(segments).status is Status.TRUNCATED
+        assert join(segments).tokens == alone[id].tokens
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("lives", range(9))
+def test_a_member_may_die_at_any_call(alone, lives, after, even):
+    ours = made(Member("rollout 0", lives, after=after), Member("rollout 1"), even=even)
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    assert_like(collected(ours.fleet), alone)
+    assert ours.members[0].killed
+    assert [line.restarts for line in ours.fleet.lines()] == [1, 0]
+    assert len(ours.told) == 1
+
+
+@pytest.mark.parametrize("lives", [1, 2, 5])
+def test_a_silent_member_is_replaced_like_a_dead_one(alone, lives):
+    ours = made(Member("rollout 0", lives, how="is silent"), Member("rollout 1"))
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    assert_like(collected(ours.fleet), alone)
+    assert "has not answered" in ours.told[0]
+
+
+def test_a_member_with_wrong_weights_samples_nothing(alone):
+    ours = made(Member("rollout 0", how="is wrong"), Member("rollout 1"))
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    assert_like(collected(ours.fleet), alone)
+    assert ours.members[0].engine.version == -1
+    assert "the head is stale" in ours.told[0]
+
+
+def test_weights_that_no_engine_accepts_end_the_run():
+    ours = made(Member("rollout 0", how="is wrong"))
+    ours.fleet.spawn = lambda place: Member("rollout 0", how="is wrong")
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(0)], SAMPLING)
+    with pytest.raises(ClusterError, match="rollout 0 failed 3 times while loading weights: the head is stale"):
+        collected(ours.fleet)
+
+
+@pytest.mark.parametrize("lives", [NEVER, 5, 6])
+def test_new_weights_reach_every_member_and_versions_never_fall(lives):
+    ours = made(Member("rollout 0", lives), Member("rollout 1"))
+    ours.fleet.load(published(0), version=0)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    parts = {}
+    for _ in range(4):
+        for id, segment in ours.fleet.collect(0):
+            parts.setdefault(id, []).append(segment)
+    ours.fleet.load(published(1, shift=0.02), version=1)
+    collected(ours.fleet, parts)
+    versions = [join(segments).versions for segments in parts.values()]
+    assert all(found == sorted(found) for found in versions)
+    assert {version for found in versions for version in found} == {0, 1}
+    assert all(len(found) == 10 for found in versions)
+    assert all(line.version == 1 for line in ours.fleet.lines())
+
+
+@pytest.mark.parametrize("lives", [NEVER, 4, 5])
+def test_park_gives_everything_back_even_from_a_dying_member(lives):
+    ours = made(Member("rollout 0", lives), Member("rollout 1"))
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    parts = {}
+    for _ in range(3):
+        for id, segment in ours.fleet.collect(0):
+            parts.setdefault(id, []).append(segment)
+    ours.fleet.park()
+    for id, segment in ours.fleet.collect(0):
+        parts.setdefault(id, []).append(segment)
+    assert {id: join(segments).status for id, segments in parts.items()} == dict.fromkeys(range(12), Status.PARKED)
+    assert not ours.fleet.known
+    ours.fleet.submit([request(id + 100) for id in range(3)], Sampling(0.5))  # and it can do something else
+    assert collected(ours.fleet).keys() == {100, 101, 102}
+
+
+def test_requests_are_divided_evenly_and_in_order_if_asked():
+    first, second = Member("rollout 0"), Member("rollout 1")
+    ours = made(first, second, even=True)
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(7)], SAMPLING)
+    while not ours.fleet.members[0].given:
+        ours.fleet.collect(0)
+    assert list(ours.fleet.members[0].given) == [0, 2, 4, 6]
+    assert list(ours.fleet.members[1].given) == [1, 3, 5]
+
+
+def test_without_a_fit_member_the_fleet_gives_up(monkeypatch):
+    ours = made(Member("rollout 0", 0))
+    ours.fleet.spawn = lambda place: Member("rollout 0", 0)
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(0)], SAMPLING)
+    ours.fleet.start_seconds = -1.0
+    with pytest.raises(ClusterError, match="no rollout actor has been fit"):
+        collected(ours.fleet)
+
+
+def test_other_code_is_refused():
+    member = Member("rollout 0")
+    member.hello = lambda: Hello(("there", 1), "far away", code() | {"bapo": "0.0.9 (abc)"})
+    ours = made(member)
+    with pytest.raises(ClusterError, match=r"rollout 0 on far away runs bapo 0.0.9 \(abc\) instead of 0.1.0"):
+        ours.fleet.ready()
