@@ -56,7 +56,7 @@ def test_one_stale_tensor_is_found_and_the_error_says_where():
 
 def test_a_table_that_is_not_a_number_does_not_pass():
     engine, table = engine_and_table()
-    with pytest.raises(WrongWeights, match=r"after context 1 .* largest gap of 12 tokens is nan"):
+    with pytest.raises(WrongWeights, match=r"after context 1 .* gaps of 12 tokens are nan in the mean"):
         probe(engine, CONTEXTS, table.index_fill(0, torch.tensor(1), torch.nan), tolerance=1e-3)
 
 
@@ -65,3 +65,12 @@ def test_what_cannot_be_probed_is_refused(wrong):
     engine, table = engine_and_table()
     with pytest.raises(ValueError, match="one row of the table per context"):
         probe(engine, CONTEXTS, **{"table": table, "tolerance": 1e-3} | wrong)
+
+
+def test_the_mean_gap_has_a_bound_of_its_own():
+    engine, table = engine_and_table()
+    moved = torch.log_softmax(table + 0.3 * torch.randn(table.shape, generator=torch.Generator().manual_seed(0)), -1)
+    found = probe(engine, CONTEXTS, moved, draws=8, tolerance=9.0)
+    assert 0.05 < found.gap_mean < found.gap_max
+    with pytest.raises(WrongWeights, match="in the mean"):
+        probe(engine, CONTEXTS, moved, draws=8, tolerance=9.0, mean_tolerance=0.05)

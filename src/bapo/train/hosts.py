@@ -39,12 +39,14 @@ from bapo.train.published import Parcel, Probe, fingerprint, pack, unpack
 from bapo.train.together import gather_into, on_the_cpu
 from bapo.types import Group
 
-PROBE_DRAWS = 4
+PROBE_DRAWS = 16
 """Tokens that an engine samples after each context of a probe."""
 CPU_CACHE_BYTES = 2**30
 """Memory for the keys and values of a vLLM engine on CPUs."""
-TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
-"""The largest gap between the log-probs of an engine and of the learner that rounding explains, by precision."""
+TOLERANCES = {"float32": (2e-3, 5e-4), "bfloat16": (1.0, 0.2)}
+"""The largest gap between log-probs of an engine and of the learner, and the largest mean gap, that rounding explains.
+
+Measured: float32 up to 9e-5; bfloat16 up to 0.31, in the mean 0.09 (1.5B parameters, large random weights)."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,15 @@ class RolloutHost:
                 "changed on the way. Look for faulty memory or a full /dev/shm on this node."
             )
         self.worker.load(unpack(parcel), version=version)
+        tolerance, mean_tolerance = TOLERANCES[self.config.model.dtype]
         probed = probe(
             self.engine,
             told.contexts,
             torch.from_numpy(told.logprobs.copy()),
             temperature=told.temperature,
             draws=PROBE_DRAWS,
-            tolerance=TOLERANCE[self.config.model.dtype],
+            tolerance=tolerance,
+            mean_tolerance=mean_tolerance,
         )
         return Loaded(version, probed.gap_max)
 

@@ -115,11 +115,11 @@ class RemoteLearner:
     def _ask(self, method: str, *given: Any, what: str, returns: int = 1) -> list[Call]:
         """Ask all ranks for the same."""
         self._greet()
+        self.doing = what
         return [rank.call(method, *given, what=what, returns=returns) for rank in self._ranks]
 
     def _surely(self, method: str, *given: Any, what: str, returns: int = 1) -> Any:
         """The answer of rank 0 after all ranks have answered. If one dies, all begin again from the checkpoint."""
-        self.doing = what
         for _ in range(TRIES):
             try:
                 answers = self._all(self._ask(method, *given, what=what, returns=returns), returns)
@@ -184,8 +184,8 @@ class RemoteLearner:
                     path, version = self.origin
                     self._all(self._ask("load", path, version, what=f"load {path.name}"))
                 for number, groups in enumerate(self.journal):
-                    self.doing = f"repeating update {number + 1} of {len(self.journal)}"
-                    self._all(self._ask("step", groups, what="repeat an update"))
+                    what = f"repeat update {number + 1} of {len(self.journal)}"
+                    self._all(self._ask("step", groups, what=what))
             except (Lost, Silent) as again:
                 error = again
             else:
