@@ -74,6 +74,7 @@ def probe(
             f"{float(logprobs[worst]):.4f}, where the learner has {float(expected[rows[worst], tokens[worst]]):.4f}. "
             f"The gaps of {found.tokens} tokens are {found.gap_mean:.2g} in the mean and {found.gap_max:.2g} at most; "
             f"{mean_tolerance:.2g} and {tolerance:.2g} are allowed for rounding. A weight is wrong or stale. Load the "
-            "weights again; if the gap stays, start the engine again; if it stays then, the engine computes this model differently, and another dtype or engine is needed."
+            "weights again; if the gap stays, start the engine again; if it stays then, the engine computes this model "
+            "differently, and another dtype or engine is needed."
         )
     return found
