@@ -14,7 +14,7 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.probe import WrongWeights
 from bapo.rollout.worker import Worker
 from bapo.train import fleet as fleet_module
-from bapo.train.cluster import Lost, Silent
+from bapo.train.cluster import Lost, Missing, Silent
 from bapo.train.fleet import Fleet
 from bapo.train.hosts import Hello, Loaded, code
 from bapo.train.published import Probe, Published
@@ -61,7 +61,7 @@ class Member:
             return Call(Lost(f"{self.name} died"), silent=self.how == "is silent")
         try:
             return Call(getattr(self, method)(*given))
-        except WrongWeights as error:
+        except (Missing, WrongWeights) as error:
             return Call(error)
 
     def hello(self):
@@ -169,6 +169,22 @@ def test_a_member_with_wrong_weights_samples_nothing(alone):
     assert_like(collected(ours.fleet), alone)
     assert ours.members[0].engine.version == -1
     assert "the head is stale" in ours.told[0]
+
+
+def test_lost_weights_are_asked_for_again(alone):
+    ours = made(Member("rollout 0"), Member("rollout 1"))
+    ours.members[1].load = lambda *_: (_ for _ in ()).throw(Missing("it was handed nothing"))
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    parts = {}
+    while ours.fleet.version == 0:
+        for id, segment in ours.fleet.collect(0):
+            parts.setdefault(id, []).append(segment)
+    assert not ours.members[1].killed
+    assert ours.told == ["it was handed nothing"]
+    del ours.members[1].load
+    ours.fleet.load(published(), version=0)
+    assert_like(collected(ours.fleet, parts), alone)
 
 
 def test_weights_that_no_engine_accepts_end_the_run():

@@ -41,7 +41,7 @@ from pathlib import Path
 
 from bapo.buffer import NoBatch
 from bapo.learn.learner import Update
-from bapo.rollout.engine import Sampled
+from bapo.rollout.engine import NOTHING_LOADED, Sampled
 from bapo.rollout.scheduler import SchedulerMetrics
 from bapo.screen.view import View
 from bapo.screen.watch import Learned
@@ -90,6 +90,7 @@ class AsyncLoop:
         load_weights(parts)
         with view.doing("sampling") as tell:
             while not self._whole():
+                load_weights(parts)  # again, if they were lost on the way
                 self.pump()
                 if tell is not None:
                     tell(self._progress(before.sampled_tokens))
@@ -151,7 +152,7 @@ class AsyncLoop:
     def pump(self) -> None:
         """Keep the engines at work, and move what has come back one place further. Returns after a moment."""
         parts = self.parts
-        if asked := parts.scheduler.requests(parts.engine.version):
+        if parts.engine.version != NOTHING_LOADED and (asked := parts.scheduler.requests(parts.engine.version)):
             parts.engine.submit(asked.requests, parts.scheduler.sampling)
         came = parts.engine.collect(PUMP_SECONDS)
         if self._view is not None:
@@ -222,6 +223,10 @@ class AsyncLoop:
     def export(self, path: Path, card: str) -> None:
         """Write the trained model into the directory of the run."""
         self._learner.export(path, card)
+
+    def close(self) -> None:
+        """End the thread that scores."""
+        self._verifier.shutdown(wait=False, cancel_futures=True)
 
     def pause(self) -> None:
         """Take everything back from the engines, so that they can do something else."""

@@ -31,7 +31,7 @@ from bapo.config.errors import ClusterError, ConfigError
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
     from ray.util.placement_group import PlacementGroup, placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError:  # pragma: no cover - said by `connect`
@@ -45,6 +45,10 @@ END_SECONDS = 10.0
 
 class Lost(ClusterError):  # noqa: N818
     """An actor has died, or its node has."""
+
+
+class Missing(ClusterError):  # noqa: N818
+    """What an actor was handed is lost: the machine that kept it is gone."""
 
 
 class Silent(ClusterError):  # noqa: N818
@@ -71,7 +75,7 @@ class Call:
         return [Call(ref, self.who, self.what, self.began) for ref in self.ref]
 
     def answer(self, seconds: float) -> Any:
-        """The answer, waiting at most this long for it. Raises Lost, Silent, or what the actor raised."""
+        """The answer, waiting at most this long for it. Raises Lost, Silent, Missing, or what the actor raised."""
         try:
             return ray.get(self.ref, timeout=seconds)
         except GetTimeoutError:
@@ -81,12 +85,16 @@ class Call:
             ) from None
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, ObjectLostError):
+                raise Missing(f"{self.who} was asked to {self.what}, but what it was handed is lost.") from error
             if isinstance(cause, OSError):  # say which machine has a full disk
                 told = f"{self.who} was asked to {self.what}: {cause.strerror}"
                 raise OSError(cause.errno, told, cause.filename) from error
             raise cause from error
         except RayActorError as error:
             raise Lost(f"{self.who} died while it was asked to {self.what}: {_first_line(error)}") from error
+        except ObjectLostError as error:
+            raise Missing(f"{self.who} was asked to {self.what}, but what it was handed is lost.") from error
         except RayError as error:
             raise Lost(f"{self.who} was asked to {self.what}, and its answer is lost: {_first_line(error)}") from error
 

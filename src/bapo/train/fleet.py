@@ -12,6 +12,7 @@ new actor starts in its place, loads the newest weights, is checked, and only th
 it unless no member is left. The fleet raises an error when no member has been fit to work for `start_seconds`, or when
 actors cannot even start.
 
+If published weights are lost with the machine that kept them, the fleet has no version until they are published again.
 Requests are given to members with the newest weights only. So versions never decrease along a response, wherever it
 continues. With `even`, all requests of a submission are divided at once and evenly, in their order, when all members
 are fit: without faults, the same requests then give the same responses. Otherwise members take from one line as they
@@ -30,7 +31,7 @@ from bapo.config.errors import ClusterError, ConfigError
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
 from bapo.screen.view import ActorLine
-from bapo.train.cluster import Actor, Call, Lost, Silent, answered
+from bapo.train.cluster import Actor, Call, Lost, Missing, Silent, answered
 from bapo.train.hosts import Hello
 from bapo.train.published import Published
 from bapo.types import Status
@@ -278,6 +279,9 @@ class Fleet:
                 answer = call.answer(0 if id(call) not in heard else self.silence_seconds)
             except (Lost, Silent) as error:
                 self._replace(member, place, error)
+            except Missing as error:
+                member.call, self.published = None, None  # until the learner publishes again
+                self.say(str(error))
             except Exception as error:
                 self._failed(member, place, error)
             else:

@@ -212,6 +212,8 @@ class Training(Job):
 
     def close(self) -> None:
         """See `Job.close`."""
+        if self.asynchronous is not None:
+            self.asynchronous.close()
         self.parts.close()
 
     def _fingerprint(self) -> str:
