@@ -189,6 +189,7 @@ class Cluster:
             os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # of this process; it would write over the screen
         else:
             _stay_on_this_machine()
+            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 is for machines that serve others, too
             options |= {"num_cpus": processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:
             _check_reachable(address)
