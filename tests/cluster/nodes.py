@@ -84,9 +84,10 @@ class Node:
         titles = {}
         for pid in map(int, found):
             try:
-                titles[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                title = Path(f"/proc/{pid}/cmdline").read_bytes()
             except OSError:
                 continue
+            titles[pid] = title.replace(b"\0", b" ").decode(errors="replace").strip()
         return {pid: title for pid, title in titles.items() if title.startswith(kind)}
 
     def stop(self):
@@ -111,7 +112,10 @@ class Nodes:
         self.environment = os.environ | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "PYTHONUNBUFFERED": "1",
+            "RAY_health_check_initial_delay_ms": "1000",  # a node is dead after about 10 s instead of 60 s
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "2000",
+            "RAY_health_check_failure_threshold": "3",
         }
         self.members = []
         ip("link", "add", BRIDGE, "type", "bridge")

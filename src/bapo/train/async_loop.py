@@ -90,6 +90,8 @@ class AsyncLoop:
         load_weights(parts)
         with view.doing("sampling") as tell:
             while not self._whole():
+                if self._fleet.lacking:
+                    self._publish_again()
                 self.pump()
                 if tell is not None:
                     tell(self._progress(before.sampled_tokens))
@@ -166,6 +168,11 @@ class AsyncLoop:
             self._scoring.append((rollout.groups, job))
         while self._scoring and self._scoring[0][1].done():
             self._add(*self._scoring.pop(0))
+
+    def _publish_again(self) -> None:
+        """Give the engines the present weights once more: the machine that kept them is lost."""
+        with self._meanwhile():
+            self._fleet.load(self._learner.weights(), version=self._learner.version)
 
     def _add(self, groups: list[Group], job: Future[Scored]) -> None:
         scored, step = job.result(), self._step

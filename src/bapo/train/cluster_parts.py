@@ -31,6 +31,7 @@ def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, Re
         learner = RemoteLearner(
             lambda: [Actor(LearnerHost, f"learner {r}", place, given, r) for r, place in enumerate(learning)],
             contexts=probe_contexts(policy, task),
+            start_seconds=seconds,
             update_seconds=chosen.update_seconds,
         )
         fleet = Fleet(

@@ -30,7 +30,7 @@ from bapo.config.errors import ClusterError, ConfigError
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
 from bapo.screen.view import ActorLine
-from bapo.train.cluster import Actor, Call, Lost, Silent, answered
+from bapo.train.cluster import END_SECONDS, Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.hosts import Hello
 from bapo.train.published import Published
 from bapo.types import Status
@@ -38,7 +38,7 @@ from bapo.types import Status
 if TYPE_CHECKING:
     from torch import Tensor
 
-Doing = Literal["start", "load", "work", "park", "nothing"]
+Doing = Literal["start", "load", "work", "park", "end", "nothing"]
 WORK_SECONDS = 0.5
 """How long a member samples before it answers."""
 TRIES = 3
@@ -55,6 +55,8 @@ class Member:
     doing: Doing = "nothing"
     hello: Hello | None = None
     version: int = NOTHING_LOADED
+    asked: Published | None = None
+    """The weights that it was last asked to load."""
     given: dict[int, Request] = field(default_factory=dict)
     """What each request that it works on would ask for if it began elsewhere now."""
     portion: list[Request] = field(default_factory=list)
@@ -97,6 +99,8 @@ class Fleet:
         """Seconds that members sampled, all together, since when."""
         self._faulty = False
         """Whether a member was replaced since the last submission."""
+        self._gone: Published | None = None
+        """Weights that nobody can load any more: the machine that kept them is lost."""
         self.members = [self._begin(Member(f"rollout {place}", spawn(place))) for place in range(size)]
 
     # The Engine protocol.
@@ -125,7 +129,8 @@ class Fleet:
         assert weights.version == version
         self.published = weights
         for member in self.members:
-            member.failures = 0
+            if member.hello is not None:  # these weights are not why an actor cannot start
+                member.failures = 0
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         """See `Engine.submit`. A fleet has no token budget."""
@@ -181,6 +186,11 @@ class Fleet:
             self._engage()
             self._listen(WORK_SECONDS)
 
+    @property
+    def lacking(self) -> bool:
+        """Whether the present weights must be published again before a member can load them."""
+        return self._gone is not None and self._gone is self.published
+
     def lines(self) -> list[ActorLine]:
         """What a person sees of every member."""
         now = time.monotonic()
@@ -210,8 +220,7 @@ class Fleet:
 
     def close(self) -> None:
         """End all members."""
-        for member in self.members:
-            member.actor.kill()
+        end([member.actor for member in self.members])
 
     # Calls and answers.
 
@@ -230,8 +239,11 @@ class Fleet:
                 continue
             published = self.published
             if published is not None and member.version != published.version:
+                if self.lacking:
+                    member.doing = "nothing"
+                    continue
                 given = (published.parcel, published.version, published.fingerprint, published.probe)
-                what = f"load the weights of version {published.version}"
+                what, member.asked = f"load the weights of version {published.version}", published
                 member.call, member.doing = member.actor.call("load", *given, what=what), "load"
             elif member.portion or member.given:
                 requests, member.portion = member.portion, []
@@ -271,13 +283,19 @@ class Fleet:
             time.sleep(min(seconds, 0.05))  # nobody has anything to do
         heard = {id(call) for call in answered(calls, seconds)}
         for place, member in enumerate(self.members):
-            call, patience = member.call, self.start_seconds if member.doing == "start" else self.silence_seconds
-            if call is None or (id(call) not in heard and call.seconds < patience):
+            call = member.call
+            if call is None or (id(call) not in heard and call.seconds < self._patience(member)):
+                continue
+            if member.doing == "end":
+                self._renew(member, place)
                 continue
             try:
                 answer = call.answer(0 if id(call) not in heard else self.silence_seconds)
             except (Lost, Silent) as error:
                 self._replace(member, place, error)
+            except Missing as error:
+                self.say(f"the weights must be published again: {error}")
+                member.call, self._gone = None, member.asked
             except Exception as error:
                 self._failed(member, place, error)
             else:
@@ -292,6 +310,12 @@ class Fleet:
                 f"no rollout actor has been fit to sample for {2 * self.start_seconds:.0f} s ({told}). Look at the "
                 "nodes of the cluster, then continue with `bapo resume`."
             )
+
+    def _patience(self, member: Member) -> float:
+        """How long a member may take for what it is doing."""
+        if member.doing == "end":
+            return END_SECONDS
+        return self.start_seconds if member.doing == "start" else self.silence_seconds
 
     def _take_in(self, member: Member, answer: Any) -> None:
         if member.doing == "start":
@@ -313,9 +337,9 @@ class Fleet:
 
     def _greet(self, member: Member, hello: Hello) -> None:
         """Let a member in if it runs the same code as this process."""
-        member.actor.process = hello.process
+        member.actor.known(hello.process, hello.node)
         hello.check(member.name)
-        member.hello = hello
+        member.hello, member.failures = hello, 0
 
     def _failed(self, member: Member, place: int, error: Exception) -> None:
         """A member raised an error: try another actor, but not for ever."""
@@ -328,9 +352,15 @@ class Fleet:
     def _replace(self, member: Member, place: int, error: Exception) -> None:
         """End the actor of a member and start another one. Its requests go to the front of the line."""
         self.say(f"{member.name} is replaced: {error}")
-        member.actor.kill()
         self.line.extendleft(reversed([*member.given.values(), *member.portion]))
         member.given, member.portion, self._faulty = {}, [], True
+        member.hello, member.version = None, NOTHING_LOADED
+        member.call, member.doing = member.actor.kill(), "end"
+        if member.call is None:
+            self._renew(member, place)
+
+    def _renew(self, member: Member, place: int) -> None:
+        """Start another actor where one has ended, or cannot be reached."""
         member.actor = self.spawn(place)
         self._begin(member)
 
@@ -345,6 +375,7 @@ _DOING: dict[Doing, str] = {
     "load": "loading weights",
     "work": "sampling",
     "park": "parking",
+    "end": "being replaced",
     "nothing": "idle",
 }
 

@@ -19,10 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
+
 from bapo.config.errors import ClusterError
 from bapo.learn.learner import Update
+from bapo.learn.ranks import LostRank
 from bapo.screen.view import ActorLine
-from bapo.train.cluster import Actor, Call, Lost, Silent, answered
+from bapo.train.cluster import Actor, Call, Lost, Silent, answered, end
 from bapo.train.published import Published
 from bapo.types import Group
 
@@ -44,11 +47,12 @@ class RemoteLearner:
         spawn: Callable[[], list[Actor]],  # starts all ranks
         *,
         contexts: Sequence[Sequence[int]],  # what the probes of engines continue
+        start_seconds: float,
         update_seconds: float,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.spawn, self.contexts, self.say = spawn, contexts, say
-        self.update_seconds = update_seconds
+        self.start_seconds, self.update_seconds = start_seconds, update_seconds
         self.meanwhile: Callable[[], None] = lambda: None
         self.version = 0
         self.restarts = 0
@@ -133,16 +137,16 @@ class RemoteLearner:
                 return answers[0]
         raise ClusterError(f"the learner's ranks died {TRIES} times while they were asked to {what}.")
 
-    def _all(self, calls: list[Call]) -> list[Any]:
+    def _all(self, calls: list[Call], seconds: float | None = None) -> list[Any]:
         """The answers of all ranks. Of an answer in two parts the first, which is large, stays where it is."""
         two_parts = isinstance(calls[0].ref, list)
         last = [Call(call.ref[1], call.who, call.what, call.began) for call in calls] if two_parts else calls
-        while not self._heard(last):
+        while not self._heard(last, seconds or self.update_seconds):
             self.meanwhile()
         answers = [call.answer(ANSWER_SECONDS) for call in last]
         return [(call.ref[0], rest) for call, rest in zip(calls, answers, strict=True)] if two_parts else answers
 
-    def _heard(self, calls: list[Call]) -> bool:
+    def _heard(self, calls: list[Call], seconds: float) -> bool:
         """Whether all have answered; raises if one has died, failed, or let us wait for too long."""
         came = answered(calls, LISTEN_SECONDS)
         for call in came:
@@ -153,7 +157,7 @@ class RemoteLearner:
         if len(came) == len(calls):
             return True
         late = next(call for call in calls if call not in came)
-        if late.seconds > self.update_seconds:
+        if late.seconds > seconds:
             late.answer(0)
         return False
 
@@ -162,10 +166,11 @@ class RemoteLearner:
         if self._greeted:
             return
         self.doing = "starting"
-        hellos = self._all([rank.call("hello", what="start") for rank in self._ranks])
+        hellos = self._all([rank.call("hello", what="start") for rank in self._ranks], self.start_seconds)
         for rank, hello in zip(self._ranks, hellos, strict=True):
-            rank.process = hello.process
-            hello.check(rank.name)
+            name = rank.name
+            rank.known(hello.process, hello.node)
+            hello.check(name)
         if len({hello.process[0] for hello in hellos}) == 1:  # one machine: nothing has to listen
             where = f"file://{tempfile.gettempdir()}/bapo-ranks-{uuid.uuid4().hex}"
         else:
@@ -194,8 +199,7 @@ class RemoteLearner:
         raise ClusterError(f"the learner's ranks died {TRIES} times in a row. The last one said: {error}") from error
 
     def _end(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
+        end(self._ranks)
 
 
 def _cause(error: Exception, calls: list[Call]) -> Exception:
@@ -207,7 +211,6 @@ def _cause(error: Exception, calls: list[Call]) -> Exception:
             return lost
         except Exception:  # noqa: S112 - it is not the cause that we are looking for
             continue
-    text = str(error)
-    if isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "Connection", "Timed out")):
-        return Lost(f"the learner ranks cannot reach each other: {text.splitlines()[0]}")
+    if isinstance(error, LostRank | DistError):
+        return Lost(f"the learner ranks cannot reach each other: {str(error).splitlines()[0]}")
     return error
