@@ -32,12 +32,16 @@ def options(recipe):
 class Run:
     """A command of ours at work."""
 
-    def __init__(self, path, *command):
+    def __init__(self, path, *command, before=(), environment=None):
+        """`before`: what comes before our command, such as the place where to run it."""
         self.path = Path(path)
         self.log = self.path.with_name(f"{self.path.name}.log")
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "bapo", *command], stdout=log, stderr=subprocess.STDOUT
+                [*before, sys.executable, "-m", "bapo", *command],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     @classmethod

@@ -76,10 +76,13 @@ class Member:
     def work(self, requests, sampling, seconds):
         if requests:
             self.worker.give(requests, sampling)
-        return self.worker.work(0.0)  # one token of each response
+        return self.worker.work(0.0), 0.1  # one token of each response
 
     def park(self):
-        return self.worker.park()
+        return self.worker.park(), 0.0
+
+    def known(self, process, node):
+        self.process = process
 
     def kill(self):
         self.killed = True
@@ -177,11 +180,11 @@ def test_lost_weights_are_asked_for_again(alone):
     ours.fleet.load(published(), version=0)
     ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
     parts = {}
-    while ours.fleet.version == 0:
+    while not ours.fleet.lacking:
         for id, segment in ours.fleet.collect(0):
             parts.setdefault(id, []).append(segment)
     assert not ours.members[1].killed
-    assert ours.told == ["it was handed nothing"]
+    assert ours.told == ["the weights must be published again: it was handed nothing"]
     del ours.members[1].load
     ours.fleet.load(published(), version=0)
     assert_like(collected(ours.fleet, parts), alone)
@@ -248,7 +251,7 @@ def test_without_a_fit_member_the_fleet_gives_up(monkeypatch):
     ours.fleet.spawn = lambda place: Member("rollout 0", 0)
     ours.fleet.load(published(), version=0)
     ours.fleet.submit([request(0)], SAMPLING)
-    ours.fleet.start_seconds = -1.0
+    ours.fleet.start_seconds, ours.fleet._fit = 1.0, -9.0
     with pytest.raises(ClusterError, match="no rollout actor has been fit"):
         collected(ours.fleet)
 
@@ -259,3 +262,48 @@ def test_other_code_is_refused():
     ours = made(member)
     with pytest.raises(ClusterError, match=r"rollout 0 on far away runs bapo 0.0.9 \(abc\) instead of 0.1.0"):
         ours.fleet.ready()
+
+
+def test_a_lost_answer_is_a_lost_member(alone):
+    """What a member has sampled and we never heard of must be sampled again, not skipped."""
+    ours = made(first := Member("rollout 0"), Member("rollout 1"))
+    works = []
+    work = first.work
+
+    def lose_the_third(*given):
+        works.append(work(*given))
+        if len(works) == 3:
+            raise Missing("the answer is lost")
+        return works[-1]
+
+    first.work = lose_the_third
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    assert_like(collected(ours.fleet), alone)
+    assert first.killed
+
+
+def test_time_in_which_nobody_listens_makes_nobody_unfit(alone):
+    ours = made(Member("rollout 0"))
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    ours.fleet.collect(0)
+    ours.fleet._fit -= 1000
+    ours.fleet._listened -= 1000  # an update that took long
+    ours.fleet.load(published(1), version=1)
+    assert len(collected(ours.fleet)) == 12
+
+
+def test_the_oldest_weights_at_work_are_known():
+    ours = made(Member("rollout 0"), Member("rollout 1", 4, how="is silent"))
+    ours.fleet.silence_seconds = 2 * NEVER  # nobody is replaced
+    assert ours.fleet.oldest is None
+    ours.fleet.load(published(3), version=3)
+    ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+    for _ in range(4):
+        ours.fleet.collect(0)
+    ours.fleet.load(published(4), version=4)
+    for _ in range(4):
+        ours.fleet.collect(0)
+    assert [line.version for line in ours.fleet.lines()] == [4, 3]
+    assert ours.fleet.oldest == 3

@@ -8,7 +8,7 @@ import pytest
 from bapo.config.errors import ClusterError
 from bapo.learn.learner import Learner
 from bapo.train import learners as learners_module
-from bapo.train.cluster import Lost, Silent
+from bapo.train.cluster import Lost, Missing, Silent
 from bapo.train.hosts import Hello, code
 from bapo.train.learners import RemoteLearner
 from tests.sharded import SETTINGS, groups
@@ -68,6 +68,9 @@ class Rank:
     def load(self, directory, version):
         self.learner.load(directory, version=version)
 
+    def known(self, process, node):
+        self.process = process
+
     def kill(self):
         self.killed = True
 
@@ -75,12 +78,15 @@ class Rank:
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     monkeypatch.setattr(learners_module, "answered", lambda calls, seconds: list(calls))
+    monkeypatch.setattr(learners_module, "end", lambda ranks: [rank.kill() for rank in ranks])
 
 
 def made(lives=-1, *, after=False, how=Lost):
     """A learner whose rank dies at this call, counted over all its lives."""
     left, told = [lives], []
-    made = RemoteLearner(lambda: [Rank(left, after=after, how=how)], contexts=[], update_seconds=1, say=told.append)
+    made = RemoteLearner(
+        lambda: [Rank(left, after=after, how=how)], contexts=[], start_seconds=1, update_seconds=1, say=told.append
+    )
     return made, told
 
 
@@ -105,6 +111,7 @@ CALLS = 16  # hello, meet, 5 x (step, publish), save, publish; and a few of the 
 def undisturbed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learners_module, "answered", lambda calls, seconds: list(calls))
+        patch.setattr(learners_module, "end", lambda ranks: [rank.kill() for rank in ranks])
         learner, told = made()
         found = worked(learner, tmp_path_factory.mktemp("whole"))
     assert not told
@@ -167,3 +174,22 @@ def test_somebody_else_works_while_the_ranks_do(monkeypatch):
     learner.step(groups())
     assert turns[-1] == "take update 1"
     assert learner.lines()[0].doing == "waiting"
+
+
+def test_weights_that_come_out_different_are_said(tmp_path):
+    learner, told = made()
+    learner.step(groups(seed=0))
+    published = learner.weights()
+    learner.last = published.version, "what another machine would have had"
+    learner._ranks[0].lives[0] = 0
+    learner.step(groups(seed=1))
+    assert "with 1 updates to repeat" in told[0]
+    assert "version 1 has other bits than before the learner was restarted" in told[1]
+
+
+@pytest.mark.parametrize("how", [Missing, Silent])
+def test_an_answer_that_is_lost_is_asked_for_again(tmp_path, how):
+    learner, told = made(3, how=how)  # hello, meet, step, then publish
+    learner.step(groups(seed=0))
+    learner.weights()
+    assert len(told) == 1

@@ -55,6 +55,13 @@ def test_every_kind_of_mistake_is_named():
     assert "group 0 is trained on as if for use 0, not 2" in wrong(("trained", 0, {"version": 7, "uses": 0}))
 
 
+def test_nothing_may_be_under_way_at_the_end():
+    lines = events(*GOOD, ("admitted", 5), ("finished", 5))
+    assert balance(lines).wrong == []
+    assert balance(lines, ended=True).wrong == ["group 5 is still waiting for a rollout at the end"]
+    assert "group 4 is still in progress at the end" in balance(lines, ended=True, all_used=True).wrong
+
+
 def test_scheduler_and_buffer_tell_the_whole_story(tmp_path):
     ledger = Ledger()
     scheduler = Scheduler(Sampling(), max_response_tokens=4, record=ledger.record)
@@ -75,6 +82,7 @@ def test_scheduler_and_buffer_tell_the_whole_story(tmp_path):
     assert found.wrong == []
     assert found.states == {"filtered": 1, "retired": 2}
     assert (found.uses, found.stalest) == (4, 3)
+    (tmp_path / "config.json").write_text(json.dumps({"offpolicy": {"max_staleness": 4}}))
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read(tmp_path) == lines
     command = [sys.executable, "-m", "bapo.runs.ledger", str(tmp_path)]

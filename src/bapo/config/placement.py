@@ -16,13 +16,18 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def placed(device: DeviceName, dtype: Precision, threads: int | None) -> tuple[DeviceName, Precision, int]:
-    """Device, precision and threads on this machine, as far as they were left open. Imports torch."""
+def placed(
+    device: DeviceName, dtype: Precision, threads: int | None, *, elsewhere: bool = False
+) -> tuple[DeviceName, Precision, int]:
+    """Device, precision and threads on this machine, as far as they were left open. Imports torch.
+
+    `elsewhere`: other machines compute, so this one needs no CUDA device.
+    """
     import torch
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available() and not elsewhere:
         raise ConfigError(
             "device='cuda', but torch sees no CUDA device on this machine. Use a machine that has one, with a CUDA "
             "build of torch, or start a new run with device='cpu'."

@@ -157,6 +157,12 @@ class Config(Section):
                 f"{u} updates, so tokens grow {needed} updates old, but offpolicy.max_staleness={off.max_staleness} "
                 f"forbids that. Set max_staleness >= {needed}, or lower ahead or offpolicy.reuse."
             )
+        most = (2 + cluster.ahead) * self.rollout.prompts
+        if off.replay_capacity < most:
+            raise ValueError(
+                f"offpolicy.replay_capacity={off.replay_capacity} is too small: with cluster.ahead={cluster.ahead}, up "
+                f"to {most} groups are under way. Set replay_capacity >= {most}."
+            )
         if off.partial_budget is not None:
             raise ValueError(
                 f"offpolicy.partial_budget={off.partial_budget} is for one process. On a cluster, responses continue "

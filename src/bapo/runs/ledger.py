@@ -83,7 +83,7 @@ class Balance:
 
 _WORDS = {
     "admitted": "in progress",
-    "finished": "being scored",
+    "finished": "waiting for a rollout",
     "held": "held",
     "dropped": "dropped",
     "filtered": "without a signal",
@@ -94,8 +94,14 @@ _WORDS = {
 }
 
 
-def balance(lines: Iterable[dict[str, Any]], *, max_staleness: int | None = None) -> Balance:
-    """Follow every group through the ledger."""
+def balance(
+    lines: Iterable[dict[str, Any]], *, max_staleness: int | None = None, ended: bool = False, all_used: bool = False
+) -> Balance:
+    """Follow every group through the ledger.
+
+    `ended`: the run is over, so no group may be left between its last response and its rollout. `all_used`: it finishes
+    what it admits, as a run on a cluster does, so none may be in progress.
+    """
     state: dict[int, str] = {}
     oldest: dict[int, int] = {}
     uses: Counter[int] = Counter()
@@ -123,6 +129,8 @@ def balance(lines: Iterable[dict[str, Any]], *, max_staleness: int | None = None
             uses[group] += 1
     missing = sorted(set(range(max(state, default=-1) + 1)) - state.keys())
     wrong += [f"group {group} was never admitted" for group in missing]
+    lost = (("finished",) if ended else ()) + (("admitted",) if ended and all_used else ())
+    wrong += [f"group {group} is still {_WORDS[last]} at the end" for group, last in state.items() if last in lost]
     return Balance(dict(Counter(state.values())), uses.total(), stalest, wrong)
 
 
@@ -137,8 +145,19 @@ def read(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / FILE).read_text().splitlines()]
 
 
+def of_run(run: Path) -> Balance:
+    """The balance of the run in this directory, by its own staleness bound."""
+    config = json.loads((run / "config.json").read_text())
+    return balance(
+        read(run),
+        max_staleness=config["offpolicy"]["max_staleness"],
+        ended=(run / "summary.json").exists(),
+        all_used=config.get("cluster", {}).get("rollouts", 0) > 0,
+    )
+
+
 if __name__ == "__main__":
-    found = balance(read(Path(sys.argv[1])))
+    found = of_run(Path(sys.argv[1]))
     print(found.line())
     print(*found.wrong[1:], sep="\n")
     sys.exit(bool(found.wrong))

@@ -2,8 +2,9 @@
 
 Groups are admitted in windows, one for each step. Window k opens when the updates of step k - 1 - a are done, where a =
 `cluster.ahead`; windows 0 to a open at the start. The rollout of step k is whole when as many groups have come back as
-were admitted in windows 0 to k, whichever come first. Then the learner takes its u updates on it, while the engines go
-on with what is admitted.
+were admitted in windows 0 to k. It takes them in the order in which they came, as many as its windows admitted and no
+earlier rollout has taken; the others wait for the next one. Then the learner takes its u updates on it, while the
+engines go on with what is admitted.
 
     who                 waits for                                           until
     the learner         groups that have come back, and late ones          the rollout is whole
@@ -19,10 +20,11 @@ costs u more updates. With A = the updates that late groups may cost,
     S >= A + u - 1 + d
 
 The bound S = `offpolicy.max_staleness` is given, so A = S - (u - 1) - d is what is left for late groups; the
-configuration refuses A < 0. The learner keeps to it by waiting: it does not begin the updates at version v while a
-group is in progress that would be too old in the next rollout, v + u + (u - 1) - oldest token > S. So nothing is
-discarded and no response is cut short. The buffer checks every group again when it is drawn, whatever happened here:
-that is the promise, and this is the pace.
+configuration refuses A < 0. The learner keeps to it by waiting: a group is due at version v if it would be too old in
+the next rollout, v + u + (u - 1) - oldest token > S. A rollout takes every due group that has come back, and the
+learner does not begin its updates while one is still in progress. A group whose tokens have not arrived yet counts as
+old as the weights of the engines at work. So nothing is discarded and no response is cut short. The buffer checks every
+group again when it is drawn, whatever happened here: that is the promise, and this is the pace.
 
 With a = 0, each step waits for all of its groups and no engine samples during updates. This is the synchronous loop:
 it gives the same result, bit for bit, if the engines draw by position and are given their requests evenly. With a > 0,
@@ -35,9 +37,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from bapo.buffer import NoBatch
 from bapo.learn.learner import Update
@@ -49,78 +51,73 @@ from bapo.train.fleet import Fleet
 from bapo.train.learners import RemoteLearner
 from bapo.train.loop import Parts, RunState, StepRecord, admit, load_weights
 from bapo.train.scoring import Failure, Scored, response_metrics, score, unscored
-from bapo.types import Group
+from bapo.types import Group, group_from_state, group_state
 
 PUMP_SECONDS = 0.1
 """How long we listen to the engines before we look at the learner again."""
 
 
-@dataclass
-class _Step:
-    """What has come back during one step."""
-
-    groups: list[Group] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    dropped: int = 0
-    filtered: int = 0
-    unscored: int = 0
+Returned = tuple[int, Group | None]
+"""A group that has come back, by its id, with its rewards; None in place of a group that cannot be trained on."""
 
 
 class AsyncLoop:
-    """One run of the asynchronous loop: the groups that are being scored, and the window that each step needs."""
+    """One run of the asynchronous loop: the groups that are being scored, and those that wait for their rollout."""
 
     def __init__(self, parts: Parts, state: RunState) -> None:
-        self.parts, self.state = parts, state
         assert isinstance(parts.engine, Fleet)
         assert isinstance(parts.learner, RemoteLearner)
+        self.parts, self.state = parts, state
         self._fleet, self._learner = parts.engine, parts.learner
-        self._view: View | None = None
         self.ahead = parts.config.cluster.ahead
+        self._view: View | None = None
+        self._returned: list[Returned] = []
+        """Groups that have come back and belong to no rollout yet, in the order in which they came."""
         self._scoring: list[tuple[list[Group], Future[Scored]]] = []
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="scoring")
-        self._step = _Step()
+        self._failures: list[Failure] = []
 
     def take_step(self, view: View) -> StepRecord:
         """One rollout and the updates on it, with sampling in parallel."""
         parts, state = self.parts, self.state
-        self._tell(view)
+        self.tell(view)
         began, before = time.perf_counter(), parts.scheduler.totals()
-        self._step = step = _Step()
-        admitted = self._open_windows()
+        if self.ahead:
+            self._learner.meanwhile = self.pump
         load_weights(parts)
+        admitted = self._open_windows()
         with view.doing("sampling") as tell:
             while not self._whole():
-                load_weights(parts)  # again, if they were lost on the way
+                if self._fleet.lacking:
+                    self._fleet.load(self._learner.weights(), version=self._learner.version)
                 self.pump()
                 if tell is not None:
                     tell(self._progress(before.sampled_tokens))
-        parts.buffer.add([], version=parts.learner.version)
+        groups = self._close_rollout()
         waited = time.perf_counter()
-        with view.doing("learning") as tell, self._meanwhile():
+        with view.doing("learning") as tell:
             updates = []
             for update, learned in self._learn():
                 updates.append(update)
                 if tell is not None:
                     tell(learned)
-            self._settle_scores()
         ended = time.perf_counter()
-        state.windows.pop(0)
         state.step += 1
-        state.owed = step.filtered + step.dropped + step.unscored
+        failures, self._failures = self._failures, []
         sampled = parts.scheduler.totals()
         tokens = sampled.sampled_tokens - before.sampled_tokens + sum(update.tokens for update in updates)
         return StepRecord(
             step=state.step,
             rollout={
-                **response_metrics(step.groups, failures=len(step.failures)),
+                **response_metrics(groups, failures=len(failures)),
                 **{f"rollout/{name}": value for name, value in _since(before, sampled).items()},
                 **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
                 "rollout/admitted": admitted,
                 "rollout/probe_gap": self._fleet.take_gap(),
             },
             updates=updates,
-            samples=step.groups[:1],
-            failures=step.failures,
+            samples=groups[:1],
+            failures=failures,
             timing={
                 "seconds": ended - began,
                 "rollout_seconds": waited - began,
@@ -141,77 +138,76 @@ class AsyncLoop:
         return admitted
 
     def _whole(self) -> bool:
-        """Whether the rollout of this step is whole, and no group in progress is too old to wait for the next one."""
-        if self.state.returned < self.state.windows[0]:
+        """Whether enough groups have come back for the rollout of this step, and none that is due is missing."""
+        if self.state.taken + len(self._returned) < self.state.windows[0]:
             return False
+        missing = [*self.parts.scheduler.in_progress, *(group for groups, _ in self._scoring for group in groups)]
+        sampling = self._fleet.oldest
+        return not (any(self._due(group.oldest) for group in missing) or self._due(sampling))
+
+    def _due(self, oldest: int | None) -> bool:
+        """Whether a group with this oldest token would be too old in the next rollout."""
         updates, version = self.parts.config.updates_per_step, self.parts.learner.version
-        late = [*self.parts.scheduler.in_progress, *(group for groups, _ in self._scoring for group in groups)]
-        oldest = min((group.oldest for group in late if group.oldest is not None), default=version)
-        return version + updates + (updates - 1) - oldest <= self.parts.config.offpolicy.max_staleness
+        return oldest is not None and version + 2 * updates - 1 - oldest > self.parts.config.offpolicy.max_staleness
+
+    def _close_rollout(self) -> list[Group]:
+        """Give the groups of this rollout to the buffer, whose passes begin. Returns those with rewards, by id."""
+        share = max(0, self.state.windows.pop(0) - self.state.taken)
+        chosen = [
+            (id, group)
+            for place, (id, group) in enumerate(self._returned)
+            if place < share or (group is not None and self._due(group.oldest))
+        ]
+        self._returned = [returned for returned in self._returned if returned not in chosen]
+        self.state.taken += len(chosen)
+        groups = sorted((group for _, group in chosen if group is not None), key=lambda group: group.id)
+        added = self.parts.buffer.add(groups, version=self.parts.learner.version)
+        self.state.owed = len(added.filtered) + len(chosen) - len(groups)
+        return groups
 
     def pump(self) -> None:
         """Keep the engines at work, and move what has come back one place further. Returns after a moment."""
         parts = self.parts
         if parts.engine.version != NOTHING_LOADED and (asked := parts.scheduler.requests(parts.engine.version)):
             parts.engine.submit(asked.requests, parts.scheduler.sampling)
-        came = parts.engine.collect(PUMP_SECONDS)
+        for request, segment in parts.engine.collect(PUMP_SECONDS):
+            parts.scheduler.accept(request, segment)
         if self._view is not None:
             self._view.actors([*self._fleet.lines(), *self._learner.lines()])
-        for request, segment in came:
-            parts.scheduler.accept(request, segment)
         rollout = parts.scheduler.take()
-        self._step.dropped += len(rollout.dropped)
-        self.state.returned += len(rollout.dropped)
+        self._returned += [(group.id, None) for group in rollout.dropped]
         if rollout.groups:
             job = self._verifier.submit(score, rollout.groups, parts.task, parts.policy.decode, parts.overlong)
             self._scoring.append((rollout.groups, job))
         while self._scoring and self._scoring[0][1].done():
-            self._add(*self._scoring.pop(0))
+            self._take_scores()
 
-    def _add(self, groups: list[Group], job: Future[Scored]) -> None:
-        scored, step = job.result(), self._step
+    def _take_scores(self) -> None:
+        """Take in the groups whose verifier was asked first, waiting for it. A verifier has its own deadlines."""
+        groups, job = self._scoring.pop(0)
+        scored = job.result()
         for group in unscored(groups, scored):
             self.parts.ledger.record("unscored", group.id)
-        added = self.parts.buffer.add(scored.groups, version=self.parts.learner.version, whole=False)
-        self.state.returned += len(groups)
-        step.groups += groups
-        step.failures += scored.failures
-        step.filtered += len(added.filtered)
-        step.unscored += len(groups) - len(scored.groups)
+        rewarded = {group.id: group for group in scored.groups}
+        self._returned += [(group.id, rewarded.get(group.id)) for group in groups]
+        self._failures += scored.failures
 
     def _learn(self) -> Iterator[tuple[Update, Learned]]:
         """Take the updates of all passes over the rollout, and yield each one."""
         parts = self.parts
         begun, updates, tokens = parts.buffer.metrics(), 0, 0
-        asked = begun.to_visit
         while not isinstance(groups := parts.buffer.draw(version=parts.learner.version), NoBatch):
             update = parts.learner.step(groups)
             updates, tokens = updates + 1, tokens + update.tokens
-            yield update, Learned(updates, parts.buffer.metrics().fresh - begun.fresh, asked, tokens)
-
-    def _settle_scores(self) -> None:
-        """Wait for what is being scored, so that a checkpoint after this step has every group in its place."""
-        while self._scoring:
-            self._add(*self._scoring.pop(0))
-
-    @contextmanager
-    def _meanwhile(self) -> Iterator[None]:
-        """Inside, the engines are kept at work while the learner is busy, if they may run ahead."""
-        learner = self._learner
-        idle = learner.meanwhile
-        if self.ahead:
-            learner.meanwhile = self.pump
-        try:
-            yield
-        finally:
-            learner.meanwhile = idle
+            yield update, Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens)
 
     def _progress(self, tokens_before: int) -> Sampled:
-        totals = self.parts.scheduler.totals()
-        wanted, responses = self.state.windows[0], self.parts.config.rollout.responses
-        return Sampled(self.state.returned * responses, wanted * responses, totals.sampled_tokens - tokens_before)
+        totals, responses = self.parts.scheduler.totals(), self.parts.config.rollout.responses
+        came = min(self.state.taken + len(self._returned), self.state.windows[0]) - self.state.taken
+        wanted = self.state.windows[0] - self.state.taken
+        return Sampled(came * responses, wanted * responses, totals.sampled_tokens - tokens_before)
 
-    def _tell(self, view: View) -> None:
+    def tell(self, view: View) -> None:
         """Tell this view what happens to actors, and what each of them does."""
         self._view = view
         self._fleet.say = self._learner.say = view.note
@@ -224,16 +220,34 @@ class AsyncLoop:
         """Write the trained model into the directory of the run."""
         self._learner.export(path, card)
 
+    def pause(self) -> None:
+        """Take everything back from the engines, so that they can do something else."""
+        self._learner.meanwhile = lambda: None
+        self._fleet.ready()
+        self._fleet.park()
+        for request, segment in self._fleet.collect(0):
+            self.parts.scheduler.accept(request, segment)
+
     def close(self) -> None:
         """End the thread that scores."""
         self._verifier.shutdown(wait=False, cancel_futures=True)
 
-    def pause(self) -> None:
-        """Take everything back from the engines, so that they can do something else."""
-        parts = self.parts
-        parts.engine.park()
-        for request, segment in parts.engine.collect(0):
-            parts.scheduler.accept(request, segment)
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The groups that wait for their rollout, as plain JSON data, after those that are being scored are."""
+        while self._scoring:
+            self._take_scores()
+        return [{"id": id, "group": None if group is None else group_state(group)} for id, group in self._returned]
+
+    def load_state_dict(self, saved: list[dict[str, Any]]) -> None:
+        """Continue with the groups that `state_dict` returned."""
+        self._returned = [
+            (each["id"], None if each["group"] is None else group_from_state(each["group"])) for each in saved
+        ]
+
+    @property
+    def waiting(self) -> set[int]:
+        """The ids of groups with rewards that wait for their rollout."""
+        return {id for id, group in self._returned if group is not None}
 
 
 def _since(before: SchedulerMetrics, now: SchedulerMetrics) -> dict[str, int]:

@@ -37,7 +37,8 @@ Kind = TypeVar("Kind", Config, SftConfig)
 
 def resolve(config: Kind) -> Kind:
     """Decide everything in the configuration that depends on this machine, and which preset `auto` is."""
-    device, dtype, threads = placed(config.device, config.model.dtype, config.threads)
+    elsewhere = isinstance(config, Config) and config.cluster.address is not None
+    device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
     decided: dict[str, Any] = {"device": device, "threads": threads}
     decided["model"] = config.model.model_copy(update={"dtype": dtype})
     if isinstance(config, Config):
@@ -65,7 +66,7 @@ def make_policy(config: Config | SftConfig) -> Policy:
 def build(config: Config, team: Team = ALONE) -> Parts:
     """Build the parts of a run at its beginning. `config` must be resolved."""
     torch.set_num_threads(max(1, config.threads // team.on_this_machine))
-    policy = make_policy(config)
+    policy = make_policy(on_the_cpu(config) if config.cluster.on else config)
     prepared = make_task(config, policy)
     task, ledger = prepared.task, Ledger()
     _check_fits(config, policy, task)
@@ -146,7 +147,7 @@ def cluster_notes(config: Config) -> list[str]:
         return []
     ranks = "1 learner rank" if cluster.learners == 1 else f"{cluster.learners} learner ranks"
     actors = "1 rollout actor" if cluster.rollouts == 1 else f"{cluster.rollouts} rollout actors"
-    told = [f"{actors} ({cluster.engine}) and {ranks} on {cluster.address or 'this machine'}"]
+    told = [f"{actors} ({cluster.engine}) and {ranks} on {cluster.address or 'this machine'}, device {config.device}"]
     if cluster.ahead:
         told.append(
             f"sampling runs up to {cluster.ahead * config.updates_per_step} updates ahead of learning, so two runs "

@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from bapo.config.errors import CheckpointError
+from bapo.config.errors import BapoError, CheckpointError
 from bapo.learn.learner import Learns
 from bapo.train.team import ALONE, Team
 
@@ -108,6 +108,8 @@ def load(path: Path, learner: Learns, *, team: Team = ALONE) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
         learner.load(path, version=state["version"])
+    except BapoError:  # of a cluster, for example: it says what is wrong
+        raise
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{path} does not fit this run's model or this version of bapo: {error}. Use the version that wrote it."

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bapo.config.errors import ClusterError, ConfigError
@@ -47,12 +49,16 @@ class Lost(ClusterError):  # noqa: N818
     """An actor has died, or its node has."""
 
 
-class Missing(ClusterError):  # noqa: N818
-    """What an actor was handed is lost: the machine that kept it is gone."""
-
-
 class Silent(ClusterError):  # noqa: N818
     """An actor has not answered in time."""
+
+
+class Unable(ClusterError):  # noqa: N818
+    """An actor cannot start where it was placed."""
+
+
+class Missing(ClusterError):  # noqa: N818
+    """What an actor was given is lost with the machine that kept it. The actor itself is well."""
 
 
 @dataclass
@@ -63,6 +69,7 @@ class Call:
     who: str
     what: str
     began: float = field(default_factory=time.monotonic)
+    place: Place | None = None
 
     @property
     def seconds(self) -> float:
@@ -72,31 +79,41 @@ class Call:
     @property
     def parts(self) -> list[Call]:
         """The parts of an answer in several parts, each as an answer of its own."""
-        return [Call(ref, self.who, self.what, self.began) for ref in self.ref]
+        return [Call(ref, self.who, self.what, self.began, self.place) for ref in self.ref]
 
     def answer(self, seconds: float) -> Any:
-        """The answer, waiting at most this long for it. Raises Lost, Silent, Missing, or what the actor raised."""
+        """The answer, waiting at most this long for it. Raises one of the errors above, or what the actor raised."""
         try:
             return ray.get(self.ref, timeout=seconds)
         except GetTimeoutError:
+            if self.place is not None and (told := self.place.lacks()):
+                raise Silent(f"{self.who} has waited for room for {self.seconds:.0f} s: {told}") from None
             raise Silent(
                 f"{self.who} has not answered for {self.seconds:.0f} s: it was asked to {self.what}. Look at its log "
                 f"in {logs()}, or allow more time in the section cluster."
             ) from None
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, ObjectLostError):
-                raise Missing(f"{self.who} was asked to {self.what}, but what it was handed is lost.") from error
             if isinstance(cause, OSError):  # say which machine has a full disk
-                told = f"{self.who} was asked to {self.what}: {cause.strerror}"
+                told = f"{self.who} was asked to {self.what}: {cause.strerror or cause}"
                 raise OSError(cause.errno, told, cause.filename) from error
+            if isinstance(cause, ObjectLostError):
+                raise self._missing(cause) from error
             raise cause from error
         except RayActorError as error:
-            raise Lost(f"{self.who} died while it was asked to {self.what}: {_first_line(error)}") from error
+            if error.actor_init_failed:
+                raise Unable(f"{self.who} cannot start on {_address_in(error)}: {_last_line(error)}") from error
+            raise Lost(f"{self.who} died while it was asked to {self.what}: {_why(error)}") from error
         except ObjectLostError as error:
-            raise Missing(f"{self.who} was asked to {self.what}, but what it was handed is lost.") from error
+            raise self._missing(error) from error
         except RayError as error:
             raise Lost(f"{self.who} was asked to {self.what}, and its answer is lost: {_first_line(error)}") from error
+
+    def _missing(self, error: RayError) -> Missing:
+        return Missing(
+            f"{self.who} was asked to {self.what}, but what it needs is lost with the machine that kept it: "
+            f"{_first_line(error)}"
+        )
 
 
 def answered(calls: Sequence[Call], seconds: float) -> list[Call]:
@@ -117,13 +134,23 @@ class Place:
     bundle: int
     resources: dict[str, float]
 
+    def lacks(self) -> str:
+        """What is missing, if Ray has no machine for this place (any more); otherwise nothing."""
+        with suppress(RayError):
+            if ray.util.placement_group_table(self.group)["state"] != "CREATED":
+                return (
+                    f"it needs {_listed(self.resources)}, and Ray has {_listed(ray.available_resources())} free of "
+                    f"{_listed(ray.cluster_resources())}. Start the machine that was lost again, or another one."
+                )
+        return ""
+
 
 class Actor:
     """An object of a class in another process."""
 
     def __init__(self, kind: type, name: str, place: Place, *given: Any) -> None:
         """Start it; `given` are the arguments of its class. The first call waits until it has been made."""
-        self.name = name
+        self.name, self.place = name, place
         self.process: tuple[str, int] | None = None
         """Its node and process id, once known."""
         strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
@@ -139,24 +166,40 @@ class Actor:
     def call(self, method: str, *given: Any, what: str, returns: int = 1) -> Call:
         """Begin a call. `what`: completes "it was asked to ..."."""
         refs = getattr(self._handle, method).options(num_returns=returns).remote(*given)
-        return Call(refs, self.name, what)
+        return Call(refs, self.name, what, place=self.place)
 
-    def kill(self) -> None:
-        """End its process and everything that the process has started, even if it is stopped or hangs."""
+    def known(self, process: tuple[str, int], node: str) -> None:
+        """From now on, say on which machine it is, and find its process there."""
+        self.process, self.name = process, f"{self.name} on {node}"
+
+    def kill(self) -> Call | None:
+        """Begin to end its process and everything that the process has started, even if it is stopped or hangs.
+
+        Returns the call that is answered when it has ended. It is not answered if the machine cannot be reached.
+        """
         with suppress(RayError):
             ray.kill(self._handle, no_restart=True)
-        if self.process is not None:
-            node, pid = self.process
-            here = NodeAffinitySchedulingStrategy(node, soft=False)
-            end = ray.remote(num_cpus=0, max_retries=0)(end_process).options(scheduling_strategy=here)
-            with suppress(RayError):
-                ray.wait([end.remote(pid)], timeout=END_SECONDS)
+        if self.process is None:
+            return None
+        node, pid = self.process
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        end = ray.remote(num_cpus=0, max_retries=0)(end_process).options(scheduling_strategy=here)
+        return Call(end.remote(pid), self.name, "end")
+
+
+def end(actors: Sequence[Actor]) -> None:
+    """End all of these, and wait for them together."""
+    calls = [call for actor in actors if (call := actor.kill()) is not None]
+    if calls:
+        with suppress(RayError):
+            ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=END_SECONDS, fetch_local=False)
 
 
 def end_process(pid: int) -> None:
-    """Kill this process."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    """Kill this process, if it is still one of Ray's."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            os.kill(pid, signal.SIGKILL)
 
 
 def whereabouts() -> tuple[str, int]:
@@ -203,7 +246,8 @@ class Cluster:
         ray._private.worker.print_to_stdstream = _hush
         if address is None:
             watchdog = [sys.executable, "-m", "bapo.train.watchdog", str(os.getpid())]
-            subprocess.Popen(watchdog, start_new_session=True)  # noqa: S603
+            nowhere = subprocess.DEVNULL
+            subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere)  # noqa: S603
 
     def places(self, count: int, resources: dict[str, float], *, seconds: float, what: str) -> list[Place]:
         """Reserve so many places, near each other where possible."""
@@ -253,6 +297,22 @@ def logs() -> str:
 def _listed(resources: dict[str, float]) -> str:
     shown = {name: value for name, value in resources.items() if name in ("CPU", "GPU")}
     return ", ".join(f"{value:g} {name}" for name, value in shown.items()) or "nothing"
+
+
+def _why(error: RayActorError) -> str:
+    """What Ray knows about a death, without the fields that lead to it."""
+    told = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
+    said = [line for line in told if not re.match(r"(class_name|actor_id|pid|name|namespace|ip): ", line)]
+    return " ".join(said[:2]).rstrip(".") or _first_line(error)
+
+
+def _address_in(error: RayActorError) -> str:
+    found = re.search(r"\bip=([^,)\s]+)", str(error))
+    return f"the machine {found[1]}" if found else "the machine where it was placed"
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1].strip().rstrip(".")
 
 
 def _first_line(error: BaseException) -> str:

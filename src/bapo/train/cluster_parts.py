@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from bapo.config.run import Config
 from bapo.models import Policy
@@ -31,6 +32,7 @@ def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, Re
         learner = RemoteLearner(
             lambda: [Actor(LearnerHost, f"learner {r}", place, given, r) for r, place in enumerate(learning)],
             contexts=probe_contexts(policy, task),
+            start_seconds=seconds,
             update_seconds=chosen.update_seconds,
         )
         fleet = Fleet(
@@ -45,15 +47,13 @@ def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, Re
         cluster.close()
         raise
 
-    def close() -> None:
-        fleet.close()
-        learner.close()
-        cluster.close()
-
-    return fleet, learner, close
+    ending = ExitStack()
+    for part in (cluster, learner, fleet):  # the last one ends first, and all of them end
+        ending.callback(part.close)
+    return fleet, learner, ending.close
 
 
 def probe_contexts(policy: Policy, task: Task) -> list[list[int]]:
-    """What probes continue: the ends of a few prompts."""
-    problems = list(task.train[:PROBE_CONTEXTS])
-    return [policy.encode(problem.prompt)[-PROBE_TOKENS:] for problem in problems]
+    """What probes continue: prompts that are cut at various places, because the ends of prompts are often alike."""
+    prompts = [policy.encode(problem.prompt)[:PROBE_TOKENS] for problem in task.train[:PROBE_CONTEXTS]]
+    return [prompt[: max(1, len(prompt) * (place + 1) // len(prompts))] for place, prompt in enumerate(prompts)]

@@ -9,8 +9,8 @@ Who waits for whom. A member waits only for its next call, and `collect` gives i
 weights reach a member between two calls to work, each member by itself, so no engine waits for another one. A member
 that dies, does not answer within `silence_seconds`, or samples with wrong weights is killed with its process tree. A
 new actor starts in its place, loads the newest weights, is checked, and only then is given requests. Nobody waits for
-it unless no member is left. The fleet raises an error when no member has been fit to work for `start_seconds`, or when
-actors cannot even start.
+it unless no member is left. The fleet raises an error when no member has been fit to work for twice `start_seconds`, or
+when actors cannot even start.
 
 If published weights are lost with the machine that kept them, the fleet has no version until they are published again.
 Requests are given to members with the newest weights only. So versions never decrease along a response, wherever it
@@ -31,7 +31,7 @@ from bapo.config.errors import ClusterError, ConfigError
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
 from bapo.screen.view import ActorLine
-from bapo.train.cluster import Actor, Call, Lost, Missing, Silent, answered
+from bapo.train.cluster import END_SECONDS, Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.hosts import Hello
 from bapo.train.published import Published
 from bapo.types import Status
@@ -39,7 +39,7 @@ from bapo.types import Status
 if TYPE_CHECKING:
     from torch import Tensor
 
-Doing = Literal["start", "load", "work", "park", "nothing"]
+Doing = Literal["start", "load", "work", "park", "end", "nothing"]
 WORK_SECONDS = 0.5
 """How long a member samples before it answers."""
 TRIES = 3
@@ -56,6 +56,8 @@ class Member:
     doing: Doing = "nothing"
     hello: Hello | None = None
     version: int = NOTHING_LOADED
+    asked: Published | None = None
+    """The weights that it was last asked to load."""
     given: dict[int, Request] = field(default_factory=dict)
     """What each request that it works on would ask for if it began elsewhere now."""
     portion: list[Request] = field(default_factory=list)
@@ -93,11 +95,14 @@ class Fleet:
         """The largest log-prob gap that a probe has found since the last `take_gap`."""
         self._found: list[tuple[int, Segment]] = []
         self._fit = time.monotonic()
-        """When a member was last fit to sample."""
+        """When a member was last fit to sample, without the time in which nobody listened."""
+        self._listened = self._fit
         self._busy, self._busy_since = 0.0, self._fit
         """Seconds that members sampled, all together, since when."""
         self._faulty = False
         """Whether a member was replaced since the last submission."""
+        self._gone: Published | None = None
+        """Weights that nobody can load any more: the machine that kept them is lost."""
         self.members = [self._begin(Member(f"rollout {place}", spawn(place))) for place in range(size)]
 
     # The Engine protocol.
@@ -124,9 +129,10 @@ class Fleet:
         if not isinstance(weights, Published):
             raise TypeError("a fleet loads weights that the learner has published, not tensors.")
         assert weights.version == version
-        self.published = weights
+        self.published, self._fit = weights, time.monotonic()
         for member in self.members:
-            member.failures = 0
+            if member.hello is not None:  # these weights are not why an actor cannot start
+                member.failures = 0
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         """See `Engine.submit`. A fleet has no token budget."""
@@ -177,10 +183,22 @@ class Fleet:
     # More than an engine.
 
     def ready(self) -> None:
-        """Wait until all members have started."""
-        while any(member.hello is None for member in self.members):
+        """Wait until a member has started. Others may follow later, or wait for a machine."""
+        while all(member.hello is None for member in self.members):
             self._engage()
             self._listen(WORK_SECONDS)
+
+    @property
+    def lacking(self) -> bool:
+        """Whether the present weights must be published again before a member can load them."""
+        return self._gone is not None and self._gone is self.published
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that a member is sampling with; None if nobody samples. What a member has sampled and not
+        sent yet may be as old.
+        """
+        return min((member.version for member in self.members if member.given), default=None)
 
     def lines(self) -> list[ActorLine]:
         """What a person sees of every member."""
@@ -211,8 +229,7 @@ class Fleet:
 
     def close(self) -> None:
         """End all members."""
-        for member in self.members:
-            member.actor.kill()
+        end([member.actor for member in self.members])
 
     # Calls and answers.
 
@@ -231,8 +248,11 @@ class Fleet:
                 continue
             published = self.published
             if published is not None and member.version != published.version:
+                if self.lacking:
+                    member.doing = "nothing"
+                    continue
                 given = (published.parcel, published.version, published.fingerprint, published.probe)
-                what = f"load the weights of version {published.version}"
+                what, member.asked = f"load the weights of version {published.version}", published
                 member.call, member.doing = member.actor.call("load", *given, what=what), "load"
             elif member.portion or member.given:
                 requests, member.portion = member.portion, []
@@ -267,27 +287,35 @@ class Fleet:
 
     def _listen(self, seconds: float) -> None:
         """Take in the answers that have come, after waiting at most this long, and replace whoever has failed."""
+        if (unheard := time.monotonic() - self._listened) > WORK_SECONDS:
+            self._fit += unheard  # nobody has listened meanwhile
         calls = [member.call for member in self.members if member.call is not None]
         if not calls:
             time.sleep(min(seconds, 0.05))  # nobody has anything to do
         heard = {id(call) for call in answered(calls, seconds)}
         for place, member in enumerate(self.members):
-            call, patience = member.call, self.start_seconds if member.doing == "start" else self.silence_seconds
-            if call is None or (id(call) not in heard and call.seconds < patience):
+            call = member.call
+            if call is None or (id(call) not in heard and call.seconds < self._patience(member)):
+                continue
+            if member.doing == "end":
+                self._renew(member, place)
                 continue
             try:
                 answer = call.answer(0 if id(call) not in heard else self.silence_seconds)
             except (Lost, Silent) as error:
                 self._replace(member, place, error)
             except Missing as error:
-                member.call, self.published = None, None  # until the learner publishes again
-                self.say(str(error))
+                if member.doing == "load":
+                    self.say(f"the weights must be published again: {error}")
+                    member.call, self._gone = None, member.asked
+                else:  # its answer is lost, and with it some tokens that it believes we have
+                    self._replace(member, place, error)
             except Exception as error:
                 self._failed(member, place, error)
             else:
-                self._busy += call.seconds if member.doing == "work" else 0.0
                 member.call = None
                 self._take_in(member, answer)
+        self._listened = time.monotonic()
         if any(self._is_fit(member) for member in self.members):
             self._fit = time.monotonic()
         elif time.monotonic() - self._fit > 2 * self.start_seconds:
@@ -297,6 +325,12 @@ class Fleet:
                 "nodes of the cluster, then continue with `bapo resume`."
             )
 
+    def _patience(self, member: Member) -> float:
+        """How long a member may take for what it is doing."""
+        if member.doing == "end":
+            return END_SECONDS
+        return self.start_seconds if member.doing == "start" else self.silence_seconds
+
     def _take_in(self, member: Member, answer: Any) -> None:
         if member.doing == "start":
             self._greet(member, answer)
@@ -305,8 +339,9 @@ class Fleet:
             member.version, member.failures = answer.version, 0
             self.gap_max = max(self.gap_max, answer.gap)
         else:
-            tokens = 0
-            for id, segment in answer:
+            tokens, (segments, seconds) = 0, answer
+            self._busy += seconds
+            for id, segment in segments:
                 member.given[id] = continued(member.given[id], segment.tokens)
                 tokens += len(segment.tokens)
                 if segment.status is not None:
@@ -317,7 +352,7 @@ class Fleet:
 
     def _greet(self, member: Member, hello: Hello) -> None:
         """Let a member in if it runs the same code as this process."""
-        member.actor.process = hello.process
+        member.actor.known(hello.process, hello.node)
         hello.check(member.name)
         member.hello = hello
 
@@ -332,16 +367,22 @@ class Fleet:
     def _replace(self, member: Member, place: int, error: Exception) -> None:
         """End the actor of a member and start another one. Its requests go to the front of the line."""
         self.say(f"{member.name} is replaced: {error}")
-        member.actor.kill()
         self.line.extendleft(reversed([*member.given.values(), *member.portion]))
         member.given, member.portion, self._faulty = {}, [], True
+        member.hello, member.version = None, NOTHING_LOADED
+        member.call, member.doing = member.actor.kill(), "end"
+        if member.call is None:
+            self._renew(member, place)
+
+    def _renew(self, member: Member, place: int) -> None:
+        """Start another actor where one has ended, or cannot be reached."""
         member.actor = self.spawn(place)
         self._begin(member)
 
     def _said(self, what: str) -> bool:
-        """What all members have said about themselves; waits until they have started."""
+        """What members have said about themselves; they are all alike. Waits until one has started."""
         self.ready()
-        return all(getattr(member.hello, what) for member in self.members)
+        return all(getattr(member.hello, what) for member in self.members if member.hello is not None)
 
 
 _DOING: dict[Doing, str] = {
@@ -349,6 +390,7 @@ _DOING: dict[Doing, str] = {
     "load": "loading weights",
     "work": "sampling",
     "park": "parking",
+    "end": "being replaced",
     "nothing": "idle",
 }
 

@@ -6,10 +6,12 @@ run's configuration, so that it loads the same model in the same way as every ot
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
 import socket
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,6 +98,10 @@ def code() -> dict[str, str]:
     }
 
 
+Worked = tuple[list[tuple[int, Segment]], float]
+"""What an engine has sampled since the last call, by request, and the seconds that it worked."""
+
+
 class RolloutHost:
     """An engine at work."""
 
@@ -151,15 +157,16 @@ class RolloutHost:
         )
         return Loaded(version, probed.gap_max)
 
-    def work(self, requests: Sequence[Request], sampling: Sampling, seconds: float) -> list[tuple[int, Segment]]:
+    def work(self, requests: Sequence[Request], sampling: Sampling, seconds: float) -> Worked:
         """Take in these requests and sample for some time."""
+        began = time.monotonic()
         if requests:
             self.worker.give(requests, sampling)
-        return self.worker.work(seconds)
+        return self.worker.work(seconds), time.monotonic() - began
 
-    def park(self) -> list[tuple[int, Segment]]:
+    def park(self) -> Worked:
         """Give everything back unfinished."""
-        return self.worker.park()
+        return self.worker.park(), 0.0
 
 
 class LearnerHost:
@@ -188,7 +195,8 @@ class LearnerHost:
             self.learner = Learner(make_policy(config).model, settings)
             return
         if where.startswith("file:"):  # all ranks are on this machine
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
         device = torch.device(config.device)
         ranks = join(self.rank, size, meeting=where, device=device, patience=config.cluster.update_seconds)
         model = make_policy(on_the_cpu(config)).model
@@ -218,6 +226,9 @@ class LearnerHost:
 
     def save(self, directory: Path) -> None:
         """See `Learner.save`. The directory must be the same for all ranks: a shared file system."""
+        if not directory.is_dir():
+            told = f"{node_name()} does not see the run directory; all machines need it on a shared file system"
+            raise FileNotFoundError(errno.ENOENT, told, str(directory))
         self.learner.save(directory)
 
     def load(self, directory: Path, version: int) -> None:

@@ -4,8 +4,8 @@ All ranks are handed the same groups and take every update together. If one dies
 ended, started again and taken back to the last checkpoint. The updates since then are taken again from the journal:
 the groups of every update since the last checkpoint, as they were drawn. An update is a function of weights and groups,
 so the learner arrives where it was, bit for bit on the same hardware. Versions keep their meaning, no group is drawn
-twice, and the engines go on sampling meanwhile. The fingerprint of the weights before and after is compared when they
-are published again; a difference is said, not hidden.
+twice, and the engines go on sampling meanwhile. The version that was published last is compared with its fingerprint
+from before; a difference is said, not hidden.
 
 Every wait lets somebody else work: `meanwhile` is called about ten times a second while the ranks are busy.
 """
@@ -19,10 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
+
 from bapo.config.errors import ClusterError
 from bapo.learn.learner import Update
+from bapo.learn.ranks import LostRank
 from bapo.screen.view import ActorLine
-from bapo.train.cluster import Actor, Call, Lost, Silent, answered
+from bapo.train.cluster import Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.published import Published
 from bapo.types import Group
 
@@ -44,11 +47,12 @@ class RemoteLearner:
         spawn: Callable[[], list[Actor]],  # starts all ranks
         *,
         contexts: Sequence[Sequence[int]],  # what the probes of engines continue
+        start_seconds: float,
         update_seconds: float,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.spawn, self.contexts, self.say = spawn, contexts, say
-        self.update_seconds = update_seconds
+        self.start_seconds, self.update_seconds = start_seconds, update_seconds
         self.meanwhile: Callable[[], None] = lambda: None
         self.version = 0
         self.restarts = 0
@@ -59,7 +63,8 @@ class RemoteLearner:
         """The groups of every update since the last checkpoint."""
         self.origin: tuple[Path, int] | None = None
         """The last checkpoint and its version; None: the model as it is loaded."""
-        self._fingerprints: dict[int, str] = {}
+        self.last: tuple[int, str] | None = None
+        """The version that was published last, and the fingerprint of its weights."""
         self._ranks = spawn()
         self._greeted = False
 
@@ -75,13 +80,7 @@ class RemoteLearner:
     def weights(self) -> Published:
         """The weights as they are now, published for engines to load."""
         parcel, (digest, told) = self._surely("publish", self.contexts, what="publish its weights", returns=2)
-        known = self._fingerprints.setdefault(self.version, digest)
-        if known != digest:
-            self.say(
-                f"version {self.version} has other bits than before the learner was restarted (fingerprint {digest} "
-                f"instead of {known}): this hardware does not repeat an update exactly. Training goes on."
-            )
-        self._fingerprints = {self.version: known}
+        self.last = self.version, digest
         return Published(self.version, parcel, digest, told)
 
     def save(self, directory: Path) -> None:
@@ -123,7 +122,7 @@ class RemoteLearner:
         for _ in range(TRIES):
             try:
                 answers = self._all(self._ask(method, *given, what=what, returns=returns), returns)
-            except (Lost, Silent) as error:
+            except (Lost, Silent, Missing) as error:
                 self._restart(error)
             except Exception:
                 self._end()  # the other ranks may wait for the one that failed
@@ -133,15 +132,15 @@ class RemoteLearner:
                 return answers[0]
         raise ClusterError(f"the learner's ranks died {TRIES} times while they were asked to {what}.")
 
-    def _all(self, calls: list[Call], returns: int = 1) -> list[Any]:
+    def _all(self, calls: list[Call], returns: int = 1, seconds: float | None = None) -> list[Any]:
         """The answers of all ranks. Of an answer in two parts the first, which is large, stays where it is."""
         last = calls if returns == 1 else [call.parts[-1] for call in calls]
-        while not self._heard(last):
+        while not self._heard(last, seconds or self.update_seconds):
             self.meanwhile()
         answers = [call.answer(ANSWER_SECONDS) for call in last]
         return answers if returns == 1 else [(call.parts[0].ref, a) for call, a in zip(calls, answers, strict=True)]
 
-    def _heard(self, calls: list[Call]) -> bool:
+    def _heard(self, calls: list[Call], seconds: float) -> bool:
         """Whether all have answered; raises if one has died, failed, or let us wait for too long."""
         came = answered(calls, LISTEN_SECONDS)
         for call in came:
@@ -152,7 +151,7 @@ class RemoteLearner:
         if len(came) == len(calls):
             return True
         late = next(call for call in calls if call not in came)
-        if late.seconds > self.update_seconds:
+        if late.seconds > seconds:
             late.answer(0)
         return False
 
@@ -161,10 +160,11 @@ class RemoteLearner:
         if self._greeted:
             return
         self.doing = "starting"
-        hellos = self._all([rank.call("hello", what="start") for rank in self._ranks])
+        hellos = self._all([rank.call("hello", what="start") for rank in self._ranks], seconds=self.start_seconds)
         for rank, hello in zip(self._ranks, hellos, strict=True):
-            rank.process = hello.process
-            hello.check(rank.name)
+            name = rank.name
+            rank.known(hello.process, hello.node)
+            hello.check(name)
         if len({hello.process[0] for hello in hellos}) == 1:  # one machine: nothing has to listen
             where = f"file://{tempfile.gettempdir()}/bapo-ranks-{uuid.uuid4().hex}"
         else:
@@ -180,33 +180,52 @@ class RemoteLearner:
             self._end()
             self._ranks, self._greeted = self.spawn(), False
             try:
-                if self.origin is not None:
-                    path, version = self.origin
-                    self._all(self._ask("load", path, version, what=f"load {path.name}"))
-                for number, groups in enumerate(self.journal):
-                    what = f"repeat update {number + 1} of {len(self.journal)}"
-                    self._all(self._ask("step", groups, what=what))
-            except (Lost, Silent) as again:
+                self._repeat()
+            except (Lost, Silent, Missing) as again:
                 error = again
             else:
                 return
         raise ClusterError(f"the learner's ranks died {TRIES} times in a row. The last one said: {error}") from error
 
+    def _repeat(self) -> None:
+        """Load the last checkpoint and take the updates of the journal again."""
+        version = 0
+        if self.origin is not None:
+            path, version = self.origin
+            self._all(self._ask("load", path, version, what=f"load {path.name}"))
+        self._compare(version)
+        for number, groups in enumerate(self.journal):
+            what = f"repeat update {number + 1} of {len(self.journal)}"
+            version = self._all(self._ask("step", groups, what=what))[0].version
+            self._compare(version)
+        assert version == self.version, f"repeating the journal led to version {version} instead of {self.version}"
+
+    def _compare(self, version: int) -> None:
+        """If this version was published before the restart, say whether its weights are the same now."""
+        if self.last is None or version != self.last[0]:
+            return
+        what = f"publish version {version} again"
+        _, (digest, _) = self._all(self._ask("publish", self.contexts, what=what, returns=2), 2)[0]
+        if digest != self.last[1]:
+            self.say(
+                f"version {version} has other bits than before the learner was restarted (fingerprint {digest} instead "
+                f"of {self.last[1]}): this hardware does not repeat an update exactly. Training goes on."
+            )
+
     def _end(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
+        end(self._ranks)
 
 
 def _cause(error: Exception, calls: list[Call]) -> Exception:
     """Why a rank failed: because another one died, because they cannot reach each other, or on its own account."""
+    deadline = time.monotonic() + GRACE_SECONDS
     for call in calls:
         try:
-            call.answer(GRACE_SECONDS)
+            call.answer(max(0.0, deadline - time.monotonic()))
         except Lost as lost:
             return lost
         except Exception:  # noqa: S112 - it is not the cause that we are looking for
             continue
-    text = str(error)
-    if isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "Connection", "Timed out")):
-        return Lost(f"the learner ranks cannot reach each other: {text.splitlines()[0]}")
+    if isinstance(error, LostRank | DistError):
+        return Lost(f"the learner ranks cannot reach each other: {str(error).splitlines()[0]}")
     return error

@@ -40,7 +40,7 @@ class RunState:
     step: int = 0  # completed steps
     groups: int = 0  # groups admitted so far; the next one's id
     owed: int = 0  # groups of the last step without a signal (filtered, dropped); the next step makes up for them
-    returned: int = 0  # asynchronous: groups that have come back so far, with rewards or without
+    taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
     windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
 
 

@@ -140,6 +140,7 @@ class Training(Job):
     def _evaluate(self, log: Log, problems: int, temperature: float) -> dict[str, Any]:
         config, parts = self.config, self.parts
         if self.asynchronous is not None:
+            self.asynchronous.tell(log.view)
             self.asynchronous.pause()
         greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
         load_weights(parts)
@@ -164,13 +165,15 @@ class Training(Job):
 
     def state(self) -> dict[str, Any]:
         """See `Job.state`."""
+        # first: it waits for what is being scored
+        waiting = {} if self.asynchronous is None else {"waiting": self.asynchronous.state_dict()}
         return {
             "progress": asdict(self.run_state),
             "problems": self._fingerprint(),
             "cursor": self.parts.stream.cursor,
             "scheduler": self.parts.scheduler.state_dict(),
             "buffer": self.parts.buffer.state_dict(),
-        }
+        } | waiting
 
     def restore(self, state: dict[str, Any], path: Path) -> None:
         """See `Job.restore`."""
@@ -184,6 +187,8 @@ class Training(Job):
         self.parts.buffer.load_state_dict(state["buffer"])
         self.run_state = RunState(**state["progress"])
         self.asynchronous = _asynchronous(self.parts, self.run_state)
+        if self.asynchronous is not None:
+            self.asynchronous.load_state_dict(state["waiting"])
 
     def resumed(self, path: Path) -> None:
         """See `Job.resumed`. Refuse a run whose ledger and checkpoint disagree about a group."""
@@ -191,7 +196,12 @@ class Training(Job):
             return
         lines, parts = read_ledger(path), self.parts
         wrong = balance(lines, max_staleness=self.config.offpolicy.max_staleness).wrong
-        for state, ids in (("admitted", {g.id for g in parts.scheduler.in_progress}), ("held", parts.buffer.held)):
+        waiting = set() if self.asynchronous is None else self.asynchronous.waiting
+        for state, ids in (
+            ("admitted", {group.id for group in parts.scheduler.in_progress}),
+            ("finished", waiting),
+            ("held", parts.buffer.held),
+        ):
             wrong += [f"group {id} is {state} in one and not in the other" for id in in_state(lines, state) ^ ids]
         if wrong:
             raise CheckpointError(
@@ -236,7 +246,8 @@ class Training(Job):
         }
 
     def _balance(self, path: Path) -> str:
-        return balance(read_ledger(path), max_staleness=self.config.offpolicy.max_staleness).line()
+        bound = self.config.offpolicy.max_staleness
+        return balance(read_ledger(path), max_staleness=bound, ended=True, all_used=self.config.cluster.on).line()
 
     def card(self, summary: Summary) -> str:
         """See `Job.card`."""
