@@ -1,0 +1,207 @@
+"""The asynchronous loop against its own promises: even rollouts, nothing lost, nothing too old, in turns if not ahead.
+
+Engines and learner are stand-ins that need no model, so that many schedules can be tried: a response has a given
+length, an engine gives every response a token at each call, and an update takes a given number of calls.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from bapo.buffer import Buffer
+from bapo.learn.learner import Update
+from bapo.rollout.engine import NOTHING_LOADED, Sampling, Segment
+from bapo.rollout.scheduler import Scheduler
+from bapo.runs.ledger import Ledger, balance
+from bapo.screen.view import View
+from bapo.tasks.stream import ProblemStream
+from bapo.train import async_loop
+from bapo.train.async_loop import AsyncLoop
+from bapo.train.loop import RunState
+from bapo.types import Problem, Score, Status
+
+PROMPTS, RESPONSES = 4, 2
+
+
+class Engine:
+    """Gives every response under way a token at each call, up to a length that its group decides."""
+
+    def __init__(self, length, *, lag=lambda call: False):
+        self.length, self.lag = length, lag
+        self.version, self.at_work = NOTHING_LOADED, NOTHING_LOADED
+        self.under_way, self.calls, self.lacking = {}, 0, False
+
+    def load(self, weights, *, version):
+        self.version = version
+
+    def submit(self, requests, sampling, *, token_budget=None):
+        self.under_way |= {request.id: request for request in requests}
+
+    def collect(self, timeout=None):
+        self.calls += 1
+        if self.lag(self.calls):  # it samples on with the weights it has, and says nothing
+            return []
+        self.at_work = self.version
+        found = []
+        for id, request in list(self.under_way.items()):
+            last = request.position + 1 >= self.length(request.context[0])
+            self.under_way[id] = SimpleNamespace(**vars(request) | {"position": request.position + 1})
+            if last:
+                del self.under_way[id]
+            found.append((id, Segment([7], [-1.0], [0.5], [self.at_work], Status.STOPPED if last else None)))
+        return found
+
+    def park(self):
+        self.under_way = {}
+
+    def ready(self):
+        pass
+
+    def lines(self):
+        return []
+
+    def take_gap(self):
+        return 0.0
+
+    def take_busy(self):
+        return 1.0
+
+    @property
+    def oldest(self):
+        return self.at_work if self.under_way else None
+
+
+class Learner:
+    """Counts updates; while one runs, somebody else works so many times."""
+
+    def __init__(self, turns=3):
+        self.version, self.turns, self.meanwhile = 0, turns, lambda: None
+        self.batches = []
+
+    def step(self, groups):
+        for _ in range(self.turns):
+            self.meanwhile()
+        self.batches.append(sorted(group.id for group in groups))
+        self.version += 1
+        return Update(self.version, 1, {})
+
+    def weights(self):
+        return []
+
+    def lines(self):
+        return []
+
+
+def made(monkeypatch, *, ahead, staleness, length, steps=12, updates=2, lag=lambda call: False, turns=3):
+    monkeypatch.setattr(async_loop, "Fleet", Engine)
+    monkeypatch.setattr(async_loop, "RemoteLearner", Learner)
+    problems = [Problem(str(number), str(number), 0) for number in range(500)]
+    ledger = Ledger()
+    config = SimpleNamespace(
+        steps=steps,
+        seed=0,
+        updates_per_step=updates,
+        cluster=SimpleNamespace(ahead=ahead),
+        offpolicy=SimpleNamespace(max_staleness=staleness),
+        rollout=SimpleNamespace(prompts=PROMPTS, responses=RESPONSES),
+    )
+    task = SimpleNamespace(scores=lambda asked: [Score(float(place % 2)) for place in range(len(asked))])
+    parts = SimpleNamespace(
+        config=config,
+        task=task,
+        ledger=ledger,
+        overlong=lambda length: 0.0,
+        policy=SimpleNamespace(decode=str, encode=lambda prompt: [int(prompt), 1]),
+        engine=Engine(length, lag=lag),
+        learner=Learner(turns),
+        stream=ProblemStream(problems, seed=0),
+        scheduler=Scheduler(Sampling(), max_response_tokens=999, record=ledger.record),
+        buffer=Buffer(batch_groups=PROMPTS // 2, max_batches=2, max_staleness=staleness, record=ledger.record),
+    )
+    return parts, AsyncLoop(parts, RunState())
+
+
+def worked(parts, loop):
+    """All steps; the balance at the end, and the groups of every update."""
+    lines = []
+    for _ in range(parts.config.steps):
+        loop.take_step(View(1, title="", clock=lambda: 0.0))
+        lines += parts.ledger.take()
+    loop.close()
+    return balance(lines, max_staleness=parts.buffer.max_staleness, ended=True, all_used=True)
+
+
+def uneven(seed):
+    chance = random.Random(seed)
+    lengths = {}
+    return lambda prompt: lengths.setdefault(prompt, chance.choice([1, 2, 3, 5, 40]))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_equal_lengths_give_even_rollouts(monkeypatch, ahead):
+    parts, loop = made(monkeypatch, ahead=ahead, staleness=2 * (ahead + 1) - 1, length=lambda prompt: 5)
+    found = worked(parts, loop)
+    assert found.wrong == []
+    assert found.states == {"retired": 12 * PROMPTS}
+    assert [len(batch) for batch in parts.learner.batches] == [PROMPTS // 2] * 24
+    assert found.stalest <= 2 * (ahead + 1) - 1
+
+
+@pytest.mark.parametrize("turns", [0, 1, 10])
+@pytest.mark.parametrize("slack", [0, 2, 7])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_long_tails_lose_nothing_and_keep_the_bound(monkeypatch, ahead, slack, turns):
+    staleness = 2 * (ahead + 1) - 1 + slack
+    parts, loop = made(
+        monkeypatch, ahead=ahead, staleness=staleness, length=uneven(ahead + 10 * slack), steps=20, turns=turns
+    )
+    found = worked(parts, loop)
+    assert found.wrong == []
+    assert found.states == {"retired": 20 * PROMPTS}, "a group was lost, or grew too old"
+    assert found.stalest <= staleness
+    assert parts.buffer.metrics().lost_fresh == 0
+    assert max(len(batch) for batch in parts.learner.batches) <= PROMPTS  # due groups may join, nobody is starved
+
+
+def test_on_policy_without_slack_ends(monkeypatch):
+    parts, loop = made(monkeypatch, ahead=0, staleness=1, length=uneven(3))
+    assert worked(parts, loop).states == {"retired": 12 * PROMPTS}
+
+
+def test_the_learner_waits_for_an_engine_that_lags(monkeypatch):
+    """Tokens that were sampled and not sent yet are as old as the weights of their engine."""
+    parts, loop = made(monkeypatch, ahead=1, staleness=3, length=uneven(1), lag=lambda call: 20 < call < 120)
+    found = worked(parts, loop)
+    assert found.wrong == []
+    assert parts.buffer.metrics().lost_fresh == 0
+    assert found.stalest <= 3
+
+
+def test_not_ahead_nobody_samples_during_updates(monkeypatch):
+    parts, loop = made(monkeypatch, ahead=0, staleness=9, length=uneven(2))
+    during = []
+    parts.learner.step = lambda groups, step=parts.learner.step: (during.append(parts.engine.under_way), step(groups))[
+        1
+    ]
+    worked(parts, loop)
+    assert during
+    assert not any(during)
+    assert all(group // PROMPTS == place // 2 for place, batch in enumerate(parts.learner.batches) for group in batch)
+
+
+def test_groups_that_wait_survive_a_checkpoint(monkeypatch):
+    parts, loop = made(monkeypatch, ahead=2, staleness=15, length=uneven(5), turns=10)
+    view = View(1, title="", clock=lambda: 0.0)
+    while not loop.waiting:
+        loop.take_step(view)
+    saved, waiting = loop.state_dict(), loop.waiting
+    other = AsyncLoop(parts, loop.state)
+    other.load_state_dict(saved)
+    assert other.waiting == waiting
+    assert other.state_dict() == saved
+    found = [line for line in parts.ledger.take() if line["event"] != "trained"]
+    state = {group: line["event"] for line in found for group in line["groups"]}
+    assert {group for group, last in state.items() if last == "finished"} == waiting
+    loop.close()
+    other.close()
