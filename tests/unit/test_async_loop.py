@@ -161,7 +161,6 @@ def test_long_tails_lose_nothing_and_keep_the_bound(monkeypatch, ahead, slack, t
     assert found.states == {"retired": 20 * PROMPTS}, "a group was lost, or grew too old"
     assert found.stalest <= staleness
     assert parts.buffer.metrics().lost_fresh == 0
-    assert max(len(batch) for batch in parts.learner.batches) <= PROMPTS  # due groups may join, nobody is starved
 
 
 def test_on_policy_without_slack_ends(monkeypatch):
