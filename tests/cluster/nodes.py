@@ -112,9 +112,10 @@ class Nodes:
         self.environment = os.environ | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_health_check_initial_delay_ms": "1000",  # a node is dead after about 10 s instead of 60 s
-            "RAY_health_check_period_ms": "1000",
-            "RAY_health_check_timeout_ms": "2000",
+            "RAY_raylet_start_wait_time_s": "120",
+            "RAY_health_check_initial_delay_ms": "1000",  # a node is dead after about 15 s instead of 60 s
+            "RAY_health_check_period_ms": "2000",
+            "RAY_health_check_timeout_ms": "4000",
             "RAY_health_check_failure_threshold": "3",
         }
         self.members = []

@@ -3,7 +3,7 @@
     sudo -E $(which pytest) tests/cluster/test_nodes.py
 
 Every machine is a network namespace of this one, with a Ray node of its own. Here a node counts as dead after about
-10 s; with Ray's defaults it takes about a minute.
+15 s; with Ray's defaults it takes about a minute.
 """
 
 import shutil
@@ -126,22 +126,21 @@ def test_learner_ranks_lose_their_cable_and_then_a_node(make_nodes, tmp_path):
     assert_sound(run, 14)
 
 
-def test_a_node_with_everything_but_one_engine_is_lost(make_nodes, tmp_path):
-    """The learner, its weights and a rollout actor are lost together; another node has room for them."""
+def test_all_actors_are_lost_with_the_weights_they_share(make_nodes, tmp_path):
+    """The learner, the rollout actors and all copies of the weights are lost together; another node has room."""
     nodes = make_nodes(3)
     nodes[1].start(cpus=0)
-    nodes[2].start(cpus=2)
-    run = nodes.train(tmp_path / "run", **FEW | {"steps": 14, "cluster.rollouts": 2})
-    time.sleep(12)  # the learner has its place on node 2
-    nodes[3].start(cpus=3)
+    nodes[2].start(cpus=3)
+    run = nodes.train(tmp_path / "run", **FEW | {"steps": 8, "cluster.rollouts": 2})
     run.until(lambda: run.steps() >= 3)
-    assert nodes[2].processes("ray::LearnerHost")
     nodes[2].cut()
     cut = time.monotonic()
+    nodes[3].start(cpus=3)
     until_said(run, "all learner ranks start again", cut)
-    until_steps(run, 2, cut)
+    until_steps(run, 1, cut)
     run.finished(600)
-    assert_sound(run, 14)
+    assert run.said().count("is replaced") >= 2
+    assert_sound(run, 8)
 
 
 def test_other_code_on_a_node_is_refused(make_nodes, tmp_path):

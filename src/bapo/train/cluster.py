@@ -111,8 +111,8 @@ class Call:
 
     def _missing(self, error: RayError) -> Missing:
         return Missing(
-            f"{self.who} was asked to {self.what}, but what it needs is lost with the machine that kept it: "
-            f"{_first_line(error)}"
+            f"{self.who} was asked to {self.what}, but what it needs is lost with the machine that kept it "
+            f"({type(error).__name__})"
         )
 
 
@@ -303,7 +303,7 @@ def _why(error: RayActorError) -> str:
     """What Ray knows about a death, without the fields that lead to it."""
     told = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
     said = [line for line in told if not re.match(r"(class_name|actor_id|pid|name|namespace|ip): ", line)]
-    return " ".join(said[:2]).rstrip(".") or _first_line(error)
+    return re.sub(r" Node Id: \w+", "", " ".join(said[:2])).rstrip(".") or _first_line(error)
 
 
 def _address_in(error: RayActorError) -> str:
