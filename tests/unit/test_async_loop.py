@@ -180,9 +180,13 @@ def test_the_learner_waits_for_an_engine_that_lags(monkeypatch):
 def test_not_ahead_nobody_samples_during_updates(monkeypatch):
     parts, loop = made(monkeypatch, ahead=0, staleness=9, length=uneven(2))
     during = []
-    parts.learner.step = lambda groups, step=parts.learner.step: (during.append(parts.engine.under_way), step(groups))[
-        1
-    ]
+    step = parts.learner.step
+
+    def watched(groups):
+        during.append(dict(parts.engine.under_way))
+        return step(groups)
+
+    parts.learner.step = watched
     worked(parts, loop)
     assert during
     assert not any(during)
