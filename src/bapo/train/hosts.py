@@ -6,12 +6,15 @@ run's configuration, so that it loads the same model in the same way as every ot
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import socket
+import struct
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +46,8 @@ PROBE_DRAWS = 4
 """Tokens that an engine samples after each context of a probe."""
 CPU_CACHE_BYTES = 2**30
 """Memory for the keys and values of a vLLM engine on CPUs."""
+SIOCGIFADDR = 0x8915
+"""Asks Linux for the address of a network interface."""
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
 """The largest gap between the log-probs of an engine and of the learner that rounding explains, by precision."""
 
@@ -183,8 +188,10 @@ class LearnerHost:
         if size == 1:
             self.learner = Learner(make_policy(config).model, settings)
             return
-        if where.startswith("file:"):  # all ranks are on this machine
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Gloo would take the address of the host's name, which is 127.0.1.1 on many machines.
+        interface = "lo" if where.startswith("file:") else interface_of(node_address())
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         device = torch.device(config.device)
         ranks = join(self.rank, size, meeting=where, device=device, patience=config.cluster.update_seconds)
         model = make_policy(on_the_cpu(config)).model
@@ -227,6 +234,16 @@ class LearnerHost:
         gather_into(None if policy is None else policy.model, self.learner)
         if policy is not None:
             write_model(policy, run, card, config.rollout.temperature, base=config.model.path)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface of this machine that has this IPv4 address."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, suppress(OSError):  # some have no address
+            told = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(told[20:24]) == address:
+                return name
+    return None
 
 
 def threads_of(config: Config) -> int:
