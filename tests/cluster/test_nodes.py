@@ -110,6 +110,7 @@ def test_learner_ranks_lose_their_cable_and_then_a_node(make_nodes, tmp_path):
         nodes[number].isolate()
     cut = time.monotonic()
     until_said(run, "all learner ranks start again", cut)
+    assert "can they reach each other?" in run.said() or "cannot reach each other" in run.said()
     for number in (2, 3):
         nodes[number].isolate(on=False)
     until_steps(run, 2, cut)

@@ -150,10 +150,18 @@ class RemoteLearner:
                 raise _cause(error, calls) from error
         if len(came) == len(calls):
             return True
-        late = next(call for call in calls if call not in came)
-        if late.seconds > seconds:
-            late.answer(0)
+        late = [call for call in calls if call not in came]
+        if late[0].seconds > seconds:
+            self._blame(late)
         return False
+
+    def _blame(self, late: list[Call]) -> None:
+        """Raise an error that names everybody who is late. If all are, they may be waiting for each other."""
+        try:
+            late[0].answer(0)
+        except Silent as error:
+            others = ", ".join(call.who for call in late[1:])
+            raise Silent(f"{error} {others} as well: can they reach each other?" if others else str(error)) from None
 
     def _greet(self) -> None:
         """Wait until all ranks have started and met each other."""
@@ -226,6 +234,7 @@ def _cause(error: Exception, calls: list[Call]) -> Exception:
             return lost
         except Exception:  # noqa: S112 - it is not the cause that we are looking for
             continue
-    if isinstance(error, LostRank | DistError):
+    backend = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Gloo", "NCCL"))
+    if backend or isinstance(error, LostRank | DistError):
         return Lost(f"the learner ranks cannot reach each other: {str(error).splitlines()[0]}")
     return error
