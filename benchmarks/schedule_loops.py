@@ -8,8 +8,8 @@ free slot.
 The asynchronous loop is the one of bapo.train.async_loop. With u updates per rollout and the staleness bound S:
 
     window      `prompts` groups; window k opens when the updates on rollout k - 1 - ahead are done
-    rollout k   whole when as many groups have finished as windows 0..k admitted, whichever finish first, and no group
-                in flight is due. At version v, a group whose oldest token has version o is due if
+    rollout k   whole when as many groups have finished as windows 0..k admitted, and no group in flight is due. It
+                takes its share of them in the order in which they finished, and every group that is due. At version v, a group whose oldest token has version o is due if
                 (v + u) + (u - 1) - o > S: with the next rollout it would be too old. The learner waits for groups that
                 are due and drops none.
     weights     move to the engines after the updates on a rollout, to each by itself (or, `rolling`, to one after the
@@ -296,7 +296,7 @@ class _Asynchronous:
         self.flying: dict[int, _Group] = {}
         self.ready: list[_Group] = []
         self.time = self.waited = 0.0
-        self.version = self.newest = self.windows = self.rollout = self.finished = self.taking = 0
+        self.version = self.newest = self.windows = self.rollout = self.finished = self.taking = self.taken = 0
         self.learned, self.next_load = math.inf, 0.0
 
     def run(self) -> Outcome:
@@ -319,13 +319,19 @@ class _Asynchronous:
         return self.finished >= (self.rollout + 1) * self.s.prompts
 
     def _due(self) -> bool:
-        last = self.version + 2 * self.s.updates - 1
-        ages = (last - oldest for group in self.flying.values() if (oldest := group.oldest) is not None)
-        return any(age > self.s.staleness for age in ages)
+        return any(self._is_due(group) for group in self.flying.values())
+
+    def _is_due(self, group: _Group) -> bool:
+        last, oldest = self.version + 2 * self.s.updates - 1, group.oldest
+        return oldest is not None and last - oldest > self.s.staleness
 
     def _begin_updates(self) -> None:
         if self.learned == math.inf and self._enough() and not self._due():
-            taken, self.ready = sorted(self.ready, key=lambda group: group.id), []
+            share = (self.rollout + 1) * self.s.prompts - self.taken
+            taken = [group for place, group in enumerate(self.ready) if place < share or self._is_due(group)]
+            self.ready = [group for group in self.ready if group not in taken]
+            self.taken += len(taken)
+            taken.sort(key=lambda group: group.id)
             self.taking, seconds = self.books.train(taken, self.version)
             self.learned = self.time + seconds
 
