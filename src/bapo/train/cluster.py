@@ -89,8 +89,9 @@ class Call:
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, OSError):  # say which machine has a full disk
-                told = f"{self.who} was asked to {self.what}: {cause.strerror}"
-                raise OSError(cause.errno, told, cause.filename) from error
+                told = f"{self.who} was asked to {self.what}: {cause.strerror or cause}"
+                known = (cause.errno, told, cause.filename) if cause.errno is not None else (told,)
+                raise OSError(*known) from error
             if isinstance(cause, ObjectLostError):
                 raise self._missing(cause) from error
             raise cause from error
