@@ -171,6 +171,7 @@ def test_a_node_without_bapo_says_so(make_nodes, tmp_path):
     assert run.ended() == 5, run.said()
     said = run.said().splitlines()[-1]
     assert nodes[2].address in said
+    assert "failed 3 times while starting" in said or "learner 0 cannot start" in said
     assert "No module named 'bapo'" in said
     print(said)
 

@@ -96,7 +96,8 @@ class Call:
             cause = error.cause
             if isinstance(cause, OSError):  # say which machine has a full disk
                 told = f"{self.who} was asked to {self.what}: {cause.strerror or cause}"
-                raise OSError(cause.errno, told, cause.filename) from error
+                known = (cause.errno, told, cause.filename) if cause.errno is not None else (told,)
+                raise OSError(*known) from error
             if isinstance(cause, ObjectLostError):
                 raise self._missing(cause) from error
             raise cause from error

@@ -101,6 +101,8 @@ class Fleet:
         """Seconds that members sampled, all together, since when."""
         self._faulty = False
         """Whether a member was replaced since the last submission."""
+        self._broken: ClusterError | None = None
+        """Why the fleet has given up. Whoever cleans up after it is told the same."""
         self._gone: Published | None = None
         """Weights that nobody can load any more: the machine that kept them is lost."""
         self.members = [self._begin(Member(f"rollout {place}", spawn(place))) for place in range(size)]
@@ -287,6 +289,8 @@ class Fleet:
 
     def _listen(self, seconds: float) -> None:
         """Take in the answers that have come, after waiting at most this long, and replace whoever has failed."""
+        if self._broken is not None:
+            raise self._broken
         if (unheard := time.monotonic() - self._listened) > WORK_SECONDS:
             self._fit += unheard  # nobody has listened meanwhile
         calls = [member.call for member in self.members if member.call is not None]
@@ -360,8 +364,9 @@ class Fleet:
         """A member raised an error: try another actor, but not for ever."""
         member.failures += 1
         if member.failures >= TRIES or isinstance(error, ConfigError):
-            what = _DOING[member.doing]
-            raise ClusterError(f"{member.name} failed {member.failures} times while {what}: {error}") from error
+            told = f"{member.name} failed {member.failures} times while {_DOING[member.doing]}: {error}"
+            self._broken = ClusterError(told)
+            raise self._broken from error
         self._replace(member, place, error)
 
     def _replace(self, member: Member, place: int, error: Exception) -> None:
