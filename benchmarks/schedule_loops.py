@@ -9,9 +9,9 @@ The asynchronous loop is the one of bapo.train.async_loop. With u updates per ro
 
     window      `prompts` groups; window k opens when the updates on rollout k - 1 - ahead are done
     rollout k   whole when as many groups have finished as windows 0..k admitted, and no group in flight is due. It
-                takes its share of them in the order in which they finished, and every group that is due. At version v, a group whose oldest token has version o is due if
-                (v + u) + (u - 1) - o > S: with the next rollout it would be too old. The learner waits for groups that
-                are due and drops none.
+                takes its share of them in the order in which they finished, and every group that is due. At version v,
+                a group whose oldest token has version o is due if (v + u) + (u - 1) - o > S: with the next rollout it
+                would be too old. The learner waits for groups that are due and drops none.
     weights     move to the engines after the updates on a rollout, to each by itself (or, `rolling`, to one after the
                 other). An engine parks its responses, loads, and prefills them again. It starts new responses only with
                 the newest weights.

@@ -72,10 +72,11 @@ def test_taking_turns_costs_the_sum():
 
 
 def test_one_step_ahead_hides_the_shorter_of_the_two():
-    # windows 0 and 1 open at once and both finish at 10; rollout 0 takes all four groups, so its update ends at 14;
-    # window 2 opens then; rollout 1, for which four groups must have finished, is empty; rollout 2 is whole at 24 and
-    # its update ends at 26
-    assert loops.asynchronous(PLAIN, [[100]] * 6).seconds == near(26)
+    # windows 0 and 1 open at once and both finish at 10; the update on rollout 0 ends at 12, and window 2 opens; the
+    # update on rollout 1 ends at 14; window 2 finishes at 22, and its update ends at 24
+    outcome = loops.asynchronous(PLAIN, [[100]] * 6)
+    assert outcome.rollouts == [[0, 1], [2, 3], [4, 5]]
+    assert outcome.seconds == near(24)
     # two slots: one window at a time decodes. Window 0 at 10, window 1 at 20, window 2 (open at 12) at 30, update 2 s
     outcome = loops.asynchronous(replace(PLAIN, slots=2), [[100]] * 6)
     assert outcome.rollouts == [[0, 1], [2, 3], [4, 5]]
