@@ -60,8 +60,8 @@ class Parts:
     scheduler: Scheduler
     buffer: Buffer
     learner: Learns
-    ledger: Ledger
-    close: Callable[[], None]
+    ledger: Ledger = field(default_factory=Ledger)
+    close: Callable[[], None] = lambda: None
     """Ends what was started for this run."""
 
 
