@@ -4,9 +4,9 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from bapo.train.watchdog import below, processes
+from tests.cluster.driving import alive, gone
 
 SLEEPER = "import time; time.sleep(300)"
 OWNER = f"""
@@ -18,13 +18,6 @@ watchdog = subprocess.Popen(command, start_new_session=True)
 print(child.pid, watchdog.pid, flush=True)
 time.sleep(300)
 """
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def until(condition, seconds=30):
@@ -45,7 +38,7 @@ def test_a_killed_owner_leaves_nobody_behind():
         owner.kill()
         owner.wait()
         assert alive(child)  # a session of its own: nobody else would end it
-        assert until(lambda: not any(alive(pid) for pid in tree))
+        assert gone(tree) == []
         assert not alive(watchdog)
         assert alive(bystander.pid)
     finally:

@@ -276,8 +276,7 @@ class Scheduler:
             resumed=0 if self._run is None else len(self._run.resumed),
         )
         self._run = None
-        done = {name: getattr(self._totals, name) - getattr(before, name) for name in _COUNTS}
-        return Rollout(finished, dropped, SchedulerMetrics(**done, **self._levels()))
+        return Rollout(finished, dropped, self.since(before))
 
     def _begin(self, version: int) -> None:
         """Begin a run unless one is under way, and give up the groups that are too old for it."""
@@ -316,6 +315,11 @@ class Scheduler:
     def totals(self) -> SchedulerMetrics:
         """The metrics of all runs together."""
         return replace(self._totals, **self._levels())
+
+    def since(self, before: SchedulerMetrics) -> SchedulerMetrics:
+        """What was done since the totals were these, and what there is now."""
+        done = {name: getattr(self._totals, name) - getattr(before, name) for name in _COUNTS}
+        return SchedulerMetrics(**done, **self._levels())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what this scheduler does next, as plain JSON data. Settings are not included."""

@@ -35,21 +35,16 @@ twice, that every token has the version that sampled it, and the bound.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bapo.buffer import NoBatch
-from bapo.learn.learner import Update
 from bapo.rollout.engine import NOTHING_LOADED, Sampled
-from bapo.rollout.scheduler import SchedulerMetrics
 from bapo.screen.view import View
-from bapo.screen.watch import Learned
 from bapo.train.fleet import Fleet
 from bapo.train.learners import RemoteLearner
-from bapo.train.loop import Parts, RunState, StepRecord, admit, load_weights
+from bapo.train.loop import Parts, RunState, StepRecord, admit, learn, load_weights
 from bapo.train.scoring import Failure, Scored, response_metrics, score, unscored
 from bapo.types import Group, group_from_state, group_state
 
@@ -96,21 +91,17 @@ class AsyncLoop:
         groups = self._close_rollout()
         waited = time.perf_counter()
         with view.doing("learning") as tell:
-            updates = []
-            for update, learned in self._learn():
-                updates.append(update)
-                if tell is not None:
-                    tell(learned)
+            updates = list(learn(parts, tell))
         ended = time.perf_counter()
         state.step += 1
         failures, self._failures = self._failures, []
-        sampled = parts.scheduler.totals()
-        tokens = sampled.sampled_tokens - before.sampled_tokens + sum(update.tokens for update in updates)
+        sampled = parts.scheduler.since(before)
+        tokens = sampled.sampled_tokens + sum(update.tokens for update in updates)
         return StepRecord(
             step=state.step,
             rollout={
                 **response_metrics(groups, failures=len(failures)),
-                **{f"rollout/{name}": value for name, value in _since(before, sampled).items()},
+                **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
                 **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
                 "rollout/admitted": admitted,
                 "rollout/probe_gap": self._fleet.take_gap(),
@@ -153,12 +144,12 @@ class AsyncLoop:
     def _close_rollout(self) -> list[Group]:
         """Give the groups of this rollout to the buffer, whose passes begin. Returns those with rewards, by id."""
         share = max(0, self.state.windows.pop(0) - self.state.taken)
-        chosen = [
-            (id, group)
-            for place, (id, group) in enumerate(self._returned)
-            if place < share or (group is not None and self._due(group.oldest))
-        ]
-        self._returned = [returned for returned in self._returned if returned not in chosen]
+        chosen: list[Returned] = []
+        others: list[Returned] = []
+        for place, (id, group) in enumerate(self._returned):
+            belongs = place < share or (group is not None and self._due(group.oldest))
+            (chosen if belongs else others).append((id, group))
+        self._returned = others
         self.state.taken += len(chosen)
         groups = sorted((group for _, group in chosen if group is not None), key=lambda group: group.id)
         added = self.parts.buffer.add(groups, version=self.parts.learner.version)
@@ -191,15 +182,6 @@ class AsyncLoop:
         rewarded = {group.id: group for group in scored.groups}
         self._returned += [(group.id, rewarded.get(group.id)) for group in groups]
         self._failures += scored.failures
-
-    def _learn(self) -> Iterator[tuple[Update, Learned]]:
-        """Take the updates of all passes over the rollout, and yield each one."""
-        parts = self.parts
-        begun, updates, tokens = parts.buffer.metrics(), 0, 0
-        while not isinstance(groups := parts.buffer.draw(version=parts.learner.version), NoBatch):
-            update = parts.learner.step(groups)
-            updates, tokens = updates + 1, tokens + update.tokens
-            yield update, Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens)
 
     def _progress(self, tokens_before: int) -> Sampled:
         totals, responses = self.parts.scheduler.totals(), self.parts.config.rollout.responses
@@ -248,12 +230,3 @@ class AsyncLoop:
     def waiting(self) -> set[int]:
         """The ids of groups with rewards that wait for their rollout."""
         return {id for id, group in self._returned if group is not None}
-
-
-def _since(before: SchedulerMetrics, now: SchedulerMetrics) -> dict[str, int]:
-    """What the scheduler did between two totals, and what it holds now."""
-    levels = ("parked", "waiting", "held_tokens")
-    return {
-        field.name: getattr(now, field.name) - (0 if field.name in levels else getattr(before, field.name))
-        for field in fields(SchedulerMetrics)
-    }

@@ -70,40 +70,40 @@ def build(config: Config, team: Team = ALONE) -> Parts:
     prepared = make_task(config, policy)
     task, ledger = prepared.task, Ledger()
     _check_fits(config, policy, task)
-    sampling = Sampling(config.rollout.temperature, policy.stop_ids)
     off = config.offpolicy
-    engine, learner, close = _workers(config, policy, task, team)
-    if team.size > 1:
-        task = SharedTask(task, team)
+    scheduler = Scheduler(
+        Sampling(config.rollout.temperature, policy.stop_ids),
+        max_response_tokens=config.rollout.max_tokens,
+        token_budget=off.partial_budget,
+        max_age=None if off.partial_budget is None else config.parked_max_age,
+        over_age=off.partial_over_age,
+        versions_per_run=config.updates_per_step,
+        record=ledger.record,
+    )
+    buffer = Buffer(
+        batch_groups=config.learn.batch_groups,
+        max_batches=config.max_batches,
+        reuse=off.reuse,
+        max_staleness=off.max_staleness,
+        replay_fraction=off.replay_fraction,
+        replay_max_age=min(off.replay_max_age, off.max_staleness),
+        replay_max_uses=off.replay_max_uses,
+        capacity=off.replay_capacity,
+        seed=config.seed,
+        record=ledger.record,
+    )
+    stream = ProblemStream(task.train, seed=config.seed)
+    engine, learner, close = _workers(config, policy, task, team)  # last: whoever starts a cluster must end it
     return Parts(
         config=config,
-        task=task,
+        task=task if team.size == 1 else SharedTask(task, team),
         policy=policy,
         notes=[*prepared.notes, *(cluster_notes(config) or engine_notes(engine)), *clip_notes(config)],
         overlong=_overlong(config),
         engine=engine,
-        stream=ProblemStream(task.train, seed=config.seed),
-        scheduler=Scheduler(
-            sampling,
-            max_response_tokens=config.rollout.max_tokens,
-            token_budget=off.partial_budget,
-            max_age=None if off.partial_budget is None else config.parked_max_age,
-            over_age=off.partial_over_age,
-            versions_per_run=config.updates_per_step,
-            record=ledger.record,
-        ),
-        buffer=Buffer(
-            batch_groups=config.learn.batch_groups,
-            max_batches=config.max_batches,
-            reuse=off.reuse,
-            max_staleness=off.max_staleness,
-            replay_fraction=off.replay_fraction,
-            replay_max_age=min(off.replay_max_age, off.max_staleness),
-            replay_max_uses=off.replay_max_uses,
-            capacity=off.replay_capacity,
-            seed=config.seed,
-            record=ledger.record,
-        ),
+        stream=stream,
+        scheduler=scheduler,
+        buffer=buffer,
         learner=learner,
         ledger=ledger,
         close=close,

@@ -28,8 +28,7 @@ import transformers
 import bapo
 from bapo.config.errors import ClusterError
 from bapo.config.run import Config
-from bapo.learn.learner import Learner, Update
-from bapo.learn.parallel import ShardedLearner
+from bapo.learn.learner import Update
 from bapo.learn.ranks import join
 from bapo.models.export import write_model
 from bapo.models.loading import directory_of
@@ -41,7 +40,8 @@ from bapo.rollout.worker import Worker
 from bapo.train.build import learner_settings, make_policy, resolve
 from bapo.train.cluster import node_address, node_name, whereabouts
 from bapo.train.published import Parcel, Probe, fingerprint, pack, unpack
-from bapo.train.together import gather_into, on_the_cpu
+from bapo.train.team import ALONE, Team
+from bapo.train.together import gather_into, make_learner, on_the_cpu
 from bapo.types import Group
 
 PROBE_DRAWS = 16
@@ -194,21 +194,17 @@ class LearnerHost:
     def meet(self, where: str) -> None:
         """Load the model and join the other ranks at this URL of torch.distributed. One rank meets nobody."""
         config, size = self.config, self.config.cluster.learners
-        settings = learner_settings(config)
-        self.learner: Learner
-        if size == 1:
-            self.learner = Learner(make_policy(config).model, settings)
-            return
-        # Gloo would take the address of the host's name, which is 127.0.1.1 on many machines.
-        interface = "lo" if where.startswith("file:") else interface_of(node_address())
-        if interface is not None:
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(name, interface)
-        device = torch.device(config.device)
-        ranks = join(self.rank, size, meeting=where, device=device, patience=config.cluster.update_seconds)
-        model = make_policy(on_the_cpu(config)).model
-        dtype = getattr(torch, config.model.dtype)
-        self.learner = ShardedLearner(model, settings, ranks=ranks, device=device, dtype=dtype)
+        team = ALONE
+        if size > 1:
+            # Gloo would take the address of the host's name, which is 127.0.1.1 on many machines.
+            interface = "lo" if where.startswith("file:") else interface_of(node_address())
+            if interface is not None:
+                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                    os.environ.setdefault(name, interface)
+            device, patience = torch.device(config.device), config.cluster.update_seconds
+            team = Team(join(self.rank, size, meeting=where, device=device, patience=patience), self.rank, size, size)
+        model = make_policy(config if size == 1 else on_the_cpu(config)).model
+        self.learner = make_learner(model, learner_settings(config), config, team)
 
     def step(self, groups: Sequence[Group]) -> Update:
         """Take one update together with the other ranks."""
