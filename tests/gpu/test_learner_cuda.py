@@ -11,9 +11,12 @@ from torch.testing import assert_close
 
 from bapo.config.recipe import parse_config
 from bapo.learn.determinism import deterministic
-from bapo.learn.forward import can_pack, hidden_states
+from bapo.learn.flat import FlatOptimizer, _can_be_flat
+from bapo.learn.forward import can_fuse, can_pack, hidden_states
+from bapo.learn.fused.layer import fused_forwards
 from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
+from bapo.models.lora import LoraSettings, add_lora
 from tests.tiny.batches import batch_of, flat_batch
 from tests.tiny.models import tiny
 
@@ -183,3 +186,61 @@ def test_compiled_layers_give_the_same_update(recompute):
         weights.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
     assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.05, atol=0.02)
     assert relative(weights[1], weights[0]) < 0.02
+
+
+def fused_run(model, batch, **way):
+    return run(model, batch, packed=True, forwards=fused_forwards(model, batch), **way)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [2500, 3, 700]], ids=["short", "long"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_fused_pass_is_as_exact_as_the_pass_of_transformers(name, lengths):
+    batch, sizes = flat_batch(lengths), {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 4096}
+    exact = tiny(name, **sizes).bfloat16().double().cuda()
+    states, gradients = run(exact, on_cuda(batch), packed=False)
+    model = tiny(name, **sizes).bfloat16().cuda()
+    assert can_fuse(model)
+    theirs, their_gradients = run(model, on_cuda(batch), packed=True)
+    ours, our_gradients = fused_run(model, on_cuda(batch))
+    assert relative(ours, states) < 1.2 * relative(theirs, states)
+    assert our_gradients.keys() == gradients.keys()
+    largest = max(g.norm() for g in gradients.values())
+    for parameter, gradient in gradients.items():
+        if gradient.norm() > 1e-3 * largest:
+            error = relative(their_gradients[parameter], gradient)
+            assert relative(our_gradients[parameter], gradient) < 1.5 * error + 1e-3, parameter
+
+
+def test_a_fused_pass_gives_the_same_bits_every_time_and_when_layers_run_again():
+    model, batch = tiny("qwen3", hidden_size=256, head_dim=64).bfloat16().cuda(), on_cuda(flat_batch([40, 77, 3, 64]))
+    first = fused_run(model, batch)
+    for again in (fused_run(model, batch), fused_run(model, batch, recompute=True)):
+        assert torch.equal(again[0], first[0])
+        assert all(torch.equal(again[1][name], gradient) for name, gradient in first[1].items())
+
+
+def test_the_learner_fuses_what_it_can():
+    fits = Learner(tiny("llama", hidden_size=64).bfloat16().cuda(), LearnerSettings())
+    assert fits.whole.fused
+    assert isinstance(fits.optimizer, FlatOptimizer)
+    assert not Learner(tiny("llama").bfloat16().cuda(), LearnerSettings()).whole.fused  # heads are 8 wide
+    assert not Learner(tiny("llama", hidden_size=64).cuda(), LearnerSettings()).whole.fused  # float32
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_fused_updates_stay_near_updates_through_transformers(rank, monkeypatch):
+    """The same updates with and without the fused layers and the flat optimizer, in bfloat16 with float32 masters."""
+    after = {}
+    for fused in (True, False):
+        model = tiny("qwen2", hidden_size=256, head_dim=64).bfloat16()
+        if rank:
+            add_lora(model, LoraSettings(rank), seed=0)
+        monkeypatch.setattr("bapo.learn.whole.can_fuse", can_fuse if fused else lambda model: False)
+        monkeypatch.setattr("bapo.learn.flat._can_be_flat", _can_be_flat if fused else lambda trained: False)
+        learner = Learner(model.cuda(), LearnerSettings(lr=1e-3, micro_tokens=120))
+        assert learner.whole.fused == fused
+        before = torch.cat([m.detach().flatten() for m in learner.optimizer.masters])
+        for seed in range(3):
+            learner.step_on([on_cuda(flat_batch([40, 30, 20], seed)), on_cuda(flat_batch([60, 2], seed + 9))])
+        after[fused] = torch.cat([m.detach().flatten() for m in learner.optimizer.masters]) - before
+    assert torch.nn.functional.cosine_similarity(after[True], after[False], dim=0) > 0.95

@@ -159,7 +159,7 @@ def test_compiled_layers_are_exchanged_for_one_pass_only():
         return run
 
     forwards = [counted(layer.forward) for layer in layers_of(model)]
-    states = hidden_states(model, batch, packed=False, recompute=True, compiled=forwards)
+    states = hidden_states(model, batch, packed=False, recompute=True, forwards=forwards)
     assert torch.equal(states, plain)
     states.sum().backward()
     assert len(calls) == 2 * len(forwards)  # once more in the backward pass

@@ -12,13 +12,15 @@ padded.
 
 The packed way needs another attention function. It is set for the duration of a pass, and the model's own function is
 put back afterwards, because the sampler runs the same model. Activation checkpointing and compilation are also set per
-pass. With activation checkpointing each layer keeps only its input and runs again in the backward pass, with the same
-attention function as the first time. transformers has its own switch for this, but it works in training mode only, and
+pass. So are the fused layers, where a packed model has them (`fused/layer.py`); they need no attention function. With
+activation checkpointing each layer keeps only its input and runs again in the backward pass, with the same attention
+function as the first time. transformers has its own switch for this, but it works in training mode only, and
 the learner stays in eval mode.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 import math
@@ -55,14 +57,15 @@ def hidden_states(
     *,
     packed: bool,
     recompute: bool = False,
-    compiled: Sequence[Callable[..., Any]] | None = None,
+    forwards: Sequence[Callable[..., Any]] | None = None,
 ) -> Tensor:
     """The last hidden state at every place of the batch, [places, width].
 
-    `recompute`: layers keep only their inputs for the backward pass. `compiled`: see `compiled_layers`.
+    `recompute`: layers keep only their inputs for the backward pass. `forwards`: the forward pass of each layer, if not
+    its own (`compiled_layers`, `fused/layer.py`).
     """
     layers = layers_of(model)
-    forwards = list(compiled) if compiled is not None else [layer.forward for layer in layers]
+    forwards = list(forwards) if forwards is not None else [layer.forward for layer in layers]
     if recompute and torch.is_grad_enabled():
         forwards = [recomputed(forward, model) for forward in forwards]
     with exchanged(layers, forwards):
@@ -129,12 +132,7 @@ def can_pack(model: Any, *, device: torch.device | None = None, dtype: torch.dty
 @torch.no_grad()
 def disagreement(model: Any) -> str | None:
     """What is wrong with the packed way; None if both ways give the same states for two short sequences."""
-    lengths = torch.tensor([7, 5], device=model.device)
-    position_ids = torch.cat([torch.arange(7), torch.arange(5)]).to(model.device)
-    ids = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
-    offsets = torch.tensor([0, 7, 12], dtype=torch.int32, device=model.device)
-    nothing = lengths.new_zeros(0)
-    batch = TokenBatch(ids, position_ids, offsets, 7, *[nothing] * 7)
+    batch = _two_short_sequences(model)
     padded = _padded(model, batch).float()
     try:
         packed = _packed(model, batch).float()
@@ -144,6 +142,29 @@ def disagreement(model: Any) -> str | None:
     if difference <= AGREEMENT:
         return None
     return f"packed hidden states differ from padded ones by {difference:.2g}"
+
+
+def _two_short_sequences(model: Any) -> TokenBatch:
+    position_ids = torch.cat([torch.arange(7), torch.arange(5)]).to(model.device)
+    ids = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
+    offsets = torch.tensor([0, 7, 12], dtype=torch.int32, device=model.device)
+    nothing = ids.new_zeros(0)
+    return TokenBatch(ids, position_ids, offsets, 7, *[nothing] * 7)
+
+
+@torch.no_grad()
+def can_fuse(model: Any) -> bool:
+    """Whether the layers of a model that can be packed can be replaced by the fused ones, with the same states."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from bapo.learn.fused.layer import fused_forwards, unsupported
+
+    if unsupported(model) is not None or model.device.type != "cuda":
+        return False
+    batch = _two_short_sequences(model)
+    fused = hidden_states(model, batch, packed=True, forwards=fused_forwards(model, batch)).float()
+    padded = _padded(model, batch).float()
+    return float((fused - padded).norm() / padded.norm()) <= AGREEMENT
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 All micro-batches of an update share one denominator and, unless scope is `microbatch`, one pair of clip bounds, so the
 way an update is cut changes nothing but rounding. With several micro-batches the bounds need every token's ratio before
-the first backward pass, so one forward pass without gradients comes first. A single micro-batch does not need it.
+the first backward pass, so all but the first are passed through the model once more, without gradients.
 Several ranks can take an update together (`parallel.py`). The sums over ranks that this needs are taken here; without a
 process group, this process is the only rank.
 
@@ -35,9 +35,9 @@ from bapo.core.reduction import denominator_of
 from bapo.learn.determinism import allow_deterministic_products, deterministic
 from bapo.learn.diagnostics import Output, update_metrics
 from bapo.learn.ess import response_ess
+from bapo.learn.flat import optimizer_for
 from bapo.learn.forward import can_pack
 from bapo.learn.head import Predicted
-from bapo.learn.optimizer import Optimizer
 from bapo.learn.outputs import of_all_ranks
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
@@ -99,7 +99,7 @@ class Learner:
         self.whole = whole or WholeModel(model, settings, packed=can_pack(model))
         self.settings = settings
         self.version = 0
-        self.optimizer = Optimizer(
+        self.optimizer = optimizer_for(
             model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
 
@@ -141,8 +141,12 @@ class Learner:
         )
         denominator = summed(cast(Tensor, denominator), self.ranks)
         with failing_together(self.ranks):
-            bounds = self._solve_over(batches) if settings.solves_over_update and len(batches) > 1 else None
-            outputs = [self._backward(batch, bounds, denominator) for batch in batches]
+            together = settings.solves_over_update and len(batches) > 1
+            bounds, first = self._solve_over(batches) if together else (None, None)
+            outputs = [
+                self._backward(batch, bounds, denominator, first if index == 0 else None)
+                for index, batch in enumerate(batches)
+            ]
         return self.descend(partial(self._metrics, outputs))
 
     def _check(self, batches: Sequence[TokenBatch]) -> None:
@@ -236,30 +240,42 @@ class Learner:
         read = partial(self.whole.head.next_logprobs, temperature=self.settings.temperature)
         return cast(Tensor, self.whole(batch, read))
 
+    def _solve_over(self, batches: Sequence[TokenBatch]) -> tuple[ClipBounds, tuple[Tensor, Tensor]]:
+        """Bounds from the summed tables of all micro-batches, on all ranks; log-probs and entropies of the first.
+
+        The first one is passed last, and its pass is kept for the backward pass, which begins with it.
+        """
+        with torch.no_grad():
+            later = [self._table(batch, self.logprobs(batch)[0]) for batch in batches[1:]]
+        first = self.logprobs(batches[0])
+        tables = [self._table(batches[0], first[0].detach()), *later]
+        return bounds_from_table(summed(torch.stack(tables).sum(0), self.ranks), self.settings.clip), first
+
     @torch.no_grad()
-    def _solve_over(self, batches: Sequence[TokenBatch]) -> ClipBounds:
-        """Bounds from the summed tables of all micro-batches, on all ranks."""
-        tables = [
-            update_table(
-                self.logprobs(batch)[0],
-                batch.behavior_logprobs,
-                batch.advantages,
-                torch.ones_like(batch.targets, dtype=torch.bool),
-                self.settings.clip,
-                uses=self._uses(batch),
-            )
-            for batch in batches
-        ]
-        return bounds_from_table(summed(torch.stack(tables).sum(0), self.ranks), self.settings.clip)
+    def _table(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
+        return update_table(
+            logprobs,
+            batch.behavior_logprobs,
+            batch.advantages,
+            torch.ones_like(batch.targets, dtype=torch.bool),
+            self.settings.clip,
+            uses=self._uses(batch),
+        )
 
     def _uses(self, batch: TokenBatch) -> Tensor | None:
         """How often each token was trained on, for a loss that asks."""
         return None if self.settings.used_low is None else batch.uses
 
-    def _backward(self, batch: TokenBatch, bounds: ClipBounds | None, denominator: Tensor) -> Output:
+    def _backward(
+        self,
+        batch: TokenBatch,
+        bounds: ClipBounds | None,
+        denominator: Tensor,
+        predicted: tuple[Tensor, Tensor] | None,  # log-probs and entropies, if they are known already
+    ) -> Output:
         settings = self.settings
         solves = settings.solves_bounds and bounds is None
-        logprobs, entropy = self.logprobs(batch)
+        logprobs, entropy = predicted or self.logprobs(batch)
         with deterministic(self.device):
             result = policy_loss(
                 logprobs,

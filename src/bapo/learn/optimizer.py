@@ -9,6 +9,8 @@ float32 for the same reason: each micro-batch's gradient is added to the master'
 dropped.
 
 Per parameter, in bytes: weight 2, master 4, gradient 4, moments 8; together 18 (float32: 16).
+
+`flat.py` computes the same for 16-bit weights on a GPU, in fewer passes.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from bapo.learn.flat import FlatOptimizer
 from bapo.learn.optimizer import Optimizer
 from bapo.learn.ranks import Ranks
 from bapo.learn.weights import FINGERPRINT, fingerprint, frozen_weights
@@ -41,7 +42,7 @@ def is_sharded(directory: Path) -> bool:
     return any(directory.glob("shard-*.safetensors"))
 
 
-def save_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+def save_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> None:
     """Write this rank's shards. All ranks must call this; an error on one of them is raised on all."""
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     try:
@@ -51,7 +52,7 @@ def save_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks
         raise OSError(f"rank {rank} could not write its shards to {directory}: {cause}") from error
 
 
-def load_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+def load_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> None:
     """Restore what `save_sharded` wrote, on whatever number of ranks. KeyError if it belongs to another model."""
     reader = HuggingFaceStorageReader(str(directory))
     metadata = reader.read_metadata().state_dict_metadata
@@ -72,7 +73,9 @@ def load_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks
     optimizer.round()
 
 
-def load_whole(model_file: Path, optimizer_file: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+def load_whole(
+    model_file: Path, optimizer_file: Path, model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks
+) -> None:
     """Restore the shards of this rank from the checkpoint of a learner that was alone."""
     with ExitStack() as files:
         weights, others = (files.enter_context(safe_open(file, "pt")) for file in (model_file, optimizer_file))
@@ -91,13 +94,13 @@ def load_whole(model_file: Path, optimizer_file: Path, model: Any, optimizer: Op
                 _fill(place, _tensor(others, f"{index_of[owner]}.{'master' if kind == 'weight' else kind}"))
 
 
-def _names(model: Any, optimizer: Optimizer) -> list[str]:
+def _names(model: Any, optimizer: Optimizer | FlatOptimizer) -> list[str]:
     """The names of the trained weights, in the order of the optimizer."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(weight)] for weight in optimizer.weights]
 
 
-def _state(model: Any, optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:
+def _state(model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> dict[str, Tensor]:
     """Everything that must be saved, by name. These are not copies."""
     state: dict[str, Tensor] = {}
     for name, master in zip(_names(model, optimizer), optimizer.masters, strict=True):
@@ -110,7 +113,7 @@ def _state(model: Any, optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:
     return state
 
 
-def _start_moments(optimizer: Optimizer, some: bool) -> None:
+def _start_moments(optimizer: Optimizer | FlatOptimizer, some: bool) -> None:
     optimizer.forget_moments()
     for master in optimizer.masters if some else ():
         optimizer.make_moments(master)

@@ -6,7 +6,7 @@ and the rest, embedding, last norm and head, while this module runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from bapo.learn.determinism import deterministic
-from bapo.learn.forward import compiled_layers, hidden_states, layers_of
+from bapo.learn.forward import can_fuse, compiled_layers, hidden_states, layers_of
 from bapo.learn.head import head_of
 from bapo.learn.settings import LearnerSettings
 from bapo.types import TokenBatch
@@ -34,6 +34,7 @@ class WholeModel(Module):
         self.packed = packed
         self.recompute = settings.activation_checkpointing
         self.compiled = compiled_layers(model) if settings.compile else None
+        self.fused = packed and not settings.compile and can_fuse(model)
 
     @property
     def device(self) -> torch.device:
@@ -45,9 +46,17 @@ class WholeModel(Module):
         """What `read` makes of the states that predict the response tokens, [tokens, width]."""
         with deterministic(self.device):  # compiled layers must see the same switch as in the backward pass
             states = hidden_states(
-                self.model, batch, packed=self.packed, recompute=self.recompute, compiled=self.compiled
+                self.model, batch, packed=self.packed, recompute=self.recompute, forwards=self._forwards(batch)
             )
         return read(states.index_select(0, batch.predicts))
+
+    def _forwards(self, batch: TokenBatch) -> Sequence[Callable[..., Any]] | None:
+        """The forward passes of the layers, where they are not transformers' own."""
+        if self.fused:
+            from bapo.learn.fused.layer import fused_forwards  # needs Triton
+
+            return fused_forwards(self.model, batch)
+        return self.compiled
 
 
 def _check_layers(model: Any, settings: LearnerSettings) -> None:

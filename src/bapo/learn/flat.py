@@ -1,0 +1,167 @@
+"""AdamW for 16-bit weights on a GPU, with everything that belongs to a weight in one of five long vectors.
+
+    weights     16 bit, what passes read: each parameter of the model is a view of its part
+    masters     float32, of which the weights are the rounded image
+    gradients   float32; the fused layers add to them directly (`main_grad`), other gradients are moved there
+    moments     two of float32
+
+So the norm of all gradients is one launch, a step is one more, and weights that a pass multiplies with together lie
+together. It computes the same as `optimizer.py` does for these weights, and its checkpoints are the same.
+
+Per parameter, in bytes: weight 2, master 4, gradient 4, moments 8; together 18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from bapo.learn.optimizer import Optimizer
+
+ALIGNMENT = 64
+"""Numbers. Every weight begins at a multiple, so that kernels load it in whole vectors."""
+EPS = 1e-8
+CLIP_EPS = 1e-6
+"""Added to the norm before dividing by it, as torch's clip_grad_norm_ does."""
+
+
+def optimizer_for(
+    parameters: Iterable[Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+) -> Optimizer | FlatOptimizer:
+    """The fastest optimizer for these parameters."""
+    every = list(parameters)
+    if _can_be_flat([p for p in every if p.requires_grad]):
+        return FlatOptimizer(every, betas=betas, weight_decay=weight_decay)
+    return Optimizer(every, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+def _can_be_flat(trained: Sequence[Parameter]) -> bool:
+    """Whether all of them are plain, of one 16-bit type and on one GPU."""
+    kinds = {(p.dtype, p.device) for p in trained}
+    if len(kinds) != 1 or any(isinstance(p, DTensor) for p in trained):
+        return False
+    dtype, device = kinds.pop()
+    return dtype in (torch.bfloat16, torch.float16) and device.type == "cuda"
+
+
+class FlatOptimizer:
+    """AdamW over masters. Matrices decay, vectors (norms, biases) do not."""
+
+    def __init__(self, parameters: Iterable[Parameter], *, betas: tuple[float, float], weight_decay: float) -> None:
+        trained = [p for p in parameters if p.requires_grad]
+        decayed, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+        self.weights = [*decayed, *others]
+        if any(weight._post_accumulate_grad_hooks for weight in self.weights):
+            raise ValueError(
+                "another optimizer already takes the gradients of these 16-bit weights. Load the model again, or train "
+                "it with its first learner."
+            )
+        self.betas, self.weight_decay = betas, weight_decay
+        rooms = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in self.weights]
+        self._begins = [sum(rooms[:i]) for i in range(len(rooms))]
+        self._decayed = sum(rooms[: len(decayed)])
+        device, total = self.weights[0].device, sum(rooms)
+        self._weights = torch.zeros(total, dtype=self.weights[0].dtype, device=device)
+        self._masters, self._gradients, self._means, self._squares = (
+            torch.zeros(total, dtype=torch.float32, device=device) for _ in range(4)
+        )
+        self._steps = torch.zeros(())  # on the host
+        self._shrink = torch.ones((), device=device)
+        places = zip(*(self._views(x) for x in (self._weights, self._masters, self._gradients)), strict=True)
+        self.masters = []
+        for parameter, (weight, master, gradient) in zip(self.weights, places, strict=True):
+            weight.copy_(parameter.detach())
+            master.copy_(weight)
+            parameter.data = weight
+            parameter.main_grad = gradient  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, gradient))  # type: ignore[no-untyped-call]
+            self.masters.append(Parameter(master))
+            self.masters[-1].grad = gradient
+
+    def _views(self, vector: Tensor) -> list[Tensor]:
+        """The part of each weight."""
+        return [vector[b : b + p.numel()].view(p.shape) for b, p in zip(self._begins, self.weights, strict=True)]
+
+    @torch.no_grad()
+    def clip(self, norm: float) -> Tensor:
+        """The norm of all gradients, on the device. The step will scale them down to at most `norm`."""
+        total: Tensor = torch.linalg.vector_norm(self._gradients)
+        self._shrink = (norm / (total + CLIP_EPS)).clamp(max=1.0)
+        return total
+
+    def step(self, lr: float) -> None:
+        """Take one update of masters and weights, then forget the gradients."""
+        from bapo.learn.fused.kernels.adamw import adamw  # needs Triton
+
+        self._steps += 1
+        adamw(
+            *(self._masters, self._gradients, self._means, self._squares, self._weights, self._shrink),
+            lr=lr,
+            betas=self.betas,
+            eps=EPS,
+            decay=self.weight_decay,
+            decayed=self._decayed,
+            step=int(self._steps),
+        )
+        self._shrink = torch.ones_like(self._shrink)
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients, as if there had been no backward pass."""
+        self._gradients.zero_()
+        self._shrink = torch.ones_like(self._shrink)
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Give every 16-bit weight the value of its master."""
+        self._weights.copy_(self._masters)
+
+    def moments(self, master: Parameter) -> dict[str, Tensor]:
+        """What AdamW remembers of one of the masters: exp_avg, exp_avg_sq and step; nothing before the first update."""
+        return self.make_moments(master) if self._steps else {}
+
+    def make_moments(self, master: Parameter) -> dict[str, Tensor]:
+        """The same, zeros before the first update: to be filled with what was saved."""
+        index = next(i for i, other in enumerate(self.masters) if other is master)
+        mean, square = (self._views(x)[index] for x in (self._means, self._squares))
+        return {"step": self._steps, "exp_avg": mean, "exp_avg_sq": square}
+
+    def forget_moments(self) -> None:
+        """Be as before the first update."""
+        for vector in (self._means, self._squares, self._steps):
+            vector.zero_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors needed to continue: moments are `index.key`, masters are `index.master`."""
+        kinds: dict[str, Sequence[Tensor]] = {"master": self._views(self._masters)}
+        if self._steps:
+            kinds["step"] = [self._steps.clone() for _ in self.weights]
+            kinds |= {"exp_avg": self._views(self._means), "exp_avg_sq": self._views(self._squares)}
+        return {f"{index}.{key}": value for key, values in kinds.items() for index, value in enumerate(values)}
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `tensors` returned. The weights themselves are restored with the model."""
+        indices = {int(name.split(".", 1)[0]) for name in tensors if name.endswith(".master")}
+        if indices != set(range(len(self.weights))):
+            raise KeyError(f"it has master weights of {len(indices)} parameters instead of {len(self.weights)}")
+        self.forget_moments()
+        kinds = {"master": self._masters}
+        if any(name.endswith(".exp_avg") for name in tensors):
+            kinds |= {"exp_avg": self._means, "exp_avg_sq": self._squares}
+            self._steps.copy_(tensors["0.step"])
+        for key, vector in kinds.items():
+            for index, place in enumerate(self._views(vector)):
+                place.copy_(tensors[f"{index}.{key}"])
+
+
+@torch.no_grad()
+def _move_gradient(gradient: Tensor, weight: Tensor) -> None:
+    """Add the gradient that torch made for a weight, if it made one, to its part. Called at the end of a pass."""
+    if weight.grad is not None:
+        gradient += weight.grad  # in float32
+        weight.grad = None

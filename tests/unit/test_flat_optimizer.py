@@ -1,0 +1,127 @@
+"""The flat optimizer against the plain one: same steps, same checkpoints."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bapo.learn.flat import FlatOptimizer, optimizer_for
+from bapo.learn.fused.linear import adjacent
+from bapo.learn.optimizer import Optimizer
+from tests.tiny.models import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPTIONS = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def pair():
+    """A model with each optimizer: the same weights."""
+    model = tiny("qwen2", num_hidden_layers=1).to(DEVICE, torch.bfloat16)
+    other = copy.deepcopy(model)
+    return (model, FlatOptimizer(model.parameters(), **OPTIONS)), (
+        other,
+        Optimizer(other.parameters(), lr=0.1, **OPTIONS),
+    )
+
+
+def give_gradients(model, seed, size=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    loss = sum(
+        (size * p.float() * torch.randn(p.shape, generator=generator).to(DEVICE)).sum() for p in model.parameters()
+    )
+    loss.backward()
+
+
+def same_state(flat, plain):
+    for ours, theirs in zip(flat.masters, plain.masters, strict=True):
+        assert_close(ours.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
+    for ours, theirs in zip(flat.weights, plain.weights, strict=True):
+        assert_close(ours.detach(), theirs.detach(), rtol=1e-2, atol=1e-6)
+
+
+def test_steps_are_those_of_the_plain_optimizer():
+    (model, flat), (other, plain) = pair()
+    for update in range(4):
+        for parts in range(1 + update % 2):  # gradients of several passes are added
+            give_gradients(model, 10 * update + parts)
+            give_gradients(other, 10 * update + parts)
+        clip = 0.5 if update % 2 else 1e9
+        assert_close(flat.clip(clip), plain.clip(clip), rtol=1e-5, atol=0)
+        flat.step(0.01 / (1 + update))
+        plain.step(0.01 / (1 + update))
+        same_state(flat, plain)
+        assert not any(master.grad.any() for master in flat.masters)
+    for weight, master in zip(flat.weights, flat.masters, strict=True):
+        if DEVICE == "cuda":
+            assert torch.equal(weight, master.bfloat16())
+        else:  # Triton's interpreter cuts the last bits off instead of rounding
+            assert_close(weight.detach().float(), master.detach(), rtol=2**-7, atol=0)
+
+
+def test_gradients_that_are_forgotten_leave_no_trace():
+    (model, flat), (other, plain) = pair()
+    give_gradients(model, 0, size=100.0)
+    flat.clip(0.001)
+    flat.forget_gradients()
+    for one, optimizer in ((model, flat), (other, plain)):
+        give_gradients(one, 1)
+        optimizer.step(0.01)
+    same_state(flat, plain)
+
+
+def test_each_reads_the_checkpoints_of_the_other():
+    (model, flat), (other, plain) = pair()
+    for optimizer, one in ((flat, model), (plain, other)):
+        give_gradients(one, 0)
+        optimizer.step(0.01)
+    assert flat.tensors().keys() == plain.tensors().keys()
+    (model_2, flat_2), (other_2, plain_2) = pair()
+    flat_2.load_tensors({name: tensor.clone() for name, tensor in plain.tensors().items()})
+    plain_2.load_tensors({name: tensor.clone() for name, tensor in flat.tensors().items()})
+    for optimizer, one in ((flat_2, model_2), (plain_2, other_2)):
+        optimizer.round()
+        give_gradients(one, 1)
+        optimizer.step(0.01)
+    for optimizer, one in ((flat, model), (plain, other)):
+        give_gradients(one, 1)
+        optimizer.step(0.01)
+    same_state(flat_2, plain_2)
+    same_state(flat_2, plain)
+
+
+def test_a_checkpoint_from_before_the_first_update_has_no_moments():
+    (_, flat), _ = pair()
+    kept = {name: tensor.clone() for name, tensor in flat.tensors().items()}
+    assert {name.split(".")[1] for name in kept} == {"master"}
+    (model, other), _ = pair()
+    give_gradients(model, 0)
+    other.step(0.01)
+    other.load_tensors(kept)
+    assert other.moments(other.masters[0]) == {}
+    with pytest.raises(KeyError, match="master weights of 1 parameters"):
+        other.load_tensors({"0.master": kept["0.master"]})
+
+
+def test_weights_that_are_multiplied_together_lie_together():
+    model = tiny("qwen2", num_hidden_layers=1, hidden_size=256).to(DEVICE, torch.bfloat16)
+    FlatOptimizer(model.parameters(), **OPTIONS)
+    layer = model.model.layers[0]
+    attention = layer.self_attn
+    for kind in ("weight", "bias"):
+        assert adjacent([getattr(m, kind) for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    both = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
+    assert adjacent(both)
+    assert adjacent([weight.main_grad for weight in both])
+
+
+def test_one_model_has_one_optimizer():
+    (model, _), _ = pair()
+    with pytest.raises(ValueError, match="another optimizer"):
+        FlatOptimizer(model.parameters(), **OPTIONS)
+
+
+def test_only_16_bit_weights_on_a_gpu_are_flat():
+    model = tiny()
+    assert isinstance(optimizer_for(model.parameters(), lr=0.1, **OPTIONS), Optimizer)
+    assert isinstance(optimizer_for(tiny().bfloat16().parameters(), lr=0.1, **OPTIONS), Optimizer)
