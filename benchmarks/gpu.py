@@ -22,15 +22,17 @@ its time (kernels compiled, graphs captured) is given as first_s.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import statistics
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bounds as bounds_benchmark
 import references
@@ -40,6 +42,7 @@ import workload
 from timing import table
 from workload import TINY, Peak, Report, Sizes, make_model, timed
 
+from bapo.learn import flat, whole
 from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.rollout.engine import Engine, Request, Sampling, generate
@@ -120,13 +123,14 @@ def engine_rows(
         rates = [count(numbers, "tokens_per_s") for numbers in (ours, plain, static)]
         return [f"{shape} x {batch}", *rates, times(ours, plain), times(ours, static), reached]
 
-    def of_ragged(slots: int) -> list[str]:
-        requests = workload.ragged_requests(4 * slots, sizes, vocabulary)
-        case = f"{shape} ragged"
+    def of_ragged(slots: int, group: int) -> list[str]:
+        requests = workload.ragged_requests(4 * slots, sizes, vocabulary, group=group)
+        case = f"{shape} ragged" if group == 1 else f"{shape} ragged, {group} per prompt"
         ours = report.attempt("engine", case, "ours", lambda: measure_engine(model, slots, requests))
         return [case, count(ours, "tokens_per_s"), "", "", "", "", ""]
 
-    return [*(of_batch(batch) for batch in sizes.batches), of_ragged(ragged_slots(sizes))]
+    ragged = [of_ragged(ragged_slots(sizes), group) for group in (1, sizes.group)]
+    return [*(of_batch(batch) for batch in sizes.batches), *ragged]
 
 
 # -------------------------------------------------------------------------------------------------------- learner
@@ -137,11 +141,11 @@ def updates_of(groups: list[Group], responses: int, group: int) -> list[list[Gro
     return [groups[i : i + size] for i in range(0, len(groups), size)]
 
 
-def measure_learner(groups: list[Group], sizes: Sizes, device: str, **how: bool) -> dict[str, Any]:
+def measure_learner(groups: list[Group], sizes: Sizes, device: str, fused: bool, **how: bool) -> dict[str, Any]:
     """Times whole updates: packing, forward (twice if the bounds need it), backward, step. The second round counts."""
     peak = Peak()
     model = make_model(sizes.learner_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    learner = Learner(model, LearnerSettings(lr=1e-6, micro_tokens=sizes.micro_tokens, **how))
+    learner = make_learner(model, fused, LearnerSettings(lr=1e-6, micro_tokens=sizes.micro_tokens, **how))
     parts = updates_of(groups, sizes.update, sizes.group)
 
     def round_() -> None:
@@ -161,9 +165,22 @@ def measure_learner(groups: list[Group], sizes: Sizes, device: str, **how: bool)
     }
 
 
-def our_learners(device: str) -> dict[str, dict[str, bool]]:
-    compiled = {"ours, compiled": {"compile": True}} if device == "cuda" else {}
-    return {"ours": {}, **compiled, "ours, layers recomputed": {"activation_checkpointing": True}}
+@contextlib.contextmanager
+def through_transformers() -> Iterator[None]:
+    """Inside, a learner uses transformers' own layers and the plain optimizer, as it does where ours do not fit."""
+    with (
+        mock.patch.object(whole, "can_fuse", return_value=False),
+        mock.patch.object(flat, "_can_be_flat", return_value=False),
+    ):
+        yield
+
+
+def our_learners(device: str) -> dict[str, tuple[bool, dict[str, bool]]]:
+    """By name: whether layers are fused where they can be, and the settings."""
+    plain: dict[str, tuple[bool, dict[str, bool]]] = {}
+    if device == "cuda":
+        plain = {"ours, transformers' layers": (False, {}), "the same, compiled": (False, {"compile": True})}
+    return {"ours": (True, {}), "ours, layers recomputed": (True, {"activation_checkpointing": True}), **plain}
 
 
 def learner_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
@@ -178,8 +195,8 @@ def learner_section(report: Report, sizes: Sizes, options: argparse.Namespace) -
     run = bind(report, "learner", sizes.learner_shape)
     results = {
         **{
-            name: run(name, lambda how=how: measure_learner(groups, sizes, device, **how))
-            for name, how in our_learners(device).items()
+            name: run(name, lambda fused=fused, how=how: measure_learner(groups, sizes, device, fused, **how))
+            for name, (fused, how) in our_learners(device).items()
         },
         "padded, full logits": run("padded, full logits", lambda: references.padded_learner(groups, sizes, device)),
         "TRL": run("TRL", lambda: references.trl_learner(groups, sizes, device, options.trl_checkpointing)),
@@ -217,11 +234,16 @@ def bounds_section(report: Report, sizes: Sizes, options: argparse.Namespace) ->
 # ----------------------------------------------------------------------------------------------------------- step
 
 
-def measure_step(sizes: Sizes, device: str, **how: bool) -> dict[str, Any]:
+def make_learner(model: Any, fused: bool, settings: LearnerSettings) -> Learner:
+    with contextlib.nullcontext() if fused else through_transformers():
+        return Learner(model, settings)
+
+
+def measure_step(sizes: Sizes, device: str, fused: bool, **how: bool) -> dict[str, Any]:
     """Times a whole cycle: sample, score, pack, and take every update. The second cycle counts."""
     peak = Peak()
     model = make_model(sizes.step_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    learner = Learner(model, LearnerSettings(lr=1e-6, micro_tokens=sizes.step_micro_tokens, **how))
+    learner = make_learner(model, fused, LearnerSettings(lr=1e-6, micro_tokens=sizes.step_micro_tokens, **how))
     engine = our_engine(model, sizes.step_responses)
     requests = workload.equal_requests(sizes.step_responses, sizes, model.config.vocab_size, group=sizes.group)
 
@@ -251,10 +273,10 @@ def measure_step(sizes: Sizes, device: str, **how: bool) -> dict[str, Any]:
 
 def step_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
     run = bind(report, "step", sizes.step_shape)
-    ours = {"ours": run("ours", lambda: measure_step(sizes, options.device))}
-    if options.device == "cuda":
-        name = "ours, compiled"
-        ours[name] = run(name, lambda: measure_step(sizes, options.device, compile=True))
+    ours = {
+        name: run(name, lambda fused=fused, how=how: measure_step(sizes, options.device, fused, **how))
+        for name, (fused, how) in our_learners(options.device).items()
+    }
     trl = run("TRL", lambda: references.trl_cycle(sizes, options.device, options.trl_checkpointing))
     rows = [
         [
@@ -299,6 +321,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Sizes]:
         "sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)}; all if none is given"
     )
     parser.add_argument("--shapes", type=lambda s: s.split(","), help="models of the engine section (135m,1.5b)")
+    parser.add_argument("--learner-shape", help="model of the learner section (0.5b)")
+    parser.add_argument("--step-shape", help="model of the step section (135m)")
     parser.add_argument("--batches", type=integers, help="batch sizes of the engine section (64,256,1024)")
     parser.add_argument(
         "--static-batches", type=integers, default=[256], help="batch sizes also measured with a static cache (256)"
@@ -316,13 +340,15 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Sizes]:
     options = parser.parse_args(arguments)
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"there is no section {', '.join(sorted(unknown))}. Name any of {', '.join(SECTIONS)}.")
-    if options.shapes and (unknown := set(options.shapes) - set(workload.SHAPES)):
-        parser.error(f"--shapes={','.join(sorted(unknown))} is unknown. Name any of {', '.join(workload.SHAPES)}.")
+    named = {*(options.shapes or ()), options.learner_shape, options.step_shape} - {None}
+    if unknown := named - set(workload.SHAPES):
+        parser.error(f"there is no shape {', '.join(sorted(unknown))}. Name any of {', '.join(workload.SHAPES)}.")
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.device == "cpu" and not options.tiny:
         parser.error("torch finds no CUDA device. Without one, only --tiny can run.")
     sizes = TINY if options.tiny else Sizes(shapes=["135m", "1.5b"], batches=[64, 256, 1024])
-    given = {name: getattr(options, name) for name in ("shapes", "batches", "micro_tokens", "trl_rows")}
+    names = "shapes", "batches", "micro_tokens", "trl_rows", "learner_shape", "step_shape"
+    given = {name: getattr(options, name) for name in names}
     given["step_micro_tokens"] = options.micro_tokens
     return options, dataclasses.replace(sizes, **{name: value for name, value in given.items() if value})
 

