@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen2 and Qwen3, written for sampling: few launches, static shapes, a slotted cache.
+"""The forward pass of Llama, Qwen2 and Qwen3, written for sampling: few launches, static shapes, a cache in pages.
 
 It holds the weights in the layout and dtype that sampling wants (query, key and value in one matrix, gate and up in
 another). `load` fills this copy. It costs one pass over the weights per version and memory for one more copy of them,
@@ -17,6 +17,7 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from bapo.rollout.cuda.kernels.layers import add_norm, gate, rotate_and_store
+from bapo.rollout.cuda.pages import PAGE
 from bapo.rollout.requests import copy_weights
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -128,13 +129,21 @@ class Decoder:
         half = self.width // 2
         self._rotation = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def cache(self, slots: int, reach: int) -> Tensor:
-        """An empty cache: [layers, keys and values, slots, kv_heads, reach, width]."""
-        shape = (self.layers, 2, slots, self.kv_heads, reach, self.width)
+    def cache(self, pages: int) -> Tensor:
+        """An empty cache: [layers, keys and values, pages, kv_heads, PAGE, width]."""
+        shape = (self.layers, 2, pages, self.kv_heads, PAGE, self.width)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def forward(
-        self, ids: Tensor, slots: Tensor, positions: Tensor, cache: Tensor, attend: Attend, *, logits: bool = True
+        self,
+        ids: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        table: Tensor,  # [slots, pages per slot]
+        attend: Attend,
+        *,
+        logits: bool = True,
     ) -> Tensor | None:
         """Put the tokens' keys and values into the cache; return logits [tokens, vocabulary] if they are wanted."""
         assert self._rotation is not None
@@ -145,7 +154,9 @@ class Decoder:
             states = add_norm(residual, delta, w[f"{i}.before_attention"], self.eps)
             qkv = linear(states, w[f"{i}.qkv"], w.get(f"{i}.qkv.bias"))
             gains = (w[f"{i}.query_gain"], w[f"{i}.key_gain"]) if f"{i}.query_gain" in w else None
-            rotate_and_store(qkv, slots, positions, self._rotation, gains, keys, values, heads=self.heads, eps=self.eps)
+            rotate_and_store(
+                qkv, slots, positions, self._rotation, gains, keys, values, table, heads=self.heads, eps=self.eps
+            )
             if i == self.layers - 1 and not logits:
                 return None
             delta = linear(attend(qkv, keys, values), w[f"{i}.out"], w.get(f"{i}.out.bias"))
