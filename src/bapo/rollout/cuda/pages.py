@@ -43,9 +43,9 @@ class Pages:
         """How many pages a slot has."""
         return self._held[slot]
 
-    def lacking(self, slot: int, tokens: int) -> int:
-        """How many more pages a slot needs to hold this many tokens."""
-        return max(0, pages_for(tokens) - self._held[slot])
+    def lacking(self, slot: int, tokens: int, *, shared: int = 0) -> int:
+        """How many free pages a slot needs to hold this many tokens, the first of which another slot shares with it."""
+        return max(0, pages_for(tokens) - shared // PAGE - self._held[slot])
 
     def extend(self, slot: int, tokens: int) -> None:
         """Give a slot the pages that it lacks to hold this many tokens."""

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from bapo.rollout.cuda.graphs import Pool, Reading
 from bapo.rollout.cuda.kernels.sampling import SlotStatus, State
-from bapo.rollout.cuda.pages import PAGE
 from bapo.rollout.engine import Request, Segment
 from bapo.rollout.randomness import stream
 from bapo.rollout.requests import non_finite
@@ -210,13 +209,11 @@ class Sitting:
         Slots that are kept for nobody in this sitting are given up for it. If nobody else is seated, so are all others.
         """
         name, cached = name_of(request), len(request.context) - 1
-        tokens = cached + min(request.max_new_tokens, HEADROOM)
+        pages, tokens = self.pool.pages, cached + min(request.max_new_tokens, HEADROOM)
+        shared = cached if shares and name not in self.kept else 0
         while True:
-            slot = self.kept.get(name)
-            shared = cached // PAGE if shares and slot is None else 0
-            if slot is None and self.free:
-                slot = self.free[-1]
-            if slot is not None and self.pool.pages.lacking(slot, tokens) - shared + growing <= self.pool.pages.free:
+            slot = self.kept.get(name, self.free[-1] if self.free else None)
+            if slot is not None and pages.lacking(slot, tokens, shared=shared) + growing <= pages.free:
                 return slot
             if not self._give_up_kept(everything=alone, except_for=name):
                 assert not alone, "the pool is too small for a single response"
