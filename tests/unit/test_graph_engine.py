@@ -12,7 +12,7 @@ import torch
 
 from bapo.rollout.cuda.decoder import unsupported
 from bapo.rollout.cuda.engine import GraphEngine
-from bapo.rollout.cuda.graphs import batch_sizes
+from bapo.rollout.cuda.graphs import Pool, batch_sizes
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.local.engine import LocalEngine
@@ -234,12 +234,15 @@ def test_groups_share_the_pages_of_their_prompt_and_all_pages_are_free_afterward
     assert_matches_teacher_forcing(model, requests, segments, 0.8)
 
 
-def test_responses_wait_for_pages_and_lose_nothing(small_pages):
+def test_responses_wait_for_pages_and_lose_nothing(small_pages, monkeypatch):
     model = tiny("llama", num_hidden_layers=1)
+    prefilled, prefill = [], Pool.prefill
+    monkeypatch.setattr(Pool, "prefill", lambda pool, batch: (prefilled.append(dict(batch)), prefill(pool, batch)))
     requests = [Request([5], 0, 1, 10), Request([6], 0, 2, 10)]
     whole = sitting(GraphEngine(model, slots=2), requests, Sampling(0.8))
     engine = GraphEngine(model, slots=2, cache_tokens=24)  # the second response has to wait for its second page
     segments = sitting(engine, requests, Sampling(0.8))
+    assert [list(batch.values()) for batch in prefilled] == [[[6, *whole[1].tokens[:7]]]]
     assert tokens_of(segments) == tokens_of(whole)
     assert_matches_teacher_forcing(model, requests, segments, 0.8)
     for found, expected in zip(segments, whole, strict=True):

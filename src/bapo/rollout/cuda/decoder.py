@@ -2,7 +2,8 @@
 
 It holds the weights in the layout and dtype that sampling wants (query, key and value in one matrix, gate and up in
 another). `load` fills this copy. It costs one pass over the weights per version and memory for one more copy of them,
-and saves nine of ten launches per token. Everything else (rotation tables, norms, heads) is read from the
+and saves nine of ten launches per token. Low-rank additions are merged into this copy (`low_rank.py`), so tokens are
+sampled with the rounding of merged weights. Everything else (rotation tables, norms, heads) is read from the
 transformers model; `unsupported` says why a model has to be sampled by the general engine instead.
 """
 
@@ -17,6 +18,7 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from bapo.rollout.cuda.kernels.layers import add_norm, gate, rotate_and_store
+from bapo.rollout.cuda.low_rank import has_addition, merged, refusal, scales_of
 from bapo.rollout.cuda.pages import PAGE
 from bapo.rollout.requests import copy_weights
 
@@ -48,12 +50,11 @@ def unsupported(model: PreTrainedModel) -> str | None:
         kinds = type(head).__name__, type(base.embed_tokens).__name__
         return f"its head and embedding are {kinds[0]} and {kinds[1]}, not plain Linear and Embedding"
     linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    strangers = {f"{type(m).__module__}.{type(m).__name__}" for m in linears if type(m) is not torch.nn.Linear}
-    if any(name.startswith("peft.") for name in strangers):
-        return "it has low-rank additions (model.lora), which the fused weights would leave out"
+    strangers = [module for module in linears if type(module) is not torch.nn.Linear and not has_addition(module)]
     if strangers:
-        return f"its projections are {', '.join(sorted(strangers))}, not plain Linear"
-    return None
+        types = sorted({f"{type(module).__module__}.{type(module).__name__}" for module in strangers})
+        return f"its projections are {', '.join(types)}, not plain Linear"
+    return next(filter(None, (refusal(module) for module in linears if has_addition(module))), None)
 
 
 class Decoder:
@@ -75,11 +76,12 @@ class Decoder:
             for name, parts in sources.items()
         }
         self._places = self._places_of(sources)
+        self._scales = scales_of(model)
         self._rotation: tuple[Tensor, Tensor] | None = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights, given by their names in the model, in place: captured graphs read the same addresses."""
-        copy_weights(weights, self._places)
+        copy_weights(merged(weights, self._scales), self._places)
 
     def _places_of(self, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """Map the name of each parameter in the model to the part of our matrices that holds it."""
@@ -108,7 +110,8 @@ class Decoder:
                 "gate_up": (mlp.gate_proj, mlp.up_proj),
                 "down": (mlp.down_proj,),
             }
-            for name, modules in stacks.items():
+            for name, parts in stacks.items():
+                modules = [part.base_layer if has_addition(part) else part for part in parts]
                 sources[f"{i}.{name}"] = [module.weight for module in modules]
                 sources[f"{i}.{name}.bias"] = [module.bias for module in modules]
             sources[f"{i}.before_attention"] = [layer.input_layernorm.weight]
