@@ -35,9 +35,8 @@ AHEAD = 1
 """Stretches that are queued when the host looks at an older one. At 0 the device waits for the host."""
 REFILL = 8
 """Newcomers are seated when one in this many slots is idle, because a prefill costs a few steps."""
-HEADROOM = 128
-"""A newcomer is seated only if there are pages for its context and this many tokens more, and one page for everybody
-who still grows."""
+HEADROOM = 256
+"""A newcomer is seated only if the free pages hold its context, and this many tokens more of everybody seated."""
 
 STATUSES = {SlotStatus.STOPPED: Status.STOPPED, SlotStatus.TRUNCATED: Status.TRUNCATED}
 
@@ -170,7 +169,7 @@ class Sitting:
         """
         pages = self.pool.pages
         room = self._spare() - len(self.seated)
-        growing = sum(pages.lacking(slot, s.cached + s.produced + s.left) > 0 for slot, s in self.seated.items())
+        reserved = sum(pages.lacking(slot, s.tokens_after(HEADROOM)) for slot, s in self.seated.items())
         holders = {s.context: slot for slot, s in self.seated.items() if s.context is not None}
         newcomers: dict[int, Seated] = {}
         contexts: dict[int, Sequence[int]] = {}
@@ -180,7 +179,7 @@ class Sitting:
             request, context = self.requests[index], self.contexts[index]
             source = None if context is None else holders.get(context)
             alone = not self.seated and not newcomers
-            slot = self._slot_for(request, shares=source is not None, growing=growing, alone=alone)
+            slot = self._slot_for(request, shares=source is not None, reserved=reserved, alone=alone)
             if slot is None:
                 break
             self.waiting.popleft()
@@ -194,8 +193,8 @@ class Sitting:
                     contexts[slot] = request.context[:-1]
                 elif partly := pages.share(source, slot, newcomer.cached):
                     copies.append(partly)
-            pages.extend(slot, newcomer.tokens_after(HEADROOM))
-            growing += pages.lacking(slot, newcomer.cached + newcomer.left) > 0
+            pages.extend(slot, newcomer.cached)
+            reserved += pages.lacking(slot, newcomer.tokens_after(HEADROOM))
             newcomers[slot] = newcomer
         if newcomers:
             self._prefill(contexts)
@@ -203,8 +202,8 @@ class Sitting:
                 self.pool.copy(copies)
             self._seat(newcomers)
 
-    def _slot_for(self, request: Request, *, shares: bool, growing: int, alone: bool) -> int | None:
-        """A slot for a request, with enough free pages for it; None if it has to wait.
+    def _slot_for(self, request: Request, *, shares: bool, reserved: int, alone: bool) -> int | None:
+        """A slot for a request, with enough pages for it besides the reserved ones; None if it has to wait.
 
         Slots that are kept for nobody in this sitting are given up for it. If nobody else is seated, so are all others.
         """
@@ -213,7 +212,7 @@ class Sitting:
         shared = cached if shares and name not in self.kept else 0
         while True:
             slot = self.kept.get(name, self.free[-1] if self.free else None)
-            if slot is not None and pages.lacking(slot, tokens, shared=shared) + growing <= pages.free:
+            if slot is not None and pages.lacking(slot, tokens, shared=shared) + reserved <= pages.free:
                 return slot
             if not self._give_up_kept(everything=alone, except_for=name):
                 assert not alone, "the pool is too small for a single response"
