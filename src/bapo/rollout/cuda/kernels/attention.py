@@ -64,11 +64,14 @@ def _decode(
     best = tl.full([GROUP_BLOCK], -1e30, tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     mixed = tl.zeros([GROUP_BLOCK, WIDTH_BLOCK], tl.float32)
+    # Each turn loads the page of the next one. If a turn loaded its own, Triton would give a stage of the pipeline to
+    # that load and would fetch keys and values one turn less ahead.
+    page = tl.load(pages + begin // PAGE, mask=begin < end, other=0).to(tl.int64)
     for start in range(begin, end, KEYS):
         place = start + column
         inside = (place < end)[:, None] & (lane < WIDTH)[None, :]
-        page = tl.load(pages + start // PAGE).to(tl.int64)
         home = ((page * KV_HEADS + kv_head) * PAGE + start % PAGE) * WIDTH
+        page = tl.load(pages + (start + KEYS) // PAGE, mask=start + KEYS < end, other=0).to(tl.int64)
         key = tl.load(keys + home + tile, mask=inside, other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where((place < end)[None, :], score, -1e30)
