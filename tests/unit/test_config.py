@@ -273,3 +273,5 @@ def test_a_cluster_is_refused_what_it_cannot_do():
     partial = {"offpolicy": {"partial_budget": 100}}
     assert "partial_budget=100 is for one process" in refused(cluster() | partial)
     assert "needs cluster.engine='vllm'" in refused(cluster(gpus_per_rollout=2))
+    kept = {"rollout": {"cache_tokens": 4096}}
+    assert "rollout.cache_tokens=4096 does nothing with cluster.engine='vllm'" in refused(cluster(engine="vllm") | kept)

@@ -113,10 +113,10 @@ def small():
         yield
 
 
-def sit(pool, requests, *, budget=None, look=2, keep=False, kept=None, deadline=None, prefill_tokens=20):
+def sit(pool, requests, *, budget=None, stretch=2, keep=False, kept=None, deadline=None, prefill_tokens=20):
     """One sitting, collected to its end. Returns a segment per request, and what is kept."""
     sitting = Sitting(
-        pool, requests, budget=budget, look=look, prefill_tokens=prefill_tokens, keep=keep, kept=dict(kept or {})
+        pool, requests, budget=budget, stretch=stretch, prefill_tokens=prefill_tokens, keep=keep, kept=dict(kept or {})
     )
     parts = {request.id: [] for request in requests}
     while not all(listed and listed[-1].status is not None for listed in parts.values()):
@@ -144,12 +144,12 @@ def loads(draw_from):
 
 @settings(max_examples=150, deadline=None)
 @given(loads(), st.integers(1, 5), st.integers(0, 60), st.booleans())
-def test_every_response_is_what_it_is_alone_whatever_waits_parks_or_shares(load, look, budget, keep):
+def test_every_response_is_what_it_is_alone_whatever_waits_parks_or_shares(load, stretch, budget, keep):
     requests, slots, pages = load
     pool = PaperPool(slots, pages)
     going, had, kept = list(requests), {r.id: [] for r in requests}, {}
     for allowed in (budget, None):
-        segments, kept = sit(pool, going, budget=allowed, look=look, keep=keep, kept=kept)
+        segments, kept = sit(pool, going, budget=allowed, stretch=stretch, keep=keep, kept=kept)
         assert allowed is None or sum(len(segment.tokens) for segment in segments) <= allowed
         for request, segment in zip(going, segments, strict=True):
             positions = range(request.position, request.position + len(segment.tokens))
@@ -192,7 +192,7 @@ def test_the_last_response_waits_and_is_prefilled_with_what_it_sampled():
     many = [Request([7], 0, seed, 12, id=seed) for seed in range(99)]
     requests = [request for request in many if len(alone(request)[0]) == 12][:2]
     pool = PaperPool(2, 4)  # 16 tokens, and two responses of 12
-    segments, _ = sit(pool, requests, look=1)
+    segments, _ = sit(pool, requests, stretch=1)
     assert [segment.tokens for segment in segments] == [alone(request)[0] for request in requests]
     assert pool.prefilled == [[8]]  # the second one, with the eight tokens that its two pages had room for
 

@@ -102,7 +102,14 @@ class Config(Section):
 
     def _check_cache(self) -> None:
         kept, longest = self.rollout.cache_tokens, self.rollout.max_tokens
-        if kept is not None and kept <= longest:
+        if kept is None:
+            return
+        if self.cluster.on and self.cluster.engine == "vllm":
+            raise ValueError(
+                f"rollout.cache_tokens={kept} does nothing with cluster.engine='vllm', which decides itself how much it "
+                "keeps. Leave cache_tokens out."
+            )
+        if kept <= longest:
             raise ValueError(
                 f"rollout.cache_tokens={kept} cannot hold one response, which can have rollout.max_tokens={longest} "
                 f"tokens besides its prompt. Set cache_tokens well above {longest}, or lower max_tokens."

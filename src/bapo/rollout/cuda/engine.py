@@ -113,7 +113,7 @@ class GraphEngine:
                 pool,
                 requests,
                 budget=token_budget,
-                look=LOOK,
+                stretch=LOOK,
                 prefill_tokens=self.prefill_tokens,
                 keep=self.parked == "keep",
                 kept=self.kept,

@@ -91,17 +91,17 @@ class Sitting:
         requests: Sequence[Request],
         *,
         budget: int | None,
-        look: int,
+        stretch: int,
         prefill_tokens: int,
         keep: bool,
         kept: dict[Name, int],
     ) -> None:
-        """`look`: steps per stretch. `kept`: slots that hold keys and values of parked responses. `keep`: whether
-        responses parked in this sitting join them.
+        """`stretch`: steps between two looks. `kept`: slots that hold keys and values of parked responses. `keep`:
+        whether responses parked in this sitting join them.
         """
         self.pool, self.requests = pool, list(requests)
         self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
-        self.look, self.prefill_tokens, self.keep, self.kept = look, prefill_tokens, keep, kept
+        self.stretch, self.prefill_tokens, self.keep, self.kept = stretch, prefill_tokens, keep, kept
         self.parked = False
         self.waiting = deque(range(len(requests)))
         self.seated: dict[int, Seated] = {}
@@ -267,7 +267,7 @@ class Sitting:
         growing = [seated.grows for seated in self.seated.values() if seated.grows]
         if not growing:
             return False
-        steps = min(self.look, max(growing), spare // len(growing))
+        steps = min(self.stretch, max(growing), spare // len(growing))
         if steps < 1 or not self._reserve(steps):
             return False
         self.pool.advance(len(self.seated), steps)
