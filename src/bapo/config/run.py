@@ -106,8 +106,8 @@ class Config(Section):
             return
         if self.cluster.on and self.cluster.engine == "vllm":
             raise ValueError(
-                f"rollout.cache_tokens={kept} does nothing with cluster.engine='vllm', which decides itself how much it "
-                "keeps. Leave cache_tokens out."
+                f"rollout.cache_tokens={kept} does nothing with cluster.engine='vllm', which decides itself how much "
+                "it keeps. Leave cache_tokens out."
             )
         if kept <= longest:
             raise ValueError(
