@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bapo.models.lora import LoraSettings, add_lora
 from bapo.rollout.cuda.engine import GraphEngine
+from bapo.rollout.cuda.graphs import Pool
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.local.engine import LocalEngine
@@ -147,6 +149,64 @@ def test_other_models_fall_back_with_a_notice():
     requests = ragged_requests(6)
     segments = sitting(engine, requests, SAMPLING, version=0)
     assert_matches_teacher_forcing(engine.model, requests, segments, 0.8, tolerance=5e-5)
+
+
+def long_requests(count, *, prompt=130, tokens=400, group=4):
+    """Groups with equal prompts, whose responses need several pages."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(4, VOCABULARY, (prompt + i,), generator=generator).tolist() for i in range(count)]
+    return [Request(prompts[i // group], 0, 100 + i, tokens - 40 * (i % 5)) for i in range(count)]
+
+
+def long_model(architecture="llama"):
+    model = tiny(architecture, max_position_embeddings=1024)
+    return model.cuda()
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_long_responses_in_pages_have_the_logprobs_of_a_full_forward_pass(architecture):
+    model, requests = long_model(architecture), long_requests(12)
+    engine = GraphEngine(model, slots=8)
+    segments = sitting(engine, requests, Sampling(0.8), version=0)
+    assert_matches_teacher_forcing(model, requests, segments, 0.8, tolerance=1e-4)
+    assert engine.pool.pages.free == len(engine.pool.cache[0, 0]) - 1
+
+
+def test_responses_that_wait_for_pages_go_on_where_they_stopped():
+    model, requests = long_model(), long_requests(16, tokens=800)
+    whole = sitting(GraphEngine(model, slots=16), requests, Sampling(0.8), version=0)
+    engine = GraphEngine(model, slots=16, cache_tokens=4000)
+    batches, prefill = [], Pool.prefill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pool, "prefill", lambda pool, batch: (batches.append(dict(batch)), prefill(pool, batch)))
+        segments = sitting(engine, requests, Sampling(0.8), version=0)
+    prompts = {tuple(request.context[:-1]) for request in requests}
+    again = [context for batch in batches for context in batch.values() if tuple(context) not in prompts]
+    assert again, "nobody had to wait"
+    same = sum(a.tokens == b.tokens for a, b in zip(segments, whole, strict=True))
+    assert same >= 14  # a uniform may fall within rounding of an edge
+    assert_matches_teacher_forcing(model, requests, segments, 0.8, tolerance=1e-4)
+    assert engine.pool.pages.free == len(engine.pool.cache[0, 0]) - 1
+    assert segments == sitting(engine, requests, Sampling(0.8), version=0)  # bit for bit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
+        assert segments == sitting(engine, requests, Sampling(0.8), version=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_rank_additions_are_sampled_with(dtype):
+    model = tiny("qwen2").to("cuda", dtype)
+    add_lora(model, LoraSettings(4), seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    engine = engine_for(model, slots=16)
+    assert isinstance(engine, GraphEngine)
+    requests = ragged_requests(24)
+    segments = sitting(engine, requests, SAMPLING, version=0)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.2
+    assert_matches_teacher_forcing(model, requests, segments, 0.8, tolerance=tolerance)
 
 
 def test_the_model_itself_is_left_alone():

@@ -83,6 +83,10 @@ def test_the_preset_auto_is_decided_by_the_number_of_passes():
         ({"device": "gpu"}, ["device = 'gpu'", "'cuda'"]),
         ({"model": {"dtype": "float16"}}, ["model.dtype = 'float16'", "'bfloat16'"]),
         ({"rollout": {"responses": 1}}, ["rollout.responses = 1"]),
+        (
+            {"rollout": {"cache_tokens": 512, "max_tokens": 512}},
+            ["rollout.cache_tokens=512 cannot hold one response", "rollout.max_tokens=512", "well above 512"],
+        ),
         ({"model": {"lora": {"alpha": 16}}}, ["model.lora.alpha=16.0 does nothing with model.lora.rank=0"]),
         ({"model": {"lora": {"targets": ["q_proj"]}}}, ["model.lora.targets=['q_proj'] does nothing"]),
         ({"objective": {"name": "bappo"}}, ["objective.name='bappo'", "Did you mean 'bapo'"]),
@@ -269,3 +273,5 @@ def test_a_cluster_is_refused_what_it_cannot_do():
     partial = {"offpolicy": {"partial_budget": 100}}
     assert "partial_budget=100 is for one process" in refused(cluster() | partial)
     assert "needs cluster.engine='vllm'" in refused(cluster(gpus_per_rollout=2))
+    kept = {"rollout": {"cache_tokens": 4096}}
+    assert "rollout.cache_tokens=4096 does nothing with cluster.engine='vllm'" in refused(cluster(engine="vllm") | kept)

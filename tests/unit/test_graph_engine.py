@@ -12,7 +12,7 @@ import torch
 
 from bapo.rollout.cuda.decoder import unsupported
 from bapo.rollout.cuda.engine import GraphEngine
-from bapo.rollout.cuda.graphs import batch_sizes
+from bapo.rollout.cuda.graphs import Pool, batch_sizes
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.local.engine import LocalEngine
@@ -204,3 +204,54 @@ def test_weights_of_another_shape_of_model_ask_for_a_new_engine():
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(ValueError, match="build a new engine"):
         sitting(engine, short_requests(1), SAMPLING, version=0)
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    """Pages of eight tokens, so that short responses have several."""
+    monkeypatch.setattr("bapo.rollout.cuda.pages.PAGE", 8)
+    monkeypatch.setattr("bapo.rollout.cuda.decoder.PAGE", 8)
+    monkeypatch.setattr("bapo.rollout.cuda.kernels.attention.KEYS", 8)
+    monkeypatch.setattr("bapo.rollout.cuda.sitting.HEADROOM", 2)
+
+
+def test_groups_share_the_pages_of_their_prompt_and_all_pages_are_free_afterwards(small_pages, monkeypatch):
+    monkeypatch.setattr("bapo.rollout.cuda.engine.LOOK", 1)
+    model = tiny("llama", num_hidden_layers=1)
+    requests = [Request(list(range(4, 4 + n)), 0, seed, 3) for n, seed in ((11, 1), (11, 2), (9, 3), (9, 4))]
+    engine = GraphEngine(model, slots=4)
+    engine.load(model.named_parameters(), version=0)
+    engine.submit([replace(request, id=request.seed) for request in requests], SAMPLING)
+    engine.collect(0)
+    table = engine.pool.pages.table
+    assert table[0, 0] == table[1, 0]  # ten tokens of context: a full page is shared, the next one is copied
+    assert table[2, 0] == table[3, 0]  # eight tokens: nothing is copied
+    assert len({*table[:2, 0], *table[2:4, 0], *table[:4, 1]}) == 6
+    engine.park()
+    engine.collect()
+    assert engine.pool.pages.free == 4 * len(table[0])
+    segments = sitting(engine, requests, SAMPLING)
+    assert_matches_teacher_forcing(model, requests, segments, 0.8)
+
+
+def test_responses_wait_for_pages_and_lose_nothing(small_pages, monkeypatch):
+    model = tiny("llama", num_hidden_layers=1)
+    prefilled, prefill = [], Pool.prefill
+    monkeypatch.setattr(Pool, "prefill", lambda pool, batch: (prefilled.append(dict(batch)), prefill(pool, batch)))
+    requests = [Request([5], 0, 1, 10), Request([6], 0, 2, 10)]
+    whole = sitting(GraphEngine(model, slots=2), requests, Sampling(0.8))
+    engine = GraphEngine(model, slots=2, cache_tokens=24)  # the second response has to wait for its second page
+    segments = sitting(engine, requests, Sampling(0.8))
+    assert [list(batch.values()) for batch in prefilled] == [[[6, *whole[1].tokens[:7]]]]
+    assert tokens_of(segments) == tokens_of(whole)
+    assert_matches_teacher_forcing(model, requests, segments, 0.8)
+    for found, expected in zip(segments, whole, strict=True):
+        torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected.logprobs), atol=1e-5, rtol=0)
+    assert engine.pool.pages.free == 3
+
+
+def test_a_response_that_can_never_fit_is_refused():
+    engine = GraphEngine(tiny("llama"), slots=2, cache_tokens=20)
+    with pytest.raises(ValueError, match=r"rollout\.cache_tokens=20, but one response can have up to 21 tokens"):
+        sitting(engine, [Request([5, 6], 0, 1, 19)], SAMPLING)
+    assert len(sitting(engine, [Request([5, 6], 0, 1, 2)], SAMPLING)[0].tokens) == 2

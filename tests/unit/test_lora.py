@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +14,10 @@ from bapo.learn.weights import FINGERPRINT, restore_weights, trained_weights
 from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
 from bapo.models.lora import LoraSettings, add_lora, merged_weights, merging
-from bapo.rollout.cuda.decoder import unsupported
+from bapo.rollout.cuda.decoder import Decoder, unsupported
+from bapo.rollout.cuda.engine import GraphEngine
+from bapo.rollout.engine import Request, Sampling
+from tests.rollouts import assert_matches_teacher_forcing, sitting
 from tests.tiny.families import make_model, publish
 from tests.unit.test_models import batches, sampled_groups
 
@@ -169,10 +172,63 @@ def test_a_checkpoint_keeps_the_additions_and_knows_their_model(published, taugh
         restore_weights(make_model("smollm2")[0], kept)
 
 
-def test_the_fused_engine_says_why_it_cannot_sample_from_them(published):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["smollm2", "r1-distill-qwen", "qwen3"])
+def test_the_fused_engine_holds_the_merged_weights(taught, name, dtype):
+    model = taught(name, dtype)[0].model
+    decoder = Decoder(model)
+    weights = list(model.named_parameters())
+    decoder.load(reversed(weights))  # in any order
+    expected = merged_weights(model)
+    for place, tensor in decoder._places.items():
+        assert torch.equal(tensor, expected[place.replace(".base_layer", "")])
+    moved = sum(not torch.equal(decoder._places[key], weight) for key, weight in weights if key in decoder._places)
+    assert moved == 7 * model.config.num_hidden_layers
+
+
+def test_the_fused_engine_samples_with_the_additions(taught):
+    model = taught("qwen3", "float32")[0].model
+    requests = [Request([5, 6, 7], 0, 1, 3), Request([8], 0, 2, 3)]
+    segments = sitting(GraphEngine(model, slots=2), requests, Sampling(0.8))
+    assert_matches_teacher_forcing(model, requests, segments, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dora": True}, "special kind"),
+        ({"lora_dropout": 0.1}, "have dropout"),
+        ({"target_modules": ["lm_head"]}, "head and embedding are Linear"),
+        ({"target_modules": ["embed_tokens"]}, "head and embedding are"),
+    ],
+)
+def test_the_fused_engine_refuses_other_additions_with_the_reason(options, reason):
+    model, _ = make_model("r1-distill-qwen")
+    assert unsupported(model) is None
+    get_peft_model(model, LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **options}))
+    assert reason in unsupported(model)
+
+
+def test_the_fused_engine_refuses_a_second_set_of_additions(published):
     policy = loaded(published["smollm2"])
-    assert "low-rank additions (model.lora)" in unsupported(policy.model)
-    assert unsupported(load_policy(published["smollm2"], dtype="float32", device="cpu").model) is None
+    assert unsupported(policy.model) is None
+    with policy.adapters.disable_adapter():
+        assert "disabled" in unsupported(policy.model)
+    policy.adapters.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    assert "low-rank additions default, other" in unsupported(policy.model)
+
+
+def test_an_engine_without_some_additions_is_not_used(published):
+    model = loaded(published["smollm2"]).model
+    decoder = Decoder(model)
+    with pytest.raises(ValueError, match=r"1 weights were not loaded .*q_proj\.base_layer\.weight"):
+        decoder.load(
+            (key, weight) for key, weight in model.named_parameters() if "0.self_attn.q_proj.lora_B" not in key
+        )
+    weights = dict(model.named_parameters())
+    base = "model.layers.0.self_attn.q_proj.base_layer.weight"
+    with pytest.raises(ValueError, match=r"weight of shape \(1, .*low-rank additions have shapes"):
+        decoder.load((weights | {base: weights[base][:1]}).items())
 
 
 def test_merging_scales_by_alpha_over_rank():

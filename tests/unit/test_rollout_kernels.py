@@ -69,21 +69,33 @@ def test_rotation_is_transformers_and_the_cache_is_written_in_place(dtype, norme
     query, key = apply_rotary_pos_emb(query[:, :, None], key[:, :, None], cos, sin)
     every = rotary(qkv, torch.arange(reach, device=DEVICE)[None])
     tables = tuple(table[0, :, : width // 2].contiguous() for table in every)
-    keys, values = torch.full((2, 3, kv_heads, reach, width), 7.0, dtype=dtype, device=DEVICE)
-    rotate_and_store(qkv, slots, positions, tables, gains, keys, values, heads=heads, eps=1e-6)
+    page = 4
+    table = torch.tensor([[3, 0], [6, 5], [1, 4]], dtype=torch.int32, device=DEVICE)
+    keys, values = torch.full((2, 7, kv_heads, page, width), 7.0, dtype=dtype, device=DEVICE)
+    rotate_and_store(qkv, slots, positions, tables, gains, keys, values, table, heads=heads, eps=1e-6)
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
     assert_close(qkv.view(2, -1, width)[:, :heads], query[:, :, 0], **close)
-    for row, (slot, position) in enumerate([(2, 4), (0, 1)]):
-        assert_close(keys[slot, :, position], key[row, :, 0], **close)
-        assert_close(values[slot, :, position], value[row], rtol=0, atol=0)
-    assert int((keys == 7).all(-1).sum()) == 3 * reach - 2  # nothing else was touched
+    for row, (home, place) in enumerate([(4, 0), (3, 1)]):  # slot 2 at 4: the start of its second page; slot 0 at 1
+        assert_close(keys[home, :, place], key[row, :, 0], **close)
+        assert_close(values[home, :, place], value[row], rtol=0, atol=0)
+    assert int((keys == 7).all(-1).sum()) == 7 * page - 2  # nothing else was touched
 
 
-def attention_case(dtype, rows):
-    heads, kv_heads, width, reach = 6, 2, 8, 150
-    qkv = randn(rows, (heads + 2 * kv_heads) * width, dtype=dtype)
-    keys, values = randn(2, 4, kv_heads, reach, width, dtype=dtype, seed=1)
-    return heads, width, qkv, keys, values
+KV_HEADS, WIDTH, PAGE = 2, 12, 64
+TABLES = {
+    "in order": [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]],
+    "mixed up": [[9, 2, 11], [1, 12, 4], [10, 3, 7], [6, 8, 5]],
+    "shared": [[5, 2, 3], [5, 2, 6], [5, 4, 7], [5, 9, 8]],
+}
+
+
+def attention_case(dtype, rows, order, *, heads=6):
+    """Queries, pages of random keys and values, their table, and the same keys and values slot by slot."""
+    qkv = randn(rows, (heads + 2 * KV_HEADS) * WIDTH, dtype=dtype)
+    paged = randn(2, 13, KV_HEADS, PAGE, WIDTH, dtype=dtype, seed=1)
+    table = torch.tensor(TABLES[order], dtype=torch.int32, device=DEVICE)
+    dense = torch.stack([torch.cat([paged[:, page] for page in pages], dim=2) for pages in TABLES[order]], dim=1)
+    return qkv, paged, table, dense
 
 
 def plain(query, keys, values, length):
@@ -94,30 +106,51 @@ def plain(query, keys, values, length):
     return out.reshape(-1)
 
 
+def assert_attends(out, qkv, dense, slots, positions, rows, *, heads=6):
+    for row in rows:
+        slot, query = int(slots[row]), qkv[row, : heads * WIDTH].view(heads, WIDTH)
+        expected = plain(query, dense[0, slot], dense[1, slot], int(positions[row]) + 1)
+        assert_close(out[row].double(), expected, rtol=0, atol=1e-6 if out.dtype == torch.float32 else 0.03)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 4])
-def test_decoding_attends_to_the_slot_up_to_the_row_itself(dtype, splits):
-    heads, width, qkv, keys, values = attention_case(dtype, 3)
-    slots, positions = torch.tensor([3, 0, 1], device=DEVICE), torch.tensor([0, 69, 149], device=DEVICE)
-    out = decode_attention(qkv, keys, values, slots, positions, heads=heads, splits=splits)
-    for row in range(3):
-        slot, query = int(slots[row]), qkv[row, : heads * width].view(heads, width)
-        expected = plain(query, keys[slot], values[slot], int(positions[row]) + 1)
-        assert_close(out[row].double(), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 0.03)
+@pytest.mark.parametrize("order", TABLES)
+def test_decoding_attends_to_the_pages_of_the_slot_up_to_the_row_itself(dtype, splits, order):
+    qkv, paged, table, dense = attention_case(dtype, 6, order)
+    slots = torch.tensor([3, 0, 1, 2, 1, 0], device=DEVICE)
+    positions = torch.tensor([0, 63, 64, 127, 128, 191], device=DEVICE)  # around the ends of pages
+    out = decode_attention(qkv, *paged, table, slots, positions, heads=6, splits=splits)
+    assert_attends(out, qkv, dense, slots, positions, range(6))
+
+
+def test_decoding_with_one_query_head_per_key_head_and_pages_of_one_turn():
+    qkv, paged, _, _ = attention_case(torch.float32, 2, "mixed up", heads=2)
+    paged = paged[:, :, :, :32].contiguous()
+    table = torch.tensor([[2, 7, 1], [3, 4, 5]], dtype=torch.int32, device=DEVICE)
+    dense = torch.stack([torch.cat([paged[:, page] for page in pages], dim=2) for pages in table.tolist()], dim=1)
+    slots, positions = torch.tensor([1, 0], device=DEVICE), torch.tensor([40, 95], device=DEVICE)
+    out = decode_attention(qkv, *paged, table, slots, positions, heads=2, splits=1)
+    assert_attends(out, qkv, dense, slots, positions, range(2), heads=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_prefill_attends_causally_within_each_sequence(dtype):
-    lengths = {2: 70, 1: 1, 0: 3}
-    heads, width, qkv, keys, values = attention_case(dtype, sum(lengths.values()))
+@pytest.mark.parametrize("order", TABLES)
+def test_prefill_attends_causally_within_the_pages_of_each_sequence(dtype, order):
+    lengths = {2: 130, 1: 1, 0: 3}
+    qkv, paged, table, dense = attention_case(dtype, sum(lengths.values()), order)
     slots = torch.tensor([slot for slot, n in lengths.items() for _ in range(n)], device=DEVICE)
     positions = torch.tensor([i for n in lengths.values() for i in range(n)], device=DEVICE)
-    blocks = torch.tensor([[0, 64], [64, 6], [70, 1], [71, 3]], device=DEVICE)
-    out = prefill_attention(qkv, keys, values, slots, positions, blocks, heads=heads)
-    for row in (0, 5, 63, 64, 69, 70, 71, 73):
-        slot, query = int(slots[row]), qkv[row, : heads * width].view(heads, width)
-        expected = plain(query, keys[slot], values[slot], int(positions[row]) + 1)
-        assert_close(out[row].double(), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 0.03)
+    blocks = torch.tensor([[0, 64], [64, 64], [128, 2], [130, 1], [131, 3]], device=DEVICE)
+    out = prefill_attention(qkv, *paged, table, slots, positions, blocks, heads=6)
+    assert_attends(out, qkv, dense, slots, positions, (0, 5, 63, 64, 127, 128, 129, 130, 131, 133))
+
+
+def test_pages_that_a_turn_would_cross_are_refused():
+    qkv, paged, table, _ = attention_case(torch.float32, 1, "in order")
+    slots = positions = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(AssertionError, match="pages of 48 tokens"):
+        decode_attention(qkv, *paged[:, :, :, :48].contiguous(), table, slots, positions, heads=6, splits=1)
 
 
 def test_splits_fill_the_device_and_no_more():

@@ -76,6 +76,7 @@ class Config(Section):
     def _possible(self) -> Self:
         require_choice("learn.advantages", self.learn.advantages, ADVANTAGE_NAMES)
         self._check_task()
+        self._check_cache()
         self._check_staleness()
         self._check_replay()
         self._check_partial_rollout()
@@ -97,6 +98,21 @@ class Config(Section):
             raise ValueError(
                 f"task.overlong_tokens={self.task.overlong_tokens} is not below rollout.max_tokens="
                 f"{self.rollout.max_tokens}, so every response would be penalised. Lower task.overlong_tokens."
+            )
+
+    def _check_cache(self) -> None:
+        kept, longest = self.rollout.cache_tokens, self.rollout.max_tokens
+        if kept is None:
+            return
+        if self.cluster.on and self.cluster.engine == "vllm":
+            raise ValueError(
+                f"rollout.cache_tokens={kept} does nothing with cluster.engine='vllm', which decides itself how much "
+                "it keeps. Leave cache_tokens out."
+            )
+        if kept <= longest:
+            raise ValueError(
+                f"rollout.cache_tokens={kept} cannot hold one response, which can have rollout.max_tokens={longest} "
+                f"tokens besides its prompt. Set cache_tokens well above {longest}, or lower max_tokens."
             )
 
     def _check_staleness(self) -> None:

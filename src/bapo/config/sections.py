@@ -106,6 +106,9 @@ class RolloutConfig(Section):
     """Length limit of a response. Longer responses are truncated."""
     slots: int = Field(128, ge=1)
     """How many responses are sampled side by side."""
+    cache_tokens: int | None = Field(None, ge=1)
+    """Most tokens whose keys and values the CUDA engine keeps at a time. If they are too few for all slots, the
+    responses that came last wait. None: every slot has room for the longest response."""
 
 
 PresetChoice = Literal["auto", "fixed", "push-once", "paper", "weak-model", "released-script"]

@@ -13,8 +13,17 @@ from bapo.rollout.local.engine import LocalEngine
 __all__ = ["engine_for"]
 
 
-def engine_for(model: PreTrainedModel, *, slots: int, parked: Literal["rebuild", "keep"] = "rebuild") -> Engine:
-    """The fastest engine that can run this model on its device. `parked`: see `GraphEngine`; "keep" needs CUDA."""
+def engine_for(
+    model: PreTrainedModel,
+    *,
+    slots: int,
+    parked: Literal["rebuild", "keep"] = "rebuild",
+    cache_tokens: int | None = None,
+) -> Engine:
+    """The fastest engine that can run this model on its device.
+
+    `parked` and `cache_tokens`: see `GraphEngine`. "keep" needs CUDA; the general engine ignores `cache_tokens`.
+    """
     reason = f"it is on {model.device}"
     on_gpu = model.device.type == "cuda"
     if on_gpu:
@@ -23,7 +32,7 @@ def engine_for(model: PreTrainedModel, *, slots: int, parked: Literal["rebuild",
 
         reason = unsupported(model) or ""
         if not reason:
-            return GraphEngine(model, slots=slots, parked=parked)
+            return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens)
     if parked == "keep":
         raise ValueError(
             f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. "
@@ -32,7 +41,8 @@ def engine_for(model: PreTrainedModel, *, slots: int, parked: Literal["rebuild",
     if on_gpu:
         warnings.warn(
             f"{type(model).__name__} is sampled by the general engine, which is an order of magnitude slower than the "
-            f"CUDA engine. The CUDA engine cannot run it: {reason}.",
+            f"CUDA engine. The CUDA engine cannot run it: {reason}."
+            + ("" if cache_tokens is None else f" rollout.cache_tokens={cache_tokens} has no effect."),
             stacklevel=2,
         )
     return LocalEngine(model, slots=slots)

@@ -123,7 +123,12 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
         policy.model.to("meta")  # this process only needs to know its shape
         return start_cluster(config, policy, task)
     model = policy.model
-    engine: Engine = engine_for(model, slots=config.rollout.slots, parked=config.offpolicy.partial_cache)
+    engine: Engine = engine_for(
+        model,
+        slots=config.rollout.slots,
+        parked=config.offpolicy.partial_cache,
+        cache_tokens=config.rollout.cache_tokens,
+    )
     if team.size > 1:
         engine = SharedEngine(engine, team)
         model = make_policy(on_the_cpu(config)).model  # the learner's own

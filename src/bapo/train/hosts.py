@@ -133,7 +133,8 @@ class RolloutHost:
                 seed=config.seed,
             )
             return VllmEngine(settings)
-        return engine_for(make_policy(config).model, slots=config.rollout.slots)
+        rollout = config.rollout
+        return engine_for(make_policy(config).model, slots=rollout.slots, cache_tokens=rollout.cache_tokens)
 
     def hello(self) -> Hello:
         """Who this is."""

@@ -1,8 +1,9 @@
-"""The forward pass of Llama, Qwen2 and Qwen3, written for sampling: few launches, static shapes, a slotted cache.
+"""The forward pass of Llama, Qwen2 and Qwen3, written for sampling: few launches, static shapes, a cache in pages.
 
 It holds the weights in the layout and dtype that sampling wants (query, key and value in one matrix, gate and up in
 another). `load` fills this copy. It costs one pass over the weights per version and memory for one more copy of them,
-and saves nine of ten launches per token. Everything else (rotation tables, norms, heads) is read from the
+and saves nine of ten launches per token. Low-rank additions are merged into this copy (`low_rank.py`), so tokens are
+sampled with the rounding of merged weights. Everything else (rotation tables, norms, heads) is read from the
 transformers model; `unsupported` says why a model has to be sampled by the general engine instead.
 """
 
@@ -17,6 +18,8 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from bapo.rollout.cuda.kernels.layers import add_norm, gate, rotate_and_store
+from bapo.rollout.cuda.low_rank import has_addition, merged, refusal, scales_of
+from bapo.rollout.cuda.pages import PAGE
 from bapo.rollout.requests import copy_weights
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -47,12 +50,11 @@ def unsupported(model: PreTrainedModel) -> str | None:
         kinds = type(head).__name__, type(base.embed_tokens).__name__
         return f"its head and embedding are {kinds[0]} and {kinds[1]}, not plain Linear and Embedding"
     linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    strangers = {f"{type(m).__module__}.{type(m).__name__}" for m in linears if type(m) is not torch.nn.Linear}
-    if any(name.startswith("peft.") for name in strangers):
-        return "it has low-rank additions (model.lora), which the fused weights would leave out"
+    strangers = [module for module in linears if type(module) is not torch.nn.Linear and not has_addition(module)]
     if strangers:
-        return f"its projections are {', '.join(sorted(strangers))}, not plain Linear"
-    return None
+        types = sorted({f"{type(module).__module__}.{type(module).__name__}" for module in strangers})
+        return f"its projections are {', '.join(types)}, not plain Linear"
+    return next(filter(None, (refusal(module) for module in linears if has_addition(module))), None)
 
 
 class Decoder:
@@ -74,11 +76,12 @@ class Decoder:
             for name, parts in sources.items()
         }
         self._places = self._places_of(sources)
+        self._scales = scales_of(model)
         self._rotation: tuple[Tensor, Tensor] | None = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights, given by their names in the model, in place: captured graphs read the same addresses."""
-        copy_weights(weights, self._places)
+        copy_weights(merged(weights, self._scales), self._places)
 
     def _places_of(self, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """Map the name of each parameter in the model to the part of our matrices that holds it."""
@@ -107,7 +110,8 @@ class Decoder:
                 "gate_up": (mlp.gate_proj, mlp.up_proj),
                 "down": (mlp.down_proj,),
             }
-            for name, modules in stacks.items():
+            for name, parts in stacks.items():
+                modules = [part.base_layer if has_addition(part) else part for part in parts]
                 sources[f"{i}.{name}"] = [module.weight for module in modules]
                 sources[f"{i}.{name}.bias"] = [module.bias for module in modules]
             sources[f"{i}.before_attention"] = [layer.input_layernorm.weight]
@@ -128,13 +132,21 @@ class Decoder:
         half = self.width // 2
         self._rotation = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def cache(self, slots: int, reach: int) -> Tensor:
-        """An empty cache: [layers, keys and values, slots, kv_heads, reach, width]."""
-        shape = (self.layers, 2, slots, self.kv_heads, reach, self.width)
+    def cache(self, pages: int) -> Tensor:
+        """An empty cache: [layers, keys and values, pages, kv_heads, PAGE, width]."""
+        shape = (self.layers, 2, pages, self.kv_heads, PAGE, self.width)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def forward(
-        self, ids: Tensor, slots: Tensor, positions: Tensor, cache: Tensor, attend: Attend, *, logits: bool = True
+        self,
+        ids: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        table: Tensor,  # [slots, pages per slot]
+        attend: Attend,
+        *,
+        logits: bool = True,
     ) -> Tensor | None:
         """Put the tokens' keys and values into the cache; return logits [tokens, vocabulary] if they are wanted."""
         assert self._rotation is not None
@@ -145,7 +157,9 @@ class Decoder:
             states = add_norm(residual, delta, w[f"{i}.before_attention"], self.eps)
             qkv = linear(states, w[f"{i}.qkv"], w.get(f"{i}.qkv.bias"))
             gains = (w[f"{i}.query_gain"], w[f"{i}.key_gain"]) if f"{i}.query_gain" in w else None
-            rotate_and_store(qkv, slots, positions, self._rotation, gains, keys, values, heads=self.heads, eps=self.eps)
+            rotate_and_store(
+                qkv, slots, positions, self._rotation, gains, keys, values, table, heads=self.heads, eps=self.eps
+            )
             if i == self.layers - 1 and not logits:
                 return None
             delta = linear(attend(qkv, keys, values), w[f"{i}.out"], w.get(f"{i}.out.bias"))

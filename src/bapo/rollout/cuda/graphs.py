@@ -1,13 +1,18 @@
 """The static part of the CUDA engine: cache, state and records of all slots, and the CUDA graphs that work on them.
 
 A graph is captured once per batch size and replayed for every token. It reads from the device which slots take
-part, so responses come and go without another capture. `engine.py` decides which response has which slot, and for how
-long.
+part, so responses come and go without another capture. `sitting.py` decides which response has which slot, and for how
+long; `pages.py` decides which pages of the cache a slot has.
+
+Nothing here waits for the device except `Reading.wait` and `Pool.read`, which read what is finished while the device
+goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +22,32 @@ from torch import Tensor
 from bapo.rollout.cuda.decoder import Decoder
 from bapo.rollout.cuda.kernels.attention import QUERIES, decode_attention, prefill_attention, splits_for
 from bapo.rollout.cuda.kernels.sampling import State, sample
+from bapo.rollout.cuda.pages import Pages
 from bapo.rollout.engine import Sampling
+
+SIZES_PER_DOUBLING = 2
+"""Batch sizes that graphs are captured for, from one power of two to the next. More of them waste fewer rows, and each
+costs a capture."""
+
+
+class Reading:
+    """The state as it will be when the device has done all that is queued now."""
+
+    def __init__(self, state: Tensor) -> None:
+        self._event = None
+        if state.device.type == "cuda":
+            self._copy = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)
+            self._copy.copy_(state, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._copy = state.clone()
+
+    def wait(self) -> NDArray[np.int64]:
+        """The state, [len(State), slots], once the device is that far."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.numpy()
 
 
 class Pool:
@@ -26,10 +56,12 @@ class Pool:
     There is one slot more than asked for. Empty seats point at it, and it never runs.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, reach: int, *, stops: int) -> None:
+    def __init__(self, decoder: Decoder, slots: int, reach: int, *, pages: int, stops: int) -> None:
         device = decoder.device
         self.decoder, self.slots, self.reach, self.device = decoder, slots, reach, device
-        self.cache = decoder.cache(slots + 1, reach)
+        self.pages = Pages(pages, slots + 1, reach)
+        self.cache = decoder.cache(pages + 1)
+        self.table = torch.zeros(self.pages.table.shape, dtype=torch.int32, device=device)
         self.state = torch.zeros(len(State), slots + 1, dtype=torch.int64, device=device)
         self.records = torch.zeros(3, slots + 1, reach, dtype=torch.int32, device=device)
         self.seats = torch.full((slots,), slots, dtype=torch.int64, device=device)
@@ -39,6 +71,7 @@ class Pool:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         on_gpu = device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._reader = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
 
     def set_sampling(self, sampling: Sampling) -> None:
@@ -49,10 +82,17 @@ class Pool:
 
     def seat(self, slots: Sequence[int]) -> None:
         """Let these slots take part in the next steps."""
-        self.seats.copy_(torch.tensor([*slots, *[self.slots] * (self.slots - len(slots))]))
+        seats = np.full(self.slots, self.slots, dtype=np.int64)
+        seats[: len(slots)] = slots
+        self.seats.copy_(self._host(seats), non_blocking=True)
+
+    def start(self, slots: Sequence[int], state: NDArray[np.int64]) -> None:
+        """Set the state of these slots, [len(State), slots]."""
+        self.state[:, self._put(np.asarray(slots))] = self._put(state)
 
     def advance(self, rows: int, steps: int) -> None:
         """Sample `steps` tokens for each of the first `rows` seats. Returns before the device is done."""
+        self._update_table()
         size = next(size for size in self.sizes if size >= rows)
         if self.device.type != "cuda":
             for _ in range(steps):
@@ -62,16 +102,20 @@ class Pool:
         for _ in range(steps):
             graph.replay()
 
+    def reading(self) -> Reading:
+        """The state after all that is queued now."""
+        return Reading(self.state)
+
     def _step(self, size: int) -> None:
         slots = self.seats[:size]
         ids, positions = self.state[: State.LENGTH + 1].index_select(1, slots)
-        heads = self.decoder.heads
+        heads, table = self.decoder.heads, self.table
         splits = splits_for(size, self.decoder.kv_heads, self._processors)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return decode_attention(qkv, keys, values, slots, positions, heads=heads, splits=splits)
+            return decode_attention(qkv, keys, values, table, slots, positions, heads=heads, splits=splits)
 
-        logits = self.decoder.forward(ids, slots, positions, self.cache, attend)
+        logits = self.decoder.forward(ids, slots, positions, self.cache, table, attend)
         assert logits is not None
         tokens, logprobs, entropies = self.records
         sample(
@@ -113,32 +157,54 @@ class Pool:
             firsts = np.arange(0, length, QUERIES)
             blocks.append(np.stack([begin + firsts, np.minimum(length - firsts, QUERIES)], axis=1))
             begin += length
-        tokens = np.stack([np.concatenate(part) for part in (ids, slots, positions)])
-        id, slot_of, position = torch.from_numpy(tokens).to(self.device, torch.int64)
-        block_table = torch.from_numpy(np.concatenate(blocks)).to(self.device, torch.int64)
+        id, slot_of, position = self._put(np.stack([np.concatenate(part) for part in (ids, slots, positions)]))
+        block_table = self._put(np.concatenate(blocks))
+        heads, table = self.decoder.heads, self.table
+        self._update_table()
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return prefill_attention(qkv, keys, values, slot_of, position, block_table, heads=self.decoder.heads)
+            return prefill_attention(qkv, keys, values, table, slot_of, position, block_table, heads=heads)
 
-        self.decoder.forward(id, slot_of, position, self.cache, attend, logits=False)
+        self.decoder.forward(id, slot_of, position, self.cache, table, attend, logits=False)
 
     def read(self, slots: Sequence[int], first: int, last: int) -> NDArray[np.int32]:
-        """Read the records from `first` to before `last` of these slots, [3, slots, tokens]. Waits for the device."""
-        where = torch.tensor(slots, device=self.device)
-        return self.records[:, where, first:last].cpu().numpy()
+        """Read the records from `first` to before `last` of these slots, [3, slots, tokens].
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` keys and values of slot sources[i] to slot targets[i]."""
-        source, target = torch.tensor([sources, targets], device=self.device)
+        They must have been sampled according to a `Reading`. On a GPU they are read beside what is queued.
+        """
+        beside: AbstractContextManager[Any] = nullcontext()
+        if self._reader is not None:
+            beside = torch.cuda.stream(self._reader)
+        with beside:
+            return self.records[:, self._put(np.asarray(slots)), first:last].cpu().numpy()
+
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, given as (from, to)."""
+        source, target = self._put(np.asarray(pages).T)
         for layer in self.cache:
-            layer[:, target, :, :length] = layer[:, source, :, :length]
+            layer[:, target] = layer[:, source]
+
+    def _update_table(self) -> None:
+        if self.pages.changed:
+            self.table.copy_(self._host(self.pages.table), non_blocking=True)
+            self.pages.changed = False
+
+    def _host(self, array: NDArray[Any]) -> Tensor:
+        """An array in memory that the device can read without making the host wait."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def _put(self, array: NDArray[Any]) -> Tensor:
+        """An array of integers on the device."""
+        return self._host(array.astype(np.int64)).to(self.device, non_blocking=True)
 
 
 def batch_sizes(slots: int) -> list[int]:
-    """Batch sizes that graphs are captured for: powers of two and the numbers half-way between, up to all slots."""
+    """Batch sizes that graphs are captured for: powers of two and numbers between them, up to all slots."""
     sizes = {slots}
     size = 8
     while size < slots:
-        sizes |= {size, min(slots, size * 3 // 2)}
+        between = range(size, 2 * size, max(1, size // SIZES_PER_DOUBLING))
+        sizes |= {min(slots, rows) for rows in between}
         size *= 2
     return sorted(sizes)

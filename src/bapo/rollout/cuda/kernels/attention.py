@@ -1,4 +1,7 @@
-"""Attention of new tokens over the slots of a key-value cache, with grouped query heads.
+"""Attention of new tokens over a key-value cache in pages, with grouped query heads.
+
+A table says which page holds which stretch of a slot's tokens. One turn of the loop stays within one page, so it looks
+the page up once.
 
 Decoding has one query per row, and its cost is reading keys and values once: one program per row and key head serves
 all query heads that share it. If the rows are too few to fill the device, each context is cut into `splits` parts,
@@ -13,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 KEYS = 32
-"""Keys per turn of the loop."""
+"""Keys per turn of the loop. A page holds a multiple of it."""
 QUERIES = 64
 """Queries per block of prefill."""
 
@@ -23,19 +26,21 @@ def _decode(
     qkv,
     keys,
     values,
+    table,
     slots,
     positions,
     out,
     maxima,
     sums,
     scale,
-    reach,
+    table_stride,
     qkv_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -53,22 +58,27 @@ def _decode(
     head = kv_head * group + member
     here = (member < group)[:, None] & (lane < WIDTH)[None, :]
     query = tl.load(qkv + row * qkv_stride + head[:, None] * WIDTH + lane[None, :], mask=here, other=0.0)
-    base = (slot * KV_HEADS + kv_head) * reach * WIDTH
+    pages = table + slot * table_stride
+    tile = column[:, None] * WIDTH + lane[None, :]
 
     best = tl.full([GROUP_BLOCK], -1e30, tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     mixed = tl.zeros([GROUP_BLOCK, WIDTH_BLOCK], tl.float32)
+    # Each turn loads the page of the next one. If a turn loaded its own, Triton would give a stage of the pipeline to
+    # that load and would fetch keys and values one turn less ahead.
+    page = tl.load(pages + begin // PAGE, mask=begin < end, other=0).to(tl.int64)
     for start in range(begin, end, KEYS):
         place = start + column
         inside = (place < end)[:, None] & (lane < WIDTH)[None, :]
-        offset = base + place[:, None].to(tl.int64) * WIDTH + lane[None, :]
-        key = tl.load(keys + offset, mask=inside, other=0.0)
+        home = ((page * KV_HEADS + kv_head) * PAGE + start % PAGE) * WIDTH
+        page = tl.load(pages + (start + KEYS) // PAGE, mask=start + KEYS < end, other=0).to(tl.int64)
+        key = tl.load(keys + home + tile, mask=inside, other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where((place < end)[None, :], score, -1e30)
         new_best = tl.maximum(best, tl.max(score, axis=1))
         shrink = tl.exp2(best - new_best)
         weight = tl.where((place < end)[None, :], tl.exp2(score - new_best[:, None]), 0.0)
-        value = tl.load(values + offset, mask=inside, other=0.0)
+        value = tl.load(values + home + tile, mask=inside, other=0.0)
         mixed = mixed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * shrink + tl.sum(weight, axis=1)
         best = new_best
@@ -108,8 +118,9 @@ def splits_for(rows: int, kv_heads: int, processors: int) -> int:
 
 def decode_attention(
     qkv: Tensor,  # [rows, (heads + 2 kv_heads) * width], queries rotated
-    keys: Tensor,  # [slots, kv_heads, reach, width]
+    keys: Tensor,  # [pages, kv_heads, page, width]
     values: Tensor,
+    table: Tensor,  # [slots, pages per slot] int: the pages of each slot, in the order of its tokens
     slots: Tensor,  # [rows]
     positions: Tensor,  # [rows]: where the row's own token is; it attends up to there
     *,
@@ -117,7 +128,8 @@ def decode_attention(
     splits: int,
 ) -> Tensor:  # [rows, heads * width]
     """Let each row's query attend to its slot."""
-    _, kv_heads, reach, width = keys.shape
+    _, kv_heads, page, width = keys.shape
+    assert page % KEYS == 0, f"pages of {page} tokens are not a multiple of KEYS={KEYS}"
     rows = len(qkv)
     out = qkv.new_empty(rows, heads * width)
     shape = (rows * heads, splits)
@@ -128,19 +140,21 @@ def decode_attention(
         qkv,
         keys,
         values,
+        table,
         slots,
         positions,
         parts,
         maxima,
         sums,
         width**-0.5 * 1.4426950408889634,  # exp2 in place of exp
-        reach,
+        table.stride(0),
         qkv.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
         WIDTH=width,
         GROUP_BLOCK=max(16, triton.next_power_of_2(heads // kv_heads)),
         WIDTH_BLOCK=max(16, block),
+        PAGE=page,
         KEYS=KEYS,
         SPLITS=splits,
         num_warps=2,
@@ -156,18 +170,20 @@ def _prefill(
     qkv,
     keys,
     values,
+    table,
     slots,
     positions,
     blocks,
     out,
     scale,
-    reach,
+    table_stride,
     qkv_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     QUERIES: tl.constexpr,
+    PAGE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     first = tl.load(blocks + 2 * tl.program_id(0)).to(tl.int64)
@@ -184,7 +200,8 @@ def _prefill(
     token = first + index
     query = tl.load(qkv + token[:, None] * qkv_stride + head * WIDTH + lane[None, :], mask=here, other=0.0)
     position = start_position + index
-    base = (slot * KV_HEADS + kv_head) * reach * WIDTH
+    pages = table + slot * table_stride
+    tile = column[:, None] * WIDTH + lane[None, :]
 
     best = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -193,14 +210,15 @@ def _prefill(
     for start in range(0, end, KEYS):
         place = start + column
         inside = (place < end)[:, None] & (lane < WIDTH)[None, :]
-        offset = base + place[:, None].to(tl.int64) * WIDTH + lane[None, :]
-        key = tl.load(keys + offset, mask=inside, other=0.0)
+        page = tl.load(pages + start // PAGE).to(tl.int64)
+        home = ((page * KV_HEADS + kv_head) * PAGE + start % PAGE) * WIDTH
+        key = tl.load(keys + home + tile, mask=inside, other=0.0)
         seen = place[None, :] <= position[:, None]
         score = tl.where(seen, tl.dot(query, tl.trans(key), input_precision="ieee") * scale, -1e30)
         new_best = tl.maximum(best, tl.max(score, axis=1))
         shrink = tl.exp2(best - new_best)
         weight = tl.where(seen, tl.exp2(score - new_best[:, None]), 0.0)
-        value = tl.load(values + offset, mask=inside, other=0.0)
+        value = tl.load(values + home + tile, mask=inside, other=0.0)
         mixed = mixed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * shrink + tl.sum(weight, axis=1)
         best = new_best
@@ -210,8 +228,9 @@ def _prefill(
 
 def prefill_attention(
     qkv: Tensor,  # [tokens, (heads + 2 kv_heads) * width], queries rotated; sequences end to end
-    keys: Tensor,  # [slots, kv_heads, reach, width], the tokens' own keys already in place
+    keys: Tensor,  # [pages, kv_heads, page, width], the tokens' own keys already in place
     values: Tensor,
+    table: Tensor,  # [slots, pages per slot] int
     slots: Tensor,  # [tokens]
     positions: Tensor,  # [tokens], consecutive within a sequence
     blocks: Tensor,  # [blocks, 2] int: first token and number of tokens (at most QUERIES) of each block of queries
@@ -219,24 +238,27 @@ def prefill_attention(
     heads: int,
 ) -> Tensor:  # [tokens, heads * width]
     """Let each token attend to its slot, up to itself."""
-    _, kv_heads, reach, width = keys.shape
+    _, kv_heads, page, width = keys.shape
+    assert page % KEYS == 0, f"pages of {page} tokens are not a multiple of KEYS={KEYS}"
     out = qkv.new_empty(len(qkv), heads * width)
     _prefill[(len(blocks), heads)](
         qkv,
         keys,
         values,
+        table,
         slots,
         positions,
         blocks,
         out,
         width**-0.5 * 1.4426950408889634,
-        reach,
+        table.stride(0),
         qkv.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
         WIDTH=width,
         WIDTH_BLOCK=max(16, triton.next_power_of_2(width)),
         QUERIES=QUERIES,
+        PAGE=page,
         KEYS=KEYS,
         num_warps=4,
         num_stages=2 if keys.element_size() == 2 else 1,

@@ -99,14 +99,16 @@ def _rotate_and_store(
     key_gain,
     keys,
     values,
+    table,
     eps,
-    reach,
+    table_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -145,7 +147,8 @@ def _rotate_and_store(
     key_first_out, key_second_out = _rotated(
         key_first, key_second, gain_first, gain_second, cos, sin, eps, dtype, WIDTH, NORM
     )
-    home = ((slot * KV_HEADS + kv_head[:, None]) * reach + position) * WIDTH + lane[None, :]
+    page = tl.load(table + slot * table_stride + position // PAGE).to(tl.int64)
+    home = ((page * KV_HEADS + kv_head[:, None]) * PAGE + position % PAGE) * WIDTH + lane[None, :]
     tl.store(keys + home, key_first_out, mask=here_kv)
     tl.store(keys + home + half, key_second_out, mask=here_kv)
     place_v = base + (HEADS + KV_HEADS + kv_head[:, None]) * WIDTH + lane[None, :]
@@ -155,18 +158,19 @@ def _rotate_and_store(
 
 def rotate_and_store(
     qkv: Tensor,  # [tokens, (heads + 2 kv_heads) * width]; queries are rotated in place
-    slots: Tensor,  # [tokens] int: the cache row of each token
+    slots: Tensor,  # [tokens] int: the row of the table of each token
     positions: Tensor,  # [tokens] int
     rotation: tuple[Tensor, Tensor],  # cos and sin, [positions, width / 2]
     gains: tuple[Tensor, Tensor] | None,  # of the query and key norms, [width] each
-    keys: Tensor,  # [slots, kv_heads, reach, width]; written at [slot, :, position]
+    keys: Tensor,  # [pages, kv_heads, page, width]; written in the page of the position
     values: Tensor,  # same
+    table: Tensor,  # [slots, pages per slot] int: the pages of each slot, in the order of its tokens
     *,
     heads: int,
     eps: float,
 ) -> None:
     """Norm (if the model does) and rotate queries and keys, and put keys and values into the cache."""
-    _, kv_heads, reach, width = keys.shape
+    _, kv_heads, page, width = keys.shape
     cos, sin = rotation
     query_gain, key_gain = gains if gains is not None else (cos, cos)
     _rotate_and_store[(len(qkv),)](
@@ -179,14 +183,16 @@ def rotate_and_store(
         key_gain,
         keys,
         values,
+        table,
         eps,
-        reach,
+        table.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
         WIDTH=width,
         HEADS_BLOCK=triton.next_power_of_2(heads),
         KV_BLOCK=triton.next_power_of_2(kv_heads),
         HALF_BLOCK=triton.next_power_of_2(width // 2),
+        PAGE=page,
         NORM=gains is not None,
         num_warps=4,
     )
