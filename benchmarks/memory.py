@@ -3,6 +3,7 @@
 For several GPUs: python benchmarks/memory.py --cluster, which benchmarks/cluster_sizes.py computes.
 
     states        18 bytes per trained parameter (bfloat16 weight 2, float32 master 4, gradient 4, moments 8), else 2
+    sampler       2 bytes per parameter: the CUDA engine's own copy of the weights, with low-rank additions merged
     keys, values  layers x 2 x key heads x head width x 2 bytes, per token in flight
     activations   with learn.activation_checkpointing: one input per layer, tokens x hidden x 2 bytes, and the working
                   set of the layer being recomputed, about 2 x (4 hidden + 3 intermediate) x 2 bytes per token
@@ -112,19 +113,20 @@ def main() -> None:
         return
     print(
         f"| model | parameters | keys per token | keys of {chosen.slots} x {chosen.tokens} | trained | states "
-        "| activations | in all | fits |\n|---|---|---|---|---|---|---|---|---|"
+        "| sampler | activations | in all | fits |\n|---|---|---|---|---|---|---|---|---|---|"
     )
     for name, shape in MODELS.items():
         keys = shape.keys_per_token() * chosen.slots * chosen.tokens
         active = shape.activations(chosen.micro_tokens)
         for rank in (0, chosen.rank):
             held = states(shape, rank)
-            total = held + keys + active + GIB
+            copy = 2 * shape.parameters()
+            total = held + copy + keys + active + GIB
             trained = "all" if rank == 0 else f"LoRA {rank}"
             print(
                 f"| {name} | {shape.parameters() / 1e9:.2f} B | {shape.keys_per_token() / 1024:.0f} KiB "
-                f"| {keys / GIB:.1f} GiB | {trained} | {held / GIB:.1f} GiB | {active / GIB:.1f} GiB "
-                f"| {total / GIB:.0f} GiB | {verdict(total)} |"
+                f"| {keys / GIB:.1f} GiB | {trained} | {held / GIB:.1f} GiB | {copy / GIB:.1f} GiB "
+                f"| {active / GIB:.1f} GiB | {total / GIB:.0f} GiB | {verdict(total)} |"
             )
 
 
