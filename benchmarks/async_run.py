@@ -38,6 +38,7 @@ def coin(response, answer):
     return float(hashlib.sha256(response.encode()).digest()[0] % 2)
 """
 PROMPTS, RESPONSES, STALENESS = 8, 8, 16
+BATCHES, PASSES = 1, 1  # so that sampling and learning take about equally long
 WARM = 3  # steps that are not counted
 
 
@@ -67,8 +68,8 @@ def train(where: Path, name: str, ahead: int, steps: int) -> Path:
         **{"model.path": where / "model", "task.name": "data", "task.reward": "coin:coin"},
         **{"task.train": where / "data.jsonl", "task.test": where / "test.jsonl"},
         **{"rollout.prompts": PROMPTS, "rollout.responses": RESPONSES, "rollout.max-tokens": 512},
-        **{"learn.batch-groups": PROMPTS // 2, "learn.lr": 1e-9},
-        **{"offpolicy.reuse": 2, "offpolicy.max-staleness": STALENESS},
+        **{"learn.batch-groups": PROMPTS // BATCHES, "learn.lr": 1e-9},
+        **{"offpolicy.reuse": PASSES, "offpolicy.max-staleness": STALENESS},
         **{"eval.problems": 1, "eval.k": 1, "eval.every": 0, "cluster.rollouts": 1, "cluster.ahead": ahead},
     }
     command = [sys.executable, "-m", "bapo", "train", *(str(x) for key, v in options.items() for x in (f"--{key}", v))]
@@ -125,11 +126,11 @@ def main() -> None:
     flat = sorted(length for group in lengths for length in group)
     turns = read(runs[0], "timing.jsonl")[WARM:]
     updates = [line for line in read(runs[0], "metrics.jsonl") if line["kind"] == "update"]
-    tokens = statistics.fmean(line["tokens"] for line in updates) * 4  # updates of a step
+    tokens = statistics.fmean(line["tokens"] for line in updates) * BATCHES * PASSES
     learn = tokens / statistics.fmean(line["learn_seconds"] for line in turns)
     setting = Setting(
-        prompts=PROMPTS, responses=RESPONSES, steps=200, batches=2, passes=2, ahead=0, staleness=STALENESS, engines=1,
-        slots=128, alone=alone, saturated=saturated, prefill=10 * saturated, prompt_tokens=8, learn=learn,
+        prompts=PROMPTS, responses=RESPONSES, steps=200, batches=BATCHES, passes=PASSES, ahead=0, staleness=STALENESS,
+        engines=1, slots=128, alone=alone, saturated=saturated, prefill=10 * saturated, prompt_tokens=8, learn=learn,
         update_seconds=0.0, gather_seconds=0.05, load_seconds=0.05,
     )  # fmt: skip
     print(f"{len(flat)} lengths: mean {statistics.fmean(flat):.0f}, median {flat[len(flat) // 2]}, "
