@@ -50,7 +50,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 from bapo.tasks.verify.final import after_hashes, boxed, sentence, stated, visible
 from bapo.tasks.verify.normal_form import normal_form
-from bapo.tasks.verify.values import close, equal, rational, sides
+from bapo.tasks.verify.values import close, rational, sides, verdict
 from bapo.types import Score
 
 __all__ = ["MAX_ANSWER", "verify", "verify_thinking"]
@@ -263,7 +263,7 @@ def _is_false(shown: str, value: Any) -> bool:
     if chain and isinstance(chain[0], sympy.Symbol) and any(side.has(chain[0]) for side in chain[1:-1]):
         return True  # two equations, and a word between them that could not be read
     pairs = [pair for pair in itertools.pairwise(chain) if all(_is_number(side) for side in pair)]
-    return any(not equal(*pair) for pair in pairs)
+    return any(not _equal(*pair) for pair in pairs)
 
 
 def _is_number(value: Any) -> bool:
@@ -330,7 +330,12 @@ def _same(gold: _Answer, found: _Answer) -> bool:
     if gold.words or found.words:
         return gold.words and _word(gold.text) == _word(found.text)
     values = [_sympy_value(gold), _sympy_value(found)]
-    return not any(value is None for value in values) and equal(*values)
+    return not any(value is None for value in values) and _equal(*values)
+
+
+def _equal(gold: Any, found: Any) -> bool:
+    same = verdict(gold, found)
+    return bool(math_verify.verify(gold, found, timeout_seconds=None)) if same is None else same
 
 
 def _squeezed(text: str) -> str:

@@ -23,10 +23,9 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-import math_verify
 import sympy
 
-__all__ = ["close", "equal", "rational", "sides"]
+__all__ = ["close", "rational", "sides", "verdict"]
 
 MAX_BITS = 100_000
 """Fractions with more bits than this are not computed."""
@@ -45,13 +44,12 @@ def close(gold: Fraction, found: Fraction) -> bool:
     return abs(gold - found) <= min(Fraction(1, 10**6), abs(gold) / 10**4)
 
 
-def equal(gold: Any, found: Any) -> bool:
-    """Whether two values are equal, as far as this module or math-verify can tell."""
+def verdict(gold: Any, found: Any) -> bool | None:
+    """Whether two values are equal; None if math-verify must decide."""
     try:
-        verdict = _verdict(gold, found)
+        return _verdict(gold, found)
     except Exception:  # on hostile input, sympy may raise anything
-        verdict = None
-    return bool(math_verify.verify(gold, found, timeout_seconds=None)) if verdict is None else verdict
+        return None
 
 
 def rational(value: Any) -> tuple[Fraction, bool] | None:
@@ -103,7 +101,6 @@ def _bits(number: Fraction) -> int:
 
 
 def _verdict(gold: Any, found: Any) -> bool | None:
-    """Whether two values are equal; None if math-verify must decide."""
     gold_sides, found_sides = sides(gold), sides(found)
     if gold_sides and found_sides:
         if _names(gold) != _names(found):
@@ -121,9 +118,9 @@ def _verdict(gold: Any, found: Any) -> bool | None:
     return _refusal(_same_parts(gold, found))
 
 
-def _refusal(verdict: bool | None) -> bool | None:
+def _refusal(same: bool | None) -> bool | None:
     """Only a refusal counts: that parts are equal does not make the whole equal."""
-    return False if verdict is False else None
+    return False if same is False else None
 
 
 def _names(value: Any) -> set[str]:
@@ -199,7 +196,7 @@ def _same_parts(gold: Any, found: Any) -> bool | None:
     verdicts = [[_verdict(one, other) for other in parts[1]] for one in parts[0]]
     if not any(isinstance(value, sympy.FiniteSet) for value in (gold, found)):
         return not any(verdicts[place][place] is False for place in range(len(verdicts)))
-    return not any(all(verdict is False for verdict in line) for line in [*verdicts, *zip(*verdicts, strict=True)])
+    return not any(all(same is False for same in line) for line in [*verdicts, *zip(*verdicts, strict=True)])
 
 
 def _parts(value: Any) -> Sequence[Any]:
