@@ -1,12 +1,14 @@
 """Values that the verifier compares: exactly if both are exact, within a tolerance if one is rounded."""
 
 import math
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
 import sympy
 
-from bapo.tasks.verify.math import verify
+from bapo.tasks.verify.math import _read, verify
 from bapo.tasks.verify.values import close, rational, sides, verdict
 
 
@@ -212,3 +214,35 @@ def test_formulas_in_different_names_are_refused_without_solving_them():
     angle = sympy.Function("theta")(t)
     one = sympy.Eq(sympy.Symbol("m") * angle.diff(t, 2), sympy.sin(angle))
     assert verdict(one, sympy.Eq(sympy.Symbol("L") * angle, sympy.cos(angle))) is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "other"),
+    [  # ground truths of Minerva: math-verify takes 10 s to solve the first pair and 2 s to simplify the second
+        (
+            r"\frac{d^{2} v_{o}}{d t^{2}}+\frac{v_{o}}{L C}=\frac{v_{i}}{L C}",
+            r"m l \ddot{\theta}(t)-m g \sin \theta(t)=f(t) \cos \theta(t)",
+        ),
+        (
+            r"\omega_{n}^{2} e^{-\zeta \omega_{n} t} \cos \left(\omega_{n} \sqrt{1-\zeta^{2}} t\right)",
+            r"\frac{1}{s+1}-\frac{e^{-1}}{s}-\frac{e^{-1} e^{-s}}{s+1}+\frac{e^{-1} e^{-s}}{s}",
+        ),
+    ],
+)
+def test_formulas_that_are_slow_to_simplify_are_told_apart_without_it(gold, other):
+    assert verdict(_read(gold).value, _read(other).value) is False
+
+
+def test_the_grammar_is_ready_when_a_worker_starts():
+    """The parser builds its tables as it meets new constructions. A worker that is cold would do so on the clock."""
+    program = r"""
+from bapo.tasks.verify.math import verify
+from latex2sympy2_extended.gen.antlr4_13_2.PSParser import PSParser
+def states(): return sum(len(table.states) for table in PSParser.decisionsToDFA)
+before = states()
+gold = r"\frac{\cos (2 t)}{15}+C_{1} e^{t}+C_{2} e^{-t}+C_{3} \cos (t)+C_{4} \sin (t)"
+assert verify(gold, r"\boxed{" + gold + "}").reward == 1.0
+print(states() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 30  # and 84 if it is cold
