@@ -4,7 +4,7 @@ The final answer of a response is the first of these that exists (`bapo.tasks.ve
 
     1. the content of its last \\boxed{…}
     2. the rest of its last line, if that line begins with ####
-    3. the answer that its last line states, if that is mathematics
+    3. the answer that its last line states, if that is mathematics or a marked word ($B$), without its reason
     4. what math-verify extracts from the text: the last formula or number
     5. the words that its last line states as the answer
 
@@ -15,10 +15,11 @@ Answer and ground truth are compared by the first rule that applies:
 
     the same text       after removing what does not show: spaces (not between digits), \\left, \\!, $, \\text{…}, …
     two rationals       exactly; if one of them is written as a decimal, within 1e-6 and a 1e-4th of the ground truth
+    a time of day       4:40 a.m., 4:40 AM and 4:40 are the same
     words               \\text{Evelyn}, even, (C): only the same text is equal, in upper or lower case. To a computer
                         algebra system a word is a product of letters, so it would accept every anagram
     52_8                the same digits, and the same base if both name one
-    mathematics         math-verify: values, expressions, tuples, sets, intervals, matrices, equations
+    mathematics         `values.py`, then math-verify: expressions, tuples, sets, intervals, matrices, equations
 
 Units, currencies and degrees are ignored, and 50% is both 50 and 0.5, as in math-verify. There are three things that
 math-verify would read as another number, so only the same text is equal to them: a number that a word changes
