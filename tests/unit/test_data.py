@@ -295,6 +295,56 @@ def test_half_a_character_is_refused_with_its_place(tmp_path):
         assert "bad.jsonl, line 2: column 'prompt' holds the lone surrogate \\ud800 at position 2" in message
 
 
+def test_half_a_character_in_an_answer_is_refused_too(tmp_path):
+    for answer in ("1\ud800", ["1", "2\ud800"]):
+        message = refusal(tmp_path, json.dumps({"prompt": "a", "answer": answer}))
+        assert "column 'answer' holds the lone surrogate \\ud800 at position 2" in message
+
+
+@pytest.mark.parametrize("depth", [200, 900, 5_000, 200_000])
+@pytest.mark.parametrize("column", ["prompt", "answer", "other"])
+def test_deep_nesting_is_read_or_refused_with_its_place(tmp_path, column, depth):
+    row = {"prompt": '"a"', "answer": '"1"', "other": '"b"', column: '{"a": [' * (depth // 2) + "]}" * (depth // 2)}
+    path = tmp_path / "deep.jsonl"
+    path.write_text("{" + ", ".join(f'"{name}": {value}' for name, value in row.items()) + "}\n")
+    if depth < 500 and column != "prompt":
+        assert fingerprint(load_problems([str(path)])[0])
+    else:
+        with pytest.raises(ValueError, match=r"deep\.jsonl, line 1"):
+            load_problems([str(path)])
+
+
+def test_nul_and_byte_order_marks_are_kept_or_refused_with_their_place(tmp_path):
+    path = tmp_path / "marks.jsonl"
+    path.write_text("\ufeff" + json.dumps({"prompt": "a\0b", "answer": "1"}) + "\n", encoding="utf-8")
+    (found,), _ = load_problems([str(path)])
+    assert found.prompt == "a\0b"
+    path.write_text(path.read_text(encoding="utf-8") * 2, encoding="utf-8")  # two files put together
+    with pytest.raises(ValueError, match=r"marks\.jsonl, line 2 is not valid JSON.*BOM"):
+        load_problems([str(path)])
+
+
+def test_a_body_comes_before_its_question(tmp_path):
+    rows = [  # SVAMP's columns
+        {"Body": "Each pack costs 76 dollars. You get 25 off", "Question": "How much is a pack?", "Answer": 51.0},
+        {"Body": "Ed has 2 books.", "Question": "How many?", "Answer": 2.0},
+        {"Body": " ", "Question": "What is 1 + 1?", "Answer": 2.0},
+    ]
+    path = lines(tmp_path / "svamp.jsonl", rows)
+    problems, _ = load_problems([path])
+    assert [(one.prompt, one.answer) for one in problems] == [
+        ("Each pack costs 76 dollars. You get 25 off. How much is a pack?", "51"),
+        ("Ed has 2 books. How many?", "2"),
+        ("What is 1 + 1?", "2"),
+    ]
+    named, _ = load_problems([path], prompt_column="Question")
+    assert [one.prompt for one in named] == ["How much is a pack?", "How many?", "What is 1 + 1?"]
+    assert named[1].extra["Body"] == "Ed has 2 books."
+    broken = [{"Body": "a\ud800", "Question": "b", "Answer": 1}]
+    with pytest.raises(ValueError, match="column 'Body' holds the lone surrogate"):
+        load_problems([lines(tmp_path / "broken.jsonl", broken)])
+
+
 def problem(name, prompt, answer="1"):
     return Problem(id=name, prompt=prompt, answer=answer)
 

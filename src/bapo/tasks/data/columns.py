@@ -2,9 +2,9 @@
 
 Each row is read by the columns it has, so one list of sources may mix layouts: verl's (`prompt` as chat messages,
 `reward_model.ground_truth`), GSM8K's (`question`, `answer`), MATH's (`problem`, `solution`), AIME's (`Problem`,
-`Answer`), Alpaca's (`instruction`, `input`, `output`) and plain ones. Names are tried in a fixed order, in upper or
-lower case, and the first column with a value counts. If the caller names a column, only that one is tried. Dots lead
-into nested columns.
+`Answer`), SVAMP's (`Body`, `Question`, `Answer`), Alpaca's (`instruction`, `input`, `output`) and plain ones. Names are
+tried in a fixed order, in upper or lower case, and the first column with a value counts. If the caller names a column,
+only that one is tried. Dots lead into nested columns.
 
 A row that has none of the columns is an error, which lists the columns that it has. If the columns are there but empty,
 the caller counts the row.
@@ -25,6 +25,7 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages")
 ANSWERS = (
     *("reward_model.ground_truth", "answer", "final_answer", "expected_answer", "ground_truth", "solution", "output"),
 )
+QUESTIONS, BODY = ("question", "problem", "query"), "body"
 RESPONSES = ("response", "completion", "output", "solution", "answer", "messages")
 
 _ABSENT = object()
@@ -37,13 +38,30 @@ def prompt_of(row: Row, column: str | None) -> Prompt | None:
     if name.lower() == "instruction" and isinstance(prompt, str):
         given = look_up(row.values, "input")
         return f"{prompt}\n\n{given}" if isinstance(given, str) and given.strip() else prompt
+    if column is None and name.lower() in QUESTIONS and isinstance(prompt, str):
+        return _after_body(row, prompt)
     return prompt
+
+
+def _after_body(row: Row, question: str) -> str:
+    """The question after the column that tells the story, if there is one: SVAMP's `Body`."""
+    name = next((name for name in row.values if name.lower() == BODY), None)
+    body = None if name is None else row.values[name]
+    if name is None or not isinstance(body, str) or not body.strip():
+        return question
+    check_text(body, row.place, name)
+    story = body.strip()
+    return f"{story if story[-1] in '.?!:;,' else story + '.'} {question.lstrip()}"
 
 
 def answer_of(row: Row, column: str | None) -> Any:
     """The row's answer, extracted from the solution if a solution holds it; None if it is empty."""
     name, value = _first(row, ANSWERS, column, "answer", "answer_column")
-    return as_answer(value, worked=column is None and name.lower() == "solution")
+    answer = as_answer(value, worked=column is None and name.lower() == "solution")
+    for text in answer if isinstance(answer, list) else [answer]:
+        if isinstance(text, str):
+            check_text(text, row.place, name)
+    return answer
 
 
 def pair_of(row: Row, prompt_column: str | None, response_column: str | None) -> tuple[Prompt | None, str | None]:

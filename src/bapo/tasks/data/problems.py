@@ -11,7 +11,8 @@ again with another answer, the first answer counts, since nothing says which one
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -74,7 +75,8 @@ def load_problems(
     for source in resolved:
         for row in source_rows(source):
             read += 1
-            prompt, answer = prompt_of(row, prompt_column), answer_of(row, answer_column)
+            with _nested_too_deeply(row):
+                prompt, answer = prompt_of(row, prompt_column), answer_of(row, answer_column)
             if prompt is None or answer is None:
                 without_prompt += prompt is None
                 without_answer += prompt is not None
@@ -83,7 +85,8 @@ def load_problems(
             known = problems.get(question)
             if known is None:
                 put = fill(template or source.template, prompt)
-                problems[question] = _problem(question, put, answer, source, row, (prompt_column, answer_column))
+                with _nested_too_deeply(row):
+                    problems[question] = _problem(question, put, answer, source, row, (prompt_column, answer_column))
             elif known.answer == answer:
                 duplicates += 1
             else:
@@ -145,6 +148,18 @@ def resolve_all(sources: Sequence[str], template: str | None) -> list[Source]:
             f"sources={sources!r} is not a list of names. Give a list of files, directories, hub names or benchmarks."
         )
     return [resolve(source) for source in sources]
+
+
+@contextmanager
+def _nested_too_deeply(row: Row) -> Iterator[None]:
+    """Says which row it is if its lists and objects are nested too deeply."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError(
+            f"{row.place} holds lists or objects nested too deeply to be read. Flatten them, store them as text, or "
+            "remove the row."
+        ) from None
 
 
 def _problem(

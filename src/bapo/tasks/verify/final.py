@@ -4,6 +4,7 @@
     boxed           the last \\boxed{…}
     after_hashes    the rest of the last line if it begins with ####, as in GSM8K's own solutions
     sentence        the end of a last line such as "The answer is 72."
+    stated          that end before any reason (72, since 48 + 24 = 72), then the whole of it
 
 A response has one final answer, and it is the last. Listing candidates, boxing several or hiding one in the thinking
 gains nothing over a single guess. What an answer means is decided elsewhere.
@@ -13,13 +14,18 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["TAIL", "after_hashes", "boxed", "sentence", "visible"]
+__all__ = ["TAIL", "after_hashes", "boxed", "sentence", "stated", "visible"]
 
 TAIL = 8192
 """How many characters at the end of a response are read. An answer before them is not seen."""
 
 _HASHES = re.compile(r"#{4}(?!#)[ \t]*(.+)")
 _SENTENCE = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?\s*(.+)$", re.IGNORECASE)
+_REASON = re.compile(
+    r"(?i:(?:[,;]\s*\(?|\s\(|\s(?=since\b|because\b))\s*"
+    r"(?:since|because|as|where|when|for|so|which|given|by|using|after|with|hence|thus|therefore)\b)"
+    r"|\.\s+(?=[A-Z])"
+)
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*")
 
 
@@ -75,3 +81,12 @@ def sentence(text: str) -> str | None:
     lines = text.rstrip().splitlines()
     said = _SENTENCE.search(lines[-1][-1000:]) if lines else None
     return said[1].strip().strip("*").removesuffix(".").strip("*").strip() if said else None
+
+
+def stated(text: str) -> list[str]:
+    """What the last line states as the answer, without the reason that follows it, and then with it."""
+    said = sentence(text)
+    if not said:
+        return []
+    reason = _REASON.search(said)
+    return [said[: reason.start()].strip().strip("*"), said] if reason else [said]

@@ -4,7 +4,7 @@ The final answer of a response is the first of these that exists (`bapo.tasks.ve
 
     1. the content of its last \\boxed{…}
     2. the rest of its last line, if that line begins with ####
-    3. the answer that its last line states, if that is mathematics
+    3. the answer that its last line states, if that is mathematics or a marked word ($B$), without its reason
     4. what math-verify extracts from the text: the last formula or number
     5. the words that its last line states as the answer
 
@@ -15,10 +15,11 @@ Answer and ground truth are compared by the first rule that applies:
 
     the same text       after removing what does not show: spaces (not between digits), \\left, \\!, $, \\text{…}, …
     two rationals       exactly; if one of them is written as a decimal, within 1e-6 and a 1e-4th of the ground truth
+    a time of day       4:40 a.m., 4:40 AM and 4:40 are the same
     words               \\text{Evelyn}, even, (C): only the same text is equal, in upper or lower case. To a computer
                         algebra system a word is a product of letters, so it would accept every anagram
     52_8                the same digits, and the same base if both name one
-    mathematics         math-verify: values, expressions, tuples, sets, intervals, matrices, equations
+    mathematics         `values.py`, then math-verify: expressions, tuples, sets, intervals, matrices, equations
 
 Units, currencies and degrees are ignored, and 50% is both 50 and 0.5, as in math-verify. There are three things that
 math-verify would read as another number, so only the same text is equal to them: a number that a word changes
@@ -36,6 +37,7 @@ through `sandbox.py`. It depends on nothing but its arguments. A bad ground trut
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import warnings
@@ -47,8 +49,9 @@ import math_verify
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
-from bapo.tasks.verify.final import after_hashes, boxed, sentence, visible
+from bapo.tasks.verify.final import after_hashes, boxed, sentence, stated, visible
 from bapo.tasks.verify.normal_form import normal_form
+from bapo.tasks.verify.values import close, rational, sides, verdict
 from bapo.types import Score
 
 __all__ = ["MAX_ANSWER", "verify", "verify_thinking"]
@@ -60,15 +63,23 @@ for _library in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_library).setLevel(logging.CRITICAL)
 
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{([^{}]*)\}")
-_UNSHOWN = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr)(?![a-zA-Z])|\\!\s*|\$")
+_UNSHOWN = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr)(?![a-zA-Z])|\\!\s*")
+_MARKS = re.compile(r"\\?\$|(?<!\\)\\[()\[\]]")
 _SPACE = re.compile(r"\\[,;: ]|~")
-_NUMBER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d{1,100})?(?:\.(\d{0,100}))?")
+_NUMBER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d{1,100})?(?:\.(\d{0,100}))?(?:[eE]([-+]?\d{1,3}))?")
+_SCALED = re.compile(  # 4.5 \times 10^{33}, 10^{-5}
+    r"(?:([-+]?[\d.,]+) ?(?:\\times|\\cdot|[x×·*]) ?|([-+]?))10 ?\^ ?[{(]? ?([-+]?\d{1,3}) ?[})]?"
+)
+_EXPONENT = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,9})(?![\w.])")  # 4.5e33 inside a formula
+_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d) ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
+_FORMULA = re.compile(r"\$[^$]+\$|\\\((?:(?!\\[()]).)+\\\)|\\\[(?:(?!\\[\[\]]).)+\\\]")
+_JOIN = re.compile(r"\b(?:or|and)\b", re.IGNORECASE)
 _FORMULA_WORDS = "percent|percentage|pct|sin|cos|tan|log|sqrt|exp|and|mod|plus|minus|over"
 _DIGITS = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
-_TO_A_POWER = re.compile(r" ?\^ ?\{? ?[-+(]?\d")
+_PART_OF_MORE = re.compile(r" ?\^ ?\{? ?[-+(]?\d|:\d\d")  # a base, an hour
 _UNIT = re.compile(
     r"(?:\^\{?\s*(?:\\circ|°)\s*\}?|°"  # degrees
-    rf"|(?<=\d)\s+(?!(?i:{_FORMULA_WORDS})\b)[a-zA-Z]{{3,}}(?: [a-zA-Z]+)*)$"  # any other word after a number
+    rf"|(?<=[\d}}])\s+(?!(?i:{_FORMULA_WORDS})\b)[a-zA-Z]{{3,}}(?: [a-zA-Z]+)*)$"  # any other word after a number
 )
 _MULTIPLES = "hundred|thousand|million|billion|trillion|quadrillion|quintillion|dozen|googol|lakh|crore"
 _PARTS = (
@@ -123,6 +134,8 @@ class _Answer:
     """The base of the number system, if it is written: the 8 of 52_8. `text` then holds the digits."""
     value: Any = None
     """What math-verify parsed, unless the answer is a number or words."""
+    clock: tuple[str, str] | None = None
+    """A time of day and its half: (4:40, a) for 4:40 a.m., (4:40, "") for 4:40, which may be a ratio."""
     misread: bool = False
     """Whether math-verify would read it as another number. If so, it was not parsed."""
 
@@ -156,31 +169,39 @@ def _find(text: str) -> _Answer | None:
         clear = after_hashes(text)
     if clear is not None:
         return _read_name_first(clear) if 0 < len(clear) <= MAX_ANSWER else None
-    said = sentence(text)
-    if said and len(said) <= MAX_ANSWER:
-        answer = _read_name_first(said)
-        prose = _LETTERS.search(_COMMAND.sub("", answer.text))
-        if answer.number is not None or answer.misread or (answer.value is not None and not prose):
+    for said in stated(text):
+        if 0 < len(said) <= MAX_ANSWER and _is_clear(said, answer := _read_name_first(said)):
             return answer
-    tail = text[-MAX_ANSWER:]
+    tail = _in_full(text[-MAX_ANSWER:])
     extracted = _parse(tail, ExprExtractionConfig())
-    if extracted is not None and not _is_a_base(extracted, tail):
+    if extracted is not None and not _is_a_part(extracted, tail):
         if _names_last(extracted):
             extracted = sympy.Eq(extracted.rhs, extracted.lhs, evaluate=False)
-        return _parsed("", extracted)
-    return _Answer(_clean(said), words=True) if said and len(said) <= MAX_ANSWER else None
+        return _parsed("", _result(extracted))
+    words = sentence(text)
+    return _Answer(_clean(words), words=True) if words and len(words) <= MAX_ANSWER else None
 
 
-def _is_a_base(value: Any, text: str) -> bool:
-    """Whether a number is the base of a power that could not be read: the 5 of 5^{9^{8."""
+def _is_clear(said: str, answer: _Answer) -> bool:
+    """Whether what a sentence states is mathematics, or a word that is marked as an answer: $B$, (B), \\text{even}."""
+    if answer.number is not None or answer.misread or answer.clock is not None:
+        return True
+    if answer.words:
+        return any(kind.fullmatch(said) for kind in (_FORMULA, _WRAPPED, _CHOICE))
+    return answer.value is not None and _LETTERS.search(_COMMAND.sub("", answer.text)) is None
+
+
+def _is_a_part(value: Any, text: str) -> bool:
+    """Whether a number is only a part of what is written: the base of a power, 5^{9^{8, or the hour of 4:40."""
     if not isinstance(value, sympy.Integer | sympy.Float):
         return False
     number = abs(Fraction(int(value)) if isinstance(value, sympy.Integer) else Fraction(str(value)))
     places = [place for place in _DIGITS.finditer(text) if _number(place[0]) == number]
-    return bool(places) and _TO_A_POWER.match(text, places[-1].end()) is not None
+    return bool(places) and _PART_OF_MORE.match(text, places[-1].end()) is not None
 
 
 def _read(text: str) -> _Answer:
+    text = _MARKS.sub("", text)
     shown = _clean(text)
     based = _BASED.fullmatch(_squeezed(shown))
     if based:
@@ -188,24 +209,43 @@ def _read(text: str) -> _Answer:
     number = _number(shown)
     if number is not None:
         return _Answer(shown, number=number, decimal="." in shown and number.denominator != 1)
+    clock = _CLOCK.fullmatch(shown)
+    if clock and clock[3]:
+        hour, half = f"{int(clock[1])}:{clock[2]}", clock[3].lower()
+        return _Answer(f"{hour} {half}m", words=True, clock=(hour, half))
     if _is_words(text, shown):
         return _Answer(shown, words=True)
     if _CHANGED.search(shown) or _APART.search(shown):
         return _Answer(shown, misread=True)
-    value = _parse(rf"\boxed{{{_PERCENT.sub('percent', text.replace('$', ''))}}}")
-    return _Answer(shown, misread=True) if _is_false(shown, value) else _parsed(shown, value)
+    value = _parse(rf"\boxed{{{_in_full(_JOIN.sub(lambda word: word[0].lower(), _PERCENT.sub('percent', text)))}}}")
+    if _is_false(shown, value):
+        return _Answer(shown, misread=True)
+    return replace(_parsed(shown, value), clock=(f"{int(clock[1])}:{clock[2]}", "") if clock else None)
+
+
+def _in_full(text: str) -> str:
+    """The text with 4.5e33 written as a power of ten. To LaTeX, the e is Euler's number."""
+    return _EXPONENT.sub(r"(\1*10^(\2))", text)
 
 
 def _read_name_first(text: str) -> _Answer:
-    """Like `_read`, but 5 = x is read as x = 5, because math-verify compares with the right side of an equation.
+    """Like `_read`, but as an answer: 5 = x is x = 5, and 3 + 2 = 5 is 5. math-verify compares with the right side.
 
     Not for ground truths: there, x + y = z is an equation that the problem asks for.
     """
     answer = _read(text)
+    if sides(answer.value):
+        answer = _parsed(answer.text, _result(answer.value))
     if not _names_last(answer.value) or text.count("=") != 1:
         return answer
     left, right = text.split("=")
     return replace(_read(f"{right} = {left}"), text=answer.text)
+
+
+def _result(value: Any) -> Any:
+    """The last side of an equation between numbers; any other value as it is."""
+    chain = sides(value)
+    return chain[-1] if chain and all(map(_is_number, chain)) else value
 
 
 def _names_last(value: Any) -> bool:
@@ -216,27 +256,31 @@ def _names_last(value: Any) -> bool:
 
 
 def _is_false(shown: str, value: Any) -> bool:
-    """Whether it is an equation, or a chain of equations, between two different numbers."""
+    """Whether it is an equation, or a chain of them, that cannot be true: 7 = 5, or x = 3 x = 4."""
     first, *_, last = map(_number, shown.split("=")) if "=" in shown else (None, None)
-    if first is not None and last is not None and not _close(first, last):
+    if first is not None and last is not None and not close(first, last):
         return True
-    equations = value.args if isinstance(value, sympy.And) else [value]
-    sides = [equation.args for equation in equations if isinstance(equation, sympy.Eq)]
-    numbers = [pair for pair in sides if all(getattr(side, "is_number", False) for side in pair)]
-    return any(not math_verify.verify(*pair, timeout_seconds=None) for pair in numbers)
+    chain = sides(value)
+    if chain and isinstance(chain[0], sympy.Symbol) and any(side.has(chain[0]) for side in chain[1:-1]):
+        return True  # two equations, and a word between them that could not be read
+    pairs = [pair for pair in itertools.pairwise(chain) if all(_is_number(side) for side in pair)]
+    return any(not _equal(*pair) for pair in pairs)
+
+
+def _is_number(value: Any) -> bool:
+    return bool(getattr(value, "is_number", False))
 
 
 def _parsed(shown: str, value: Any) -> _Answer:
-    if isinstance(value, sympy.Float):
-        return _Answer(shown, number=Fraction(str(value)), decimal=True)
-    if isinstance(value, sympy.Rational):
-        return _Answer(shown, number=Fraction(int(value.p), int(value.q)))
+    exact = rational(value)
+    if exact and max(abs(exact[0].numerator), exact[0].denominator) < 10**MAX_ANSWER:
+        return _Answer(shown, number=exact[0], decimal=exact[1])
     return _Answer(shown, value=value)
 
 
 def _clean(text: str) -> str:
     """The text without what does not show, and with words unwrapped."""
-    text = _UNSHOWN.sub("", _SPACE.sub(" ", text).replace("\\$", "").replace("{,}", ",").replace("−", "-"))
+    text = _UNSHOWN.sub("", _SPACE.sub(" ", _MARKS.sub("", text)).replace("{,}", ",").replace("−", "-"))
     text = _WRAPPED.sub(r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     return _GROUPS.sub(lambda group: group[0].replace(" ", ""), " ".join(text.split())).removesuffix(".")
 
@@ -249,10 +293,13 @@ def _number(shown: str) -> Fraction | None:
     mixed = _MIXED.fullmatch(bare)
     if mixed and int(mixed[4]):
         return int(f"{mixed[1]}1") * (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4])))
+    scaled = _SCALED.fullmatch(bare)
+    if scaled:
+        bare = f"{scaled[1] or scaled[2] + '1'}e{scaled[3]}"
     parts = _NUMBER.fullmatch(bare)
     if parts is None or not (parts[2] or parts[3]):
         return None
-    return Fraction(f"{parts[1]}{(parts[2] or '0').replace(',', '')}.{parts[3] or '0'}")
+    return Fraction(f"{parts[1]}{(parts[2] or '0').replace(',', '')}.{parts[3] or '0'}e{parts[4] or 0}")
 
 
 def _is_words(text: str, shown: str) -> bool:
@@ -277,16 +324,19 @@ def _same(gold: _Answer, found: _Answer) -> bool:
         return False
     if gold.text and _squeezed(gold.text) == _squeezed(found.text):
         return True
+    if gold.clock and found.clock and (gold.clock[1] or found.clock[1]):
+        return gold.clock[0] == found.clock[0] and "" in (gold.clock[1], found.clock[1])
     if gold.number is not None and found.number is not None:
-        return _close(gold.number, found.number) if gold.decimal or found.decimal else gold.number == found.number
+        return close(gold.number, found.number) if gold.decimal or found.decimal else gold.number == found.number
     if gold.words or found.words:
         return gold.words and _word(gold.text) == _word(found.text)
     values = [_sympy_value(gold), _sympy_value(found)]
-    return None not in values and bool(math_verify.verify(*values, timeout_seconds=None))
+    return not any(value is None for value in values) and _equal(*values)
 
 
-def _close(gold: Fraction, found: Fraction) -> bool:
-    return abs(gold - found) <= min(Fraction(1, 10**6), abs(gold) / 10**4)
+def _equal(gold: Any, found: Any) -> bool:
+    same = verdict(gold, found)
+    return bool(math_verify.verify(gold, found, timeout_seconds=None)) if same is None else same
 
 
 def _squeezed(text: str) -> str:
@@ -313,4 +363,8 @@ def _shared_form(answer: _Answer) -> str:
     return form[:200].encode("utf-8", "replace").decode()
 
 
-verify("1", r"\boxed{\frac{1}{2}}")  # the first use builds the grammar: do that on import, outside any time limit
+for _formula in (  # parsing builds the grammar's tables: do that on import, outside any time limit, and before any fork
+    r"\frac{\cos (2 t)}{15}+C_{1} e^{-t}-\sqrt[3]{2 x} \ln 5",
+    r"\omega_{n}^{2} e^{-t} \cos \left(\sqrt{1-\zeta^{2}} t\right)-\frac{\zeta^{2}}{\sqrt{1-\zeta}} \sin (t)",
+):
+    verify("1", rf"\boxed{{{_formula}}}")
