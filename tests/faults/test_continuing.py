@@ -66,16 +66,15 @@ def assert_same_run(out, expected):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"learn__lr": 0.5}, "learn.lr is 0.5 now, and was 0.0003"),
+        ({"learn__lr": 0.5}, "learn.lr is 0.5 now, and was "),
         ({"seed": 3}, "seed is 3 now, and was 0"),
-        ({"objective__name": "grpo"}, "objective.name is 'grpo' now, and was 'bapo'"),
+        ({"objective__name": "grpo", "objective__preset": None}, "objective.name is 'grpo' now, and was 'bapo'"),
     ],
 )
 def test_an_edited_setting_is_refused_by_name(edit, message, stopped):
     change(stopped / "config.json", **edit)
     told = refused(stopped)
-    key, _, was = message.partition(" now, and was ")
-    assert f"{key} now, and was " in told
+    assert message in told
     assert "start a new run with them" in told
     assert "What may change on the way: steps, " in told
 
