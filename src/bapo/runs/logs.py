@@ -18,6 +18,9 @@ from typing import Any, BinaryIO
 from bapo.config.errors import CheckpointError
 from bapo.runs import files
 
+CHUNK = 1 << 20
+"""How many bytes are read at a time."""
+
 
 class Log:
     """One file of lines."""
@@ -51,28 +54,30 @@ class Log:
     def flaw(self, size: int, digest: str | None) -> str | None:
         """What is wrong with the first `size` bytes of the file; None if they are those that were written."""
         try:
-            data = files.read(self.path)[:size]
+            with files.opened(self.path) as file:
+                present = os.fstat(file.fileno()).st_size
+                if present < size:
+                    return f"is shorter than its checkpoint recorded: {present} of {size} bytes"
+                if digest is not None and _hash_of(file, size).hexdigest() == digest:
+                    return None
+                file.seek(0)
+                for number, line in enumerate(file, start=1):
+                    if file.tell() <= size and not _is_object(line):
+                        return f"is damaged: line {number} is not a JSON object"
         except FileNotFoundError:
             return "is missing" if size else None
         except OSError as error:
             return f"cannot be read: {error.strerror}"
-        if len(data) < size:
-            return f"is shorter than its checkpoint recorded: {len(data)} of {size} bytes"
-        if digest is not None and hashlib.sha256(data).hexdigest() == digest:
-            return None
-        for number, line in enumerate(data.splitlines(), start=1):
-            if not _is_object(line):
-                return f"is damaged: line {number} is not a JSON object"
         return None if digest is None else "was changed: its lines are not those that the run wrote"
 
     def cut(self, size: int) -> None:
         """Cut the file back to `size` bytes and go on from there."""
         self.close()
-        data = b""
+        self.size, self._hash = size, hashlib.sha256()
         if self.path.exists():
             os.truncate(self.path, size)
-            data = files.read(self.path)
-        self.size, self._hash = len(data), hashlib.sha256(data)
+            with files.opened(self.path) as file:
+                self._hash = _hash_of(file, size)
 
     def close(self) -> None:
         """Close the file."""
@@ -113,6 +118,15 @@ class Log:
         with old, self.path.open("xb") as new:
             shutil.copyfileobj(old, new)
         return self.path.open("a+b")
+
+
+def _hash_of(file: BinaryIO, size: int) -> hashlib._Hash:
+    """The SHA-256 of the next bytes of a file, which may be too many to hold in memory."""
+    found = hashlib.sha256()
+    while size > 0 and (part := file.read(min(size, CHUNK))):
+        found.update(part)
+        size -= len(part)
+    return found
 
 
 def _is_object(line: bytes) -> bool:

@@ -132,9 +132,9 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         manifest = _manifest(path)
         _compare(path, {name: manifest[name] for name in (STATE, CONFIG) if name in manifest})
+        return _state(path)
     except _Flaw as flaw:
         raise _damaged(path, flaw) from None
-    return files.read_object(path / STATE)
 
 
 def kept_config(path: Path) -> dict[str, Any] | None:
@@ -173,6 +173,7 @@ def is_sound(path: Path) -> bool:
     """Whether every file of a checkpoint is as it was written."""
     try:
         _compare(path, _manifest(path))
+        _state(path)
     except _Flaw:
         return False
     return True
@@ -197,6 +198,16 @@ def _manifest(path: Path) -> dict[str, str]:
     if unnamed:
         raise _Flaw(f"{MANIFEST} has no checksum of {', '.join(unnamed)}")
     return checksums
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state = files.read_object(path / STATE)
+    except (OSError, ValueError) as error:
+        raise _Flaw(f"cannot read {STATE}: {error}") from None
+    if missing := [key for key in ("version", "logs") if key not in state]:
+        raise _Flaw(f"{STATE} does not say {' and '.join(missing)}")
+    return state
 
 
 def _compare(path: Path, checksums: dict[str, str]) -> None:
