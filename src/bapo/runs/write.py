@@ -87,6 +87,13 @@ class RunDirectory:
             "run printed."
         )
 
+    def has_config(self) -> bool:
+        """Whether config.json can be read."""
+        try:
+            return bool(files.read_object(self.path / CONFIG))
+        except (OSError, ValueError):
+            return False
+
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         return files.checkpoints(self.path / "checkpoints")

@@ -184,6 +184,7 @@ def resume(
         team.lead(lambda: ending.enter_context(run.held()))
         team.lead(lambda: files.sweep(path))
         if team.lead(lambda: unused(path)):
+            team.lead(run.clear)
             job = ending.enter_context(closing(_made(make, wanted, team)))
             run.write(CONFIG, wanted.model_dump(mode="json"))
             return _begin(job, run, team, plain=plain)
@@ -220,14 +221,11 @@ def _check_length(job: Job, source: Path) -> None:
 def _go_back(run: RunDirectory, config: Config | SftConfig, continued: Continued, state: dict[str, Any]) -> None:
     """Make the directory what it was at the checkpoint, with the settings to go on with."""
     (run.path / SUMMARY).unlink(missing_ok=True)
-    kept = config.model_dump(mode="json")
-    try:
-        lost = files.read_object(run.path / CONFIG) != kept
-    except (OSError, ValueError):
-        continued.notes.append(f"{CONFIG} was lost or damaged, and was restored from {continued.source.name}")
-        lost = True
+    lost = not run.has_config()
     if lost:
-        run.write(CONFIG, kept)
+        continued.notes.append(f"{CONFIG} was lost or damaged, and was restored from a checkpoint")
+    if lost or continued.changes:
+        run.write(CONFIG, config.model_dump(mode="json"))
     aside = checkpoint.set_aside_newer(continued.source)
     if aside:
         continued.notes.append(f"newer checkpoints were set aside: {', '.join(aside)}. Delete them when you like.")
