@@ -9,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bapo.config.errors import CheckpointError
+from bapo.config.run import Config
+from bapo.train.run import Training, resume, start
 from tests.processes import bapo, bapo_anew
 
 RUN = [
@@ -275,3 +278,26 @@ def test_a_deleted_lock_file_does_not_let_a_second_process_in(stopped):
     result = bapo("resume", stopped)
     os.close(directory)
     assert (result.returncode, "another process is at work" in result.stderr) == (2, True)
+
+
+def test_a_log_that_is_damaged_during_a_run_does_not_cost_the_model(whole, tmp_path, monkeypatch):
+    out, sound, measure = tmp_path / "run", [], Training.measure
+
+    def spoil(job, log, when):
+        measure(job, log, when)
+        if when == "after":
+            sound.append((out / "metrics.jsonl").read_bytes())
+            damage_line(out / "metrics.jsonl")
+
+    monkeypatch.setattr(Training, "measure", spoil)
+    values = json.loads((whole / "config.json").read_text()) | {"out": str(out), "steps": 1}
+    with pytest.raises(
+        CheckpointError, match=r"line 1 is not a JSON object, so the run cannot be summarised\. The trained"
+    ):
+        start(Config(**values), plain=True)
+    assert load_file(out / "model" / "model.safetensors")
+    assert not (out / "summary.json").exists()
+    monkeypatch.undo()
+    (out / "metrics.jsonl").write_bytes(sound[0])
+    assert resume(out, plain=True)["updates"] >= 0
+    assert "## Scores" in (out / "model" / "README.md").read_text()
