@@ -257,7 +257,7 @@ COMMANDS = {
     ),
     "resume": Command(
         _resume,
-        "RUN [--from step-000040] [--key.path value ...]",
+        "RUN [--from STEP] [--key value ...]",
         "continue a run from its newest checkpoint, or from another one",
         RESUME,
     ),

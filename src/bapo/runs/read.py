@@ -149,8 +149,13 @@ def find_runs(root: str | Path) -> list[Path]:
     root = Path(root)
     if (root / "config.json").is_file():
         return [root]
-    found = (file.parent for file in root.rglob("config.json") if file.parent.name != "model")
+    found = (file.parent for file in root.rglob("config.json") if not _is_part_of_a_run(file.parent))
     return sorted(path for path in found if not is_set_aside(path) and not is_evaluation(path))
+
+
+def _is_part_of_a_run(path: Path) -> bool:
+    """Whether a directory with a config.json is a trained model, or a checkpoint with its copy of the configuration."""
+    return path.name == "model" or path.parent.name == "checkpoints"
 
 
 def is_set_aside(path: Path) -> bool:
