@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from bapo.config.run import Config
+    from bapo.config.sft import SftConfig
+
 Schema = TypeVar("Schema", bound="BaseModel")
+Kind = TypeVar("Kind", "Config", "SftConfig")
 
 
 @dataclass(frozen=True)
@@ -147,28 +151,39 @@ def _configured(schema: type[Schema], words: list[str], *, prog: str) -> Schema:
     return parse(schema, parse_keys(default, words, prog=f"{prog} [RECIPE.toml]"), source="command line")
 
 
-@dataclass(frozen=True)
-class ResumeArguments:
-    """Continue a run of `bapo train` or `bapo sft` from its newest checkpoint."""
-
-    run: Path
-    """The run directory."""
-
-
 def _resume(words: list[str]) -> None:
-    from bapo.config.command_line import parse_arguments
-    from bapo.runs.read import is_sft
+    from bapo.config.command_line import parse_resume
+    from bapo.config.run import Config
+    from bapo.config.sft import SftConfig
+    from bapo.runs.write import RunDirectory
 
-    path = parse_arguments(ResumeArguments, words, prog="bapo resume", positional=True).run
-    if is_sft(path):
-        from bapo.train.sft import resume
+    given, keys = parse_resume(words)
+    path, source = given.run, given.start
+    if RunDirectory(path).values().get("kind") == "sft":
+        changed = _changed(SftConfig, path, keys)
+
+        from bapo.train.sft import resume as resume_sft
+
+        resume_sft(path, config=changed, source=source)
     else:
+        wanted = _changed(Config, path, keys)
+
         from bapo.train.run import resume
 
-    done = (path / "summary.json").exists()
-    resume(path)
-    if done:
-        print(f"{path} is complete; its model is in {path / 'model'}.")
+        resume(path, config=wanted, source=source)
+
+
+def _changed(schema: type[Kind], path: Path, keys: list[str]) -> Kind | None:
+    """The configuration of a run, changed by keys; None if there are none."""
+    from bapo.config.command_line import parse_keys
+    from bapo.config.recipe import parse
+    from bapo.runs.write import RunDirectory
+
+    if not keys:
+        return None
+    return parse(
+        schema, parse_keys(RunDirectory(path).config(schema), keys, prog=f"bapo resume {path}"), source="command line"
+    )
 
 
 def _eval(words: list[str]) -> int:
@@ -240,7 +255,12 @@ COMMANDS = {
         "learn from demonstrations: the warm start before training",
         RESUME,
     ),
-    "resume": Command(_resume, "RUN", "continue a run from its newest checkpoint", RESUME),
+    "resume": Command(
+        _resume,
+        "RUN [--from STEP] [--key value ...]",
+        "continue a run from its newest checkpoint, or from another one",
+        RESUME,
+    ),
     "eval": Command(
         _eval,
         "--model M --data NAME,... [--k 16]",

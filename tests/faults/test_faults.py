@@ -178,7 +178,7 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
     result = bapo("resume", out)
     assert result.returncode == 3
     assert "model.safetensors changed since it was written" in result.stderr
-    assert "to resume from step-" in result.stderr
+    assert f"bapo resume {out} --from step-" in result.stderr
     (newest / "manifest.json").unlink()
     assert bapo("resume", out).returncode == 3
     for path in (out / "checkpoints").iterdir():

@@ -217,6 +217,7 @@ def test_device_and_dtype_are_decided_once_and_kept():
 def test_what_is_left_open_is_decided_by_the_machine(monkeypatch):
     import torch
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for present, device, dtype in ((False, "cpu", "float32"), (True, "cuda", "bfloat16")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda present=present: present)
         assert placed("auto", "auto", 3) == (device, dtype, 3)

@@ -2,13 +2,14 @@
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 
 import pytest
 
 from bapo.config.errors import ConfigError
-from bapo.runs.lock import held
+from bapo.runs.lock import held, is_held
 
 
 def test_only_one_at_a_time_and_free_again_afterwards(tmp_path):
@@ -40,3 +41,20 @@ def test_without_locks_a_note_stands_in_for_them(tmp_path, monkeypatch, capsys):
     with held(tmp_path / "lock", busy="never") as descriptor:
         assert descriptor > 0
     assert f"{tmp_path} is on a file system without locks (No locks available)" in capsys.readouterr().err
+
+
+def test_a_deleted_lock_file_does_not_let_a_second_process_in(tmp_path):
+    path = tmp_path / "lock"
+    with held(path, busy="first"):
+        path.unlink()
+        assert is_held(path)
+        with pytest.raises(ConfigError, match="taken"), held(path, busy="taken"):
+            pass
+    assert not is_held(path)
+
+
+def test_a_fifo_is_not_a_lock(tmp_path):
+    os.mkfifo(tmp_path / "lock")
+    assert not is_held(tmp_path / "lock")
+    with pytest.raises(ConfigError, match="is not a regular file"), held(tmp_path / "lock", busy="never"):
+        pass

@@ -24,6 +24,7 @@ from bapo.compare.grid import Cell, Grid
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
 from bapo.runs.read import Defect, read_run
+from bapo.runs.write import unused
 
 GPU_PARALLEL = 4
 """Runs at a time on one GPU. A small model leaves most of it idle, and each run needs a few GiB of its memory."""
@@ -128,14 +129,14 @@ def set_aside(path: Path) -> Path:
 
 def clear_unused(path: Path) -> None:
     """Remove the directory of a run that never reached its first checkpoint, if there is one."""
-    if path.exists() and _unused(path):
+    if path.exists() and unused(path):
         shutil.rmtree(path)
 
 
 def _examine(cell: Cell) -> tuple[Job, list[str]]:
     """The job for a cell, and how the configuration in its directory differs from the grid's."""
     path = cell.path
-    if not path.exists() or _unused(path):
+    if not path.exists() or unused(path):
         return Job(cell, State.WAITING), []
     run = read_run(path, finished=False)
     if isinstance(run, Defect) and (sizes := _remembered(path)):
@@ -161,17 +162,6 @@ def _remembered(path: Path) -> dict[str, int]:
         return {name: int(size) for name, size in logs.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def _unused(path: Path) -> bool:
-    """Whether a directory holds nothing but what a run writes before its first checkpoint is complete."""
-    if not path.is_dir():
-        return False
-    names = {entry.name for entry in path.iterdir()}
-    if not names <= {"config.json", "config.json.partial", "checkpoints", "lock"}:
-        return False
-    checkpoints = path / "checkpoints"
-    return not checkpoints.exists() or all(entry.name.endswith(".partial") for entry in checkpoints.iterdir())
 
 
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -49,7 +49,12 @@ Device = Annotated[
         "the kind of device it started on."
     ),
 ]
-Threads = Annotated[int, Field(description="Number of CPU threads. 0 uses one thread per core.", ge=0)]
+Threads = Annotated[
+    int,
+    Field(
+        description="Number of CPU threads. 0 uses one thread per core, but at most OMP_NUM_THREADS if it is set.", ge=0
+    ),
+]
 CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]
 
 LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0, allow_inf_nan=False)]

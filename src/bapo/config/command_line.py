@@ -6,6 +6,8 @@ of a configuration instead, which becomes one option per key.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import tyro
@@ -23,6 +25,37 @@ def parse_arguments(kind: type[Arguments], words: list[str], *, prog: str, posit
     by_place = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName) if positional else ()
     config = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, *by_place)
     return tyro.cli(kind, args=words, prog=prog, config=config)
+
+
+@dataclass(frozen=True)
+class ResumeArguments:
+    """Continue a run of `bapo train` or `bapo sft`, by default from its newest checkpoint.
+
+    Keys that follow change settings for the steps to come, such as --steps 80 or --eval.every 5. A setting that the
+    steps so far depend on is refused by name.
+    """
+
+    run: Path
+    """The run directory."""
+    start: Annotated[
+        str | None, tyro.conf.arg(name="from", metavar="CHECKPOINT", help_behavior_hint="(default: the newest)")
+    ] = None
+    """The checkpoint to continue from, such as step-000040. Newer ones are set aside."""
+
+
+def parse_resume(words: list[str]) -> tuple[ResumeArguments, list[str]]:
+    """The arguments of `bapo resume`, and the words that change keys of the run's configuration."""
+    own, keys, rest = words[:1], list[str](), iter(words[1:])
+    for word in rest:
+        if word == "--from":
+            own += [word, *((following,) if (following := next(rest, None)) is not None else ())]
+        elif word.startswith("--from=") or word in ("-h", "--help"):
+            own.append(word)
+        else:
+            keys.append(word)
+    if words and words[0].startswith("-"):  # without a run, no keys can be known
+        own, keys = words, []
+    return parse_arguments(ResumeArguments, own, prog="bapo resume", positional=True), keys
 
 
 def parse_keys(default: BaseModel, words: list[str], *, prog: str) -> dict[str, Any]:

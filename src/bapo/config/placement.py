@@ -16,6 +16,17 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def default_threads() -> int:
+    """One thread per core, but no more than the user allows by OMP_NUM_THREADS.
+
+    torchrun sets that variable to 1 for its ranks, whatever the user wants, so there it says nothing.
+    """
+    cores, allowed = available_cores(), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if "TORCHELASTIC_RUN_ID" in os.environ or not allowed.isascii() or not allowed.isdigit() or int(allowed) == 0:
+        return cores
+    return min(cores, int(allowed))
+
+
 def placed(
     device: DeviceName, dtype: Precision, threads: int | None, *, elsewhere: bool = False
 ) -> tuple[DeviceName, Precision, int]:
@@ -34,4 +45,4 @@ def placed(
         )
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
-    return device, dtype, threads or available_cores()
+    return device, dtype, threads or default_threads()

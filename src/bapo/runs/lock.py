@@ -1,8 +1,13 @@
-"""A lock on a file, for one process at a time. It lasts until every process that inherited its descriptor closes it."""
+"""A lock on a file, for one process at a time. It lasts until every process that inherited its descriptor closes it.
+
+The directory of the file is locked with it. So a lock file that somebody deletes does not let a second process in.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +23,14 @@ def held(path: Path, *, busy: str) -> Iterator[int]:
     Yields the descriptor, which child processes must inherit to share the lock. If the file system has no locks, a note
     on standard error says so, and the block runs.
     """
-    with path.open("a") as file:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigError(f"{path} is not a regular file, so it cannot be a lock. Remove it, then try again.")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_directory(directory)
         except BlockingIOError:
             raise ConfigError(busy) from None
         except OSError as error:
@@ -29,16 +39,38 @@ def held(path: Path, *, busy: str) -> Iterator[int]:
                 "process works there.",
                 file=sys.stderr,
             )
-        yield file.fileno()
+        yield descriptor
+    finally:
+        os.close(directory)
+        os.close(descriptor)
+
+
+def _lock_directory(descriptor: int) -> None:
+    """Lock a directory, if its file system can do that; some only lock files that are open for writing."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return
 
 
 def is_held(path: Path) -> bool:
     """Whether a process holds the lock now. This creates no file and does not keep the lock."""
+    return _taken(path) or _taken(path.parent)
+
+
+def _taken(path: Path) -> bool:
     try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # no such file
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no such file, or no locks there
+    except OSError:  # no locks there
         return False
+    finally:
+        os.close(descriptor)
     return False

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse_config, parse_sft_config
+from bapo.runs import files
 
 __all__ = ["STOP_REASONS", "Defect", "Run", "find_runs", "read_run"]
 
@@ -148,8 +149,13 @@ def find_runs(root: str | Path) -> list[Path]:
     root = Path(root)
     if (root / "config.json").is_file():
         return [root]
-    found = (file.parent for file in root.rglob("config.json") if file.parent.name != "model")
+    found = (file.parent for file in root.rglob("config.json") if not _is_part_of_a_run(file.parent))
     return sorted(path for path in found if not is_set_aside(path) and not is_evaluation(path))
+
+
+def _is_part_of_a_run(path: Path) -> bool:
+    """Whether a directory with a config.json is a trained model, or a checkpoint with its copy of the configuration."""
+    return path.name == "model" or path.parent.name == "checkpoints"
 
 
 def is_set_aside(path: Path) -> bool:
@@ -169,10 +175,9 @@ def is_evaluation(path: Path) -> bool:
 
 def _said_in_config(path: Path, key: str) -> Any:
     try:
-        values = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return files.read_object(path / "config.json").get(key)
+    except (OSError, ValueError):
         return None
-    return values.get(key) if isinstance(values, dict) else None
 
 
 def last_step(path: Path) -> int:
@@ -184,7 +189,7 @@ def last_step(path: Path) -> int:
 def tail(path: Path, size: int = 8192) -> dict[str, Any]:
     """The last complete line of a log that may be growing; empty if there is none yet."""
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             file.seek(max(0, file.seek(0, 2) - size))
             lines = file.read().split(b"\n")[:-1]  # what follows the last newline is incomplete
         for line in reversed(lines):
@@ -220,7 +225,7 @@ def _planned(path: Path, config: dict[str, Any], *, complete: bool) -> int:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    value = _parse(path.read_bytes(), path.name)
+    value = _parse(files.read(path), path.name)
     if not isinstance(value, dict):
         raise _Damage(path.name, "is not a JSON object")
     return value
@@ -231,7 +236,7 @@ def _read_lines(path: Path, *, whole: bool, size: int | None) -> list[dict[str, 
         if whole:
             raise _Damage(path.name, "is missing")
         return []
-    *lines, rest = path.read_bytes()[:size].split(b"\n")
+    *lines, rest = files.read(path)[:size].split(b"\n")
     if rest and whole:
         raise _Damage(path.name, f"ends in the middle of line {len(lines) + 1}")
     values = [_parse(line, f"{path.name} line {number}") for number, line in enumerate(lines, start=1)]

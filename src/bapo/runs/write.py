@@ -1,28 +1,35 @@
 """The directory of a run, as the process that works on it writes it.
 
-Logs are appended line by line and flushed, so that others can follow them. All other files are written whole or not at
-all. The modules that write the files, run.py and sft.py, say what they mean. The process at work holds a lock on the
-file `lock`, which is released when the process ends, for whatever reason. Other processes may read meanwhile.
+Logs are appended line by line, so that others can follow them (logs.py). All other files are written whole or not at
+all, and are on the disk before anything relies on them (files.py). The modules that write the files, run.py and sft.py,
+say what they mean. The process at work holds a lock on the file `lock` and on the directory, which is released when the
+process ends, for whatever reason. Other processes may read meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import parse
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.runs import lock
+from bapo.runs import files, history, lock
+from bapo.runs.logs import Log
 
 Kept = TypeVar("Kept", Config, SftConfig)
 
+CONFIG, SUMMARY = "config.json", "summary.json"
 LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "ledger.jsonl", "failures.jsonl")
+MODEL_CHECKSUMS = "model.sha256"
+"""The checksums of the trained model, in the format of `sha256sum --check`."""
+BEFORE_THE_FIRST_STEP = {CONFIG, "checkpoints", "data.json", "lock", history.FILE}
 
 
 class RunDirectory:
@@ -30,40 +37,66 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.id: str | None = None
+        """The identity of the run, once it is known."""
+        self._logs = {name: Log(path / name) for name in LOGS}
 
     @classmethod
-    def create(cls, config: Config | SftConfig) -> RunDirectory:
-        """Create a new directory. An existing directory is never overwritten."""
-        path = Path(config.out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            is_run = (path / "config.json").exists()
-            other = f", or continue that run with `bapo resume {path}`." if is_run else "; this one holds no run."
-            raise ConfigError(f"out={config.out}: {path} exists already. Choose another directory{other}") from None
-        except OSError as error:
-            raise ConfigError(
-                f"out={config.out}: cannot create {path}: {error.strerror}. Choose another place."
-            ) from None
-        run = cls(path)
-        run.write("config.json", config.model_dump(mode="json"))
-        return run
+    @contextmanager
+    def begun(cls, config: Config | SftConfig) -> Iterator[Self]:
+        """A new directory, with its lock held inside the block. A run that exists already is never overwritten."""
+        run = cls(_made(config.out))
+        with run.held():
+            if not unused(run.path):
+                raise _exists(config.out, run.path)  # another process was faster
+            run.clear()
+            run.write(CONFIG, config.model_dump(mode="json"))
+            files.flush(run.path.parent)
+            yield run
+
+    def clear(self) -> None:
+        """Remove what a run left behind that never took a step. Its configuration stays until it is written again."""
+        files.sweep(self.path)
+        (self.path / history.FILE).unlink(missing_ok=True)
 
     def config(self, schema: type[Kept]) -> Kept:
         """The configuration that the run was created with."""
         try:
-            return parse(schema, json.loads((self.path / "config.json").read_text()), source="config.json")
+            return parse(schema, self.values(), source=CONFIG)
         except ConfigError as error:
             raise CheckpointError(
                 f"{self.path} cannot be resumed: {error}\nIt is not a configuration of this version of bapo. Resume it "
                 "with the version that wrote it, or restore the file."
             ) from None
-        except ValueError as error:
-            raise CheckpointError(f"{self.path / 'config.json'} is damaged: {error}. Restore it to resume.") from None
-        except OSError:
-            raise CheckpointError(
-                f"{self.path} has no config.json, so it is not a run directory. Give the directory that a run printed."
-            ) from None
+
+    def values(self) -> dict[str, Any]:
+        """The keys in config.json. If it is empty, damaged or lost, those in the newest checkpoint that has a copy."""
+        path = self.path / CONFIG
+        try:
+            return files.read_object(path)
+        except (OSError, ValueError) as error:
+            for checkpoint in reversed(self.checkpoints()):
+                try:
+                    return files.read_object(checkpoint / CONFIG)
+                except (OSError, ValueError):
+                    continue
+            if isinstance(error, ValueError):
+                raise CheckpointError(f"{path} is damaged: {error}. Restore it to resume.") from None
+        raise CheckpointError(
+            f"{self.path} has no config.json that can be read, so it is not a run directory. Give the directory that a "
+            "run printed."
+        )
+
+    def has_config(self) -> bool:
+        """Whether config.json can be read."""
+        try:
+            return bool(files.read_object(self.path / CONFIG))
+        except (OSError, ValueError):
+            return False
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return files.checkpoints(self.path / "checkpoints")
 
     def held(self) -> AbstractContextManager[int]:
         """Hold the lock, so that no other process works in the directory."""
@@ -73,41 +106,121 @@ class RunDirectory:
             "command again.",
         )
 
-    def summary(self) -> dict[str, Any] | None:
-        """The summary, which a run writes last; None if the run is not complete."""
-        path = self.path / "summary.json"
-        return json.loads(path.read_text()) if path.exists() else None
+    def complete(self) -> tuple[dict[str, Any] | None, str | None]:
+        """The summary, if the run is complete and its model is as it was written; otherwise None, and what is wrong.
+
+        There is nothing wrong with a run that has no summary: it was stopped, or it is going on.
+        """
+        path = self.path / SUMMARY
+        if not path.exists():
+            return None, None
+        try:
+            summary = files.read_object(path)
+        except (OSError, ValueError) as error:
+            return None, f"{SUMMARY} cannot be read: {error}"
+        flaw = _model_flaw(self.path)
+        return (None, flaw) if flaw else (summary, None)
+
+    def seal(self) -> None:
+        """Wait until the trained model is on the disk, and keep its checksums."""
+        written = [self.path / name for name in ("model", "adapter") if (self.path / name).is_dir()]
+        for directory in written:
+            files.flush_tree(directory)
+        found = sorted(path for directory in written for path in directory.rglob("*") if path.is_file())
+        lines = [f"{files.checksum(path)}  {path.relative_to(self.path)}\n" for path in found]
+        files.write(self.path / MODEL_CHECKSUMS, "".join(lines))
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file, whole or not at all."""
-        partial = self.path / f"{name}.partial"
-        partial.write_text(json.dumps(value, indent=2) + "\n")
-        partial.rename(self.path / name)
+        files.write(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def append(self, name: str, *values: dict[str, Any]) -> None:
         """Append lines to a log."""
-        with (self.path / name).open("a") as file:
-            file.writelines(json.dumps(value) + "\n" for value in values)
+        self._logs[name].append(*values)
 
-    def sizes(self) -> dict[str, int]:
-        """How long each log is, in bytes."""
-        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in LOGS}
+    def logged(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the logs: how long each is, in bytes, and the SHA-256 of these bytes."""
+        return {
+            "logs": {name: log.size for name, log in self._logs.items()},
+            "log_digests": {name: log.digest for name, log in self._logs.items()},
+        }
 
-    def cut(self, sizes: dict[str, int]) -> None:
+    def flaw(self, state: dict[str, Any]) -> str | None:
+        """Which log is not as it was when a checkpoint with this state was written, and why; None if all are."""
+        for name, size in state["logs"].items():
+            why = self._logs[name].flaw(size, state.get("log_digests", {}).get(name))
+            if why is not None:
+                return f"{self.path / name} {why}"
+        return None
+
+    def cut(self, state: dict[str, Any]) -> None:
         """Cut the logs back to their length at a checkpoint. The steps after it will be repeated."""
-        for name, size in sizes.items():
-            if self.sizes()[name] < size:
-                raise CheckpointError(
-                    f"{self.path / name} is shorter than its checkpoint recorded: {self.sizes()[name]} of {size} "
-                    "bytes, so the run cannot be continued without a gap. Restore the file, or start the run again."
-                )
-        for name, size in sizes.items():
-            if size < self.sizes()[name]:
-                os.truncate(self.path / name, size)
+        for name, size in state["logs"].items():
+            self._logs[name].cut(size)
 
     def flush(self) -> None:
         """Flush the logs to disk, so that none is shorter than a checkpoint says."""
-        for name in LOGS:
-            if (self.path / name).exists():
-                with (self.path / name).open("a") as file:
-                    os.fsync(file.fileno())
+        for log in self._logs.values():
+            log.flush()
+
+    def close(self) -> None:
+        """Close the logs."""
+        for log in self._logs.values():
+            log.close()
+
+
+def unused(path: Path) -> bool:
+    """Whether a directory holds nothing but what a run writes before its first checkpoint is complete."""
+    if not path.is_dir():
+        return False
+    names = {entry.name.removesuffix(files.PARTIAL) for entry in path.iterdir()}
+    return names <= BEFORE_THE_FIRST_STEP and not files.checkpoints(path / "checkpoints")
+
+
+def _made(out: str) -> Path:
+    """The directory for a new run. A run that was killed before its first checkpoint leaves one that is used again."""
+    path = first = Path(out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
+    for number in itertools.count(2):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if "{time}" in out:  # another run started in the same second
+                path = first.with_name(f"{first.name}-{number}")
+                continue
+            if not (unused(path) and any(path.iterdir())):
+                raise _exists(out, path) from None
+        except OSError as error:
+            raise ConfigError(f"out={out}: cannot create {path}: {error.strerror}. Choose another place.") from None
+        return path
+    raise AssertionError
+
+
+def _exists(out: str, path: Path) -> ConfigError:
+    is_run = (path / CONFIG).exists()
+    other = f", or continue that run with `bapo resume {path}`." if is_run else "; this one holds no run."
+    return ConfigError(f"out={out}: {path} exists already. Choose another directory{other}")
+
+
+def _model_flaw(run: Path) -> str | None:
+    """What is wrong with the trained model of a complete run. That of an earlier version has no checksums."""
+    try:
+        lines = files.read(run / MODEL_CHECKSUMS).decode().splitlines()
+        expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        for name, digest in expected.items():
+            if files.checksum(run / name) != digest:
+                return f"{name} is not as it was written"
+    except FileNotFoundError as error:
+        if error.filename != str(run / MODEL_CHECKSUMS):
+            return f"{Path(error.filename).relative_to(run)} is missing"
+        return _empty_model(run)
+    except (OSError, UnicodeDecodeError) as error:
+        return f"the trained model cannot be read: {error}"
+    return None if expected else f"{MODEL_CHECKSUMS} is empty"
+
+
+def _empty_model(run: Path) -> str | None:
+    """What is wrong with a model that has no checksums: only missing and empty files show."""
+    weights = [path for path in (run / "model").glob("*") if path.suffix in (".safetensors", ".json")]
+    if not weights:
+        return "model/ holds no model"
+    return next((f"model/{path.name} is empty" for path in weights if not path.stat().st_size), None)

@@ -8,10 +8,28 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from bapo.config.run import Config, TaskConfig
 from bapo.config.sft import SftConfig
+
+UNFINISHED_CARD = (
+    "This model was trained and exported, but its run was not summarised yet. `bapo resume` writes the card.\n"
+)
+"""What stands in place of the card until the scores are known."""
+
+
+def with_changes(
+    card: str,
+    unit: str,  # what the run counts
+    changes: Sequence[str],  # each begins with the step after which it was made
+) -> str:
+    """The card, with the settings that were changed on the way."""
+    if not changes:
+        return card
+    listed = "\n".join(f"- {change}" for change in dict.fromkeys(changes))
+    return f"{card}\n## Changed on the way\n\nSettings that changed when the run was resumed, by {unit}:\n\n{listed}\n"
 
 
 def model_card(

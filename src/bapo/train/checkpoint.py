@@ -1,10 +1,11 @@
 """Checkpoints: all or nothing.
 
 A checkpoint is a directory `checkpoints/step-000040` with the trained weights, the optimizer's moments and float32
-masters (all safetensors), and `state.json`: the learner's version, the length of the logs, and everything else the loop
-must remember, such as parked responses and the data cursor. It is written under another name, every file is flushed to
-disk and its checksum is kept in `manifest.json`, and the directory is renamed last. So a directory with the final name
-is complete, whatever kills the process. Loading verifies every checksum.
+masters (all safetensors), a copy of the run's `config.json`, and `state.json`: the run's identity, the learner's
+version, length and checksum of the logs, and everything else the loop must remember, such as parked responses and the
+data cursor. It is written under another name, every file is flushed to disk and its checksum is kept in
+`manifest.json`, and the directory is renamed last. So a directory with the final name is complete, whatever kills the
+process. Loading verifies every checksum, and that of `config.json` is the digest of the configuration.
 
 The ranks of a team (`together.py`) write one checkpoint together, into a directory that all of them see: each writes
 its shards of the weights and moments, and the first one writes the rest. They divide the checksums among them.
@@ -14,10 +15,9 @@ The random state needs no file: every draw is a function of a seed and a counter
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,38 @@ from safetensors import SafetensorError
 
 from bapo.config.errors import BapoError, CheckpointError
 from bapo.learn.learner import Learns
+from bapo.runs import files
 from bapo.train.team import ALONE, Team
 
-MANIFEST, STATE = "manifest.json", "state.json"
+CONFIG, MANIFEST, STATE = "config.json", "manifest.json", "state.json"
 
 
-def save(directory: Path, step: int, learner: Learns, state: dict[str, Any], *, keep: int, team: Team = ALONE) -> Path:
-    """Write the checkpoint of the step just completed, then remove all but the newest `keep`.
+class _Flaw(Exception):  # noqa: N818
+    """What is wrong with a checkpoint; becomes a CheckpointError with advice, or the answer that it is not sound."""
 
-    `state`: everything besides the learner that the next step depends on, as plain JSON data.
-    """
+
+def save(
+    directory: Path,
+    step: int,
+    learner: Learns,
+    state: dict[str, Any],  # everything besides the learner that the next step depends on, as plain JSON data
+    *,
+    config: dict[str, Any],  # the configuration of the run
+    keep: int,
+    team: Team = ALONE,
+) -> Path:
+    """Write the checkpoint of the step just completed, then remove all but the newest `keep`."""
     final = directory / f"step-{step:06d}"
     if team.lead(final.exists):
         return final  # a step is a function of what came before it, so this one is already saved
-    partial = directory / f"{final.name}.partial"
+    partial = directory / f"{final.name}{files.PARTIAL}"
     team.lead(lambda: _make(partial))
     try:
         learner.save(partial)
         team.lead(lambda: _write(partial / STATE, state | {"version": learner.version, "ranks": team.size}))
-        files = sorted(partial.iterdir())
-        parts = team.share(lambda: {path.name: _flushed(path) for path in files[team.rank :: team.size]})
+        team.lead(lambda: _write(partial / CONFIG, config))
+        written = sorted(partial.iterdir())
+        parts = team.share(lambda: {path.name: _flushed(path) for path in written[team.rank :: team.size]})
         checksums = {name: checksum for part in parts for name, checksum in part.items()}
         team.lead(lambda: _finish(partial, final, dict(sorted(checksums.items())), keep=keep))
     except SafetensorError as error:  # this is how safetensors reports a full disk
@@ -59,6 +71,7 @@ def save(directory: Path, step: int, learner: Learns, state: dict[str, Any], *, 
 def _make(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    files.flush(partial.parent.parent)  # the directory of all checkpoints may be new
 
 
 def _remove(partial: Path, team: Team) -> None:
@@ -72,41 +85,68 @@ def _write(path: Path, value: Any) -> None:
 
 def _flushed(path: Path) -> str:
     """The checksum of a file that is on the disk now."""
-    _flush(path)
-    return _checksum(path)
+    files.flush(path)
+    return files.checksum(path)
 
 
 def _finish(partial: Path, final: Path, checksums: dict[str, str], *, keep: int) -> None:
     """Give the checkpoint its final name, and remove the oldest ones."""
-    (partial / MANIFEST).write_text(json.dumps(checksums, indent=2))
-    _flush(partial / MANIFEST)
+    files.write(partial / MANIFEST, json.dumps(checksums, indent=2))
     partial.rename(final)
-    _flush(final.parent)
-    for old in available(final.parent)[:-keep]:
-        shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
+    files.flush(final.parent)
+    for old in files.checkpoints(final.parent)[:-keep]:
+        shutil.rmtree(old.rename(old.with_name(f"{old.name}{files.PARTIAL}")))
 
 
-def available(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. Leftovers of a killed process are called `.partial` and are not included."""
-    return sorted(path for path in directory.glob("step-*") if path.is_dir() and not path.name.endswith(".partial"))
-
-
-def newest(directory: Path) -> Path:
-    """The checkpoint to resume from."""
-    found = available(directory)
+def chosen(directory: Path, name: str | None) -> Path:
+    """The checkpoint to resume from: the one of this name, or the newest."""
+    found = files.checkpoints(directory)
     if not found:
         raise CheckpointError(
-            f"{directory} holds no checkpoint, so there is nothing to resume: the run ended before it saved one. "
-            "Start it again."
+            f"{directory} holds no checkpoint, so there is nothing to resume, though the run has logs. Put the "
+            f"checkpoints back, or start a new run with the recipe {directory.parent / CONFIG}."
         )
-    return found[-1]
+    if name is None:
+        return found[-1]
+    named = [path for path in found if path.name == name]
+    if not named:
+        raise CheckpointError(
+            f"--from {name}: {directory} has no such checkpoint. It has {', '.join(path.name for path in found)}."
+        )
+    return named[0]
+
+
+def set_aside_newer(path: Path) -> list[str]:
+    """Rename the checkpoints that are newer than this one, so that their steps are taken and saved again."""
+    found = files.checkpoints(path.parent)
+    aside = []
+    for other in found[found.index(path) + 1 :]:
+        place = other.with_name(f"{other.name}.aside")
+        shutil.rmtree(place, ignore_errors=True)
+        aside.append(other.rename(place).name)
+    return aside
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint. Its manifest and its small files are verified; `load` verifies all."""
+    try:
+        manifest = _manifest(path)
+        _compare(path, {name: manifest[name] for name in (STATE, CONFIG) if name in manifest})
+        return _state(path)
+    except _Flaw as flaw:
+        raise _damaged(path, flaw) from None
+
+
+def kept_config(path: Path) -> dict[str, Any] | None:
+    """The configuration in a checkpoint; None if an earlier version wrote it, which kept no copy."""
+    return files.read_object(path / CONFIG) if (path / CONFIG).exists() else None
 
 
 def load(path: Path, learner: Learns, *, team: Team = ALONE) -> dict[str, Any]:
     """Restore the learner. Returns the state that was saved with it."""
     team.share(lambda: _verify(path, team))
     try:
-        state: dict[str, Any] = json.loads((path / STATE).read_text())
+        state = read_state(path)
         learner.load(path, version=state["version"])
     except BapoError:  # of a cluster, for example: it says what is wrong
         raise
@@ -117,34 +157,67 @@ def load(path: Path, learner: Learns, *, team: Team = ALONE) -> dict[str, Any]:
     return state
 
 
+def advice(path: Path, fits: Callable[[dict[str, Any]], bool] = lambda _: True) -> str:
+    """What to do about a checkpoint that cannot be resumed from: the newest other one that is sound, if there is one.
+
+    `fits`: whether the run can go on from such a state.
+    """
+    run = path.parent.parent
+    for other in reversed(files.checkpoints(path.parent)):
+        if other != path and is_sound(other) and fits(files.read_object(other / STATE)):
+            return f"The newest sound one is {other.name}. To resume from it: `bapo resume {run} --from {other.name}`."
+    return f"No other one is sound: start a new run with the recipe {run / CONFIG}."
+
+
+def is_sound(path: Path) -> bool:
+    """Whether every file of a checkpoint is as it was written."""
+    try:
+        _compare(path, _manifest(path))
+        _state(path)
+    except _Flaw:
+        return False
+    return True
+
+
 def _verify(path: Path, team: Team) -> None:
     """Check this member's part of the files."""
     try:
-        checksums = json.loads((path / MANIFEST).read_text())
-        mine = list(checksums.items())[team.rank :: team.size]
-        broken = [name for name, expected in mine if _checksum(path / name) != expected]
-    except (OSError, ValueError) as error:
-        raise _damaged(path, f"cannot read it: {error}") from None
-    if broken:
-        raise _damaged(path, f"{', '.join(broken)} changed since it was written")
+        _compare(path, dict(list(_manifest(path).items())[team.rank :: team.size]))
+    except _Flaw as flaw:
+        raise _damaged(path, flaw) from None
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
-    others = [other.name for other in available(path.parent) if other != path]
-    remedy = (
-        f"Move {path.name} away to resume from {others[-1]}." if others else "It is the only one: start the run again."
-    )
-    return CheckpointError(f"the checkpoint {path} is damaged: {why}. Nothing was changed. {remedy}")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _manifest(path: Path) -> dict[str, str]:
+    """The checksum of every file in a checkpoint. A manifest that does not name them all is a flaw."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        checksums = files.read_object(path / MANIFEST)
+        present = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")} - {MANIFEST}
+    except (OSError, ValueError) as error:
+        raise _Flaw(f"cannot read {MANIFEST}: {error}") from None
+    unnamed = sorted((present | {STATE}) - checksums.keys())
+    if unnamed:
+        raise _Flaw(f"{MANIFEST} has no checksum of {', '.join(unnamed)}")
+    return checksums
 
 
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state = files.read_object(path / STATE)
+    except (OSError, ValueError) as error:
+        raise _Flaw(f"cannot read {STATE}: {error}") from None
+    if missing := [key for key in ("version", "logs") if key not in state]:
+        raise _Flaw(f"{STATE} does not say {' and '.join(missing)}")
+    return state
+
+
+def _compare(path: Path, checksums: dict[str, str]) -> None:
+    try:
+        broken = [name for name, expected in checksums.items() if files.checksum(path / name) != expected]
+    except OSError as error:
+        raise _Flaw(f"cannot read it: {error}") from None
+    if broken:
+        raise _Flaw(f"{', '.join(broken)} changed since it was written")
+
+
+def _damaged(path: Path, flaw: _Flaw) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {path} is damaged: {flaw}. Nothing was changed. {advice(path)}")

@@ -1,11 +1,12 @@
 """The life of a run, whatever it trains: start, resume, save, stop, summarise.
 
-    measure, save; then step after step: log, measure now and then, save now and then; measure, summarise, export
+    measure, save; then step after step: log, measure now and then, save now and then; measure, export, summarise
 
 The `Job` decides what a step is, what is measured and what a checkpoint must keep besides the learner. It is either
 reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every `checkpoint_every`
-steps, after the last step, and when the run is asked to stop. `summary.json` is written last, so its presence means
-that the run is complete.
+steps, after the last step, and when the run is asked to stop. The model is exported before anything is computed from
+the logs, so a damaged log cannot cost it. `summary.json` is written last, so its presence means that the run is
+complete. `continuing.py` decides what a run may go on from.
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ import json
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from bapo.config.errors import ConfigError, Interrupted
+from bapo import __version__
+from bapo.config.errors import CheckpointError, ConfigError, Interrupted
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner, Learns
 from bapo.models import Policy
 from bapo.models.export import write_model
+from bapo.runs import files, history
 from bapo.runs.metrics import check_declared
-from bapo.runs.write import RunDirectory
+from bapo.runs.write import CONFIG, SUMMARY, RunDirectory, unused
 from bapo.screen.view import View, make_view
 from bapo.train import checkpoint
 from bapo.train.build import make_policy, resolve
+from bapo.train.card import UNFINISHED_CARD, with_changes
+from bapo.train.continuing import Continued, examine
+from bapo.train.environment import differences, environment
 from bapo.train.team import Team, check_alike, team_notes
 from bapo.train.together import Onlooker, gather_into, joined, on_the_cpu
 
@@ -148,30 +154,98 @@ def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None
     config = resolve(config)
     with joined(config.device) as team, ExitStack() as ending:
         job = ending.enter_context(closing(_made(make, config, team)))
-        run = _run(team.lead(lambda: RunDirectory.create(config).path), team)
-        team.lead(lambda: ending.enter_context(run.held()))
-        for name, value in job.files().items():
-            run.write(name, value)
-        return _live(job, run, team, plain=plain)
+        path = team.lead(lambda: ending.enter_context(RunDirectory.begun(config)).path)
+        return _begin(job, ending.enter_context(closing(_run(path, team))), team, plain=plain)
 
 
-def resume(make: Callable[[Kind, Team], Job], schema: type[Kind], path: Path, *, plain: bool | None) -> Summary:
-    """Continue a run from its newest checkpoint. For a complete run, only return its summary."""
+def resume(
+    make: Callable[[Kind, Team], Job],
+    schema: type[Kind],
+    path: Path,
+    *,
+    plain: bool | None,
+    config: Kind | None = None,
+    source: str | None = None,
+) -> Summary:
+    """Continue a run. For a complete run, only return its summary.
+
+    `config`: settings to go on with, where they are others than those in config.json. `source`: the name of the
+    checkpoint to go on from; None for the newest.
+    """
     run = RunDirectory(path)
-    config = run.config(schema)
-    if (finished := run.summary()) is not None:
+    kept = run.config(schema)
+    finished, flaw = run.complete()
+    if finished is not None and source is None and config in (None, kept):
+        print(f"{path} is complete; its model is in {path / 'model'}.")
         return finished
-    config = resolve(config)
-    with joined(config.device) as team, ExitStack() as ending:
-        run = _run(path, team)
+    wanted = resolve(kept if config is None else config)
+    with joined(wanted.device) as team, ExitStack() as ending:
+        run = ending.enter_context(closing(_run(path, team)))
         team.lead(lambda: ending.enter_context(run.held()))
-        source = team.lead(lambda: checkpoint.newest(run.path / "checkpoints"))
-        job = ending.enter_context(closing(_made(make, config, team)))
-        state = checkpoint.load(source, job.learner, team=team)
-        job.restore(state, run.path)
-        team.lead(lambda: run.cut(state["logs"]))
-        job.resumed(run.path)
-        return _live(job, run, team, plain=plain, ranks_before=state.get("ranks", 1))
+        team.lead(lambda: files.sweep(path))
+        if team.lead(lambda: unused(path)):
+            team.lead(run.clear)
+            job = ending.enter_context(closing(_made(make, wanted, team)))
+            run.write(CONFIG, wanted.model_dump(mode="json"))
+            return _begin(job, run, team, plain=plain)
+        continued = team.lead(lambda: examine(run, wanted, source))
+        if flaw is not None:
+            continued.notes.append(f"{flaw}, so what follows the last step is done again")
+        job = ending.enter_context(closing(_made(make, wanted, team)))
+        state = checkpoint.load(continued.source, job.learner, team=team)
+        job.restore(state, path)
+        _check_length(job, continued.source)
+        team.lead(lambda: _go_back(run, wanted, continued, state))
+        job.resumed(path)
+        team.lead(lambda: _record(run, job, "resume", continued))
+        return _live(job, run, team, plain=plain, notes=continued.notes, ranks_before=state.get("ranks", 1))
+
+
+def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None) -> Summary:
+    """Train from the beginning, in a directory that holds nothing but the configuration."""
+    run.id = team.lead(history.new_id)
+    for name, value in job.files().items():
+        run.write(name, value)
+    team.lead(lambda: _record(run, job, "start"))
+    return _live(job, run, team, plain=plain)
+
+
+def _check_length(job: Job, source: Path) -> None:
+    if job.done > job.total:
+        raise CheckpointError(
+            f"steps={job.total}, but {source.name} has taken {job.done} already. Nothing was changed. Set steps >= "
+            f"{job.done}, or resume from an older checkpoint with --from."
+        )
+
+
+def _go_back(run: RunDirectory, config: Config | SftConfig, continued: Continued, state: dict[str, Any]) -> None:
+    """Make the directory what it was at the checkpoint, with the settings to go on with."""
+    (run.path / SUMMARY).unlink(missing_ok=True)
+    lost = not run.has_config()
+    if lost:
+        continued.notes.append(f"{CONFIG} was lost or damaged, and was restored from a checkpoint")
+    if lost or continued.changes:
+        run.write(CONFIG, config.model_dump(mode="json"))
+    aside = checkpoint.set_aside_newer(continued.source)
+    if aside:
+        continued.notes.append(f"newer checkpoints were set aside: {', '.join(aside)}. Delete them when you like.")
+    run.cut(state)
+
+
+def _record(run: RunDirectory, job: Job, event: str, continued: Continued | None = None) -> None:
+    """Write into the history what the run starts or goes on with, and compare it with the time before."""
+    now = environment(__version__)
+    before: dict[str, Any] = next(
+        (line["environment"] for line in reversed(history.read(run.path)) if "environment" in line), {}
+    )
+    facts: dict[str, Any] = {"id": run.id, "step": job.done}
+    if continued is not None:
+        facts |= {"from": continued.source.name, "changed": continued.changes}
+        if differs := differences(before, now):
+            continued.notes.append(
+                f"the run may not go on bit for bit, because the surroundings changed: {'; '.join(differs)}"
+            )
+    history.record(run.path, event, **facts, environment=now)
 
 
 def _run(path: Path, team: Team) -> RunDirectory:
@@ -185,13 +259,21 @@ def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:
         raise ConfigError(str(error)) from error
 
 
-def _live(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, ranks_before: int | None = None) -> Summary:
+def _live(
+    job: Job,
+    run: RunDirectory,
+    team: Team,
+    *,
+    plain: bool | None,
+    notes: Sequence[str] = (),
+    ranks_before: int | None = None,
+) -> Summary:
     title = f"{job.title()} · {job.config.model.path} · {run.path}"
     stopping: list[str] = []
     stopped = False
     with _view(job, title, team, plain=plain) as view:
         log = Log(run, view)
-        for note in (*job.notes(), *team_notes(team, ranks_before)):
+        for note in (*job.notes(), *notes, *team_notes(team, ranks_before)):
             view.note(note)
         if job.done == 0:
             _save(job, run, team)
@@ -212,9 +294,8 @@ def _live(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, ranks_
                 f"stopped after {job.unit} {job.done}, which was saved. Continue with: {team.command} resume {run.path}"
             )
         job.measure(log, "after")
-        summary = team.lead(lambda: _summarize(job, run))
-        job.export(run.path, job.card(summary), team)
-    run.write("summary.json", summary)
+        job.export(run.path, UNFINISHED_CARD, team)
+        summary = team.lead(lambda: _summarized(job, run))
     if team.leads:
         job.show(summary, run.path)
         print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
@@ -233,17 +314,32 @@ def _save(job: Job, run: RunDirectory, team: Team) -> None:
     run.flush()
     state = job.state()
     check_alike(state, team, f"after {job.unit} {job.done}")
-    state |= {"logs": run.sizes()}
-    keep = job.config.checkpoint_keep
-    job.saved(checkpoint.save(run.path / "checkpoints", job.done, job.learner, state, keep=keep, team=team))
+    state |= {"run": run.id} | run.logged()
+    config, keep = job.config.model_dump(mode="json"), job.config.checkpoint_keep
+    place = run.path / "checkpoints"
+    job.saved(checkpoint.save(place, job.done, job.learner, state, config=config, keep=keep, team=team))
 
 
-def _summarize(job: Job, run: RunDirectory) -> Summary:
+def _summarized(job: Job, run: RunDirectory) -> Summary:
+    """Compute the summary from the logs and complete the run with it. The model is there already."""
+    run.flush()
+    if (flaw := run.flaw(run.logged())) is not None:
+        raise CheckpointError(
+            f"{flaw}, so the run cannot be summarised. The trained model is in {run.path / 'model'}, without its card. "
+            f"Put the file back as it was, then `bapo resume {run.path}` writes both."
+        )
     metrics, timing = (
         [json.loads(line) for line in (run.path / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "timing.jsonl")
     )
-    return job.summary(metrics) | {"training_seconds": sum(line["seconds"] for line in timing)}
+    summary = job.summary(metrics) | {"training_seconds": sum(line["seconds"] for line in timing)}
+    card = with_changes(job.card(summary), job.unit, history.changes_of(run.path))
+    for name in ("model", "adapter"):
+        if (run.path / name).is_dir():
+            files.write(run.path / name / "README.md", card)
+    run.seal()
+    run.write(SUMMARY, summary)
+    return summary
 
 
 @contextmanager

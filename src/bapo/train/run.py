@@ -10,6 +10,8 @@ checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format, with a card
 adapter/         the low-rank additions alone, in peft's format, if they were trained
 summary.json     evaluation before and after; written last, so its presence means the run is complete
+model.sha256     the checksums of the trained model, for `sha256sum --check`
+history.jsonl    each start and resume: the run's identity, changed settings, threads and versions
 lock             held by the process at work
 """
 
@@ -52,9 +54,14 @@ def start(config: Config, *, plain: bool | None = None) -> Summary:
     return life_cycle.start(Training, config, plain=plain)
 
 
-def resume(path: Path, *, plain: bool | None = None) -> Summary:
-    """Continue a run from its newest checkpoint. For a complete run, only return its summary."""
-    return life_cycle.resume(Training, Config, path, plain=plain)
+def resume(
+    path: Path, *, config: Config | None = None, source: str | None = None, plain: bool | None = None
+) -> Summary:
+    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary.
+
+    See `life_cycle.resume`.
+    """
+    return life_cycle.resume(Training, Config, path, plain=plain, config=config, source=source)
 
 
 class Training(Job):

@@ -15,6 +15,8 @@ checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format: `bapo train --model.path RUN/model`
 adapter/         the low-rank additions alone, in peft's format, if they were trained
 summary.json     held-out loss before and after; written last, so its presence means the run is complete
+model.sha256     the checksums of the trained model, for `sha256sum --check`
+history.jsonl    each start and resume: the run's identity, changed settings, threads and versions
 lock             held by the process at work
 """
 
@@ -51,9 +53,14 @@ def start(config: SftConfig, *, plain: bool | None = None) -> Summary:
     return life_cycle.start(SupervisedTraining, config, plain=plain)
 
 
-def resume(path: Path, *, plain: bool | None = None) -> Summary:
-    """Continue a run from its newest checkpoint. For a complete run, only return its summary."""
-    return life_cycle.resume(SupervisedTraining, SftConfig, path, plain=plain)
+def resume(
+    path: Path, *, config: SftConfig | None = None, source: str | None = None, plain: bool | None = None
+) -> Summary:
+    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary.
+
+    See `life_cycle.resume`.
+    """
+    return life_cycle.resume(SupervisedTraining, SftConfig, path, plain=plain, config=config, source=source)
 
 
 class SupervisedTraining(Job):

@@ -156,7 +156,7 @@ class Onlooker(RunDirectory):
     def append(self, name: str, *values: dict[str, Any]) -> None:
         """Nothing."""
 
-    def cut(self, sizes: dict[str, int]) -> None:
+    def cut(self, state: dict[str, Any]) -> None:
         """Nothing."""
 
     def flush(self) -> None:

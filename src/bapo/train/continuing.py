@@ -1,0 +1,122 @@
+"""Whether a run may go on from a checkpoint: the same run, the same settings, the same logs.
+
+    identity   a checkpoint of another run is refused
+    settings   a checkpoint has a copy of the configuration that its steps were taken with. A setting that differs now
+               is refused by name, unless it is one that may change on the way (MAY_CHANGE)
+    logs       they must begin with what the run had written when the checkpoint was made
+
+Nothing is changed before all three are known to be right. A checkpoint of an earlier version has neither identity nor
+configuration. It is accepted with a note, and its logs must at least be readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bapo.config.errors import CheckpointError, ConfigError
+from bapo.config.recipe import COMMANDS, parse
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
+from bapo.runs import history
+from bapo.runs.history import Changes
+from bapo.runs.write import RunDirectory
+from bapo.train import checkpoint
+
+Kind = TypeVar("Kind", Config, SftConfig)
+
+MAY_CHANGE = (
+    *("steps", "out", "threads", "checkpoint_every", "checkpoint_keep", "sample_every", "eval.every", "eval_every"),
+    *("learn.micro_tokens", "learn.activation_checkpointing", "learn.compile", "rollout.slots", "rollout.cache_tokens"),
+    *("model.path", "task.train", "task.test", "data.sources", "data.held_out", "cluster.address"),
+)
+"""Settings that may change on the way: how long, how often, where things are, and how the work is divided. Data that
+moved must still be the same data, which its fingerprint shows."""
+NOT_BIT_FOR_BIT = ("threads", "learn.micro_tokens", "learn.activation_checkpointing", "learn.compile", "rollout.slots")
+"""Those of them that change how numbers are rounded."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a run goes on from."""
+
+    source: Path
+    """The checkpoint."""
+    changes: Changes
+    """Settings that differ from those of the checkpoint."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know."""
+
+
+def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
+    """Decide which checkpoint the run goes on from, and that it may. Raises CheckpointError if it may not.
+
+    `config`: the settings to go on with. `name`: the checkpoint that was asked for; None for the newest.
+    """
+    source = checkpoint.chosen(run.path / "checkpoints", name)
+    state = checkpoint.read_state(source)
+    notes = _check_identity(run, source, state)
+    changes = _changes(source, config)
+    refused = {key: values for key, values in changes.items() if key not in MAY_CHANGE}
+    if refused:
+        raise CheckpointError(_refusal(run.path, source, refused, config))
+    if changes:
+        notes.append(f"changed for the steps to come: {history.told(changes)}")
+    if rounding := [key for key in changes if key in NOT_BIT_FOR_BIT]:
+        notes.append(f"{', '.join(rounding)} changed, so the run does not go on bit for bit as it would have")
+    if "steps" in changes and isinstance(config, Config) and config.learn.schedule != "constant":
+        notes.append(f"learn.schedule={config.learn.schedule!r} now ends at step {config.steps}, and not as before")
+    if (flaw := run.flaw(state)) is not None:
+        raise CheckpointError(
+            f"{flaw}, so the run cannot be continued from {source.name}. Nothing was changed. Put the file back as it "
+            f"was. {checkpoint.advice(source, lambda other: run.flaw(other) is None)}"
+        )
+    return Continued(source, changes, notes)
+
+
+def _check_identity(run: RunDirectory, source: Path, state: dict[str, Any]) -> list[str]:
+    """Set the run's identity. Returns what to tell if none is recorded."""
+    own, theirs = history.identity(run.path), state.get("run")
+    if own is not None and theirs is not None and own != theirs:
+        raise CheckpointError(
+            f"{source} belongs to another run: it has the identity {theirs}, and this run has {own}. Nothing was "
+            f"changed. Move it out of {source.parent}. {checkpoint.advice(source, lambda s: s.get('run') == own)}"
+        )
+    run.id = own or theirs or history.new_id()
+    if theirs is None:
+        return [f"{source.name} records neither its run nor its settings, so they were not compared"]
+    return [] if own is not None else [f"{history.FILE} is lost, so {source.name} says which run this is"]
+
+
+def _changes(source: Path, config: Config | SftConfig) -> Changes:
+    """Settings that differ from those of a checkpoint."""
+    values = checkpoint.kept_config(source)
+    if values is None:
+        return {}
+    try:
+        before = parse(type(config), values, source=str(source / checkpoint.CONFIG))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{error}\nIt is not a configuration of this version of bapo. Resume with the version that wrote it."
+        ) from None
+    old, new = (dict(_flat(kept.model_dump(mode="json"))) for kept in (before, config))
+    return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _refusal(run: Path, source: Path, refused: Changes, config: Config | SftConfig) -> str:
+    listed = "\n".join(f"  {key} is {now!r} now, and was {before!r}" for key, (before, now) in refused.items())
+    return (
+        f"{run} cannot be continued from {source.name} with other settings than its steps were taken with:\n{listed}\n"
+        f"Nothing was changed. Put these back, or start a new run with them: `{COMMANDS[type(config)]} "
+        f"{run / checkpoint.CONFIG} --out OTHER`. What may change on the way: {', '.join(MAY_CHANGE)}."
+    )
