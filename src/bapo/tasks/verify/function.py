@@ -157,8 +157,8 @@ def find_function(name: str) -> Callable[..., Any]:
         raise
     except BaseException as error:
         raise ValueError(
-            f"reward function {name!r}: importing {module_name} failed: {describe(error)}. The module must be importable "
-            "without side effects: correct it, and put what belongs to a script under `if __name__ == '__main__':`."
+            f"reward function {name!r}: importing {module_name} failed: {describe(error)}. Correct it, and put "
+            "what belongs to a script under `if __name__ == '__main__':`."
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
