@@ -74,7 +74,7 @@ class TaskConfig(Section):
     overlong_tokens: int = Field(0, ge=0)
     """Responses that end within this many tokens of `rollout.max_tokens` lose reward, linearly. 0 turns the penalty
     off. The rewards that are reported do not include it."""
-    overlong_penalty: float = Field(1.0, ge=0)
+    overlong_penalty: float = Field(1.0, ge=0, le=1e6)
     """How much reward a response of the full length loses."""
 
     @model_validator(mode="after")
