@@ -53,7 +53,7 @@ Device = Annotated[
 Threads = Annotated[int, Field(description="Number of CPU threads. 0 uses one thread per core.", ge=0)]
 CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]
 
-LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0)]
+LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0, le=1e3)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[
     tuple[_Decay, _Decay],
@@ -63,7 +63,15 @@ WeightDecay = Annotated[
     float, Field(description="AdamW's weight decay. It applies to matrices, but not to norms and biases.", ge=0)
 ]
 ClipNorm = Annotated[
-    float, Field(description="Largest gradient norm. Larger gradients are scaled down to this norm.", gt=0)
+    float, Field(description="Largest gradient norm. Larger gradients are scaled down to this norm.", gt=0, le=1e15)
+]
+SkipLimit = Annotated[
+    int,
+    Field(
+        description="An update whose loss or gradient is not finite changes nothing and is skipped. After this many "
+        "skipped updates in a row the run stops, and the batch is saved for `bapo diagnose`.",
+        ge=1,
+    ),
 ]
 Schedule = Annotated[
     Literal["constant", "linear", "cosine"],

@@ -19,6 +19,7 @@ from bapo.config.base import (
     MicroTokens,
     Schedule,
     Section,
+    SkipLimit,
     WeightDecay,
 )
 from bapo.core.settings import (
@@ -273,6 +274,7 @@ class LearnConfig(Section):
     ess_reference: float | None = Field(None, gt=0, le=1)
     """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)), as VCPO does with 1. ESS is the
     effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
+    skip_limit: SkipLimit = 3
     micro_tokens: MicroTokens = 16384
     activation_checkpointing: ActivationCheckpointing = False
     compile: Compile = False
