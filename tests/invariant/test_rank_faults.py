@@ -44,7 +44,7 @@ def spoiled_weight(rank, directory):
     """A weight in the shard of rank 0 is infinite: no rank takes the update, and both take the next one."""
     ranks = joined(rank, 2, directory, patience=PATIENCE)
     learner, twin = sharded(ranks), sharded(ranks)
-    weight = next(iter(learner.model.parameters())).to_local()
+    weight = next(iter(learner.model.parameters())).to_local().detach()
     sound = weight.clone()
     if rank == 0:
         weight.view(-1)[0] = math.inf

@@ -100,7 +100,7 @@ def check_requests(
             )
 
 
-class NonFiniteLogits(FloatingPointError, ValueError):
+class NonFiniteLogits(FloatingPointError, ValueError):  # noqa: N818
     """The model gives logits that no token can be drawn from."""
 
 
