@@ -104,11 +104,11 @@ def guarded(name: str, words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except FloatingPointError as error:
-        return _fail(
-            1,
-            f"{error} `bapo resume RUN` would go back to the newest checkpoint and reach the same update again. To "
-            "change a key, start a new run.",
+        again = (
+            " `bapo resume RUN` would go back to the newest checkpoint and reach the same update again. To change a "
+            "key, start a new run."
         )
+        return _fail(1, f"{error}{again if command.remedy is RESUME else ''}")
     except OSError as error:
         return _fail(4, f"{command.remedy.failed}: {error}. {command.remedy.disk.format(command=given)}")
     except KeyboardInterrupt:

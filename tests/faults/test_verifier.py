@@ -15,6 +15,10 @@ def sometimes(response, answer):
 
 def never(response, answer):
     raise KeyError("never")
+
+def leaves(response, answer):
+    import sys
+    sys.exit()
 """
 
 
@@ -48,3 +52,12 @@ def test_a_verifier_that_always_fails_stops_the_run_and_says_why(here, capsys):
     assert "the verifier failed on all 8 responses of the evaluation after step 0" in told
     assert "KeyError" in told
     assert not (here / "none/summary.json").exists()
+
+
+def test_a_reward_that_exits_is_a_failed_verifier_not_the_end_of_the_program(here, capsys):
+    assert run(["train", "recipe.toml", "--task.reward", "own_rewards:leaves", "--out", "left"]) == 1
+    assert "The first failure was: SystemExit." in capsys.readouterr().err
+    (here / "exits_on_import.py").write_text("import sys\nsys.exit()")
+    assert run(["train", "recipe.toml", "--task.reward", "exits_on_import:reward", "--out", "gone"]) == 2
+    assert "importing exits_on_import failed: SystemExit." in capsys.readouterr().err
+    assert not (here / "gone").exists()

@@ -40,6 +40,31 @@ def test_bad_input_on_one_rank_ends_the_update_on_all_of_them(tmp_path):
     assert "another rank cannot take part" in told[1]
 
 
+def spoiled_weight(rank, directory):
+    """A weight in the shard of rank 0 is infinite: no rank takes the update, and both take the next one."""
+    ranks = joined(rank, 2, directory, patience=PATIENCE)
+    learner, twin = sharded(ranks), sharded(ranks)
+    weight = next(iter(learner.model.parameters())).to_local().detach()
+    sound = weight.clone()
+    if rank == 0:
+        weight.view(-1)[0] = math.inf
+    with pytest.raises(FloatingPointError, match="holds a NaN or an infinity, so this state is not saved"):
+        learner.save(Path(directory))
+    update = learner.step(groups())
+    assert "weights of the model are not finite" in update.skipped.cause
+    assert len(update.skipped.tokens["logprobs"]) == sum(len(t.tokens) for g in groups() for t in g.trajectories)
+    assert learner.version == 1
+    weight.copy_(sound)
+    twin.version = 1
+    assert learner.step(groups()).metrics == twin.step(groups()).metrics
+    leave(ranks)
+
+
+def test_ranks_skip_an_update_together(tmp_path):
+    in_ranks(spoiled_weight, 2, str(tmp_path))
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def failing_pass(rank, directory):
     """A layer fails on rank 2 in the middle of a pass, as it does where memory is short."""
     ranks = joined(rank, 4, directory, patience=PATIENCE)

@@ -1,4 +1,5 @@
 import re
+from math import inf, nan
 from typing import get_args
 
 import pytest
@@ -7,7 +8,7 @@ from pydantic import BaseModel
 from bapo.cli import run
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores, placed
-from bapo.config.recipe import all_keys, load, parse_config, parse_sft_config
+from bapo.config.recipe import all_keys, load, parse, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 from bapo.config.sections import TAKE_USED_LOW, PresetChoice
 from bapo.config.sft import SftConfig
@@ -255,10 +256,54 @@ def test_a_grid_is_no_recipe(tmp_path):
         load(Config, path)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_the_learning_rate_is_finite(value):
-    with pytest.raises(ConfigError, match=r"learn\.lr"):
-        parse_config({"learn": {"lr": value}}, source="test")
+def numbers(section=Config, prefix=""):
+    """Every key of a configuration that is one number, with dots between tables."""
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from numbers(kind, f"{prefix}{name}.")
+        elif {float, float | None} & {kind}:
+            yield f"{prefix}{name}"
+
+
+@pytest.mark.parametrize("value", [inf, -inf, nan], ids=str)
+@pytest.mark.parametrize("key", sorted({*numbers(Config), *numbers(SftConfig)}))
+def test_every_number_is_finite(key, value):
+    assert "rollout.temperature" in set(numbers(Config))
+    schema = Config if key in set(numbers(Config)) else SftConfig
+    *tables, name = key.split(".")
+    values = {name: value}
+    for table in reversed(tables):
+        values = {table: values}
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)} = {value}: give a finite number"):
+        parse(schema, values, source="test")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learn": {"betas": [0.9, nan]}}, "learn.betas.1 = nan: give a finite number"),
+        ({"learn": {"betas": [0.9, 1.0]}}, "learn.betas.1 = 1.0: give a number less than 1"),
+        ({"eval": {"also_at": [inf]}}, "eval.also_at.0 = inf: give a finite number"),
+        ({"objective": {"low": [0.8, nan]}}, "objective.low.1 = nan: give a finite number"),
+        ({"objective": {"name": "grpo", "options": {"low": nan}}}, "objective.options.low = nan: give a finite number"),
+        ({"task": {"overlong_penalty": 1e30}}, "task.overlong_penalty = 1e+30: give 1000000.0 or less"),
+    ],
+)
+def test_lists_and_options_are_finite_too(values, message):
+    assert message in refused(values)
+
+
+def test_compiled_layers_are_refused_where_auto_finds_no_gpu(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for parsed in (parse_config, parse_sft_config):
+        config = parsed({"learn": {"compile": True}}, source="test")
+        with pytest.raises(
+            ConfigError, match=r"learn\.compile=true is for CUDA, but device='auto' finds no CUDA device"
+        ):
+            resolve(config)
 
 
 def test_a_cluster_is_refused_what_it_cannot_do():

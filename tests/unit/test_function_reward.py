@@ -53,6 +53,12 @@ def test_a_function_gets_the_keywords_it_names(written):
         ("return {'score': 1}", "TypeError: the reward function returned a dict without the key 'reward': ['score']"),
         ("return 1 / 0", "ZeroDivisionError: division by zero"),
         ("raise RuntimeError", "RuntimeError"),
+        ("import sys; sys.exit()", "SystemExit"),
+        ("import sys; sys.exit('no key')", "SystemExit: no key"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("import asyncio; raise asyncio.CancelledError('judge')", "CancelledError: judge"),
+        ("raise type('Own', (BaseException,), {})('end')", "Own: end"),
+        ("raise type('Mute', (Exception,), {'__str__': lambda self: exit(3)})()", "Mute"),
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -124,3 +130,34 @@ def test_what_cannot_be_found_or_called_is_explained(written):
         written("def reward(solution_str): return 1")
     with pytest.raises(ValueError, match="concurrency=0"):
         written("def reward(response): return 1", concurrency=0)
+    with pytest.raises(ValueError, match=r"importing reward_\w+ failed: SystemExit: 3\..*__main__"):
+        written("import sys\nsys.exit(3)")
+
+
+def test_a_task_of_an_async_function_that_exits_fails_its_batch_and_the_next_batch_is_scored(written):
+    code = """
+        import asyncio, sys
+        async def part():
+            sys.exit("quota")
+        async def reward(response):
+            if response == "bad":
+                await asyncio.gather(part())
+            await asyncio.sleep(0 if response == "good" else 30)
+            return 1
+    """
+    reward = written(code)
+    assert scores(reward, "good", "good") == [Score(1.0)] * 2
+    assert scores(reward, "bad", "slow") == [Score(None, "SystemExit: quota")] * 2
+    assert scores(reward, "good") == [Score(1.0)]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_ctrl_c_passes_through_a_reward(written, kind):
+    code = f"""
+        import os, signal, time
+        {kind} reward(response):
+            os.kill(os.getpid(), signal.SIGINT)
+            {"await __import__('asyncio').sleep(30)" if kind == "async def" else "time.sleep(30)"}
+    """
+    with pytest.raises(KeyboardInterrupt):
+        scores(written(code), "a", "b")

@@ -205,10 +205,68 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     before = [p.detach().clone() for p in policy.parameters()]
     for p in policy.parameters():
         p.register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(FloatingPointError, match=r"gradient norm is nan at version 0.*Lower learn\.lr"):
-        learner.step_on(pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU))
+    update = learner.step_on(pack(groups, estimator="grpo", micro_tokens=10**6, device=CPU))
+    assert update.skipped.cause.startswith("the gradient norm is nan although all log-probs are finite")
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    assert learner.version == 0
+    assert learner.version == update.version == 1
+    assert not learner.optimizer.tensors()
+
+
+@pytest.mark.parametrize("micro_tokens", [10**6, 40])
+@pytest.mark.parametrize("clip", [ClipSettings.preset("paper"), ClipSettings.preset("fixed")], ids=["search", "fixed"])
+def test_an_update_is_skipped_where_the_model_is_not_finite_and_the_next_one_is_as_if_it_had_not_been(
+    micro_tokens, clip
+):
+    policy, twin = model(), model()
+    settings = LearnerSettings(temperature=0.8, lr=1e-2, clip=clip, micro_tokens=micro_tokens)
+    learner, other = Learner(policy, settings), Learner(twin, settings)
+    groups = sampled_groups(policy)
+    learner.step(groups)
+    other.step(groups)
+    weight = next(policy.parameters())
+    sound = weight.detach().clone()
+    with torch.no_grad():
+        weight[4, 0] = float("inf")
+    skipped = learner.step(groups)
+    assert "weights of the model are not finite (the first is model.embed_tokens.weight)" in skipped.skipped.cause
+    assert skipped.metrics == {"tokens": skipped.tokens, "groups": 4.0}
+    tokens = skipped.skipped.tokens
+    assert sorted(tokens["behavior_logprobs"].tolist()) == pytest.approx(
+        sorted(x for group in groups for t in group.trajectories for x in t.behavior_logprobs)
+    )
+    assert not tokens["logprobs"].isfinite().all()
+    assert len(tokens["sequence_ids"].unique()) == 12
+    with torch.no_grad():
+        weight.copy_(sound)
+    other.version += 1
+    assert learner.step(groups) == other.step(groups)
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    policy = model()
+    learner = Learner(policy, LearnerSettings(temperature=0.8))
+    learner.step(sampled_groups(policy))
+    next(iter(learner.optimizer._adamw.state.values()))["exp_avg"][0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"0\.exp_avg holds a NaN or an infinity, so this state is not saved"):
+        learner.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": math.nan}, "lr=nan"),
+        ({"lr": 1e30}, "lr=1e\\+30 must be a finite number above 0 and at most 1000"),
+        ({"clip_norm": math.inf}, "clip_norm=inf"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"lr": 1.0, "weight_decay": 2.0}, "learn.weight_decay=2.0 with learn.lr=1.0"),
+        ({"options": {"low": math.nan}}, "objective.options.low=nan"),
+    ],
+)
+def test_settings_that_could_make_weights_infinite_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        LearnerSettings(**wrong)
 
 
 def test_learning_rate_schedules_by_hand():

@@ -258,3 +258,48 @@ def test_a_single_call_in_a_process_of_its_own():
     assert call_once("math:gcd", 12, 18, seconds=5) == 6
     with pytest.raises(ValueError, match=r"math:gcd: TypeError"):
         call_once("math:gcd", "x", seconds=5)
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch):
+    """Makes a verifier whose first imports, as many as told, end their process."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def make(deaths):
+        (tmp_path / "deaths").write_text("." * deaths)
+        code = f"""
+            import os, pathlib, signal
+            left = pathlib.Path({str(tmp_path / "deaths")!r})
+            if left.read_text():
+                left.write_text(left.read_text()[1:])
+                os.kill(os.getpid(), signal.SIGKILL)
+            def verify(answer, response):
+                if response == "end":
+                    os.killpg(os.getpgrp(), signal.SIGKILL)  # keeper and child
+                return {{"reward": 1.0}}
+        """
+        (tmp_path / "dying_verifier.py").write_text(textwrap.dedent(code))
+        return "dying_verifier:verify"
+
+    return make
+
+
+def test_a_worker_that_dies_while_it_starts_is_started_again(dying):
+    with VerifierPool(dying(2), workers=1) as pool:
+        assert one(pool, "a") == Score(1.0)
+    assert call_once(dying(2), 1, 2, seconds=5) == {"reward": 1.0}
+
+
+def test_a_worker_that_always_dies_while_it_starts_is_told_in_words(dying):
+    with pytest.raises(ValueError, match=r"died 3 times while it started \(.*exit status -9\).*fewer workers"):
+        VerifierPool(dying(99), workers=1)
+
+
+def test_a_worker_that_cannot_be_started_again_leaves_failures_not_the_end_of_the_run(dying, tmp_path):
+    with VerifierPool(dying(0), workers=1) as pool:
+        (tmp_path / "deaths").write_text("." * 99)
+        scores = pool.scores([("a", "end"), ("a", "b"), ("a", "c")])
+        assert scores[0] == Score(None, "crash: signal 9")
+        assert all("died 3 times while it started" in score.failure for score in scores[1:])
+        (tmp_path / "deaths").write_text("")
+        assert one(pool, "a") == Score(1.0)

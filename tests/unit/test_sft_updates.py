@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -107,10 +108,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     learner = Learner(tiny(), LearnerSettings())
     before = [p.detach().clone() for p in learner.model.parameters()]
     hooks = [p.register_hook(lambda gradient: gradient * float("inf")) for p in learner.model.parameters()]
-    with pytest.raises(FloatingPointError, match=r"gradient norm is (nan|inf) at version 0"):
-        sft_step(learner, PAIRS)
+    assert re.match(r"the gradient norm is (nan|inf) although", sft_step(learner, PAIRS).skipped.cause)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
     for hook in hooks:
         hook.remove()
     fresh = Learner(tiny(), LearnerSettings())
+    fresh.version = 1
     assert sft_step(learner, PAIRS).metrics == sft_step(fresh, PAIRS).metrics  # nothing was left behind

@@ -12,13 +12,14 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from bapo.config.errors import ConfigError
 from bapo.config.placement import DeviceName, Precision
 
 
 class Section(BaseModel):
-    """A table of keys."""
+    """A table of keys. No number in it is infinite or NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -57,15 +58,25 @@ Threads = Annotated[
 ]
 CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]
 
-LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0, allow_inf_nan=False)]
+LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0, le=1e3)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[
-    tuple[float, float], Field(description="AdamW's decay rates for the first and the second moment of the gradient.")
+    tuple[_Decay, _Decay],
+    Field(description="AdamW's decay rates for the first and the second moment of the gradient."),
 ]
 WeightDecay = Annotated[
     float, Field(description="AdamW's weight decay. It applies to matrices, but not to norms and biases.", ge=0)
 ]
 ClipNorm = Annotated[
-    float, Field(description="Largest gradient norm. Larger gradients are scaled down to this norm.", gt=0)
+    float, Field(description="Largest gradient norm. Larger gradients are scaled down to this norm.", gt=0, le=1e15)
+]
+SkipLimit = Annotated[
+    int,
+    Field(
+        description="An update whose loss or gradient is not finite changes nothing and is skipped. After this many "
+        "skipped updates in a row the run stops, and the batch is saved for `bapo diagnose`.",
+        ge=1,
+    ),
 ]
 Schedule = Annotated[
     Literal["constant", "linear", "cosine"],
@@ -137,7 +148,8 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
-def refuse_compiling_on_cpu(device: str, *, compiles: bool) -> None:
-    """Raise if compiled layers are asked for on the CPU."""
+def refuse_compiling_on_cpu(device: str, *, compiles: bool, asked: str | None = None) -> None:
+    """Raise if compiled layers are asked for on the CPU. `asked`: the device in the configuration, if it was open."""
     if compiles and device == "cpu":
-        raise ValueError("learn.compile=true is for CUDA, but device='cpu'. Set learn.compile=false.")
+        where = "device='auto' finds no CUDA device on this machine" if asked == "auto" else "device='cpu'"
+        raise ConfigError(f"learn.compile=true is for CUDA, but {where}. Set learn.compile=false.")

@@ -19,6 +19,7 @@ from bapo.config.base import (
     MicroTokens,
     Schedule,
     Section,
+    SkipLimit,
     WeightDecay,
 )
 from bapo.core.settings import (
@@ -74,7 +75,7 @@ class TaskConfig(Section):
     overlong_tokens: int = Field(0, ge=0)
     """Responses that end within this many tokens of `rollout.max_tokens` lose reward, linearly. 0 turns the penalty
     off. The rewards that are reported do not include it."""
-    overlong_penalty: float = Field(1.0, ge=0)
+    overlong_penalty: float = Field(1.0, ge=0, le=1e6)
     """How much reward a response of the full length loses."""
 
     @model_validator(mode="after")
@@ -273,6 +274,7 @@ class LearnConfig(Section):
     ess_reference: float | None = Field(None, gt=0, le=1)
     """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)), as VCPO does with 1. ESS is the
     effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
+    skip_limit: SkipLimit = 3
     micro_tokens: MicroTokens = 16384
     activation_checkpointing: ActivationCheckpointing = False
     compile: Compile = False

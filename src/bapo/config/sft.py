@@ -24,6 +24,7 @@ from bapo.config.base import (
     Schedule,
     Section,
     Seed,
+    SkipLimit,
     Threads,
     WeightDecay,
     refuse_compiling_on_cpu,
@@ -66,6 +67,7 @@ class SftLearnConfig(Section):
     warmup: float = Field(0.05, ge=0, lt=1)
     """Share of all updates during which the learning rate rises linearly to its peak."""
     schedule: Schedule = "cosine"
+    skip_limit: SkipLimit = 3
     micro_tokens: MicroTokens = 16384
     activation_checkpointing: ActivationCheckpointing = False
     compile: Compile = False

@@ -9,7 +9,8 @@ process group, this process is the only rank.
 The model stays in eval mode: dropout would make the learner's log-probs differ from the sampler's for no reason. The
 learner never samples and does not know what did.
 
-On a GPU the host waits once per update, for the gradient norm and all metrics together. Passes and loss use
+On a GPU the host waits once per update, for the gradient norm and all metrics together. An update whose loss or
+gradient is not finite is skipped (`finite.py`): it changes no weight, but counts as a version. Passes and loss use
 deterministic algorithms only, so that the same update gives the same weights, bit for bit.
 """
 
@@ -35,6 +36,7 @@ from bapo.core.reduction import denominator_of
 from bapo.learn.determinism import allow_deterministic_products, deterministic
 from bapo.learn.diagnostics import Output, update_metrics
 from bapo.learn.ess import response_ess
+from bapo.learn.finite import NotFinite, Skipped, cause_of, check_logprobs, check_state, logged_tokens
 from bapo.learn.flat import optimizer_for
 from bapo.learn.forward import can_pack
 from bapo.learn.head import Predicted
@@ -48,6 +50,8 @@ from bapo.learn.whole import WholeModel
 from bapo.types import Group, TokenBatch
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
+DECIDE = {"grad_norm": "the gradient norm", "loss": "the loss", "imitation/loss": "the loss"}
+"""Metrics that must be finite for an update to be taken."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Update:
     """How many response tokens it trained on, on all ranks."""
     metrics: dict[str, float | list[float]]
     """Of the whole update, the same on all ranks."""
+    skipped: Skipped | None = None
+    """Why the update was not taken, if its numbers are not finite."""
 
 
 class Learns(Protocol):
@@ -142,12 +148,15 @@ class Learner:
         denominator = summed(cast(Tensor, denominator), self.ranks)
         with failing_together(self.ranks):
             together = settings.solves_over_update and len(batches) > 1
-            bounds, first = self._solve_over(batches) if together else (None, None)
-            outputs = [
-                self._backward(batch, bounds, denominator, first if index == 0 else None)
-                for index, batch in enumerate(batches)
-            ]
-        return self.descend(partial(self._metrics, outputs))
+            try:
+                bounds, first = self._solve_over(batches) if together else (None, None)
+                outputs = [
+                    self._backward(batch, bounds, denominator, first if index == 0 else None)
+                    for index, batch in enumerate(batches)
+                ]
+            except NotFinite:
+                return self.skip(batches, "log-probs are not finite")
+        return self.descend(partial(self._metrics, outputs), batches)
 
     def _check(self, batches: Sequence[TokenBatch]) -> None:
         """Refuse an update that this rank cannot take, before the ranks begin it together."""
@@ -180,16 +189,15 @@ class Learner:
     def descend(
         self,
         metrics: Callable[[Tensor], dict[str, float | list[float]]],  # gradient norm -> what to log about the update
+        batches: Sequence[TokenBatch],
     ) -> Update:
-        """Finish an update, whatever its loss: clip the gradients, and step if they are finite."""
+        """Finish an update, whatever its loss: clip the gradients, and step if they and the loss are finite."""
         settings = self.settings
         logged = metrics(self.optimizer.clip(settings.clip_norm))
-        if not math.isfinite(cast(float, logged["grad_norm"])):
-            self.optimizer.forget_gradients()
-            raise FloatingPointError(
-                f"the gradient norm is {logged['grad_norm']} at version {self.version}, so the weights were not "
-                f"changed. Lower learn.lr (now {settings.lr}), or look for unusual responses in the last batch."
-            )
+        for name, words in DECIDE.items():
+            if not math.isfinite(value := cast(float, logged.get(name, 0.0))):
+                with failing_together(self.ranks):
+                    return self.skip(batches, f"{words} is {value}")
         lr = learning_rate(self.version, settings)
         if settings.ess_reference is not None and "response_ess" in logged:  # a supervised update has none
             lr *= ess_factor(cast(float, logged["response_ess"]), settings.ess_reference)
@@ -198,15 +206,28 @@ class Learner:
         self.version += 1
         return Update(self.version, int(cast(float, logged["tokens"])), logged)
 
+    @torch.no_grad()
+    def skip(self, batches: Sequence[TokenBatch], seen: str) -> Update:
+        """Count an update that is not taken; its tokens pass once more, for a dump. `seen`: what is not finite."""
+        self.optimizer.forget_gradients()
+        predicted = [self.logprobs(batch) for batch in batches]
+        tokens = logged_tokens(batches, predicted, self.ranks, version=self.version)
+        cause = cause_of(self.model, tokens, seen, self.ranks)
+        self.version += 1
+        count = len(tokens["logprobs"])
+        return Update(self.version, count, {"tokens": float(count)}, Skipped(cause, tokens))
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the model with its name, as it is now, for an engine to load. These are not copies."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
     def save(self, directory: Path) -> None:
-        """Write the trained weights and the optimizer's state. The caller must keep the version."""
-        save_file(trained_weights(self.model), directory / MODEL_FILE)
-        save_file(self.optimizer.tensors(), directory / OPTIMIZER_FILE)
+        """Write the trained weights and the optimizer's state, if they are finite. The caller must keep the version."""
+        weights, others = trained_weights(self.model), self.optimizer.tensors()
+        check_state(weights | others)
+        save_file(weights, directory / MODEL_FILE)
+        save_file(others, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path, *, version: int) -> None:
         """Restore what `save` wrote at this version, also on several ranks. KeyError if it belongs to another model."""
@@ -233,6 +254,12 @@ class Learner:
         predicted = self.predicted(batch, temperature=self.settings.temperature)
         return predicted.logprobs, predicted.entropies
 
+    def finite_logprobs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """The same, to be trained on. Raises NotFinite on all ranks where that is found already here."""
+        logprobs, entropies = self.logprobs(batch)
+        check_logprobs(logprobs, self.ranks)
+        return logprobs, entropies
+
     @torch.no_grad()
     def next_logprobs(self, contexts: Sequence[Sequence[int]]) -> Tensor:  # [contexts, vocabulary] float32
         """Log-prob of every token after each context, at the temperature of sampling, under the current weights."""
@@ -246,8 +273,8 @@ class Learner:
         The first one is passed last, and its pass is kept for the backward pass, which begins with it.
         """
         with torch.no_grad():
-            later = [self._table(batch, self.logprobs(batch)[0]) for batch in batches[1:]]
-        first = self.logprobs(batches[0])
+            later = [self._table(batch, self.finite_logprobs(batch)[0]) for batch in batches[1:]]
+        first = self.finite_logprobs(batches[0])
         tables = [self._table(batches[0], first[0].detach()), *later]
         return bounds_from_table(summed(torch.stack(tables).sum(0), self.ranks), self.settings.clip), first
 
@@ -275,7 +302,7 @@ class Learner:
     ) -> Output:
         settings = self.settings
         solves = settings.solves_bounds and bounds is None
-        logprobs, entropy = predicted or self.logprobs(batch)
+        logprobs, entropy = predicted or self.finite_logprobs(batch)
         with deterministic(self.device):
             result = policy_loss(
                 logprobs,

@@ -11,6 +11,8 @@ from bapo.core.reduction import Reduction
 from bapo.core.settings import ClipSettings
 
 Schedule = Literal["constant", "linear", "cosine"]
+MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
+"""With more, finite gradients could make weights or moments infinite (`finite.py`)."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,21 @@ class LearnerSettings:
     """Whether torch compiles the layers."""
 
     def __post_init__(self) -> None:
+        for name, most in {"lr": MOST_LR, "clip_norm": MOST_CLIP_NORM, "temperature": math.inf}.items():
+            value = getattr(self, name)
+            if not (0 < value <= most and math.isfinite(value)):
+                bound = "" if math.isinf(most) else f" and at most {most:g}"
+                raise ValueError(f"{name}={value} must be a finite number above 0{bound}.")
+        if not 0 <= self.lr * self.weight_decay <= 1:
+            raise ValueError(
+                f"learn.weight_decay={self.weight_decay} with learn.lr={self.lr} changes a weight by their product in "
+                "every update, which must be a number from 0 to 1. Lower learn.weight_decay."
+            )
+        for name, option in self.options.items():
+            if isinstance(option, float) and not math.isfinite(option):
+                raise ValueError(
+                    f"objective.options.{name}={option} is not a finite number. Give one, or leave it out."
+                )
         if self.ess_reference is not None and not 0 < self.ess_reference <= 1:
             raise ValueError(
                 f"ess_reference={self.ess_reference} must be above 0 and at most 1: it is a share of the responses. "

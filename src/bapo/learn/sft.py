@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bapo.learn.determinism import deterministic
+from bapo.learn.finite import NotFinite
 from bapo.learn.learner import Learner, Update
 from bapo.learn.packing import pack_demonstrations
 from bapo.learn.ranks import failing_together, summed, total
@@ -53,13 +54,16 @@ def sft_step(learner: Learner, pairs: Iterable[Pair]) -> Update:
     losses, entropies = [], []
     with failing_together(learner.ranks):
         for batch in batches:
-            logprobs, entropy = learner.logprobs(batch)
+            try:
+                logprobs, entropy = learner.finite_logprobs(batch)
+            except NotFinite:
+                return learner.skip(batches, "log-probs are not finite")
             loss = sft_loss(logprobs, denominator=tokens)
             with deterministic(learner.device):
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             entropies.append(entropy.detach().double().sum())
-    return learner.descend(partial(_metrics, learner, losses, entropies, tokens))
+    return learner.descend(partial(_metrics, learner, losses, entropies, tokens), batches)
 
 
 def _metrics(

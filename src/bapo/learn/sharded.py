@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from bapo.learn.finite import check_state
 from bapo.learn.flat import FlatOptimizer
 from bapo.learn.optimizer import Optimizer
 from bapo.learn.ranks import Ranks
@@ -44,9 +45,11 @@ def is_sharded(directory: Path) -> bool:
 
 def save_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> None:
     """Write this rank's shards. All ranks must call this; an error on one of them is raised on all."""
+    state = _state(model, optimizer, ranks)
+    check_state(state, ranks)
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     try:
-        save(_state(model, optimizer, ranks), storage_writer=writer, process_group=ranks)
+        save(state, storage_writer=writer, process_group=ranks)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank} could not write its shards to {directory}: {cause}") from error

@@ -1,21 +1,26 @@
 """From a name to a policy, with checks for everything that would otherwise go wrong later and unnoticed.
 
 The name is a directory or hub id of a transformers model, a GGUF file, or "demo" for the embedded model. A checkpoint
-that lacks weights is refused: transformers would initialise them at random and mention it only in a log. An option of
-the chat template that the template does not read is refused too, because it would be ignored.
+that lacks weights, or has some of another shape, is refused: transformers would initialise them at random and mention
+it only in a log. So are files that were cut short, weights that are not finite, and templates that cannot be read.
+Tensors that the architecture does not use are named in a warning. An option of the chat template that the template does
+not read is refused, because it would be ignored.
 
-Code that comes with a model is never run. The architecture must be one that transformers knows.
+Code that comes with a model is never run: the architecture must be one that transformers knows, and weights are read
+from safetensors or GGUF files only, because opening a pickle can run code.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jinja2.meta
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 
 from bapo.demo import model_path
 from bapo.models.gguf import load_gguf
@@ -23,6 +28,7 @@ from bapo.models.hub import why_not_there
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.models.policy import Policy, find_stop_ids
 
+PICKLES = (".bin", ".pt", ".pth")
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag of transformers' own
 
 
@@ -40,6 +46,8 @@ def load_policy(
 ) -> Policy:
     """The policy behind a transformers directory, a hub id, a GGUF file, or "demo"."""
     model, tokenizer = _load(path, dtype=getattr(torch, dtype), attention=attention)
+    _check_finite(path, model)
+    _check_template(path, tokenizer.chat_template)
     if chat and tokenizer.chat_template is None:
         raise ValueError(
             f"model.chat='yes' needs a chat template, but the tokenizer of {path!r} has none. Set 'no', or use a chat "
@@ -89,6 +97,7 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
             f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a run "
             "writes to model/, next to adapter/."
         )
+    _check_files(path, Path(source))
     if not source.endswith(".gguf") and not Path(source).is_dir() and (reason := why_not_there(source)):
         raise ValueError(
             f"model.path={path!r} cannot be loaded: there is no such directory, and {reason}. Check the spelling, or "
@@ -99,23 +108,99 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
         if source.endswith(".gguf"):
             return load_gguf(Path(source), dtype=dtype, **options)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+            source,
+            **{"dtype": dtype, "trust_remote_code": False, "use_safetensors": True},
+            **{"output_loading_info": True, "ignore_mismatched_sizes": True},  # `_check_report` refuses them
+            **options,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    except Exception as error:  # the files are input, and transformers has errors of many kinds for them
         raise ValueError(
-            f"model.path={path!r} cannot be loaded: {reason} Give a directory with a transformers causal language "
-            'model and its tokenizer, a GGUF file, or "demo".'
+            f"model.path={path!r} cannot be loaded: {_reason(error)} Give a directory with a transformers causal "
+            'language model and its tokenizer, a GGUF file, or "demo".'
         ) from error
     model, report = loaded
+    _check_report(path, model, report)
+    return model, tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, with the second one if the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+    return reason if reason.endswith(".") else f"{reason.rstrip(':')}."
+
+
+def _check_files(path: str, source: Path) -> None:
+    """Refuse a directory whose weights are pickles, or safetensors files that were cut short."""
+    for file in sorted(source.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"model.path={path!r} cannot be loaded: {file.name} is damaged or incomplete ({error}). Copy or "
+                "download it again."
+            ) from error
+    pickles = sorted(file.name for file in source.glob("*model*") if file.suffix in PICKLES)
+    if pickles and not list(source.glob("*.safetensors")):
+        raise ValueError(
+            f"model.path={path!r} has its weights only as a pickle, {pickles[0]}, and opening a pickle can run code. "
+            "Use a safetensors version of the model. If you trust the file, convert it with transformers: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy the tokenizer's files."
+        )
+
+
+def _check_report(path: str, model: Any, report: dict[str, Any]) -> None:
+    """Refuse weights that are missing or have another shape, and name those that are not used."""
+    for name, found, wanted in sorted(report["mismatched_keys"], key=lambda item: str(item[0])):
+        raise ValueError(
+            f"model.path={path!r} has {name} with shape {tuple(found)}, but its config.json asks for {tuple(wanted)}. "
+            "Weights and config.json belong to different models, or one of them was changed. Restore both."
+        )
+    if unused := sorted(report["unexpected_keys"]):
+        warnings.warn(
+            f"model.path={path!r} has {len(unused)} tensors that {type(model).__name__} does not use: "
+            f"{', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}. They are neither trained nor exported.",
+            stacklevel=2,
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
             f"model.path={path!r} lacks {len(missing)} of the weights that {type(model).__name__} needs, such as "
             f"{missing[0]}, and they would start at random. Give the checkpoint of a whole causal language model."
         )
-    return model, tokenizer
+
+
+def _check_finite(path: str, model: Any) -> None:
+    """Refuse weights that are NaN or infinite: nothing could be sampled or learned with them."""
+    for name, tensor in model.state_dict().items():
+        bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+        if bad:
+            raise ValueError(
+                f"model.path={path!r} has {bad} numbers in {name} that are NaN or infinite, so nothing can be sampled "
+                "or learned with it. Copy or download the model again, or use an earlier checkpoint of it."
+            )
+
+
+def _check_template(path: str, chat_template: Any) -> None:
+    """Refuse a template that is not text, or that is not in the language of templates."""
+    templates = list(chat_template.values()) if isinstance(chat_template, dict) else [chat_template or ""]
+    for template in templates:
+        try:
+            if not isinstance(template, str):
+                raise TypeError(f"{template!r} is not text.")
+            _environment().from_string(_GENERATION.sub("", template))
+        except (jinja2.TemplateError, TypeError) as error:
+            line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ValueError(
+                f"the chat template of {path!r} cannot be read{line}: {_reason(error)} Correct chat_template.jinja (or "
+                "chat_template in tokenizer_config.json), or remove it and set model.chat='no'."
+            ) from error
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
 
 
 def _check_options(path: str, options: dict[str, Any], tokenizer: Any) -> None:
@@ -131,7 +216,7 @@ def _check_options(path: str, options: dict[str, Any], tokenizer: Any) -> None:
 def _names_read(chat_template: str | dict[str, str] | None) -> set[str]:
     """The names that a template, or any of several, reads from its arguments."""
     templates = chat_template.values() if isinstance(chat_template, dict) else [chat_template or ""]
-    environment = jinja2.Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = _environment()
     read: set[str] = set()
     for template in templates:
         usual = _GENERATION.sub("", template)

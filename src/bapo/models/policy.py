@@ -64,10 +64,11 @@ class Policy:
                     messages, tokenize=False, add_generation_prompt=True, **self.template_options
                 )
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program of the model's authors
             roles = ", ".join(message["role"] for message in messages)
+            reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"the model's chat template refuses a chat with the roles {roles}: {error}. Change the prompts, or "
+                f"the model's chat template refuses a chat with the roles {roles}: {reason}. Change the prompts, or "
                 "leave model.system empty if the template does not allow a system message."
             ) from error
 
@@ -115,7 +116,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     turns = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1"}]
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except TemplateError:
+    except Exception:
         return None  # the template is for another kind of chat; the other three have named their ends
     after = tokenizer.encode(text.rpartition("1")[2], add_special_tokens=False)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}

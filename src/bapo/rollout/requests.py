@@ -100,11 +100,15 @@ def check_requests(
             )
 
 
-def non_finite(requests: Sequence[Request], index: int, position: int) -> ValueError:
+class NonFiniteLogits(FloatingPointError, ValueError):  # noqa: N818
+    """The model gives logits that no token can be drawn from."""
+
+
+def non_finite(requests: Sequence[Request], index: int, position: int) -> NonFiniteLogits:
     """The error for logits that no token can be drawn from."""
     request = requests[index]
-    return ValueError(
+    return NonFiniteLogits(
         f"the model gave non-finite logits for request {index} (seed {request.seed}, context of "
         f"{len(request.context)} tokens) at response position {position}, so no token can be drawn. "
-        "Look for NaN or infinite weights after the last update, or sample in a wider dtype."
+        "Look for NaN or infinite weights after the last update: lower learn.lr, or sample in a wider dtype."
     )

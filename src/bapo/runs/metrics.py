@@ -1,7 +1,8 @@
 """Every metric and the sentence that explains it. A key that is not declared here cannot be logged.
 
 Each line of `metrics.jsonl` has a `kind`: `rollout` (once per step), `update` (once per optimizer step) or `eval`; in a
-supervised run `imitation` (once per optimizer step) or `held_out`. Wall-clock figures go to `timing.jsonl`, so that the
+supervised run `imitation` (once per optimizer step) or `held_out`; in both `skipped`, for an update whose numbers are
+not finite. Wall-clock figures go to `timing.jsonl`, so that the
 metrics of a run depend on its configuration alone. `python -m bapo.runs.metrics` prints docs/metrics.md.
 """
 
@@ -22,9 +23,10 @@ _EFFECT = {
 }
 
 EVERY_LINE = {
-    "kind": "What the line is about: rollout, update or eval; in a supervised run imitation or held_out.",
+    "kind": "What the line is about: rollout, update, skipped or eval; in a supervised run imitation, skipped or "
+    "held_out.",
     "step": "Step of the run, counted from 1; in a supervised run the number of the update.",
-    "version": "Number of updates the learner has taken.",
+    "version": "Number of updates the learner has taken, including those it skipped.",
 }
 
 UPDATE = {
@@ -132,6 +134,11 @@ HELD_OUT = {
     "held_out/tokens": "Number of those tokens.",
 }
 
+SKIPPED = {
+    "skipped/in_a_row": "Updates skipped in a row, this one included. At learn.skip_limit the run stops.",
+    "skipped/cause": "What is known of why the loss or the gradient is not finite.",
+}
+
 BUFFER = {
     "buffer/adds": "Rollouts added so far.",
     "buffer/draws": "Draws so far that returned groups; each is one update.",
@@ -159,7 +166,7 @@ TIMING = {
 _SHARED = {key: UPDATE[key] for key in ("tokens", "entropy", "grad_norm", "lr")}
 """Metrics that supervised updates share with the others."""
 
-METRICS: dict[str, str] = EVERY_LINE | ROLLOUT | BUFFER | UPDATE | EVAL | IMITATION | HELD_OUT
+METRICS: dict[str, str] = EVERY_LINE | ROLLOUT | BUFFER | UPDATE | SKIPPED | EVAL | IMITATION | HELD_OUT
 
 
 def check_declared(metrics: Mapping[str, Any]) -> None:
@@ -175,6 +182,7 @@ def markdown() -> str:
         "Every line": EVERY_LINE,
         "`rollout` lines: once per step": ROLLOUT | BUFFER,
         "`update` lines: once per optimizer step": UPDATE,
+        "`skipped` lines: updates that changed nothing": SKIPPED | {k: UPDATE[k] for k in ("tokens", "groups")},
         "`eval` lines": EVAL,
         "`imitation` lines of a supervised run: once per optimizer step": IMITATION | _SHARED,
         "`held_out` lines of a supervised run": HELD_OUT,

@@ -60,6 +60,8 @@ class Run:
     unfinished run, which only `read_run(…, finished=False)` returns."""
     planned: int
     """Steps the run will have when it is finished; 0 if that is not known yet."""
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    """One per update that was skipped because its numbers were not finite."""
 
     @property
     def sft(self) -> bool:
@@ -133,6 +135,7 @@ def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int
             timing=timing,
             summary=summary,
             planned=planned,
+            skipped=[line for line in metrics if line.get("kind") == "skipped"],
         )
         _check_lines(run, len(metrics))
         if complete:
@@ -261,9 +264,9 @@ def _integer(text: str) -> int:
 
 def _check_lines(run: Run, lines: int) -> None:
     """Check that all kinds are known, and that steps are in order without a gap."""
-    if len(run.updates) + len(run.rollouts) + len(run.evals) != lines:
+    if len(run.updates) + len(run.rollouts) + len(run.evals) + len(run.skipped) != lines:
         raise _Damage("metrics.jsonl", "has a line of unknown kind")
-    for line in (*run.updates, *run.rollouts, *run.evals):
+    for line in (*run.updates, *run.rollouts, *run.evals, *run.skipped):
         if not isinstance(line.get("step"), int):
             raise _Damage("metrics.jsonl", "has a line without its step")
     for name, listed in _by_step(run):
@@ -273,7 +276,8 @@ def _check_lines(run: Run, lines: int) -> None:
 
 def _by_step(run: Run) -> tuple[tuple[str, list[dict[str, Any]]], ...]:
     """The lines of which there is one per step, each with its file."""
-    return ("metrics.jsonl", run.updates if run.sft else run.rollouts), ("timing.jsonl", run.timing)
+    steps = sorted([*run.updates, *run.skipped], key=lambda line: line["step"]) if run.sft else run.rollouts
+    return ("metrics.jsonl", steps), ("timing.jsonl", run.timing)
 
 
 def _check_summary(run: Run) -> None:

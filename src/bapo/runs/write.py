@@ -16,6 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import parse
 from bapo.config.run import Config
@@ -133,6 +136,14 @@ class RunDirectory:
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file, whole or not at all."""
         files.write(self.path / name, json.dumps(value, indent=2) + "\n")
+
+    def write_arrays(self, name: str, arrays: dict[str, NDArray[Any]]) -> None:
+        """Write a safetensors file, whole or not at all."""
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        save_file(arrays, partial)
+        partial.rename(path)
 
     def append(self, name: str, *values: dict[str, Any]) -> None:
         """Append lines to a log."""

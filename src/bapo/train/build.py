@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from bapo.buffer import Buffer
+from bapo.config.base import refuse_compiling_on_cpu
 from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
 from bapo.config.run import Config
@@ -39,6 +40,7 @@ def resolve(config: Kind) -> Kind:
     """Decide everything in the configuration that depends on this machine, and which preset `auto` is."""
     elsewhere = isinstance(config, Config) and config.cluster.address is not None
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
+    refuse_compiling_on_cpu(device, compiles=config.learn.compile, asked=config.device)
     decided: dict[str, Any] = {"device": device, "threads": threads}
     decided["model"] = config.model.model_copy(update={"dtype": dtype})
     if isinstance(config, Config):

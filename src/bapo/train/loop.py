@@ -41,6 +41,7 @@ class RunState:
     groups: int = 0  # groups admitted so far; the next one's id
     owed: int = 0  # groups of the last step without a signal (filtered, dropped); the next step makes up for them
     taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
+    skipped: int = 0  # updates skipped in a row, up to the last one
     windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
 
 

@@ -5,6 +5,7 @@ metrics.jsonl    one line per rollout, update and evaluation; a function of the 
 timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
 ledger.jsonl     what happened to every group, from its admission to its last use (bapo/runs/ledger.py)
+skipped/         the batch of the last skipped update, if the run stopped because its numbers were not finite
 failures.jsonl   responses that the verifier failed on, with the cause; exists only if there are any
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format, with a card
@@ -27,6 +28,7 @@ from bapo import __version__
 from bapo.config.errors import CheckpointError, VerifierFailed
 from bapo.config.run import Config
 from bapo.evaluate import evaluate
+from bapo.learn.learner import Update
 from bapo.models import prompt_text
 from bapo.rollout.engine import Sampling
 from bapo.runs.ledger import FILE as LEDGER
@@ -39,6 +41,7 @@ from bapo.train.build import build
 from bapo.train.card import model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
+from bapo.train.skipped import skipped_line, stop_after
 from bapo.train.team import ALONE, Team
 from bapo.types import Group, Trajectory
 
@@ -109,8 +112,7 @@ class Training(Job):
             record = self.asynchronous.take_step(log.view)
         version = self.learner.version
         rollout = {"kind": "rollout", "step": record.step, "version": version} | record.rollout
-        updates = [{"kind": "update", "step": record.step, "version": u.version} | u.metrics for u in record.updates]
-        log.metrics(rollout, *updates)
+        log.metrics(rollout, *(self._update_line(record.step, update) for update in record.updates))
         log.run.append("timing.jsonl", {"step": record.step} | record.timing)
         log.run.append(LEDGER, *self.parts.ledger.take())
         self._log_samples(record, log)
@@ -118,8 +120,26 @@ class Training(Job):
             log.run.append("failures.jsonl", *({"step": record.step} | asdict(f) for f in record.failures))
             if "reward" not in record.rollout:
                 raise VerifierFailed(len(record.failures), record.failures[0].cause, f"of step {record.step}")
+        self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
         log.view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
+
+    def _update_line(self, step: int, update: Update) -> dict[str, Any]:
+        """The line of metrics.jsonl, counting updates that were skipped in a row."""
+        state = self.run_state
+        if update.skipped is None:
+            state.skipped = 0
+            return {"kind": "update", "step": step, "version": update.version} | update.metrics
+        state.skipped += 1
+        return skipped_line(update, step=step, in_a_row=state.skipped)
+
+    def _stop_if_diverged(self, record: StepRecord, log: Log) -> None:
+        learn, skipped = self.config.learn, self.run_state.skipped
+        last = record.updates[-1] if record.updates else None
+        if last is not None and last.skipped is not None:
+            log.view.note(f"step {record.step}: {skipped} updates in a row were skipped: {last.skipped.cause}")
+            if skipped >= learn.skip_limit:
+                stop_after(log.run, last, in_a_row=skipped, lr=learn.lr)
 
     def _log_samples(self, record: StepRecord, log: Log) -> None:
         decode, every = self.policy.decode, self.config.sample_every
@@ -249,6 +269,7 @@ class Training(Job):
             "after": after[0],
             "also_at": [{"temperature": t, "before": one, "after": other} for t, one, other in others],
             "updates": len(staleness),
+            "skipped": sum(line["kind"] == "skipped" for line in lines),
             "staleness_max": max(staleness, default=0.0),
         }
 
@@ -275,6 +296,8 @@ class Training(Job):
             f"{summary['updates']} updates in {summary['training_seconds']:.0f} s of training; no token older than "
             f"{summary['staleness_max']:.0f} updates (bound {config.offpolicy.max_staleness})"
         )
+        if summary["skipped"]:
+            print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
         if (path / LEDGER).exists():
             print(f"ledger: {self._balance(path)}")
 

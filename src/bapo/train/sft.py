@@ -41,6 +41,7 @@ from bapo.train.build import make_policy, optimizer_settings
 from bapo.train.card import sft_card
 from bapo.train.demonstrations import Batches, describe, encode_demonstrations, load
 from bapo.train.life_cycle import Job, Log, Summary, When
+from bapo.train.skipped import skipped_line, stop_after
 from bapo.train.team import ALONE, Team
 from bapo.train.together import make_learner, on_the_cpu
 
@@ -75,6 +76,7 @@ class SupervisedTraining(Job):
         loaded = load(config.data)
         torch.set_num_threads(max(1, config.threads // team.on_this_machine))
         self.config: SftConfig = config
+        self.skipped = 0  # updates in a row, up to the last one
         self.policy = make_policy(config if team.size == 1 else on_the_cpu(config))
         self.data = encode_demonstrations(loaded, config.data, self.policy)
         self.batches = Batches(
@@ -117,10 +119,16 @@ class SupervisedTraining(Job):
         update = sft_step(self.learner, batch)
         seconds = time.perf_counter() - began
         step = update.version
+        self.skipped = 0 if update.skipped is None else self.skipped + 1
         line = {"kind": "imitation", "step": step, "version": step, "imitation/epoch": step / self.batches.per_epoch}
+        if update.skipped is not None:
+            line |= skipped_line(update, step=step, in_a_row=self.skipped)
+            log.view.note(f"update {step} was skipped: {update.skipped.cause}")
         log.metrics(line | update.metrics | {"imitation/sequences": len(batch)})
         timing = {"seconds": seconds, "tokens_per_second": update.tokens / seconds}
         log.run.append("timing.jsonl", {"step": step} | timing)
+        if self.skipped >= self.config.learn.skip_limit:
+            stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, dump=False)
         shown = {key: value for key, value in update.metrics.items() if not isinstance(value, list)}
         log.view.step(step, shown, timing)
 
@@ -145,7 +153,7 @@ class SupervisedTraining(Job):
 
     def state(self) -> dict[str, Any]:
         """See `Job.state`."""
-        return {"examples": self.data.fingerprint}
+        return {"examples": self.data.fingerprint, "skipped": self.skipped}
 
     def restore(self, state: dict[str, Any], path: Path) -> None:
         """See `Job.restore`."""
@@ -156,6 +164,7 @@ class SupervisedTraining(Job):
                 f"{named} or the tokenizer of {self.config.model.path} changed since {path} began, so the run "
                 "cannot be continued. Restore them, or start a new run."
             )
+        self.skipped = state.get("skipped", 0)
 
     def summary(self, lines: list[dict[str, Any]]) -> Summary:
         """See `Job.summary`."""
@@ -165,6 +174,7 @@ class SupervisedTraining(Job):
             "before": measured[0],
             "after": measured[-1],
             "updates": len(updates),
+            "skipped": sum(line["kind"] == "skipped" for line in lines),
             "tokens": sum(line["tokens"] for line in updates),
         }
 
@@ -183,6 +193,8 @@ class SupervisedTraining(Job):
             )
             rows = [(name, f"{before[key]:{how}}", f"{after[key]:{how}}") for name, key, how in shown]
             summary_table(f"{len(self.data.held_out):,} held-out demonstrations", rows)
+        if summary["skipped"]:
+            print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
         print(
             f"{summary['updates']:,} updates on {summary['tokens']:,.0f} response tokens in "
             f"{summary['training_seconds']:.0f} s of training\n"

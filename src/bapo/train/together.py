@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bapo.config.errors import ConfigError, RankFailed
@@ -151,6 +152,9 @@ class Onlooker(RunDirectory):
         return nullcontext(-1)
 
     def write(self, name: str, value: Any) -> None:
+        """Nothing."""
+
+    def write_arrays(self, name: str, arrays: dict[str, NDArray[Any]]) -> None:
         """Nothing."""
 
     def append(self, name: str, *values: dict[str, Any]) -> None:

@@ -11,12 +11,14 @@ It is called with those of the following keywords that it names, or with all of 
     extra       the other columns of its data set, as a dict
 
 It returns a number, a bool, or a dict with "reward" (and, for majority votes, "answer"). Anything else counts as a
-failure of the verifier, not as a reward of 0: another type, a NaN, a number too large for float32, an exception.
+failure of the verifier, not as a reward of 0: another type, a NaN, a number too large for float32, an exception,
+`sys.exit()`. Only Ctrl-C passes through.
 
 The function runs in the training process. A plain function is called for one response after the other, without a time
-limit, and nothing protects the process from it. Async functions, such as calls to a judge model, run concurrently in
-one event loop, at most `concurrency` at a time with `seconds` each. The loop lives as long as the reward, so clients
-that the function keeps between calls stay valid.
+limit, and nothing protects the process from a crash in it. Async functions, such as calls to a judge model, run
+concurrently in one event loop, at most `concurrency` at a time with `seconds` each. The loop lives as long as the
+reward, so clients that the function keeps between calls stay valid. asyncio stops the whole loop if a task that the
+function started itself calls `sys.exit()`. Then every response without a score yet is a failure.
 """
 
 from __future__ import annotations
@@ -58,9 +60,18 @@ class FunctionReward:
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The score that the function gives each response, in order. No response text makes it raise."""
-        if self._is_async:
-            return self._runner.run(self._all(responses))
-        return [self._one(problem, response) for problem, response in responses]
+        if not self._is_async:
+            return [self._one(problem, response) for problem, response in responses]
+        found: dict[int, Score] = {}
+        stopped = Score(None)
+        try:
+            self._runner.run(self._all(responses, found))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of a task that the function started
+            stopped = Score(None, failure=describe(error))
+            self._runner.run(_end_other_tasks())
+        return [found.get(index, stopped) for index in range(len(responses))]
 
     def close(self) -> None:
         """Close the event loop. Does nothing the second time."""
@@ -69,23 +80,34 @@ class FunctionReward:
     def _one(self, problem: Problem, response: str) -> Score:
         try:
             return _score(self._function(**self._arguments(problem, response)))
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             return Score(None, failure=describe(error))
 
-    async def _all(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+    async def _all(self, responses: Sequence[tuple[Problem, str]], found: dict[int, Score]) -> None:
+        """Put the score of each response into `found`, by its index, as soon as it is known."""
         places = asyncio.Semaphore(self.concurrency)
 
-        async def one(problem: Problem, response: str) -> Score:
+        async def one(index: int, problem: Problem, response: str) -> None:
             async with places:
-                try:
-                    async with asyncio.timeout(self.seconds) as limit:
-                        return _score(await self._function(**self._arguments(problem, response)))
-                except TimeoutError as error:
-                    return Score(None, f"timeout after {self.seconds:g} s" if limit.expired() else describe(error))
-                except Exception as error:
-                    return Score(None, failure=describe(error))
+                found[index] = await self._one_async(problem, response)
 
-        return await asyncio.gather(*(one(problem, response) for problem, response in responses))
+        await asyncio.gather(*(one(index, *asked) for index, asked in enumerate(responses)))
+
+    async def _one_async(self, problem: Problem, response: str) -> Score:
+        try:
+            async with asyncio.timeout(self.seconds) as limit:
+                return _score(await self._function(**self._arguments(problem, response)))
+        except TimeoutError as error:
+            return Score(None, f"timeout after {self.seconds:g} s" if limit.expired() else describe(error))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # by Ctrl-C, not by the function
+                raise
+            return Score(None, failure=describe(error))
 
     def _arguments(self, problem: Problem, response: str) -> dict[str, Any]:
         everything = {
@@ -95,6 +117,14 @@ class FunctionReward:
             "extra": problem.extra,
         }
         return {keyword: everything[keyword] for keyword in self._keywords}
+
+
+async def _end_other_tasks() -> None:
+    """Cancel everything that still runs in this loop, and wait until it has ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def find_function(name: str) -> Callable[..., Any]:
@@ -123,8 +153,13 @@ def find_function(name: str) -> Callable[..., Any]:
             f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
             "Start from the directory that holds its file, or install its package."
         ) from error
-    except Exception as error:
-        raise ValueError(f"reward function {name!r}: importing {module_name} failed: {describe(error)}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(
+            f"reward function {name!r}: importing {module_name} failed: {describe(error)}. Correct it, and put "
+            "what belongs to a script under `if __name__ == '__main__':`."
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         defined = [key for key, value in vars(module).items() if callable(value)]

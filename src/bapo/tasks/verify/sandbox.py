@@ -18,8 +18,11 @@ itself. A worker imports its verifier once, never imports torch, and is used for
 verified once per call. In our process, one thread per worker feeds the worker and waits for it. The pool serves one
 caller at a time, and other callers wait until that call returns.
 
-What it does not do: it never retries, and it must not run code that a model wrote, because a worker has limits but is
-not a jail.
+A worker that dies while it starts is started again, up to START_TRIES times. Responses are failures if no worker can be
+started for them.
+
+What it does not do: it never verifies a response twice, and it must not run code that a model wrote, because a worker
+has limits but is not a jail.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ __all__ = ["VerifierPool", "call_once", "default_workers"]
 WORKER = "bapo.tasks.verify.worker"
 START_SECONDS = 120.0
 """How long a worker may take to import its verifier."""
+START_TRIES = 3
+"""How often in a row a worker may die while it starts."""
 GRACE_SECONDS = 2.0
 """How long after the worker's own timer we kill it, and how long it may take to exit when asked to."""
 MAX_DEFAULT_WORKERS = 16
@@ -95,27 +100,32 @@ class VerifierPool:
         for item in dict(zip(keys, responses, strict=True)).items():
             work.put(item)
         found: dict[str, Score] = {}
+        unable = ""
 
         def drain(worker: _Worker) -> None:
-            while True:
-                try:
+            nonlocal unable
+            with contextlib.suppress(queue.Empty):
+                while True:
                     key, pair = work.get_nowait()
-                except queue.Empty:
-                    return
-                found[key] = self._score(worker.call(self.seconds, pair))
+                    try:
+                        found[key] = self._score(worker.call(self.seconds, pair))
+                    except CannotStart as error:
+                        unable = str(error)
+                        work.put((key, pair))  # for another worker, if one is left
+                        return
 
         busy = self._workers[: min(len(self._workers), work.qsize())]
         with ThreadPoolExecutor(max(1, len(busy))) as threads:
             try:
                 for finished in [threads.submit(drain, worker) for worker in busy]:
                     finished.result()
-            except BaseException:  # Ctrl-C, or a worker that does not start: no thread may keep waiting
+            except BaseException:  # Ctrl-C: no thread may keep waiting
                 with contextlib.suppress(queue.Empty):
                     while True:
                         work.get_nowait()
                 _close_all(busy, os.getpid())
                 raise
-        return [found[key] for key in keys]
+        return [found.get(key) or Score(None, failure=unable) for key in keys]
 
     def close(self) -> None:
         """End the workers. A second call does nothing."""
@@ -149,12 +159,17 @@ def call_once(function: str, *arguments: Any, seconds: float) -> Any:
     """
     worker = _Worker(function, 0)
     try:
+        worker.wait_until_ready()
         reply = worker.call(seconds, arguments)
     finally:
         worker.close()
     if "result" not in reply:
         raise ValueError(f"{function}: {reply['failure']}")
     return reply["result"]
+
+
+class CannotStart(ValueError):  # noqa: N818
+    """A worker cannot be started, or its verifier cannot be imported."""
 
 
 class _Worker:
@@ -166,27 +181,38 @@ class _Worker:
         self._start()
 
     def wait_until_ready(self) -> None:
-        """Wait until the worker has imported the function. Raises ValueError if it cannot."""
-        if self.process is None:
-            self._start()
-        if self.ready:
+        """Wait until the worker has imported the function; start it again if it dies before. CannotStart: it cannot."""
+        cause = ""
+        for _ in range(START_TRIES):
+            if self.ready:
+                return
+            try:
+                if self.process is None:
+                    self._start()
+                self.connection.settimeout(START_SECONDS)
+                greeting = receive(self.connection)
+            except TimeoutError:
+                self._end()
+                raise CannotStart(
+                    f"a worker for {self.function} has not imported it after {START_SECONDS:g} s. Make the import "
+                    "faster, or stop other programs."
+                ) from None
+            except (OSError, EOFError, ValueError) as error:
+                cause = f"{type(error).__name__}, exit status {self._end()}"
+                continue
+            if "refused" in greeting:
+                self._end()
+                raise CannotStart(f"the verifier {self.function} cannot be used: {greeting['refused']}")
+            self.ready = True
             return
-        self.connection.settimeout(START_SECONDS)
-        try:
-            greeting = receive(self.connection)
-        except (OSError, EOFError, ValueError) as error:
-            status = self._end()
-            raise RuntimeError(
-                f"a worker for {self.function} did not start ({type(error).__name__}, exit status {status}). The "
-                "machine may be out of memory or processes; use fewer workers, or stop other programs."
-            ) from error
-        if "refused" in greeting:
-            self._end()
-            raise ValueError(f"the verifier {self.function} cannot be used: {greeting['refused']}")
-        self.ready = True
+        raise CannotStart(
+            f"a worker for {self.function} died {START_TRIES} times while it started (the last time: {cause}). The "
+            "machine may be out of memory or processes: use fewer workers, or stop other programs. Or the import of "
+            "the verifier ends its process: try it by hand."
+        )
 
     def call(self, seconds: float, arguments: Sequence[Any]) -> dict[str, Any]:
-        """`{"result": …}` or `{"failure": …}`."""
+        """`{"result": …}` or `{"failure": …}`. CannotStart: the worker was lost and cannot be started again."""
         self.wait_until_ready()
         self.connection.settimeout(seconds + GRACE_SECONDS)
         try:

@@ -149,7 +149,9 @@ def describe(error: BaseException) -> str:
     """The exception in one short line."""
     try:
         message = " ".join(str(error).split())
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         message = ""
     kind = type(error).__name__
     return f"{kind}: {message[:MAX_CAUSE]}" if message else kind

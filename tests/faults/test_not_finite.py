@@ -1,0 +1,83 @@
+"""Updates whose numbers are not finite: skipped, recorded, and after a limit the end of the run with a dump."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo.cli import run
+from bapo.learn.learner import Learner
+from bapo.runs.read import Run, read_run
+from bapo.train.run import resume
+
+SMALL = {
+    **{"device": "cpu", "steps": 2, "checkpoint_every": 1, "checkpoint_keep": 9},
+    **{"rollout.prompts": 4, "rollout.responses": 4, "rollout.max_tokens": 24, "learn.batch_groups": 4},
+    **{"offpolicy.reuse": 3, "eval.problems": 2, "eval.k": 2, "eval.every": 0},
+}
+
+
+def train(out, **more):
+    return run(["train", "--out", str(out), *(w for k, v in (SMALL | more).items() for w in (f"--{k}", str(v)))])
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Makes the gradients of updates at these versions NaN."""
+
+    def at(versions):
+        whole = Learner._backward
+
+        def spoiled(self, *given):
+            output = whole(self, *given)
+            if self.version in versions:
+                next(iter(self.optimizer.masters)).grad *= float("nan")
+            return output
+
+        monkeypatch.setattr(Learner, "_backward", spoiled)
+
+    return at
+
+
+def lines(out, kind):
+    return [line for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if line["kind"] == kind]
+
+
+def test_a_run_goes_on_after_skipped_updates_and_is_resumed_bit_for_bit(tmp_path, spoil, capsys):
+    spoil({1, 2, 4})
+    assert train(tmp_path / "run") == 0
+    assert "3 updates were skipped, because their loss or gradient was not finite" in capsys.readouterr().out
+    skipped = lines(tmp_path / "run", "skipped")
+    assert [(line["version"], line["skipped/in_a_row"]) for line in skipped] == [(2, 1), (3, 2), (5, 1)]
+    assert all(line["skipped/cause"].startswith("the gradient norm is nan") for line in skipped)
+    assert [line["version"] for line in lines(tmp_path / "run", "update")] == [1, 4, 6]
+    found = read_run(tmp_path / "run")
+    assert isinstance(found, Run)
+    assert (len(found.updates), len(found.skipped), found.summary["skipped"]) == (3, 3, 3)
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    for done in ("model", "checkpoints/step-000002"):
+        shutil.rmtree(tmp_path / "again" / done)
+    (tmp_path / "again/summary.json").unlink()
+    resume(tmp_path / "again")
+    assert (tmp_path / "again/metrics.jsonl").read_text() == (tmp_path / "run/metrics.jsonl").read_text()
+    one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "again"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_only_skips_stops_with_its_batch_for_diagnose(tmp_path, spoil, capsys):
+    spoil(range(1, 99))
+    out = tmp_path / "run"
+    assert train(out, **{"learn.skip_limit": 2, "steps": 9}) == 1
+    told = capsys.readouterr().err
+    assert "2 updates in a row were skipped, up to update 3: the gradient norm is nan although" in told
+    assert "Lower learn.lr (now 3e-05)" in told
+    dump = out / "skipped/update-000003.safetensors"
+    assert f"`bapo diagnose {dump}`" in told
+    assert "Traceback" not in told
+    assert len(lines(out, "skipped")) == 2
+    assert run(["diagnose", str(dump)]) == 0
+    assert "push once" in capsys.readouterr().out
+    for file in (out / "checkpoints").glob("*/*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values())

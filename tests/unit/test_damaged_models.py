@@ -1,0 +1,117 @@
+"""Models that were cut short, changed or spoiled: each gets one error in words."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bapo.models import load_policy
+from tests.tiny.families import publish
+
+FILE = "model.safetensors"
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return publish("llama3", tmp_path_factory.mktemp("sound") / "model")
+
+
+@pytest.fixture
+def model(sound, tmp_path):
+    shutil.copytree(sound, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(directory):
+    with pytest.raises(ValueError, match=str(directory)) as error:
+        load_policy(str(directory), dtype="float32", device="cpu")
+    return str(error.value)
+
+
+def change(directory, edit):
+    weights = load_file(directory / FILE)
+    edit(weights)
+    save_file(weights, directory / FILE, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, 0.5, 0.999])
+def test_a_file_that_was_cut_short_is_named(model, left):
+    data = (model / FILE).read_bytes()
+    (model / FILE).write_bytes(data[: left if isinstance(left, int) else int(left * len(data))])
+    told = refused(model)
+    assert f"{FILE} is damaged or incomplete" in told
+    assert "download it again" in told
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(model):
+    rows, columns = load_file(model / FILE)[WEIGHT].shape
+    change(model, lambda weights: weights.update({WEIGHT: weights[WEIGHT][:, 1:].contiguous()}))
+    assert f"{WEIGHT} with shape {(rows, columns - 1)}, but its config.json asks for {(rows, columns)}" in refused(
+        model
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(model, bad):
+    change(model, lambda weights: weights[WEIGHT][:2, 0].fill_(bad))
+    assert f"has 2 numbers in {WEIGHT} that are NaN or infinite" in refused(model)
+
+
+def test_tensors_that_are_not_used_are_named(model):
+    change(model, lambda weights: weights.update({f"extra.{i}": torch.zeros(3) for i in range(7)}))
+    with pytest.warns(UserWarning, match=r"has 7 tensors that LlamaForCausalLM does not use: extra\.0, .*extra\.4, …"):
+        load_policy(str(model), dtype="float32", device="cpu")
+
+
+class Touch:
+    """A pickle of this runs a command."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+def test_a_pickle_is_refused_unopened(model, tmp_path, hostile):
+    weights = load_file(model / FILE)
+    (model / FILE).unlink()
+    torch.save({"a": Touch(tmp_path / "ran")} if hostile else weights, model / "pytorch_model.bin")
+    assert "has its weights only as a pickle, pytorch_model.bin" in refused(model)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        ("{% for m in messages %}\n{{ m.content ", "in line 2: unexpected end of template"),
+        ("{{ messages | nofilter }}", "in line 1: No filter named 'nofilter'."),
+        ("{% endfor %}", "in line 1: Encountered unknown tag 'endfor'"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_quoted(model, template, cause):
+    (model / "chat_template.jinja").write_text(template)
+    told = refused(model)
+    assert cause in told
+    assert "Correct chat_template.jinja" in told
+
+
+def test_a_template_that_fails_is_quoted(model):
+    (model / "chat_template.jinja").write_text("{{ messages + 1 }}")
+    policy = load_policy(str(model), dtype="float32", device="cpu")
+    with pytest.raises(
+        ValueError, match=r"chat template refuses a chat with the roles user: TypeError: can only concat"
+    ):
+        policy.encode("Hi")
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", "two"), ("hidden_size", -3)])
+def test_a_config_that_makes_no_sense_is_quoted(model, key, value):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert "cannot be loaded: " in refused(model)
