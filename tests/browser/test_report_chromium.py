@@ -179,14 +179,10 @@ def test_what_is_not_finite_is_drawn_too(opened, tmp_path):
     groups = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     groups[0]["trajectories"][0]["reward"] = float("nan")
     (run / "rollouts.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
-    config = json.loads((run / "config.json").read_text())
-    config["learn"]["clip_norm"] = float("inf")
-    (run / "config.json").write_text(json.dumps(config))
     write_report([run], tmp_path / "r.html")
     page = opened((tmp_path / "r.html").as_uri())
     assert "mean reward – over 4 responses" in page.locator(".sample").first.inner_text()
     assert "no reward" in page.locator(".sample .response").first.inner_text()
-    assert '"inf"' in page.locator("#configuration").text_content()
 
 
 def test_defects_are_on_top(opened, tmp_path):

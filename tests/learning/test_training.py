@@ -182,7 +182,7 @@ def test_the_run_directory_holds_what_it_should(plain):
     out = plain[2]
     assert {p.name for p in out.iterdir()} == {
         *("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "checkpoints", "model", "summary.json"),
-        *("ledger.jsonl", "lock"),
+        *("ledger.jsonl", "history.jsonl", "model.sha256", "lock"),
     }
     summary = json.loads((out / "summary.json").read_text())
     assert summary["updates"] == len(updates(plain[0]))
