@@ -25,7 +25,7 @@ class ClusterConfig(Section):
     """The Ray cluster to join: "auto", or host:port. None starts Ray on this machine, reachable from this machine
     only."""
     gpus_per_rollout: int = Field(1, ge=1)
-    """GPUs of each rollout actor (tensor parallel, vllm only). On a CPU it is ignored."""
+    """GPUs of each rollout actor (tensor parallel; more than one needs vllm)."""
     silence_seconds: float = Field(60.0, gt=0)
     """A rollout actor that does not answer for so long, while it samples or loads weights, is replaced. Its responses
     continue elsewhere."""

@@ -157,7 +157,12 @@ def of_run(run: Path) -> Balance:
 
 
 if __name__ == "__main__":
-    found = of_run(Path(sys.argv[1]))
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m bapo.runs.ledger RUN")
+    try:
+        found = of_run(Path(sys.argv[1]))
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"{sys.argv[1]} is not a run with a readable ledger: {error}. Name the directory of a training run.")
     print(found.line())
     print(*found.wrong[1:], sep="\n")
     sys.exit(bool(found.wrong))
