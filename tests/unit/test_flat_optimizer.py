@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from bapo.learn.flat import FlatOptimizer, optimizer_for
 from bapo.learn.fused.linear import adjacent
 from bapo.learn.optimizer import Optimizer
+from bapo.learn.sharded import load_sharded, save_sharded
 from tests.tiny.models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,3 +126,21 @@ def test_only_16_bit_weights_on_a_gpu_are_flat():
     model = tiny()
     assert isinstance(optimizer_for(model.parameters(), lr=0.1, **OPTIONS), Optimizer)
     assert isinstance(optimizer_for(tiny().bfloat16().parameters(), lr=0.1, **OPTIONS), Optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_it_reads_the_checkpoints_of_several_ranks(tmp_path):
+    (model, flat), (other, plain) = pair()
+    give_gradients(model, 0)
+    give_gradients(other, 0)
+    flat.step(0.01)
+    plain.step(0.01)
+    save_sharded(tmp_path, other, plain, None)
+    (model_2, flat_2), _ = pair()
+    load_sharded(tmp_path, model_2, flat_2, None)
+    same_state(flat_2, plain)
+    assert flat_2.tensors().keys() == plain.tensors().keys()
+    for one, optimizer in ((model, flat), (model_2, flat_2)):
+        give_gradients(one, 1)
+        optimizer.step(0.01)
+    same_state(flat_2, flat)

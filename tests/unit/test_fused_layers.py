@@ -10,9 +10,10 @@ import torch
 from torch.testing import assert_close
 
 from bapo.learn.forward import attend_one_by_one, hidden_states
+from bapo.learn.fused import layer
 from bapo.learn.fused.kernels import attention
 from bapo.learn.fused.kernels.attention import Tile, Tiles, attend, attend_backward, blocks_of, plan_of
-from bapo.learn.fused.layer import fused_forwards, unsupported
+from bapo.learn.fused.layer import fused_forwards, try_attention, unsupported
 from bapo.learn.fused.linear import adjacent, stacked
 from bapo.models.lora import LoraSettings, add_lora
 from tests.tiny.batches import flat_batch
@@ -144,3 +145,13 @@ def test_additions_of_another_kind_are_left_alone():
     model = tiny("llama", hidden_size=64)
     peft.get_peft_model(model, peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]))
     assert "more parts" in unsupported(model) or "Linear" in unsupported(model)
+
+
+def test_attention_is_tried_on_long_sequences_too(monkeypatch):
+    tried = []
+    monkeypatch.setattr(layer, "LONG_FROM", 40)
+    monkeypatch.setattr(
+        layer, "plan_of", lambda offsets, places, longest: tried.append(longest) or plan_of(offsets, places, longest)
+    )
+    try_attention(tiny("qwen2", hidden_size=64, num_hidden_layers=1).to(DEVICE))
+    assert tried == [12, 40]

@@ -8,7 +8,7 @@ import pytest
 from bapo.config import placement
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.run import Config
-from bapo.runs import files
+from bapo.runs import files, history
 from bapo.runs.logs import Log
 from bapo.runs.read import Defect, read_run
 from bapo.runs.write import RunDirectory, unused
@@ -173,3 +173,11 @@ def test_a_users_cap_on_threads_is_honoured(variables, threads, monkeypatch):
         monkeypatch.setenv(name, value)
     assert placement.placed("cpu", "float32", 0)[2] == threads
     assert placement.placed("cpu", "float32", 5)[2] == 5
+
+
+def test_a_line_of_the_history_that_a_kill_cut_does_not_take_the_next_one_with_it(tmp_path):
+    history.record(tmp_path, "start")
+    with (tmp_path / history.FILE).open("a") as file:
+        file.write('{"event": "res')
+    history.record(tmp_path, "resume")
+    assert [line["event"] for line in history.read(tmp_path)] == ["start", "resume"]

@@ -71,6 +71,7 @@ class FlatOptimizer:
             torch.zeros(total, dtype=torch.float32, device=device) for _ in range(4)
         )
         self._steps = torch.zeros(())  # on the host
+        self._has_moments = False
         self._shrink = torch.ones((), device=device)
         places = zip(*(self._views(x) for x in (self._weights, self._masters, self._gradients)), strict=True)
         self.masters = []
@@ -99,6 +100,7 @@ class FlatOptimizer:
         from bapo.learn.fused.kernels.adamw import adamw  # needs Triton
 
         self._steps += 1
+        self._has_moments = True
         adamw(
             *(self._masters, self._gradients, self._means, self._squares, self._weights, self._shrink),
             lr=lr,
@@ -122,10 +124,11 @@ class FlatOptimizer:
 
     def moments(self, master: Parameter) -> dict[str, Tensor]:
         """What AdamW remembers of one of the masters: exp_avg, exp_avg_sq and step; nothing before the first update."""
-        return self.make_moments(master) if self._steps else {}
+        return self.make_moments(master) if self._has_moments else {}
 
     def make_moments(self, master: Parameter) -> dict[str, Tensor]:
         """The same, zeros before the first update: to be filled with what was saved."""
+        self._has_moments = True
         index = next(i for i, other in enumerate(self.masters) if other is master)
         mean, square = (self._views(x)[index] for x in (self._means, self._squares))
         return {"step": self._steps, "exp_avg": mean, "exp_avg_sq": square}
@@ -134,11 +137,12 @@ class FlatOptimizer:
         """Be as before the first update."""
         for vector in (self._means, self._squares, self._steps):
             vector.zero_()
+        self._has_moments = False
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors needed to continue: moments are `index.key`, masters are `index.master`."""
         kinds: dict[str, Sequence[Tensor]] = {"master": self._views(self._masters)}
-        if self._steps:
+        if self._has_moments:
             kinds["step"] = [self._steps.clone() for _ in self.weights]
             kinds |= {"exp_avg": self._views(self._means), "exp_avg_sq": self._views(self._squares)}
         return {f"{index}.{key}": value for key, values in kinds.items() for index, value in enumerate(values)}
@@ -154,6 +158,7 @@ class FlatOptimizer:
         if any(name.endswith(".exp_avg") for name in tensors):
             kinds |= {"exp_avg": self._means, "exp_avg_sq": self._squares}
             self._steps.copy_(tensors["0.step"])
+            self._has_moments = True
         for key, vector in kinds.items():
             for index, place in enumerate(self._views(vector)):
                 place.copy_(tensors[f"{index}.{key}"])

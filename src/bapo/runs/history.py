@@ -29,8 +29,10 @@ def new_id() -> str:
 def record(run: Path, event: str, **facts: Any) -> None:
     """Add a line, and wait until it is on the disk."""
     line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | facts
-    with (run / FILE).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    path = run / FILE
+    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")  # by a kill
+    with path.open("a") as file:
+        file.write(("\n" if torn else "") + json.dumps(line) + "\n")
         file.flush()
         os.fsync(file.fileno())
     files.flush(run)

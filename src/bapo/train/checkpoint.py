@@ -55,7 +55,7 @@ def save(
         learner.save(partial)
         team.lead(lambda: _write(partial / STATE, state | {"version": learner.version, "ranks": team.size}))
         team.lead(lambda: _write(partial / CONFIG, config))
-        written = sorted(partial.iterdir())
+        written = team.lead(lambda: sorted(partial.iterdir()))
         parts = team.share(lambda: {path.name: _flushed(path) for path in written[team.rank :: team.size]})
         checksums = {name: checksum for part in parts for name, checksum in part.items()}
         team.lead(lambda: _finish(partial, final, dict(sorted(checksums.items())), keep=keep))

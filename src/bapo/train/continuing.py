@@ -58,7 +58,7 @@ def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
     source = checkpoint.chosen(run.path / "checkpoints", name)
     state = checkpoint.read_state(source)
     notes = _check_identity(run, source, state)
-    changes = _changes(source, config)
+    changes = _changes(run, source, config)
     refused = {key: values for key, values in changes.items() if key not in MAY_CHANGE}
     if refused:
         raise CheckpointError(_refusal(run.path, source, refused, config))
@@ -90,11 +90,9 @@ def _check_identity(run: RunDirectory, source: Path, state: dict[str, Any]) -> l
     return [] if own is not None else [f"{history.FILE} is lost, so {source.name} says which run this is"]
 
 
-def _changes(source: Path, config: Config | SftConfig) -> Changes:
-    """Settings that differ from those of a checkpoint."""
-    values = checkpoint.kept_config(source)
-    if values is None:
-        return {}
+def _changes(run: RunDirectory, source: Path, config: Config | SftConfig) -> Changes:
+    """Settings that differ from those of a checkpoint; of an earlier version's, from those in config.json."""
+    values = checkpoint.kept_config(source) or run.values()
     try:
         before = parse(type(config), values, source=str(source / checkpoint.CONFIG))
     except ConfigError as error:

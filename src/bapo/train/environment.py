@@ -28,7 +28,7 @@ def environment(bapo: str) -> dict[str, Any]:
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "machine": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         **{name: os.environ.get(name) for name in VARIABLES},
         "python": platform.python_version(),
         "bapo": bapo,

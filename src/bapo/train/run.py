@@ -286,7 +286,7 @@ class Training(Job):
         config, k = self.config, self.config.eval.k
         title = f"{config.eval.problems} held-out problems, temperature {config.eval.temperature:g}"
         summary_table(title, _rows(summary, k))
-        if not summary["updates"]:
+        if not summary["updates"] and not summary["skipped"]:
             print(_why_no_update(config, summary["after"]))
         failures = path / "failures.jsonl"
         if failures.exists() and failures.stat().st_size:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Linear
 
 from bapo.learn.fused.functions import Heads, add_norm, rotated_attention
-from bapo.learn.fused.kernels.attention import Plan, plan_of
+from bapo.learn.fused.kernels.attention import LONG_FROM, Plan, attend, attend_backward, plan_of
 from bapo.learn.fused.linear import gated_project, part_of, project, strange
 from bapo.types import TokenBatch
 
@@ -44,6 +45,20 @@ def unsupported(model: Any) -> str | None:
         if reason is not None:
             return reason
     return None
+
+
+@torch.no_grad()
+def try_attention(model: Any) -> None:
+    """Run attention on a short and on a long sequence, both ways. Raises what Triton raises if this GPU cannot."""
+    heads = _heads(model.base_model.layers[0].self_attn)
+    split, end = heads.queries * heads.width, (heads.queries + heads.keys) * heads.width
+    options: dict[str, Any] = {"width": heads.width, "scale": heads.scale}
+    for places in (12, LONG_FROM):
+        plan = plan_of(torch.tensor([0, places], dtype=torch.int32, device=model.device), places, places)
+        row = torch.zeros(places, 2 * end - split, dtype=model.dtype, device=model.device)
+        parts, found = ((x[:, :split], x[:, split:end], x[:, end:]) for x in (row, torch.empty_like(row)))
+        out, normalizers = attend(*parts, plan, **options)
+        attend_backward(torch.zeros_like(out), *parts, out, normalizers, plan, found, **options)
 
 
 def fused_forwards(model: Any, batch: TokenBatch) -> list[Callable[..., Tensor]]:
