@@ -54,15 +54,11 @@ def strange(module: Module) -> str | None:
     if not plain:
         return f"a projection is {name}, not a plain Linear"
     additions: Any = module
-    if list(additions.lora_A) != [ADAPTER] or additions.merged:
-        return "its low-rank additions are several or merged"
+    if list(additions.lora_A) != [ADAPTER] or additions.merged or additions.disable_adapters:
+        return "its low-rank additions are several, merged or disabled"
     if not isinstance(additions.lora_dropout[ADAPTER], torch.nn.Identity):
         return "its low-rank additions have dropout"
-    if (
-        additions.use_dora.get(ADAPTER)
-        or additions.lora_A[ADAPTER].bias is not None
-        or additions.lora_B[ADAPTER].bias is not None
-    ):
+    if additions.lora_variant or additions.fan_in_fan_out or additions.lora_bias[ADAPTER]:
         return "its low-rank additions have more parts than two matrices"
     return None
 
