@@ -12,7 +12,8 @@
               64 to 4,096, vocabulary 151,936, against padding + full logits, and TRL's GRPOTrainer on the same
               responses
     bounds    loss with solved bounds against fixed ones, 2^21 tokens
-    step      one whole cycle: 256 responses of 512 tokens, then updates of 32 responses, against TRL's (without vLLM)
+    step      one whole cycle: 256 responses of 512 tokens (with --step-ragged: of lognormal length, at most 512), then
+              updates of 32 responses, against TRL's, which samples through colocated vLLM if that is installed
 
 TRL is measured if it can be imported. A candidate that fails is shown as "n/a" with the reason, and the others go on.
 Each result is printed as soon as it is known and written to the file given by --json. The first call warms our side up;
@@ -38,6 +39,7 @@ import bounds as bounds_benchmark
 import references
 import torch
 import transformers
+import trl_cycles
 import workload
 from timing import table
 from workload import TINY, Peak, Report, Sizes, make_model, timed
@@ -45,6 +47,7 @@ from workload import TINY, Peak, Report, Sizes, make_model, timed
 from bapo.learn import flat, whole
 from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
+from bapo.models.lora import LoraSettings, add_lora
 from bapo.rollout.engine import Engine, Request, Sampling, generate
 from bapo.types import Group
 
@@ -175,12 +178,16 @@ def through_transformers() -> Iterator[None]:
         yield
 
 
-def our_learners(device: str) -> dict[str, tuple[bool, dict[str, bool]]]:
+def our_learners(options: argparse.Namespace) -> dict[str, tuple[bool, dict[str, bool]]]:
     """By name: whether layers are fused where they can be, and the settings."""
-    plain: dict[str, tuple[bool, dict[str, bool]]] = {}
-    if device == "cuda":
-        plain = {"ours, transformers' layers": (False, {}), "the same, compiled": (False, {"compile": True})}
-    return {"ours": (True, {}), "ours, layers recomputed": (True, {"activation_checkpointing": True}), **plain}
+    learners: dict[str, tuple[bool, dict[str, bool]]] = {
+        "ours": (True, {}),
+        "ours, layers recomputed": (True, {"activation_checkpointing": True}),
+    }
+    if options.device == "cuda":
+        learners["ours, transformers' layers"] = False, {}
+        learners["the same, compiled"] = False, {"compile": True}
+    return {name: how for name, how in learners.items() if name in (options.ours or learners)}
 
 
 def learner_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> None:
@@ -196,10 +203,10 @@ def learner_section(report: Report, sizes: Sizes, options: argparse.Namespace) -
     results = {
         **{
             name: run(name, lambda fused=fused, how=how: measure_learner(groups, sizes, device, fused, **how))
-            for name, (fused, how) in our_learners(device).items()
+            for name, (fused, how) in our_learners(options).items()
         },
         "padded, full logits": run("padded, full logits", lambda: references.padded_learner(groups, sizes, device)),
-        "TRL": run("TRL", lambda: references.trl_learner(groups, sizes, device, options.trl_checkpointing)),
+        "TRL": run("TRL", lambda: trl_cycles.learner(groups, sizes, device, options.trl_checkpointing)),
     }
     trl = results["TRL"]
     rows = [
@@ -243,9 +250,12 @@ def measure_step(sizes: Sizes, device: str, fused: bool, **how: bool) -> dict[st
     """Times a whole cycle: sample, score, pack, and take every update. The second cycle counts."""
     peak = Peak()
     model = make_model(sizes.step_shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    if sizes.step_lora:
+        add_lora(model, LoraSettings(sizes.step_lora), seed=0)
     learner = make_learner(model, fused, LearnerSettings(lr=1e-6, micro_tokens=sizes.step_micro_tokens, **how))
     engine = our_engine(model, sizes.step_responses)
-    requests = workload.equal_requests(sizes.step_responses, sizes, model.config.vocab_size, group=sizes.group)
+    make = workload.ragged_requests if sizes.step_ragged else workload.equal_requests
+    requests = make(sizes.step_responses, sizes, model.config.vocab_size, group=sizes.group)
 
     def learn(segments: list[Any]) -> None:
         groups = workload.grouped(workload.trajectories_of(requests, segments), sizes.group)
@@ -262,7 +272,7 @@ def measure_step(sizes: Sizes, device: str, fused: bool, **how: bool) -> dict[st
     updates_s, _ = timed(lambda: learn(segments), device)
     seconds = generate_s + updates_s
     return {
-        "tokens_per_s": sizes.step_responses * sizes.new / seconds,
+        "tokens_per_s": sum(r.max_new_tokens for r in requests) / seconds,
         "seconds": seconds,
         "generate_s": generate_s,
         "updates_s": updates_s,
@@ -275,9 +285,10 @@ def step_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> N
     run = bind(report, "step", sizes.step_shape)
     ours = {
         name: run(name, lambda fused=fused, how=how: measure_step(sizes, options.device, fused, **how))
-        for name, (fused, how) in our_learners(options.device).items()
+        for name, (fused, how) in our_learners(options).items()
     }
-    trl = run("TRL", lambda: references.trl_cycle(sizes, options.device, options.trl_checkpointing))
+    theirs = "TRL with vLLM" if trl_cycles.has_vllm() else "TRL"
+    trl = run(theirs, lambda: trl_cycles.cycle(sizes, options.device, options.trl_checkpointing))
     rows = [
         [
             name,
@@ -285,9 +296,10 @@ def step_section(report: Report, sizes: Sizes, options: argparse.Namespace) -> N
             times(x, trl),
             gib(x),
         ]
-        for name, x in {**ours, "TRL": trl}.items()
+        for name, x in {**ours, theirs: trl}.items()
     ]
-    print(f"\n{sizes.step_responses} responses of {sizes.new} tokens, updates of {sizes.step_update}")
+    tokens = f"{'at most ' if sizes.step_ragged else ''}{sizes.new} tokens"
+    print(f"\n{sizes.step_responses} responses of {tokens}, updates of {sizes.step_update}")
     header = ["cycle", "whole", "sampling", "old log-probs", "updates", "against TRL", "peak memory"]
     print(table(header, rows) + "\n")
 
@@ -323,6 +335,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--shapes", type=lambda s: s.split(","), help="models of the engine section (135m,1.5b)")
     parser.add_argument("--learner-shape", help="model of the learner section (0.5b)")
     parser.add_argument("--step-shape", help="model of the step section (135m)")
+    parser.add_argument("--step-ragged", action="store_true", help="lognormal lengths in the step section")
+    parser.add_argument("--step-lora", type=int, metavar="RANK", help="train low-rank additions in the step section")
+    parser.add_argument("--trl-step-rows", type=int, help="TRL's per_device_train_batch_size in the step section (16)")
+    parser.add_argument("--ours", type=lambda s: s.split(";"), help="only these of our learners, by name, split by ;")
     parser.add_argument("--batches", type=integers, help="batch sizes of the engine section (64,256,1024)")
     parser.add_argument(
         "--static-batches", type=integers, default=[256], help="batch sizes also measured with a static cache (256)"
@@ -347,7 +363,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Sizes]:
     if options.device == "cpu" and not options.tiny:
         parser.error("torch finds no CUDA device. Without one, only --tiny can run.")
     sizes = TINY if options.tiny else Sizes(shapes=["135m", "1.5b"], batches=[64, 256, 1024])
-    names = "shapes", "batches", "micro_tokens", "trl_rows", "learner_shape", "step_shape"
+    names = ["shapes", "batches", "micro_tokens", "trl_rows", "learner_shape"]
+    names += ["step_shape", "step_ragged", "step_lora", "trl_step_rows"]
     given = {name: getattr(options, name) for name in names}
     given["step_micro_tokens"] = options.micro_tokens
     return options, dataclasses.replace(sizes, **{name: value for name, value in given.items() if value})

@@ -59,6 +59,12 @@ class Sizes:
     step_shape: str = "135m"
     step_responses: int = 256
     step_update: int = 32
+    step_ragged: bool = False
+    """Whether the responses of the step section have lognormal lengths, at most `new`."""
+    step_lora: int = 0
+    """Rank of the low-rank additions that the step section trains. 0 trains all weights."""
+    trl_step_rows: int = 16
+    """TRL's per_device_train_batch_size in the step section: it keeps the logits of that many responses."""
     group: int = 8
     micro_tokens: int = 16_384
     step_micro_tokens: int = 20_480
@@ -70,7 +76,8 @@ class Sizes:
 TINY = Sizes(
     shapes=["tiny"], batches=[4], prompt=8, new=12, short_new=4, static_new=4, learner_shape="tiny",
     learner_lengths=(4, 12, 40), sequences=16, update=8, padded_rows=4, trl_rows=4, step_shape="tiny",
-    step_responses=16, step_update=8, group=4, micro_tokens=128, step_micro_tokens=256, bound_tokens=2**12, rounds=2,
+    step_responses=16, step_update=8, trl_step_rows=8, group=4, micro_tokens=128, step_micro_tokens=256,
+    bound_tokens=2**12, rounds=2,
 )  # fmt: skip
 
 
@@ -114,6 +121,12 @@ def ragged_requests(count: int, sizes: Sizes, vocabulary: int, *, group: int = 1
     lengths = lognormal(count, (max(1, sizes.new // 32), sizes.new // 4, sizes.new))
     every = prompts(count // group, sizes.prompt, vocabulary)
     return [Request(every[seed // group], 0, seed, n) for seed, n in enumerate(lengths)]
+
+
+def step_lengths(sizes: Sizes) -> list[int]:
+    """The length of every response of the step section, in the order of its requests."""
+    make = ragged_requests if sizes.step_ragged else equal_requests
+    return [r.max_new_tokens for r in make(sizes.step_responses, sizes, 2, group=sizes.group)]
 
 
 def lognormal(count: int, lengths: tuple[int, int, int], sigma: float = 0.9) -> list[int]:
