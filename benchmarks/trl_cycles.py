@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import os
 import tempfile
 import time
@@ -182,7 +181,8 @@ def _two_cycles(
             generation_kwargs={"ignore_eos": True, "detokenize": False} if through_vllm else None,
         )
         with (
-            contextlib.redirect_stdout(io.StringIO()),  # keep the trainer's own reports out of our table
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),  # keep the trainer's own reports out of our table
             _colocated(model, Path(directory)) if through_vllm else contextlib.nullcontext(),
         ):
             trainer = Timed(
