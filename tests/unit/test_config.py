@@ -137,6 +137,7 @@ def test_impossible_configurations_say_which_keys_and_what_to_do(values, parts):
         ({"threads": -1}, "threads = -1: "),
         ({"model": {"lora": {"alpha": 16}}}, "model.lora.alpha=16.0 does nothing with model.lora.rank=0"),
         ({"device": "cpu", "learn": {"compile": True}}, "learn.compile=true is for CUDA"),
+        ({"device": "cpu", "learn": {"offload_optimizer": True}}, "learn.offload_optimizer=true is for CUDA"),
     ],
 )
 def test_supervised_training_is_checked_as_strictly(values, message):
