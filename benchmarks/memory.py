@@ -3,7 +3,7 @@
 For several GPUs: python benchmarks/memory.py --cluster, which benchmarks/cluster_sizes.py computes.
 
     states        18 bytes per trained parameter (bfloat16 weight 2, float32 master 4, gradient 4, moments 8), else 2
-                  with learn.offload_optimizer 6 of the 18 bytes, and two parts that come and go; the rest is on the host
+                  with learn.offload_optimizer 6 of the 18 bytes, and two parts that come and go; the rest on the host
     sampler       2 bytes per parameter: the CUDA engine's own copy of the weights, with low-rank additions merged
     keys, values  layers x 2 x key heads x head width x 2 bytes, per token in flight
     activations   with learn.activation_checkpointing: one input per layer, tokens x hidden x 2 bytes, and the working
