@@ -154,6 +154,9 @@ class ModelConfig(Section):
     """System message for chats that do not bring their own."""
     template_options: dict[str, bool | int | str] = Field(default_factory=dict)
     """Arguments of the chat template, such as enable_thinking = false."""
+    float32_head: bool = False
+    """Whether sampler and learner compute the logits of 16-bit weights in float32. This brings their log-probs closer
+    together, and costs some time and memory."""
     lora: LoraConfig = LoraConfig()
 
 

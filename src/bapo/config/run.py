@@ -166,6 +166,12 @@ class Config(Section):
         cluster, off, u = self.cluster, self.offpolicy, self.updates_per_step
         if not cluster.on:
             return
+        if cluster.engine == "vllm" and self.model.float32_head:
+            raise ValueError(
+                "model.float32_head=true, but cluster.engine='vllm' computes logits in the model's own precision, so "
+                "sampler and learner would differ by more, not less. Set model.float32_head=false, or "
+                "cluster.engine='in-process'."
+            )
         needed = cluster.ahead * u + u - 1
         if needed > off.max_staleness:
             raise ValueError(

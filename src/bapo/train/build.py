@@ -130,6 +130,7 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
         slots=config.rollout.slots,
         parked=config.offpolicy.partial_cache,
         cache_tokens=config.rollout.cache_tokens,
+        float32_head=config.model.float32_head,
     )
     if team.size > 1:
         engine = SharedEngine(engine, team)
@@ -236,6 +237,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         warmup_updates=learn.warmup_updates,
         total_updates=config.steps * config.updates_per_step,
         ess_reference=learn.ess_reference,
+        float32_head=config.model.float32_head,
     )
 
 
