@@ -3,6 +3,7 @@
 For several GPUs: python benchmarks/memory.py --cluster, which benchmarks/cluster_sizes.py computes.
 
     states        18 bytes per trained parameter (bfloat16 weight 2, float32 master 4, gradient 4, moments 8), else 2
+                  with learn.offload_optimizer 6 of the 18 bytes, and two parts that come and go; the rest on the host
     sampler       2 bytes per parameter: the CUDA engine's own copy of the weights, with low-rank additions merged
     keys, values  layers x 2 x key heads x head width x 2 bytes, per token in flight
     activations   with learn.activation_checkpointing: one input per layer, tokens x hidden x 2 bytes, and the working
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from bapo.learn.offload import LANES, PART
 
 GIB = 2**30
 GPUS = {"24 GB": 24e9, "80 GB": 80e9, "141 GB": 141e9, "192 GB": 192e9}
@@ -93,6 +96,12 @@ def states(shape: Shape, rank: int) -> int:
     return 18 * parameters if rank == 0 else 2 * parameters + 18 * shape.lora_parameters(rank)
 
 
+def offloaded(shape: Shape) -> tuple[int, int]:
+    """The bytes of states on the device and on the host if all weights are trained with learn.offload_optimizer."""
+    parameters = shape.parameters()
+    return 6 * parameters + LANES * 3 * 4 * PART, 12 * parameters
+
+
 def verdict(needed: float) -> str:
     """The smallest card that holds so many bytes and leaves a tenth for the allocator and the CUDA context."""
     return next((name for name, size in GPUS.items() if needed <= 0.9 * size), f"{needed / (0.9 * 80e9):.1f} x 80 GB")
@@ -113,20 +122,25 @@ def main() -> None:
         return
     print(
         f"| model | parameters | keys per token | keys of {chosen.slots} x {chosen.tokens} | trained | states "
-        "| sampler | activations | in all | fits |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| sampler | activations | in all | fits | on the host |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for name, shape in MODELS.items():
         keys = shape.keys_per_token() * chosen.slots * chosen.tokens
         active = shape.activations(chosen.micro_tokens)
-        for rank in (0, chosen.rank):
-            held = states(shape, rank)
-            copy = 2 * shape.parameters()
+        copy = 2 * shape.parameters()
+        for trained, held, host in (
+            ("all", states(shape, 0), 0),
+            ("all, offloaded", *offloaded(shape)),
+            (f"LoRA {chosen.rank}", states(shape, chosen.rank), 0),
+        ):
             total = held + copy + keys + active + GIB
-            trained = "all" if rank == 0 else f"LoRA {rank}"
+            if host and total > 0.9 * max(GPUS.values()):  # the optimizer of one GPU only can be offloaded
+                continue
             print(
                 f"| {name} | {shape.parameters() / 1e9:.2f} B | {shape.keys_per_token() / 1024:.0f} KiB "
                 f"| {keys / GIB:.1f} GiB | {trained} | {held / GIB:.1f} GiB | {copy / GIB:.1f} GiB "
-                f"| {active / GIB:.1f} GiB | {total / GIB:.0f} GiB | {verdict(total)} |"
+                f"| {active / GIB:.1f} GiB | {total / GIB:.0f} GiB | {verdict(total)} "
+                f"| {f'{host / GIB:.1f} GiB' if host else ''} |"
             )
 
 

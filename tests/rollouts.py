@@ -64,6 +64,15 @@ def teacher_forced(model: PreTrainedModel, context: list[int], tokens: list[int]
     return torch.log_softmax(logits[len(context) - 1 : -1] / temperature, dim=-1)
 
 
+@torch.no_grad()
+def exact_logprobs(model, request, tokens, temperature):
+    """Log-probs of these tokens from the states of the model's own pass, with a head in float64."""
+    ids = torch.tensor([[*request.context, *tokens]], device=model.device)
+    states = model.base_model(input_ids=ids).last_hidden_state[0, len(request.context) - 1 : -1].double()
+    logprobs = (states @ model.get_output_embeddings().weight.double().T / temperature).log_softmax(-1)
+    return logprobs[torch.arange(len(tokens)), tokens].tolist()
+
+
 def assert_matches_teacher_forcing(
     model: PreTrainedModel,
     requests: list[Request],

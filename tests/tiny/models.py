@@ -66,6 +66,15 @@ def untrained(tokenizer, **sizes):
     return tiny(**{**of_the_tokenizer, "num_key_value_heads": heads, "initializer_range": 0.02, **sizes})
 
 
+def without_layers(architecture="llama", **sizes):
+    """Its layers add nothing, so a state is its token's embedding, normalised: the same bits however it is computed."""
+    model = tiny(architecture, **sizes)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.zeros_(parameter)
+    return model
+
+
 def windowed():
     """Its last layer sees three tokens: attention that is not packed."""
     return tiny("qwen2", use_sliding_window=True, sliding_window=3, max_window_layers=1)

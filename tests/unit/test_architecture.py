@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "buffer": {"types"},
     "core": {"types"},
     "tasks": {"types"},
-    "rollout": {"types"},
+    "rollout": {"types", "core.wide"},
     "learn": {"types", "core"},
     "models": {"types", "demo"},
     "demo": {"types", "tasks"},

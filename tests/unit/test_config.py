@@ -137,6 +137,7 @@ def test_impossible_configurations_say_which_keys_and_what_to_do(values, parts):
         ({"threads": -1}, "threads = -1: "),
         ({"model": {"lora": {"alpha": 16}}}, "model.lora.alpha=16.0 does nothing with model.lora.rank=0"),
         ({"device": "cpu", "learn": {"compile": True}}, "learn.compile=true is for CUDA"),
+        ({"device": "cpu", "learn": {"offload_optimizer": True}}, "learn.offload_optimizer=true is for CUDA"),
     ],
 )
 def test_supervised_training_is_checked_as_strictly(values, message):
@@ -247,6 +248,8 @@ def test_what_needs_the_cuda_engine_is_refused_on_cpu():
         build(resolve(config))
     assert "keeps nothing without partial rollout" in refused({"offpolicy": {"partial_cache": "keep"}})
     assert "learn.compile=true is for CUDA" in refused({"device": "cpu", "learn": {"compile": True}})
+    vllm = {"model": {"float32_head": True}, "cluster": {"rollouts": 1, "engine": "vllm"}}
+    assert "model.float32_head=true, but cluster.engine='vllm'" in refused(vllm)
 
 
 def test_a_grid_is_no_recipe(tmp_path):

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from bapo.learn import offload
 from bapo.learn.flat import FlatOptimizer, optimizer_for
 from bapo.learn.fused.linear import adjacent
 from bapo.learn.optimizer import Optimizer
+from bapo.learn.parallel import ShardedLearner
+from bapo.learn.settings import LearnerSettings
 from bapo.learn.sharded import load_sharded, save_sharded
 from tests.tiny.models import tiny
 
@@ -52,12 +55,87 @@ def test_steps_are_those_of_the_plain_optimizer():
         flat.step(0.01 / (1 + update))
         plain.step(0.01 / (1 + update))
         same_state(flat, plain)
-        assert not any(master.grad.any() for master in flat.masters)
+        assert not any(weight.main_grad.any() for weight in flat.weights)
     for weight, master in zip(flat.weights, flat.masters, strict=True):
         if DEVICE == "cuda":
             assert torch.equal(weight, master.bfloat16())
         else:  # Triton's interpreter cuts the last bits off instead of rounding
             assert_close(weight.detach().float(), master.detach(), rtol=2**-7, atol=0)
+
+
+def updated(optimizer, model, updates):
+    """The norms of these updates."""
+    norms = []
+    for update in updates:
+        give_gradients(model, update)
+        norms.append(float(optimizer.clip(0.5 if update % 2 else 1e9)))
+        optimizer.step(0.01 / (1 + update))
+    return norms
+
+
+def everything(optimizer):
+    return {name: tensor.cpu() for name, tensor in optimizer.tensors().items()} | {
+        f"{index}.weight": weight.detach().cpu() for index, weight in enumerate(optimizer.weights)
+    }
+
+
+def same_bits(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.fixture(params=[640, 2**24])
+def parts(request, monkeypatch):
+    """Numbers in a part: matrices are cut and so is the border of what decays, or all is one part."""
+    monkeypatch.setattr(offload.Conveyor.__init__, "__kwdefaults__", {"part": request.param})
+
+
+@pytest.mark.usefixtures("parts")
+def test_masters_and_moments_on_the_host_give_the_same_bits():
+    (model, flat), _ = pair()
+    other = tiny("qwen2", num_hidden_layers=1).to(DEVICE, torch.bfloat16)
+    offloaded = FlatOptimizer(other.parameters(), offload=True, **OPTIONS)
+    assert updated(offloaded, other, range(4)) == updated(flat, model, range(4))
+    same_bits(everything(offloaded), everything(flat))
+    assert {tensor.device.type for tensor in offloaded.tensors().values()} == {"cpu"}
+    assert not any(weight.main_grad.any() for weight in offloaded.weights)
+
+
+@pytest.mark.usefixtures("parts")
+def test_an_optimizer_on_the_host_goes_on_from_any_checkpoint():
+    (model, flat), (_, plain) = pair()
+    updated(flat, model, range(2))
+    kept = {name: tensor.clone() for name, tensor in everything(flat).items() if not name.endswith(".weight")}
+    offloaded = FlatOptimizer(
+        (continued := tiny("qwen2", num_hidden_layers=1).to(DEVICE, torch.bfloat16)).parameters(),
+        offload=True,
+        **OPTIONS,
+    )
+    offloaded.load_tensors(kept)
+    offloaded.round()
+    updated(flat, model, range(2, 4))
+    updated(offloaded, continued, range(2, 4))
+    same_bits(everything(offloaded), everything(flat))
+    plain.load_tensors({name: tensor.clone() for name, tensor in offloaded.tensors().items()})
+    assert_close(plain.masters[0].detach(), offloaded.masters[0].detach().to(DEVICE))
+
+
+def test_there_must_be_something_to_offload():
+    with pytest.raises(ValueError, match=r"learn\.offload_optimizer=True .* these weights are torch\.float32 on cpu"):
+        optimizer_for(tiny().parameters(), lr=0.1, offload=True, **OPTIONS)
+
+
+def test_ranks_that_share_a_model_do_not_offload():
+    group = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1)
+    with pytest.raises(ValueError, match=r"learn\.offload_optimizer=True, but this model is spread over 1 ranks"):
+        ShardedLearner(
+            tiny(),
+            LearnerSettings(offload_optimizer=True),
+            ranks=group,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
 
 
 def test_gradients_that_are_forgotten_leave_no_trace():

@@ -13,6 +13,7 @@ import torch
 from bapo.rollout.cuda.decoder import unsupported
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.cuda.graphs import Pool, batch_sizes
+from bapo.rollout.cuda.kernels.sampling import sample
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.local.engine import LocalEngine
@@ -42,6 +43,22 @@ def test_logprobs_are_a_full_forward_passes_and_tokens_the_general_engines(archi
     assert tokens_of(segments) == tokens_of(sitting(LocalEngine(model, slots=2), requests, SAMPLING, version=3))
     assert all(segment.versions == [3] * len(segment.tokens) for segment in segments)
     assert {segment.status for segment in segments} <= {Status.STOPPED, Status.TRUNCATED}
+
+
+def test_a_float32_head_gives_the_sampler_logits_that_are_not_rounded(monkeypatch):
+    seen = []
+
+    def watched(logits, *rest, **options):
+        seen.append(logits)
+        sample(logits, *rest, **options)
+
+    monkeypatch.setattr("bapo.rollout.cuda.graphs.sample", watched)
+    model, requests = tiny("qwen2").bfloat16(), short_requests(2)
+    for float32 in (True, False):
+        seen.clear()
+        sitting(GraphEngine(model, slots=2, float32_head=float32), requests, SAMPLING, version=0)
+        logits = torch.cat(seen)
+        assert torch.equal(logits, logits.bfloat16().to(logits.dtype)) is not float32
 
 
 @pytest.mark.parametrize("parked", ["rebuild", "keep"])

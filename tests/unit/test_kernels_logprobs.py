@@ -66,6 +66,30 @@ def test_equal_to_the_naive_computation_forbidden_tokens_included(dtype, tempera
     compare(fused, results(naive, leaves, targets, temperature, coefficients()), dtype)
 
 
+def exact(hidden, weight, bias, targets, temperature):
+    """The same where nothing is rounded after the inputs."""
+    return naive(hidden.double(), weight.double(), bias.double(), targets, temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [fused_logprobs, chunked_logprobs])
+def test_float32_logits_are_not_rounded_to_the_dtype_of_the_model(function, dtype):
+    (hidden, weight, bias), targets = problem(dtype=dtype)
+    leaves = [(8 * hidden).detach().requires_grad_(), weight, bias]  # logits of up to 50
+    expected = results(exact, leaves, targets, 0.7, coefficients())
+    for most in (2**20, 7 * 100, 9):
+        compare(results(function, leaves, targets, 0.7, coefficients(), most, True), expected, dtype)
+    rounded = function(*leaves, targets, 0.7)
+    assert float((rounded[0] - expected[0]).detach().abs().max()) > (0.01 if dtype == torch.float16 else 0.1)
+
+
+def test_float32_models_have_float32_logits_already():
+    leaves, targets = problem()
+    for function in (fused_logprobs, chunked_logprobs):
+        plain, wide = (results(function, leaves, targets, 0.7, coefficients(), 700, on) for on in (False, True))
+        assert all(torch.equal(a, b) for a, b in zip(plain, wide, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("tile_logits", "tiles"),

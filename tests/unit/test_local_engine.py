@@ -20,13 +20,14 @@ from bapo.types import Status
 from tests.rollouts import (
     assert_matches_teacher_forcing,
     assert_told_right,
+    exact_logprobs,
     ragged_requests,
     resumed,
     sitting,
     teacher_forced,
     tokens_of,
 )
-from tests.tiny.models import STOP, VOCABULARY, tiny
+from tests.tiny.models import STOP, VOCABULARY, tiny, without_layers
 
 LLAMA = tiny("llama")
 """Shared by tests that leave its weights alone."""
@@ -73,6 +74,22 @@ def test_greedy_equals_generate(architecture):
         assert segment.tokens == expected[0, len(request.context) :].tolist()
         # Temperature 0 puts all mass on one token.
         assert set(segment.logprobs) == set(segment.entropies) == {0.0}
+
+
+def test_a_float32_head_does_not_round_the_logits_of_16_bit_weights():
+    model, sampling = without_layers(initializer_range=1.0).bfloat16(), Sampling(0.7, frozenset({STOP}))
+    errors = {}
+    for float32 in (False, True):
+        requests = ragged_requests(6)
+        segments = sitting(LocalEngine(model, slots=4, float32_head=float32), requests, sampling, version=0)
+        errors[float32] = max(
+            abs(ours - exact)
+            for request, segment in zip(requests, segments, strict=True)
+            for ours, exact in zip(segment.logprobs, exact_logprobs(model, request, segment.tokens, 0.7), strict=True)
+        )
+    assert errors[True] < 1e-5
+    assert errors[False] > 1e-2
+    assert model(torch.tensor([[5]])).logits.dtype == torch.bfloat16  # the model is as it was
 
 
 def test_the_columns_are_reused_when_they_run_out():

@@ -105,6 +105,15 @@ Compile = Annotated[
     ),
 ]
 
+OffloadOptimizer = Annotated[
+    bool,
+    Field(
+        description="Keep the optimizer's float32 masters and moments in the host's memory, 12 bytes per trained "
+        "parameter (CUDA and 16-bit weights only). The result is the same, but updates are slower; see "
+        "docs/hardware.md."
+    ),
+]
+
 
 class LoraConfig(Section):
     """LoRA: train low-rank additions to the linear layers (through peft) instead of all weights."""
@@ -145,11 +154,15 @@ class ModelConfig(Section):
     """System message for chats that do not bring their own."""
     template_options: dict[str, bool | int | str] = Field(default_factory=dict)
     """Arguments of the chat template, such as enable_thinking = false."""
+    float32_head: bool = False
+    """Whether sampler and learner compute the logits of 16-bit weights in float32. This brings their log-probs closer
+    together, and costs some time and memory."""
     lora: LoraConfig = LoraConfig()
 
 
-def refuse_compiling_on_cpu(device: str, *, compiles: bool, asked: str | None = None) -> None:
-    """Raise if compiled layers are asked for on the CPU. `asked`: the device in the configuration, if it was open."""
-    if compiles and device == "cpu":
-        where = "device='auto' finds no CUDA device on this machine" if asked == "auto" else "device='cpu'"
-        raise ConfigError(f"learn.compile=true is for CUDA, but {where}. Set learn.compile=false.")
+def refuse_on_cpu(device: str, learn: Any, *, asked: str | None = None) -> None:
+    """Raise if a key of `learn` asks the CPU for what only CUDA has. `asked`: the device in the configuration."""
+    for key in ("compile", "offload_optimizer") if device == "cpu" else ():
+        if getattr(learn, key):
+            where = "device='auto' finds no CUDA device on this machine" if asked == "auto" else "device='cpu'"
+            raise ConfigError(f"learn.{key}=true is for CUDA, but {where}. Set learn.{key}=false.")

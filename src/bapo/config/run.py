@@ -11,7 +11,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from bapo.config.base import CheckpointKeep, Device, ModelConfig, Out, Section, Seed, Threads, refuse_compiling_on_cpu
+from bapo.config.base import CheckpointKeep, Device, ModelConfig, Out, Section, Seed, Threads, refuse_on_cpu
 from bapo.config.cluster import ClusterConfig
 from bapo.config.sections import (
     ADVANTAGE_NAMES,
@@ -81,7 +81,7 @@ class Config(Section):
         self._check_replay()
         self._check_partial_rollout()
         self._check_cluster()
-        refuse_compiling_on_cpu(self.device, compiles=self.learn.compile)
+        refuse_on_cpu(self.device, self.learn)
         return self
 
     def _check_task(self) -> None:
@@ -166,6 +166,12 @@ class Config(Section):
         cluster, off, u = self.cluster, self.offpolicy, self.updates_per_step
         if not cluster.on:
             return
+        if cluster.engine == "vllm" and self.model.float32_head:
+            raise ValueError(
+                "model.float32_head=true, but cluster.engine='vllm' computes logits in the model's own precision, so "
+                "sampler and learner would differ by more, not less. Set model.float32_head=false, or "
+                "cluster.engine='in-process'."
+            )
         needed = cluster.ahead * u + u - 1
         if needed > off.max_staleness:
             raise ValueError(

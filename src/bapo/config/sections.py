@@ -17,6 +17,7 @@ from bapo.config.base import (
     Compile,
     LearningRate,
     MicroTokens,
+    OffloadOptimizer,
     Schedule,
     Section,
     SkipLimit,
@@ -278,6 +279,7 @@ class LearnConfig(Section):
     micro_tokens: MicroTokens = 16384
     activation_checkpointing: ActivationCheckpointing = False
     compile: Compile = False
+    offload_optimizer: OffloadOptimizer = False
 
 
 class EvalConfig(Section):

@@ -20,6 +20,7 @@ from bapo.config.base import (
     LearningRate,
     MicroTokens,
     ModelConfig,
+    OffloadOptimizer,
     Out,
     Schedule,
     Section,
@@ -27,7 +28,7 @@ from bapo.config.base import (
     SkipLimit,
     Threads,
     WeightDecay,
-    refuse_compiling_on_cpu,
+    refuse_on_cpu,
 )
 
 
@@ -71,6 +72,7 @@ class SftLearnConfig(Section):
     micro_tokens: MicroTokens = 16384
     activation_checkpointing: ActivationCheckpointing = False
     compile: Compile = False
+    offload_optimizer: OffloadOptimizer = False
 
 
 class SftConfig(Section):
@@ -98,5 +100,5 @@ class SftConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        refuse_compiling_on_cpu(self.device, compiles=self.learn.compile)
+        refuse_on_cpu(self.device, self.learn)
         return self

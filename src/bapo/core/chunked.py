@@ -27,30 +27,41 @@ def chunked_logprobs(
     targets: Tensor,
     temperature: float = 1.0,
     chunk_logits: int = CHUNK_LOGITS,
+    float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`bapo.core.logprobs.token_logprobs` in torch operations."""
     chunk = max(1, chunk_logits // weight.shape[0])
-    outputs: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperature, chunk, float32_logits
+    )
     return outputs
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        wide: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        head = _head(weight, bias, dtype, wide)
         for part in _parts(len(targets), chunk):
-            logits = _logits(hidden[part], weight, bias, temperature, dtype)
+            logits = _logits(hidden[part], head, temperature, dtype)
             normalizer[part] = logits.logsumexp(1)
             log_probs = logits.sub_(normalizer[part, None])
             logprobs[part] = log_probs.gather(1, targets[part, None]).squeeze(1)
             # A logit of -inf (a forbidden token) has probability 0 and adds 0, not NaN.
             entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs.nan_to_num_(neginf=0.0))
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        ctx.temperature, ctx.chunk, ctx.dtype, ctx.wide = temperature, chunk, dtype, wide
         ctx.set_materialize_grads(False)  # an output nobody differentiates costs nothing
         return logprobs, entropy
 
@@ -65,8 +76,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
+        head = _head(weight, bias, ctx.dtype, ctx.wide)
         for part in _parts(len(targets), ctx.chunk):
-            grad = _logits(hidden[part], weight, bias, ctx.temperature, ctx.dtype)
+            grad = _logits(hidden[part], head, ctx.temperature, ctx.dtype)
             grad -= normalizer[part, None]  # log p
             if grad_entropy is None:
                 grad = grad.exp_().mul_(-grad_logprobs[part, None])
@@ -83,13 +95,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Logits of one chunk, multiplied in the model's dtype as the model itself does, then held in `dtype`."""
+Head = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+
+
+def _head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, wide: bool) -> Head:
+    """Weight and bias in the dtype to multiply in: the model's, as the model itself does, or `dtype` if `wide`."""
+    if not wide:
+        return weight, bias
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _logits(hidden: Tensor, head: Head, temperature: float, dtype: torch.dtype) -> Tensor:
+    """Logits of one chunk, held in `dtype`."""
+    weight, bias = head
     with torch.autocast(hidden.device.type, enabled=False):  # backward recomputes these: both must multiply alike
-        logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias).to(dtype)
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 

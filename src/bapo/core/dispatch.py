@@ -190,10 +190,11 @@ def logprobs_and_entropy(
     targets: Tensor,
     temperature: float,
     chunk_logits: int | None,  # held at once; None: what suits the device
+    float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Both of each token, from hidden states."""
     if usable(hidden) and hidden.dtype != torch.float64 and len(targets):
         from bapo.core.kernels.logprobs import TILE_LOGITS, fused_logprobs
 
-        return fused_logprobs(hidden, weight, bias, targets, temperature, chunk_logits or TILE_LOGITS)
-    return chunked_logprobs(hidden, weight, bias, targets, temperature, chunk_logits or CHUNK_LOGITS)
+        return fused_logprobs(hidden, weight, bias, targets, temperature, chunk_logits or TILE_LOGITS, float32_logits)
+    return chunked_logprobs(hidden, weight, bias, targets, temperature, chunk_logits or CHUNK_LOGITS, float32_logits)

@@ -24,10 +24,11 @@ def token_logprobs(
     bias: Tensor | None = None,  # [vocabulary]
     temperature: float = 1.0,
     chunk_logits: int | None = None,  # held at once; by default what suits the device
+    float32_logits: bool = False,  # do not round the logits of 16-bit states to 16 bits
 ) -> tuple[Tensor, Tensor]:  # log-probs and entropies, [tokens], float32 (float64 stays)
     """log pi(target | state) and the entropy of that distribution, both differentiable, for each token."""
     _check(hidden, weight, targets, bias, temperature)
-    return dispatch.logprobs_and_entropy(hidden, weight, bias, targets, temperature, chunk_logits)
+    return dispatch.logprobs_and_entropy(hidden, weight, bias, targets, temperature, chunk_logits, float32_logits)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float) -> None:

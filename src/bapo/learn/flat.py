@@ -8,7 +8,8 @@
 So the norm of all gradients is one launch, a step is one more, and weights that a pass multiplies with together lie
 together. It computes the same as `optimizer.py` does for these weights, and its checkpoints are the same.
 
-Per parameter, in bytes: weight 2, master 4, gradient 4, moments 8; together 18.
+Per parameter, in bytes: weight 2, master 4, gradient 4, moments 8; together 18. With `offload`, masters and moments are
+in the host's memory, and 6 bytes are left on the GPU (`offload.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from bapo.learn.offload import Conveyor
 from bapo.learn.optimizer import Optimizer
 
 ALIGNMENT = 64
@@ -31,12 +33,25 @@ CLIP_EPS = 1e-6
 
 
 def optimizer_for(
-    parameters: Iterable[Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+    parameters: Iterable[Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    offload: bool = False,  # keep masters and moments on the host
 ) -> Optimizer | FlatOptimizer:
     """The fastest optimizer for these parameters."""
     every = list(parameters)
-    if _can_be_flat([p for p in every if p.requires_grad]):
-        return FlatOptimizer(every, betas=betas, weight_decay=weight_decay)
+    trained = [p for p in every if p.requires_grad]
+    if _can_be_flat(trained):
+        return FlatOptimizer(every, betas=betas, weight_decay=weight_decay, offload=offload)
+    if offload:
+        kinds = ", ".join(sorted({f"{p.dtype} on {p.device.type}" for p in trained}))
+        raise ValueError(
+            "learn.offload_optimizer=True keeps the optimizer of 16-bit weights on one GPU in the host's memory, but "
+            f"these weights are {kinds}. Set device='cuda' and model.dtype='bfloat16', or set "
+            "learn.offload_optimizer=False."
+        )
     return Optimizer(every, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
@@ -52,7 +67,14 @@ def _can_be_flat(trained: Sequence[Parameter]) -> bool:
 class FlatOptimizer:
     """AdamW over masters. Matrices decay, vectors (norms, biases) do not."""
 
-    def __init__(self, parameters: Iterable[Parameter], *, betas: tuple[float, float], weight_decay: float) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
+        offload: bool = False,
+    ) -> None:
         trained = [p for p in parameters if p.requires_grad]
         decayed, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
         self.weights = [*decayed, *others]
@@ -67,9 +89,10 @@ class FlatOptimizer:
         self._decayed = sum(rooms[: len(decayed)])
         device, total = self.weights[0].device, sum(rooms)
         self._weights = torch.zeros(total, dtype=self.weights[0].dtype, device=device)
-        self._masters, self._gradients, self._means, self._squares = (
-            torch.zeros(total, dtype=torch.float32, device=device) for _ in range(4)
-        )
+        self._gradients = torch.zeros(total, dtype=torch.float32, device=device)
+        self._conveyor = Conveyor(3, total, device) if offload else None
+        states = self._conveyor.vectors if self._conveyor else [torch.zeros_like(self._gradients) for _ in range(3)]
+        self._masters, self._means, self._squares = states
         self._steps = torch.zeros(())  # on the host
         self._has_moments = False
         self._shrink = torch.ones((), device=device)
@@ -82,7 +105,6 @@ class FlatOptimizer:
             parameter.main_grad = gradient  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, gradient))  # type: ignore[no-untyped-call]
             self.masters.append(Parameter(master))
-            self.masters[-1].grad = gradient
 
     def _views(self, vector: Tensor) -> list[Tensor]:
         """The part of each weight."""
@@ -97,20 +119,29 @@ class FlatOptimizer:
 
     def step(self, lr: float) -> None:
         """Take one update of masters and weights, then forget the gradients."""
-        from bapo.learn.fused.kernels.adamw import adamw  # needs Triton
-
         self._steps += 1
         self._has_moments = True
+        update = partial(self._update, lr)
+        if self._conveyor is None:
+            update(0, self._masters, self._means, self._squares)
+        else:
+            self._conveyor.run(update)
+        self._shrink = torch.ones_like(self._shrink)
+
+    def _update(self, lr: float, begin: int, masters: Tensor, means: Tensor, squares: Tensor) -> None:
+        """Take the step of the numbers from `begin` on, of which these are masters and moments, on the device."""
+        from bapo.learn.fused.kernels.adamw import adamw  # needs Triton
+
+        here = slice(begin, begin + len(masters))
         adamw(
-            *(self._masters, self._gradients, self._means, self._squares, self._weights, self._shrink),
+            *(masters, self._gradients[here], means, squares, self._weights[here], self._shrink),
             lr=lr,
             betas=self.betas,
             eps=EPS,
             decay=self.weight_decay,
-            decayed=self._decayed,
+            decayed=self._decayed - begin,
             step=int(self._steps),
         )
-        self._shrink = torch.ones_like(self._shrink)
 
     def forget_gradients(self) -> None:
         """Drop all gradients, as if there had been no backward pass."""
@@ -120,7 +151,8 @@ class FlatOptimizer:
     @torch.no_grad()
     def round(self) -> None:
         """Give every 16-bit weight the value of its master."""
-        self._weights.copy_(self._masters)
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.copy_(master)
 
     def moments(self, master: Parameter) -> dict[str, Tensor]:
         """What AdamW remembers of one of the masters: exp_avg, exp_avg_sq and step; nothing before the first update."""

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module
+from torch.nn.functional import linear
 
 from bapo.core.logprobs import CHUNK_LOGITS, token_logprobs
+from bapo.core.wide import wide_linear
 
 
 class Predicted(NamedTuple):
@@ -26,9 +28,10 @@ class Predicted(NamedTuple):
 class TokenHead(Module):
     """A model's output head. It owns no weights: the linear layer belongs to the model."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, *, float32: bool = False) -> None:
+        """`float32`: do not round the logits of 16-bit weights to 16 bits."""
         super().__init__()
-        self.linear = linear
+        self.linear, self.float32 = linear, float32
 
     def forward(
         self,
@@ -40,24 +43,27 @@ class TokenHead(Module):
     ) -> Predicted:
         """Log-prob of each target and entropy of its distribution, at this temperature."""
         weight, bias = self.linear.weight, self.linear.bias
-        logprobs, entropies = token_logprobs(states, weight, targets, bias=bias, temperature=temperature)
-        return Predicted(logprobs, entropies, _most_likely(states, weight, bias) if best else None)
+        logprobs, entropies = token_logprobs(
+            states, weight, targets, bias=bias, temperature=temperature, float32_logits=self.float32
+        )
+        return Predicted(logprobs, entropies, self._most_likely(states) if best else None)
 
     def next_logprobs(self, states: Tensor, *, temperature: float) -> Tensor:  # [states, vocabulary] float32
         """Log-prob of every token after each state, at this temperature."""
-        logits = torch.nn.functional.linear(states, self.linear.weight, self.linear.bias).float()
-        return torch.log_softmax(logits / temperature, dim=-1)
+        return torch.log_softmax(self._logits(states).float() / temperature, dim=-1)
 
+    def _most_likely(self, states: Tensor) -> Tensor:
+        """The most likely token after each state, [tokens]. Logits are held for one chunk of states at a time."""
+        chunk = max(1, CHUNK_LOGITS // self.linear.weight.shape[0])
+        return torch.cat([self._logits(part).argmax(1) for part in torch.split(states, chunk)])
 
-def _most_likely(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The most likely token after each state, [tokens]. Logits are held for one chunk of states at a time."""
-    chunk = max(1, CHUNK_LOGITS // weight.shape[0])
-    parts = torch.split(states, chunk)
-    return torch.cat([torch.nn.functional.linear(part, weight, bias).argmax(1) for part in parts])
+    def _logits(self, states: Tensor) -> Tensor:
+        multiply = wide_linear if self.float32 else linear
+        return multiply(states, self.linear.weight, self.linear.bias)
 
 
 @torch.no_grad()
-def head_of(model: Any) -> TokenHead:
+def head_of(model: Any, *, float32: bool = False) -> TokenHead:
     """The model's head, after a check that nothing else stands between hidden states and logits."""
     config = model.config.get_text_config()
     ids = torch.arange(4, device=model.device)[None] % config.vocab_size
@@ -83,4 +89,4 @@ def head_of(model: Any) -> TokenHead:
             f"{float((ours - theirs).abs().max()):.3g}, so the learner's log-probs would differ from the sampler's. "
             "Use a model without logit scaling or soft-capping."
         )
-    return TokenHead(head)
+    return TokenHead(head, float32=float32)

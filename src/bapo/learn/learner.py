@@ -106,7 +106,11 @@ class Learner:
         self.settings = settings
         self.version = 0
         self.optimizer = optimizer_for(
-            model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+            model.parameters(),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            offload=settings.offload_optimizer,
         )
 
     @property

@@ -60,6 +60,11 @@ class ShardedLearner(Learner):
                 f"learn.compile=True, but {ranks.size()} ranks share this model, and compiled layers cannot gather "
                 "their weights. Set learn.compile=False."
             )
+        if settings.offload_optimizer:
+            raise ValueError(
+                f"learn.offload_optimizer=True, but this model is spread over {ranks.size()} ranks, which keep their "
+                "parts of the optimizer on their devices. Set learn.offload_optimizer=False, or train on one GPU."
+            )
         self.ranks = ranks
         self.part = ranks.rank(), ranks.size()
         self.dtype = dtype

@@ -50,6 +50,10 @@ class LearnerSettings:
     """How many ages have their own bin in the staleness histogram. Older tokens share the last bin."""
     compile: bool = False
     """Whether torch compiles the layers."""
+    float32_head: bool = False
+    """Whether the logits of 16-bit weights stay in float32. The sampler must do the same."""
+    offload_optimizer: bool = False
+    """Whether masters and moments are kept in the host's memory. For 16-bit weights on one GPU."""
 
     def __post_init__(self) -> None:
         for name, most in {"lr": MOST_LR, "clip_norm": MOST_CLIP_NORM, "temperature": math.inf}.items():

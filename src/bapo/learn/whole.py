@@ -30,7 +30,7 @@ class WholeModel(Module):
         super().__init__()
         _check_layers(model, settings)
         self.model = model.eval()
-        self.head = head_of(model)
+        self.head = head_of(model, float32=settings.float32_head)
         self.packed = packed
         self.recompute = settings.activation_checkpointing
         self.compiled = compiled_layers(model) if settings.compile else None

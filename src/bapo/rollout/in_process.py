@@ -19,10 +19,12 @@ def engine_for(
     slots: int,
     parked: Literal["rebuild", "keep"] = "rebuild",
     cache_tokens: int | None = None,
+    float32_head: bool = False,
 ) -> Engine:
     """The fastest engine that can run this model on its device.
 
     `parked` and `cache_tokens`: see `GraphEngine`. "keep" needs CUDA; the general engine ignores `cache_tokens`.
+    `float32_head`: compute logits in float32, also those of 16-bit weights.
     """
     reason = f"it is on {model.device}"
     on_gpu = model.device.type == "cuda"
@@ -32,7 +34,7 @@ def engine_for(
 
         reason = unsupported(model) or ""
         if not reason:
-            return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens)
+            return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens, float32_head=float32_head)
     if parked == "keep":
         raise ValueError(
             f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. "
@@ -45,4 +47,4 @@ def engine_for(
             + ("" if cache_tokens is None else f" rollout.cache_tokens={cache_tokens} has no effect."),
             stacklevel=2,
         )
-    return LocalEngine(model, slots=slots)
+    return LocalEngine(model, slots=slots, float32_head=float32_head)

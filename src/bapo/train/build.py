@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from bapo.buffer import Buffer
-from bapo.config.base import refuse_compiling_on_cpu
+from bapo.config.base import refuse_on_cpu
 from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
 from bapo.config.run import Config
@@ -40,7 +40,7 @@ def resolve(config: Kind) -> Kind:
     """Decide everything in the configuration that depends on this machine, and which preset `auto` is."""
     elsewhere = isinstance(config, Config) and config.cluster.address is not None
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
-    refuse_compiling_on_cpu(device, compiles=config.learn.compile, asked=config.device)
+    refuse_on_cpu(device, config.learn, asked=config.device)
     decided: dict[str, Any] = {"device": device, "threads": threads}
     decided["model"] = config.model.model_copy(update={"dtype": dtype})
     if isinstance(config, Config):
@@ -130,6 +130,7 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
         slots=config.rollout.slots,
         parked=config.offpolicy.partial_cache,
         cache_tokens=config.rollout.cache_tokens,
+        float32_head=config.model.float32_head,
     )
     if team.size > 1:
         engine = SharedEngine(engine, team)
@@ -236,12 +237,13 @@ def learner_settings(config: Config) -> LearnerSettings:
         warmup_updates=learn.warmup_updates,
         total_updates=config.steps * config.updates_per_step,
         ess_reference=learn.ess_reference,
+        float32_head=config.model.float32_head,
     )
 
 
 SHARED = (
     *("lr", "betas", "weight_decay", "clip_norm", "schedule", "micro_tokens"),
-    *("activation_checkpointing", "compile"),
+    *("activation_checkpointing", "compile", "offload_optimizer"),
 )
 """Keys of `learn` that both reinforcement learning and supervised training pass on to LearnerSettings."""
 

@@ -133,8 +133,12 @@ class RolloutHost:
                 seed=config.seed,
             )
             return VllmEngine(settings)
-        rollout = config.rollout
-        return engine_for(make_policy(config).model, slots=rollout.slots, cache_tokens=rollout.cache_tokens)
+        return engine_for(
+            make_policy(config).model,
+            slots=config.rollout.slots,
+            cache_tokens=config.rollout.cache_tokens,
+            float32_head=config.model.float32_head,
+        )
 
     def hello(self) -> Hello:
         """Who this is."""

@@ -209,4 +209,5 @@ def learner_settings(config: SftConfig, updates: int) -> LearnerSettings:
         **optimizer_settings(config.learn),
         warmup_updates=round(config.learn.warmup * updates),
         total_updates=updates,
+        float32_head=config.model.float32_head,
     )

@@ -6,7 +6,8 @@ logsumexp(z) and entropy H_b, of z = logits / temperature, and the chain rule of
 
     L = logsumexp_b(L_b),   w_b = exp(L_b - L),   log p_t = z_t - L,   H = sum_b w_b H_b - sum_b w_b log w_b
 
-The backward kernel turns a tile's logits into their gradient in place.
+The backward kernel turns a tile's logits into their gradient in place. With `float32_logits` a tile is not rounded to
+the model's dtype (`wide.py`). Its gradient still is, in a second buffer, because it is multiplied with 16-bit matrices.
 
 Tiles cover all tokens and a span of the vocabulary, unless that span were too narrow. Its weight gradient is then one
 product, summed in float32 inside the multiplication and written once; what has to be summed over tiles is the gradient
@@ -26,8 +27,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bapo.core.wide import wide_linear
+
 TILE_LOGITS = 2**28
-"""Logits held at once: 512 MiB in bfloat16."""
+"""Logits held at once: 512 MiB in bfloat16. With `float32_logits` half as many, with room for as many gradients."""
 ALIGNMENT = 16
 """Rows of a tile start at multiples of this, whatever the vocabulary, so that memory is read in whole vectors."""
 FORWARD_BLOCK, BACKWARD_BLOCK = 4096, 2048
@@ -41,9 +44,12 @@ def fused_logprobs(
     targets: Tensor,  # [tokens] int64
     temperature: float = 1.0,
     tile_logits: int = TILE_LOGITS,
+    float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:  # log-probs and entropies, [tokens], float32
     """log pi(target | state) and the entropy of that distribution, both differentiable, for each token."""
-    outputs: tuple[Tensor, Tensor] = _FusedLogprobs.apply(hidden, weight, bias, targets, temperature, tile_logits)
+    wide = float32_logits and hidden.dtype != torch.float32
+    most = max(1, tile_logits // 2) if wide else tile_logits
+    outputs: tuple[Tensor, Tensor] = _FusedLogprobs.apply(hidden, weight, bias, targets, temperature, most, wide)
     return outputs
 
 
@@ -57,12 +63,13 @@ class _FusedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         tile_logits: int,
+        wide: bool,
     ) -> tuple[Tensor, Tensor]:
         hidden, targets = hidden.contiguous(), targets.contiguous()
         parts, spans = tiling(len(targets), len(weight), tile_logits)
         normalizer, entropy = torch.empty(2, len(targets), device=hidden.device)
         chosen = torch.full_like(normalizer, torch.nan)  # stays so for a target outside the vocabulary
-        buffer = _buffer(hidden, parts, spans)
+        buffer = _buffer(hidden, parts, spans, torch.float32 if wide else hidden.dtype)
         for part in parts:
             blocks = []
             for span in spans:
@@ -74,7 +81,7 @@ class _FusedLogprobs(torch.autograd.Function):
             entropy[part] = (shares * block_entropies + torch.special.entr(shares)).sum(0)
         logprobs = chosen - normalizer
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.temperature, ctx.tile_logits = temperature, tile_logits
+        ctx.temperature, ctx.tile_logits, ctx.wide = temperature, tile_logits, wide
         ctx.set_materialize_grads(False)  # an output nobody differentiates costs nothing
         return logprobs, entropy
 
@@ -89,11 +96,14 @@ class _FusedLogprobs(torch.autograd.Function):
         grad_hidden = _Sum(hidden, len(spans)) if needs_hidden else None
         grad_weight = _Sum(weight, len(parts)) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        buffer = _buffer(hidden, parts, spans)
+        buffer = _buffer(hidden, parts, spans, torch.float32 if ctx.wide else hidden.dtype)
+        gradients = _buffer(hidden, parts, spans, hidden.dtype) if ctx.wide else buffer
         for part in parts:
             for span in spans:
-                tile = _logits(buffer, hidden[part], weight[span], None if bias is None else bias[span])
+                logits = _logits(buffer, hidden[part], weight[span], None if bias is None else bias[span])
+                tile = _tile(gradients, *logits.shape)
                 differentiate_tile(
+                    logits,
                     tile,
                     targets[part],
                     normalizer[part],
@@ -113,7 +123,7 @@ class _FusedLogprobs(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.total.to(hidden.dtype),
             None if grad_weight is None else grad_weight.total.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 
@@ -137,16 +147,22 @@ def _aligned(columns: int) -> int:
     return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
-def _buffer(hidden: Tensor, parts: list[slice], spans: list[slice]) -> Tensor:
+def _buffer(hidden: Tensor, parts: list[slice], spans: list[slice], dtype: torch.dtype) -> Tensor:
     """Room for the largest tile: the first."""
-    return hidden.new_empty((parts[0].stop - parts[0].start) * _aligned(spans[0].stop - spans[0].start))
+    size = (parts[0].stop - parts[0].start) * _aligned(spans[0].stop - spans[0].start)
+    return torch.empty(size, dtype=dtype, device=hidden.device)
+
+
+def _tile(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    stride = _aligned(columns)
+    return buffer[: rows * stride].view(rows, stride)[:, :columns]
 
 
 def _logits(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One tile of logits in the model's dtype. Both passes call this with the same tiles, hence see the same logits."""
-    rows, columns = len(hidden), len(weight)
-    stride = _aligned(columns)
-    tile = buffer[: rows * stride].view(rows, stride)[:, :columns]
+    """One tile of logits in the buffer's dtype. Both passes call this with the same tiles, so see the same logits."""
+    tile = _tile(buffer, len(hidden), len(weight))
+    if tile.dtype != hidden.dtype:
+        return wide_linear(hidden, weight, bias, out=tile)
     with torch.autocast(hidden.device.type, enabled=False):
         if bias is None:
             return torch.mm(hidden, weight.T, out=tile)
@@ -195,7 +211,8 @@ def reduce_tile(
 
 
 def differentiate_tile(
-    tile: Tensor,  # [rows, columns] logits; overwritten with d loss / d logits
+    tile: Tensor,  # [rows, columns] logits
+    gradients: Tensor,  # [rows, columns] with the same stride: d loss / d logits, may be the tile itself
     targets: Tensor,  # [rows] int64
     normalizer: Tensor,  # [rows] float32: logsumexp(z) over the whole vocabulary
     entropy: Tensor,  # [rows] float32
@@ -208,7 +225,8 @@ def differentiate_tile(
     """Turn logits into their gradient, [j = t] g - p_j (g + g_H (log p_j + H)), over temperature."""
     grid = (len(tile), triton.cdiv(tile.stride(0), BACKWARD_BLOCK))
     _differentiate[grid](
-        *(tile, targets, normalizer, entropy, grad_logprobs, grad_logprobs if grad_entropy is None else grad_entropy),
+        *(tile, gradients, targets, normalizer, entropy),
+        *(grad_logprobs, grad_logprobs if grad_entropy is None else grad_entropy),
         *(start, tile.shape[1], tile.stride(0), 1.0 / temperature),
         WITH_ENTROPY=grad_entropy is not None,
         BLOCK=BACKWARD_BLOCK,
@@ -266,6 +284,7 @@ def _reduce(
 )
 def _differentiate(
     tile,
+    gradients,
     targets,
     normalizer,
     entropy,
@@ -291,4 +310,4 @@ def _differentiate(
     if WITH_ENTROPY:
         gradient -= p * (tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row)))
     gradient *= inverse_temperature
-    tl.store(logits + offset, gradient.to(tile.dtype.element_ty), mask=offset < stride)
+    tl.store(gradients + row * stride + offset, gradient.to(gradients.dtype.element_ty), mask=offset < stride)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
+from bapo.core.wide import wide_linear
 from bapo.rollout.cuda.kernels.layers import add_norm, gate, rotate_and_store
 from bapo.rollout.cuda.low_rank import has_addition, merged, refusal, scales_of
 from bapo.rollout.cuda.pages import PAGE
@@ -60,8 +61,10 @@ def unsupported(model: PreTrainedModel) -> str | None:
 class Decoder:
     """A copy of a model's weights, and the forward pass over them."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, float32_head: bool = False) -> None:
+        """`float32_head`: do not round the logits of 16-bit weights to 16 bits."""
         self.model, self.dtype, self.device = model, model.dtype, model.device
+        self._read = wide_linear if float32_head else linear
         config = model.config
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
@@ -167,7 +170,7 @@ class Decoder:
             opened = gate(linear(states, w[f"{i}.gate_up"], w.get(f"{i}.gate_up.bias")))
             delta = linear(opened, w[f"{i}.down"], w.get(f"{i}.down.bias"))
         states = add_norm(residual, delta, w["norm"], self.eps)
-        return linear(states, w.get("head", w["embedding"]), w.get("head.bias"))
+        return self._read(states, w.get("head", w["embedding"]), w.get("head.bias"))
 
 
 def _first_layer(model: PreTrainedModel) -> Any:

@@ -63,11 +63,12 @@ class GraphEngine:
         prefill_tokens: int = 32768,
         parked: Literal["rebuild", "keep"] = "rebuild",
         cache_tokens: int | None = None,
+        float32_head: bool = False,
     ) -> None:
         """`slots`: responses sampled at the same time. `prefill_tokens`: most tokens in a prefill of several contexts.
         `parked`: what happens to the keys and values of parked responses. `cache_tokens`: most tokens whose keys and
         values are kept at a time; if they are too few for all slots, some responses wait. None: every slot can hold
-        the longest response.
+        the longest response. `float32_head`: compute logits in float32.
         """
         check_engine_sizes(slots, prefill_tokens)
         if parked not in ("rebuild", "keep"):
@@ -80,7 +81,7 @@ class GraphEngine:
         self.model, self.slots, self.prefill_tokens, self.parked = model, slots, prefill_tokens, parked
         self.cache_tokens = cache_tokens
         self.version = NOTHING_LOADED
-        self.decoder = Decoder(model)
+        self.decoder = Decoder(model, float32_head=float32_head)
         self.pool: Pool | None = None
         self.kept: dict[Name, int] = {}
         """Under "keep": the slot of each parked response, by its seed and tokens."""

@@ -24,7 +24,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bapo.core.wide import wide_linear
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.local.columns import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
@@ -57,13 +59,18 @@ class LocalEngine:
     gives_entropies = True
     continuous = False
 
-    def __init__(self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384) -> None:
-        """`slots`: responses sampled at the same time. `prefill_tokens`: most tokens in a prefill of several rows."""
+    def __init__(
+        self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384, float32_head: bool = False
+    ) -> None:
+        """`slots`: responses sampled at the same time. `prefill_tokens`: most tokens in a prefill of several rows.
+        `float32_head`: compute logits in float32, also those of 16-bit weights.
+        """
         check_engine_sizes(slots, prefill_tokens)
         _check_model(model)
         self.model = model
         self.slots = slots
         self.prefill_tokens = prefill_tokens
+        self.float32_head = float32_head
         self.version, self._changes = NOTHING_LOADED, 0
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in accepted
@@ -99,7 +106,7 @@ class LocalEngine:
         if sitting is None:
             return []
         # Not inference_mode: buffers that a model rebuilds in a pass (long-context rotary) must be usable in training.
-        with torch.no_grad(), evaluating(self.model):
+        with torch.no_grad(), evaluating(self.model), wide_head(self.model) if self.float32_head else nullcontext():
             sitting.work(None if timeout is None else time.monotonic() + timeout)
         if not sitting.over:
             self._sitting = sitting
@@ -363,6 +370,17 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def wide_head(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model's output head gives float32. What the model does with its logits afterwards stays the same."""
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head.forward = lambda states: wide_linear(states, head.weight, head.bias)
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def _batches(contexts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
