@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.rollout.engine import NOTHING_LOADED, Sampled
+from bapo.runs import history
 from bapo.screen.view import View
 from bapo.train.fleet import Fleet
 from bapo.train.learners import RemoteLearner
@@ -66,6 +67,7 @@ class AsyncLoop:
         self._fleet, self._learner = parts.engine, parts.learner
         self.ahead = parts.config.cluster.ahead
         self._view: View | None = None
+        self._run: Path | None = None
         self._returned: list[Returned] = []
         """Groups that have come back and belong to no rollout yet, in the order in which they came."""
         self._scoring: list[tuple[list[Group], Future[Scored]]] = []
@@ -75,7 +77,6 @@ class AsyncLoop:
     def take_step(self, view: View) -> StepRecord:
         """One rollout and the updates on it, with sampling in parallel."""
         parts, state = self.parts, self.state
-        self.tell(view)
         began, before = time.perf_counter(), parts.scheduler.totals()
         if self.ahead:
             self._learner.meanwhile = self.pump
@@ -189,10 +190,21 @@ class AsyncLoop:
         wanted = self.state.windows[0] - self.state.taken
         return Sampled(came * responses, wanted * responses, totals.sampled_tokens - tokens_before)
 
-    def tell(self, view: View) -> None:
-        """Tell this view what happens to actors, and what each of them does."""
-        self._view = view
+    def watched(self, view: View, run: Path) -> None:
+        """From now on, show what every actor does, and note restarts there and in the history of this run."""
+
+        def restarted(restart: history.Restart) -> None:
+            view.note(restart.line())
+            history.record_restart(run, restart, step=self.state.step)
+
+        self._view, self._run = view, run
         self._fleet.say = self._learner.say = view.note
+        self._fleet.restarted = self._learner.restarted = restarted
+
+    def restarts(self) -> dict[str, int]:
+        """How often each actor was restarted since the run began, through every resume."""
+        assert self._run is not None
+        return history.restarts(self._run)
 
     def saved(self, checkpoint: Path) -> None:
         """Remember where learner ranks begin again."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bapo.config.errors import ClusterError, ConfigError
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
+from bapo.runs.history import Restart
 from bapo.screen.view import ActorLine
 from bapo.train.cluster import END_SECONDS, Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.hosts import Hello
@@ -82,9 +83,11 @@ class Fleet:
         silence_seconds: float,
         start_seconds: float,
         say: Callable[[str], None] = lambda text: None,
+        restarted: Callable[[Restart], None] = lambda restart: None,
     ) -> None:
-        """`say` is told what a person should know: who was replaced, and why."""
-        self.spawn, self.slots, self.even, self.say = spawn, slots, even, say
+        """`restarted` is told who was replaced, and `say` what else a person should know."""
+        self.spawn, self.slots, self.even = spawn, slots, even
+        self.say, self.restarted = say, restarted
         self.silence_seconds, self.start_seconds = silence_seconds, start_seconds
         self.published: Published | None = None
         self.sampling = Sampling()
@@ -371,8 +374,10 @@ class Fleet:
 
     def _replace(self, member: Member, place: int, error: Exception) -> None:
         """End the actor of a member and start another one. Its requests go to the front of the line."""
-        self.say(f"{member.name} is replaced: {error}")
-        self.line.extendleft(reversed([*member.given.values(), *member.portion]))
+        unfinished = [*member.given.values(), *member.portion]
+        streamed = sum(request.position for request in unfinished)
+        self.restarted(Restart(member.name, str(error), responses=len(unfinished), tokens=streamed))
+        self.line.extendleft(reversed(unfinished))
         member.given, member.portion, self._faulty = {}, [], True
         member.hello, member.version = None, NOTHING_LOADED
         member.call, member.doing = member.actor.kill(), "end"

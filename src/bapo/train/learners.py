@@ -24,6 +24,7 @@ from torch.distributed import DistError
 from bapo.config.errors import ClusterError
 from bapo.learn.learner import Update
 from bapo.learn.ranks import LostRank
+from bapo.runs.history import LEARNER, Restart
 from bapo.screen.view import ActorLine
 from bapo.train.cluster import Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.published import Published
@@ -50,8 +51,10 @@ class RemoteLearner:
         start_seconds: float,
         update_seconds: float,
         say: Callable[[str], None] = lambda text: None,
+        restarted: Callable[[Restart], None] = lambda restart: None,
     ) -> None:
-        self.spawn, self.contexts, self.say = spawn, contexts, say
+        """`restarted` is told when all ranks start again, and `say` what else a person should know."""
+        self.spawn, self.contexts, self.say, self.restarted = spawn, contexts, say, restarted
         self.start_seconds, self.update_seconds = start_seconds, update_seconds
         self.meanwhile: Callable[[], None] = lambda: None
         self.version = 0
@@ -184,7 +187,7 @@ class RemoteLearner:
         """Start all ranks again, from the last checkpoint, and repeat the updates of the journal."""
         for _ in range(TRIES):
             self.restarts += 1
-            self.say(f"all learner ranks start again, with {len(self.journal)} updates to repeat: {error}")
+            self.restarted(Restart(LEARNER, str(error), updates=len(self.journal)))
             self._end()
             self._ranks, self._greeted = self.spawn(), False
             try:

@@ -97,6 +97,9 @@ class Job(ABC):
     def notes(self) -> list[str]:
         """What a person should know before training begins."""
 
+    def watched(self, log: Log) -> None:  # noqa: B027 - most jobs have nothing to do
+        """Called when there is somewhere to report to, before anything is done."""
+
     @abstractmethod
     def advance(self, log: Log) -> None:
         """Take one step and log it."""
@@ -273,6 +276,7 @@ def _live(
     stopped = False
     with _view(job, title, team, plain=plain) as view:
         log = Log(run, view)
+        job.watched(log)
         for note in (*job.notes(), *notes, *team_notes(team, ranks_before)):
             view.note(note)
         if job.done == 0:
