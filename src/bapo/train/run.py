@@ -227,7 +227,7 @@ class Training(Job):
         if not (path / LEDGER).exists():  # of a version that had none
             return
         lines, parts = read_ledger(path), self.parts
-        wrong = balance(lines, max_staleness=self.config.offpolicy.max_staleness).wrong
+        wrong = [*map(str, balance(lines, max_staleness=self.config.offpolicy.max_staleness).wrong)]
         waiting = set() if self.asynchronous is None else self.asynchronous.waiting
         for state, ids in (
             ("admitted", {group.id for group in parts.scheduler.in_progress}),
@@ -281,7 +281,8 @@ class Training(Job):
 
     def _balance(self, path: Path) -> str:
         bound = self.config.offpolicy.max_staleness
-        return balance(read_ledger(path), max_staleness=bound, ended=True, all_used=self.config.cluster.on).line()
+        found = balance(read_ledger(path), max_staleness=bound, ended=True, all_used=self.config.cluster.on)
+        return found.line() + (f" (`bapo ledger {path}` lists them)" if found.wrong else "")
 
     def card(self, summary: Summary) -> str:
         """See `Job.card`."""
