@@ -59,6 +59,9 @@ class Engine:
     def ready(self):
         pass
 
+    def hear(self):
+        pass
+
     def lines(self):
         return []
 

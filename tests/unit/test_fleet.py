@@ -314,6 +314,28 @@ def test_time_in_which_nobody_listens_makes_nobody_unfit(alone):
     assert len(collected(ours.fleet)) == 12
 
 
+def test_actors_are_seen_while_they_start():
+    ours = made(Member("rollout 0"), Member("rollout 1", 0, how="is silent"))
+    ours.fleet.members[1].call.seconds = 12.3
+    seen = []
+    ours.fleet.watch = lambda: seen.append([line.doing for line in ours.fleet.lines()])
+    before = [line.doing for line in ours.fleet.lines()]
+    assert before == ["starting for 0 s", "starting for 12 s"]
+    ours.fleet.hear()
+    assert seen == [["idle", "starting for 12 s"]]
+
+
+def test_nobody_is_unfit_before_there_are_weights():
+    """The learner may take longer to start than a rollout actor may be unfit."""
+    ours = made(Member("rollout 0"))
+    ours.fleet.hear()
+    ours.fleet._fit -= 1000
+    ours.fleet.hear()
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(0)], SAMPLING)
+    assert len(collected(ours.fleet)) == 1
+
+
 def test_the_oldest_weights_at_work_are_known():
     ours = made(Member("rollout 0"), Member("rollout 1", 4, how="is silent"))
     ours.fleet.silence_seconds = 2 * NEVER  # nobody is replaced

@@ -178,6 +178,8 @@ def test_somebody_else_works_while_the_ranks_do(monkeypatch):
     monkeypatch.setattr(learners_module, "answered", lambda calls, seconds: list(calls) if next(late) else [])
     learner.step(groups())
     assert turns[-1] == "take update 1"
+    assert turns[0] == "starting"
+    assert "loading the model" in turns
     assert learner.lines()[0].doing == "waiting"
 
 

@@ -66,7 +66,6 @@ class AsyncLoop:
         self.parts, self.state = parts, state
         self._fleet, self._learner = parts.engine, parts.learner
         self.ahead = parts.config.cluster.ahead
-        self._view: View | None = None
         self._run: Path | None = None
         self._returned: list[Returned] = []
         """Groups that have come back and belong to no rollout yet, in the order in which they came."""
@@ -78,8 +77,7 @@ class AsyncLoop:
         """One rollout and the updates on it, with sampling in parallel."""
         parts, state = self.parts, self.state
         began, before = time.perf_counter(), parts.scheduler.totals()
-        if self.ahead:
-            self._learner.meanwhile = self.pump
+        self._learner.meanwhile = self.pump if self.ahead else self._fleet.hear
         load_weights(parts)
         admitted = self._open_windows()
         with view.doing("sampling") as tell:
@@ -164,8 +162,6 @@ class AsyncLoop:
             parts.engine.submit(asked.requests, parts.scheduler.sampling)
         for request, segment in parts.engine.collect(PUMP_SECONDS):
             parts.scheduler.accept(request, segment)
-        if self._view is not None:
-            self._view.actors([*self._fleet.lines(), *self._learner.lines()])
         rollout = parts.scheduler.take()
         self._returned += [(group.id, None) for group in rollout.dropped]
         if rollout.groups:
@@ -197,9 +193,12 @@ class AsyncLoop:
             view.note(restart.line())
             history.record_restart(run, restart, step=self.state.step)
 
-        self._view, self._run = view, run
+        self._run = run
         self._fleet.say = self._learner.say = view.note
         self._fleet.restarted = self._learner.restarted = restarted
+        self._fleet.watch = lambda: view.actors([*self._fleet.lines(), *self._learner.lines()])
+        self._learner.meanwhile = self._fleet.hear
+        self._fleet.hear()
 
     def restarts(self) -> dict[str, int]:
         """How often each actor was restarted since the run began, through every resume."""
@@ -216,7 +215,7 @@ class AsyncLoop:
 
     def pause(self) -> None:
         """Take everything back from the engines, so that they can do something else."""
-        self._learner.meanwhile = lambda: None
+        self._learner.meanwhile = self._fleet.hear
         self._fleet.ready()
         self._fleet.park()
         for request, segment in self._fleet.collect(0):

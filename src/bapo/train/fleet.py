@@ -88,6 +88,8 @@ class Fleet:
         """`restarted` is told who was replaced, and `say` what else a person should know."""
         self.spawn, self.slots, self.even = spawn, slots, even
         self.say, self.restarted = say, restarted
+        self.watch: Callable[[], None] = lambda: None
+        """Called whenever members were listened to, at least twice a second while somebody waits for them."""
         self.silence_seconds, self.start_seconds = silence_seconds, start_seconds
         self.published: Published | None = None
         self.sampling = Sampling()
@@ -193,6 +195,10 @@ class Fleet:
             self._engage()
             self._listen(WORK_SECONDS)
 
+    def hear(self) -> None:
+        """Take in what members have answered so far, and replace whoever has failed, without giving out new work."""
+        self._listen(0)
+
     @property
     def lacking(self) -> bool:
         """Whether the present weights must be published again before a member can load them."""
@@ -211,7 +217,7 @@ class Fleet:
         return [
             ActorLine(
                 member.name,
-                _DOING[member.doing],
+                _doing(member),
                 member.version,
                 _rate(member.recent, now),
                 len(member.given),
@@ -280,6 +286,7 @@ class Fleet:
                 member.portion += [self.line.popleft() for _ in range(self._room(member, len(fit)))]
 
     def _is_fit(self, member: Member) -> bool:
+        """Whether it can be given requests."""
         return member.hello is not None and member.version == self.version != NOTHING_LOADED
 
     def _room(self, member: Member, sharing: int) -> int:
@@ -323,7 +330,7 @@ class Fleet:
                 member.call = None
                 self._take_in(member, answer)
         self._listened = time.monotonic()
-        if any(self._is_fit(member) for member in self.members):
+        if any(self._is_fit(member) or (member.hello and self.published is None) for member in self.members):
             self._fit = time.monotonic()
         elif time.monotonic() - self._fit > 2 * self.start_seconds:
             told = "; ".join(f"{line.name}: {line.doing}, {line.restarts} restarts" for line in self.lines())
@@ -331,6 +338,7 @@ class Fleet:
                 f"no rollout actor has been fit to sample for {2 * self.start_seconds:.0f} s ({told}). Look at the "
                 "nodes of the cluster, then continue with `bapo resume`."
             )
+        self.watch()
 
     def _patience(self, member: Member) -> float:
         """How long a member may take for what it is doing."""
@@ -361,7 +369,7 @@ class Fleet:
         """Let a member in if it runs the same code as this process."""
         member.actor.known(hello.process, hello.node)
         hello.check(member.name)
-        member.hello = hello
+        member.hello, member.doing = hello, "nothing"
 
     def _failed(self, member: Member, place: int, error: Exception) -> None:
         """A member raised an error: try another actor, but not for ever."""
@@ -403,6 +411,12 @@ _DOING: dict[Doing, str] = {
     "end": "being replaced",
     "nothing": "idle",
 }
+
+
+def _doing(member: Member) -> str:
+    """What a member does, and since when if that may take long."""
+    told = _DOING[member.doing]
+    return f"{told} for {member.call.seconds:.0f} s" if member.doing == "start" and member.call is not None else told
 
 
 def _rate(recent: Sequence[tuple[float, int]], now: float) -> float:

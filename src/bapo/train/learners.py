@@ -180,6 +180,7 @@ class RemoteLearner:
             where = f"file://{tempfile.gettempdir()}/bapo-ranks-{uuid.uuid4().hex}"
         else:
             where = f"tcp://{self._all([self._ranks[0].call('free_address', what='find a free port')])[0]}"
+        self.doing = "loading the model"
         self._all([rank.call("meet", where, what="load the model and meet the other ranks") for rank in self._ranks])
         self._greeted = True
 

@@ -218,8 +218,8 @@ class Training(Job):
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
         self.run_state = RunState(**state["progress"])
-        self.asynchronous = _asynchronous(self.parts, self.run_state)
         if self.asynchronous is not None:
+            self.asynchronous.state = self.run_state
             self.asynchronous.load_state_dict(state["waiting"])
 
     def resumed(self, path: Path) -> None:
