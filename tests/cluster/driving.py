@@ -109,6 +109,9 @@ class Run:
         lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
         return [line for line in lines if kind in (None, line["kind"])]
 
+    def summary(self):
+        return json.loads((self.path / "summary.json").read_text())
+
     def balance(self, max_staleness=16):
         return ledger.balance(ledger.read(self.path), max_staleness=max_staleness)
 

@@ -36,6 +36,9 @@ def assert_sound(run):
     assert max(line["staleness_max"] for line in updates) <= 12
     assert {line["step"] for line in run.metrics("rollout")} == set(range(1, STEPS + 1))
     assert (run.path / "model" / "model.safetensors").exists()
+    restarts = run.summary()["restarts"]
+    assert restarts["learner"] >= 1
+    assert any(who.startswith("rollout") for who in restarts)
 
 
 def test_deaths_of_every_kind(tmp_path):

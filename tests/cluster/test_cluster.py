@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo.runs import history
 from tests.cluster.driving import Run, gone, send
 
 pytest.importorskip("ray")
@@ -69,6 +70,12 @@ def test_a_learner_rank_that_dies_costs_nothing_but_time(tmp_path):
     assert send(ranks[1])
     disturbed.finished()
     assert "all learner ranks start again" in disturbed.said()
+    assert "restarts: learner 1 time; history.jsonl says when and why" in disturbed.said()
+    assert disturbed.summary()["restarts"] == {"learner": 1}
+    (restart,) = [line for line in history.read(disturbed.path) if line["event"] == "restart"]
+    assert "died while it was asked to" in restart["why"]
+    assert restart["step"] >= 2
+    assert "restarts: none" in undisturbed.said()
     assert weights(disturbed) == weights(undisturbed)
     assert disturbed.metrics() == undisturbed.metrics()
     assert "has other bits" not in disturbed.said()

@@ -235,6 +235,16 @@ def test_litter_of_killed_writes_is_removed(stopped, whole):
     assert_same_run(stopped, whole)
 
 
+def test_a_run_that_goes_on_says_from_where(whole, stopped, tmp_path):
+    assert "resumed after step 4" in bapo("resume", stopped).stdout
+    out = tmp_path / "kept"
+    assert bapo("train", *RUN, "--checkpoint-keep", "9", "--out", out).returncode == 0
+    resumed = bapo("resume", out, "--from", "step-000000")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed before the first step" in resumed.stdout
+    assert_same_run(out, whole)
+
+
 def test_a_run_killed_before_its_first_checkpoint_can_be_resumed_and_started_again(whole, tmp_path):
     early = tmp_path / "early"
     (early / "checkpoints" / "step-000000.partial").mkdir(parents=True)
@@ -243,6 +253,7 @@ def test_a_run_killed_before_its_first_checkpoint_can_be_resumed_and_started_aga
     again = shutil.copytree(early, tmp_path / "again")
     resumed = bapo("resume", early)
     assert resumed.returncode == 0, resumed.stderr
+    assert "there is no checkpoint yet, so the run begins anew" in resumed.stdout
     assert_same_run(early, whole)
     (early / "summary.json").unlink()
     assert bapo("resume", early).returncode == 0

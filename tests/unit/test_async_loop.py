@@ -13,6 +13,7 @@ from bapo.buffer import Buffer
 from bapo.learn.learner import Update
 from bapo.rollout.engine import NOTHING_LOADED, Sampling, Segment
 from bapo.rollout.scheduler import Scheduler
+from bapo.runs import history
 from bapo.runs.ledger import Ledger, balance
 from bapo.screen.view import View
 from bapo.tasks.stream import ProblemStream
@@ -56,6 +57,9 @@ class Engine:
         self.under_way = {}
 
     def ready(self):
+        pass
+
+    def hear(self):
         pass
 
     def lines(self):
@@ -191,6 +195,22 @@ def test_not_ahead_nobody_samples_during_updates(monkeypatch):
     assert during
     assert not any(during)
     assert all(group // PROMPTS == place // 2 for place, batch in enumerate(parts.learner.batches) for group in batch)
+
+
+def test_restarts_are_shown_and_written_into_the_history(monkeypatch, tmp_path):
+    parts, loop = made(monkeypatch, ahead=1, staleness=9, length=uneven(4))
+    view = View(1, title="", clock=lambda: 0.0)
+    notes = []
+    view.note = notes.append
+    loop.watched(view, tmp_path)
+    for _ in range(2):
+        loop.take_step(view)
+    parts.engine.restarted(history.Restart("rollout 0", "it died", responses=2, tokens=9))
+    parts.learner.restarted(history.Restart(history.LEARNER, "it died", updates=4))
+    loop.close()
+    assert loop.restarts() == {"learner": 1, "rollout 0": 1}
+    assert [(line["who"], line["step"]) for line in history.read(tmp_path)] == [("rollout 0", 2), ("learner", 2)]
+    assert len(notes) == 2
 
 
 def test_groups_that_wait_survive_a_checkpoint(monkeypatch):

@@ -103,7 +103,7 @@ def made(*firsts, even=False, slots=4):
     """A fleet whose first members are these; whoever replaces one lives for ever."""
     spawned = list(firsts)
     places = [0] * len(firsts)
-    told = []
+    told, restarts = [], []
 
     def spawn(place):
         places[place] += 1
@@ -112,8 +112,17 @@ def made(*firsts, even=False, slots=4):
         spawned.append(Member(f"rollout {place}"))
         return spawned[-1]
 
-    made = Fleet(spawn, len(firsts), slots=slots, even=even, silence_seconds=60, start_seconds=60, say=told.append)
-    return SimpleNamespace(fleet=made, members=spawned, told=told)
+    made = Fleet(
+        spawn,
+        len(firsts),
+        slots=slots,
+        even=even,
+        silence_seconds=60,
+        start_seconds=60,
+        say=told.append,
+        restarted=restarts.append,
+    )
+    return SimpleNamespace(fleet=made, members=spawned, told=told, restarts=restarts)
 
 
 def collected(fleet, parts=None):
@@ -153,7 +162,7 @@ def test_a_member_may_die_at_any_call(alone, lives, after, even):
     assert_like(collected(ours.fleet), alone)
     assert ours.members[0].killed
     assert [line.restarts for line in ours.fleet.lines()] == [1, 0]
-    assert len(ours.told) == 1
+    assert [(restart.who, restart.why) for restart in ours.restarts] == [("rollout 0", "rollout 0 died")]
 
 
 @pytest.mark.parametrize("lives", [1, 2, 5])
@@ -162,7 +171,18 @@ def test_a_silent_member_is_replaced_like_a_dead_one(alone, lives):
     ours.fleet.load(published(), version=0)
     ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
     assert_like(collected(ours.fleet), alone)
-    assert "has not answered" in ours.told[0]
+    assert "has not answered" in ours.restarts[0].why
+
+
+@pytest.mark.parametrize(("lives", "tokens"), [(2, 0), (3, 4), (5, 12)])  # start, load, then a token of each response
+def test_a_restart_says_what_became_of_the_responses(alone, lives, tokens):
+    ours = made(Member("rollout 0", lives, after=True), Member("rollout 1"))
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(8)], SAMPLING)
+    assert_like(collected(ours.fleet), alone[:8])
+    (restart,) = ours.restarts
+    assert (restart.responses, restart.tokens) == (4, tokens), "tokens that nobody heard of are not kept"
+    assert f"its 4 responses continue elsewhere from the {tokens} tokens already streamed" in restart.line()
 
 
 def test_a_member_with_wrong_weights_samples_nothing(alone):
@@ -171,7 +191,7 @@ def test_a_member_with_wrong_weights_samples_nothing(alone):
     ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
     assert_like(collected(ours.fleet), alone)
     assert ours.members[0].engine.version == -1
-    assert "the head is stale" in ours.told[0]
+    assert "the head is stale" in ours.restarts[0].why
 
 
 def test_lost_weights_are_asked_for_again(alone):
@@ -292,6 +312,28 @@ def test_time_in_which_nobody_listens_makes_nobody_unfit(alone):
     ours.fleet._listened -= 1000  # an update that took long
     ours.fleet.load(published(1), version=1)
     assert len(collected(ours.fleet)) == 12
+
+
+def test_actors_are_seen_while_they_start():
+    ours = made(Member("rollout 0"), Member("rollout 1", 0, how="is silent"))
+    ours.fleet.members[1].call.seconds = 12.3
+    seen = []
+    ours.fleet.watch = lambda: seen.append([line.doing for line in ours.fleet.lines()])
+    before = [line.doing for line in ours.fleet.lines()]
+    assert before == ["starting for 0 s", "starting for 12 s"]
+    ours.fleet.hear()
+    assert seen == [["idle", "starting for 12 s"]]
+
+
+def test_nobody_is_unfit_before_there_are_weights():
+    """The learner may take longer to start than a rollout actor may be unfit."""
+    ours = made(Member("rollout 0"))
+    ours.fleet.hear()
+    ours.fleet._fit -= 1000
+    ours.fleet.hear()
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(0)], SAMPLING)
+    assert len(collected(ours.fleet)) == 1
 
 
 def test_the_oldest_weights_at_work_are_known():

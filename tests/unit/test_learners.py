@@ -85,7 +85,12 @@ def made(lives=-1, *, after=False, how=Lost):
     """A learner whose rank dies at this call, counted over all its lives."""
     left, told = [lives], []
     made = RemoteLearner(
-        lambda: [Rank(left, after=after, how=how)], contexts=[], start_seconds=1, update_seconds=1, say=told.append
+        lambda: [Rank(left, after=after, how=how)],
+        contexts=[],
+        start_seconds=1,
+        update_seconds=1,
+        say=told.append,
+        restarted=lambda restart: told.append(restart.line()),
     )
     return made, told
 
@@ -173,6 +178,8 @@ def test_somebody_else_works_while_the_ranks_do(monkeypatch):
     monkeypatch.setattr(learners_module, "answered", lambda calls, seconds: list(calls) if next(late) else [])
     learner.step(groups())
     assert turns[-1] == "take update 1"
+    assert turns[0] == "starting"
+    assert "loading the model" in turns
     assert learner.lines()[0].doing == "waiting"
 
 
@@ -183,7 +190,7 @@ def test_weights_that_come_out_different_are_said(tmp_path):
     learner.last = published.version, "what another machine would have had"
     learner._ranks[0].lives[0] = 0
     learner.step(groups(seed=1))
-    assert "with 1 updates to repeat" in told[0]
+    assert told[0] == "all learner ranks start again, with 1 update to repeat: learner 0 died"
     assert "version 1 has other bits than before the learner was restarted" in told[1]
 
 

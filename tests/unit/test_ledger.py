@@ -1,8 +1,9 @@
 import json
-import subprocess
-import sys
+
+import pytest
 
 from bapo.buffer import Buffer
+from bapo.cli import run
 from bapo.rollout.engine import Sampling, Segment
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.runs.ledger import Ledger, balance, in_state, read
@@ -43,23 +44,25 @@ def test_a_good_ledger_balances():
 
 def test_every_kind_of_mistake_is_named():
     def wrong(*more, bound=None):
-        return balance(events(*GOOD, *more), max_staleness=bound).wrong
+        return [str(found) for found in balance(events(*GOOD, *more), max_staleness=bound).wrong]
 
     assert wrong(("admitted", 4)) == ["group 4 is admitted, but was admitted before"]
     assert wrong(("trained", 4, {"version": 7, "uses": 0}))[0] == "group 4 is trained, but was admitted before"
     assert wrong(("finished", 9))[0] == "group 9 is finished, but was never admitted before"
     assert "group 5 was never admitted" in wrong(("admitted", 6))
-    assert wrong(bound=1) == ["group 0 is trained on at age 2, above the bound of 1"]
+    assert wrong(bound=1) == ["group 0 is trained on above the staleness bound of 1: at age 2, at version 6"]
     again = ("held", 0, {"oldest": 4}), ("trained", 0, {"version": 6, "uses": 2})
-    assert "group 0 is trained on twice in the update at version 6" in wrong(*again)
-    assert "group 0 is trained on as if for use 0, not 2" in wrong(("trained", 0, {"version": 7, "uses": 0}))
+    assert "group 0 is trained on twice in one update, at version 6" in wrong(*again)
+    miscounted = wrong(("trained", 0, {"version": 7, "uses": 0}))
+    assert "group 0 is trained on with a wrong number of uses: 0 instead of 2, at version 7" in miscounted
 
 
 def test_nothing_may_be_under_way_at_the_end():
     lines = events(*GOOD, ("admitted", 5), ("finished", 5))
     assert balance(lines).wrong == []
-    assert balance(lines, ended=True).wrong == ["group 5 is still waiting for a rollout at the end"]
-    assert "group 4 is still in progress at the end" in balance(lines, ended=True, all_used=True).wrong
+    assert [*map(str, balance(lines, ended=True).wrong)] == ["group 5 is still waiting for a rollout at the end"]
+    told = [*map(str, balance(lines, ended=True, all_used=True).wrong)]
+    assert "group 4 is still in progress at the end" in told
 
 
 def test_scheduler_and_buffer_tell_the_whole_story(tmp_path):
@@ -82,8 +85,76 @@ def test_scheduler_and_buffer_tell_the_whole_story(tmp_path):
     assert found.wrong == []
     assert found.states == {"filtered": 1, "retired": 2}
     assert (found.uses, found.stalest) == (4, 3)
-    (tmp_path / "config.json").write_text(json.dumps({"offpolicy": {"max_staleness": 4}}))
-    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read(written(tmp_path, lines, bound=4)) == lines
+
+
+def written(directory, lines, *, bound=2):
+    (directory / "config.json").write_text(json.dumps({"offpolicy": {"max_staleness": bound}}))
+    (directory / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
+
+def test_the_command_prints_what_became_of_the_groups(tmp_path, capsys):
+    assert run(["ledger", str(written(tmp_path, events(*GOOD)))]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "5 groups, trained on 2 times, at most 2 updates old",
+        "  in progress       1",
+        "  dropped           1",
+        "  without a signal  1",
+        "  without rewards   1",
+        "  used up           1",
+        "the ledger balances",
+    ]
+
+
+def test_the_command_tells_each_kind_of_mistake_once_and_fails(tmp_path, capsys):
+    many = [("finished", group) for group in range(10, 15)]
+    assert run(["ledger", str(written(tmp_path, events(*GOOD, *many), bound=1))]) == 1
+    said = capsys.readouterr().out.splitlines()
+    begins = said.index("the ledger does not balance; entries that do not add up: 11")
+    assert said[begins + 1 :] == [
+        "  5 times: a group is finished, but was never admitted before",
+        "      group 10 is finished, but was never admitted before",
+        "      group 11 is finished, but was never admitted before",
+        "      group 12 is finished, but was never admitted before",
+        "      and 2 more",
+        "  5 times: a group was never admitted",
+        "      group 5 was never admitted",
+        "      group 6 was never admitted",
+        "      group 7 was never admitted",
+        "      and 2 more",
+        "  1 time: a group is trained on above the staleness bound of 1",
+        "      group 0 is trained on above the staleness bound of 1: at age 2, at version 6",
+    ]
+
+
+def test_half_a_line_at_the_end_is_left_out(tmp_path):
+    lines = events(*GOOD)
+    with (written(tmp_path, lines) / "ledger.jsonl").open("a") as file:
+        file.write('{"event": "adm')
     assert read(tmp_path) == lines
-    command = [sys.executable, "-m", "bapo.runs.ledger", str(tmp_path)]
-    assert "it balances" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        *("{", "[]", "7", "{}", '{"event": "lost", "groups": [1]}', '{"event": "held", "groups": [1], "oldest": []}'),
+        *('{"event": "admitted", "groups": ["a"]}', '{"event": "admitted", "groups": 3}', "[" * 100_000),
+        '{"event": "trained", "version": null, "groups": [0], "uses": [0]}',
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, capsys, damaged):
+    written(tmp_path, events(*GOOD))
+    lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    (tmp_path / "ledger.jsonl").write_text("\n".join([lines[0], damaged, *lines[1:], ""]))
+    assert run(["ledger", str(tmp_path)]) == 3
+    assert f"{tmp_path / 'ledger.jsonl'}, line 2, is damaged" in capsys.readouterr().err
+
+
+def test_a_directory_without_a_ledger_is_refused(tmp_path, capsys):
+    assert run(["ledger", str(tmp_path)]) == 2
+    assert f"{tmp_path} has no ledger. Name the directory of a run of `bapo train`" in capsys.readouterr().err
+    assert run(["ledger", str(tmp_path / "nowhere")]) == 2
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "ledger.jsonl").write_text("")
+    assert run(["ledger", str(tmp_path)]) == 3

@@ -90,6 +90,13 @@ def test_the_table_is_the_mean_of_the_summaries(report, compared):
     assert (row["responses"]["text"], row["responses"]["below"]) == ("58", f"{tokens / 1000:.3g} k tokens")  # 56 and 60
 
 
+def test_restarts_on_a_cluster_stand_below_the_time(compared):
+    run = read_run(compared / "reuse-2/grpo/seed-0")
+    assert table(arms_of([run]))["rows"][0]["cells"]["seconds"]["below"] == ""
+    run.summary["restarts"] = {"learner": 1, "rollout 0": 2}
+    assert table(arms_of([run]))["rows"][0]["cells"]["seconds"]["below"] == "3 restarts of actors"
+
+
 def test_an_interval_needs_two_seeds():
     assert estimate([0.5]) == "0.500"
     assert estimate([0.4, 0.6]) == "0.500 ± 1.271"  # t(0.975, 1) = 12.706, s / sqrt(2) = 0.1

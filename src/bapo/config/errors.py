@@ -1,8 +1,8 @@
 """Every error of ours that a person can act on, each with the exit code of the command that ends with it.
 
     0     done
-    1     an unexpected error, a verifier that fails on every response, updates that are not finite, or a comparison
-          with runs that did not finish
+    1     an unexpected error, a verifier that fails on every response, updates that are not finite, a comparison
+          with runs that did not finish, or a ledger that does not balance
     2     bad usage, a bad configuration, or input that cannot be read
     3     a checkpoint, or what an evaluation saved, is missing or damaged
     4     the disk is full or cannot be written to (an OSError)

@@ -23,7 +23,7 @@ Column = tuple[str, str, str]
 SEEDS: Column = ("seeds", "Seeds", "Runs of this configuration")
 GRAD_NORM: Column = ("max_grad_norm", "Max grad norm", "Largest gradient norm of any update")
 TOKENS: Column = ("tokens", "Tokens", "Response tokens trained on, per run; a token counts each time it is used")
-SECONDS: Column = ("seconds", "Time", "Wall-clock time of training, per run")
+SECONDS: Column = ("seconds", "Time", "Wall-clock time of training, per run; below it, restarts on a cluster")
 
 
 def make_table(columns: Sequence[Column], rows: Sequence[tuple[int, dict[str, Cell]]]) -> Table:
@@ -62,7 +62,7 @@ class Facts:
             "seeds": cell(len(runs), str(len(runs)), f"{seeds}; {unfinished} unfinished" if unfinished else seeds),
             "max_grad_norm": self.estimate("max_grad_norm", digits=2),
             "tokens": self.mean("tokens", count),
-            "seconds": self.mean("seconds", duration),
+            "seconds": self.mean("seconds", duration) | {"below": _restarts(runs)},
         }
 
     def estimate(self, key: str, *, before: str | None = None, digits: int = 3) -> Cell:
@@ -74,6 +74,13 @@ class Facts:
         """The mean over runs, as `say` puts it."""
         middle = mean(self.of(key))
         return cell(number(middle), say(middle) if math.isfinite(middle) else "nan" if self.of(key) else "–")
+
+
+def _restarts(runs: Sequence[Run]) -> str:
+    """How often actors of a cluster were restarted, which costs time; nothing if none was."""
+    counts = [counts for run in runs if isinstance(counts := run.summary.get("restarts"), dict)]
+    count = sum(value for found in counts for value in found.values() if isinstance(value, int))
+    return f"{count} restart{'s' * (count != 1)} of actors" if count else ""
 
 
 def common_facts(run: Run) -> dict[str, float]:

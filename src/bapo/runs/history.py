@@ -1,8 +1,12 @@
-"""The history of a run: one line in history.jsonl for each time that it was started or resumed.
+"""The history of a run: one line in history.jsonl for each time that it, or a part of it, was started again.
 
-A line has the run's identity (`id`), the step it went on from, the settings that changed (`changed`), and what else
-decides the bits of a result (`environment`). The file is never cut back, and nothing is computed from it: it answers
-what happened. Every checkpoint has the identity, too, so that a checkpoint of another run is refused.
+    start, resume    the run's identity (`id`), the step it went on from, the settings that changed (`changed`), and
+                     what else decides the bits of a result (`environment`)
+    restart          on a cluster, a rollout actor or all learner ranks: who, why, after how many steps, what became of
+                     the work
+
+The file is never cut back, and no result is computed from it: it answers what happened. Every checkpoint has the
+identity, too, so that a checkpoint of another run is refused.
 """
 
 from __future__ import annotations
@@ -11,14 +15,43 @@ import json
 import os
 import time
 import uuid
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo.runs import files
 
 FILE = "history.jsonl"
+LEARNER = "learner"
+"""How a restart names all learner ranks together."""
 Changes = dict[str, tuple[Any, Any]]
 """Settings that changed, each with its value before and after."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A rollout actor that was replaced, or the learner, whose ranks all start again."""
+
+    who: str
+    why: str
+    responses: int = 0
+    """Responses that a rollout actor was given. They continue elsewhere."""
+    tokens: int = 0
+    """Tokens of these responses that had arrived."""
+    updates: int = 0
+    """Updates that the learner takes again."""
+
+    def line(self) -> str:
+        """One sentence for people."""
+        if self.who == LEARNER:
+            again = f"{self.updates} update{'s' * (self.updates != 1)} to repeat"
+            return f"all learner ranks start again, with {again}: {self.why}"
+        if not self.responses:
+            return f"{self.who}, which had no responses, is replaced: {self.why}"
+        theirs = "response continues" if self.responses == 1 else f"{self.responses} responses continue"
+        streamed = "token" if self.tokens == 1 else f"{self.tokens} tokens"
+        return f"{self.who} is replaced, and its {theirs} elsewhere from the {streamed} already streamed: {self.why}"
 
 
 def new_id() -> str:
@@ -52,6 +85,17 @@ def read(run: Path) -> list[dict[str, Any]]:
             continue
         lines += [value] if isinstance(value, dict) else []
     return lines
+
+
+def record_restart(run: Path, restart: Restart, *, step: int) -> None:
+    """Add the line of a restart after this many completed steps."""
+    facts = {name: value for name, value in asdict(restart).items() if value != 0}
+    record(run, "restart", step=step, **facts)
+
+
+def restarts(run: Path) -> dict[str, int]:
+    """How often each actor of a run was restarted, over all times that the run was started or resumed."""
+    return dict(sorted(Counter(str(line.get("who")) for line in read(run) if line.get("event") == "restart").items()))
 
 
 def identity(run: Path) -> str | None:

@@ -7,19 +7,20 @@
 `ledger.jsonl` has one line for each run of equal events. It is cut back to a checkpoint like every other log, so after
 a resume it tells the story of the run that counts. `balance` reads it and says what does not add up: a group that is
 lost, trained on before it was there, trained on twice in one update, or older than the staleness bound allowed.
-
-    python -m bapo.runs.ledger RUN
+`bapo ledger RUN` prints that.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bapo.config.errors import CheckpointError, ConfigError
+from bapo.runs import files
 
 FILE = "ledger.jsonl"
 RELEASED = ("retired", "expired", "evicted")
@@ -34,6 +35,8 @@ AFTER = {
     **dict.fromkeys(RELEASED, ("held",)),
 }
 """Each event, and the state that a group must be in before it. Training leaves the state as it is."""
+NEEDED = {"held": ("oldest",), "trained": ("uses",)}
+"""Facts that an event has for each of its groups."""
 
 
 class Ledger:
@@ -60,6 +63,19 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class Wrong:
+    """Something that does not add up."""
+
+    kind: str
+    """What is wrong, without the group that it is about, so that the same mistakes can be told once."""
+    told: str
+    """The whole sentence."""
+
+    def __str__(self) -> str:
+        return self.told
+
+
+@dataclass(frozen=True)
 class Balance:
     """What became of all groups."""
 
@@ -69,18 +85,44 @@ class Balance:
     """How often groups were trained on, all together."""
     stalest: int
     """The largest age at which a group was trained on, by its oldest token, in updates."""
-    wrong: list[str]
+    wrong: list[Wrong]
     """What does not add up; empty if the ledger balances."""
 
     def line(self) -> str:
         """One line for people."""
-        groups = sum(self.states.values())
         parts = ", ".join(f"{count:,} {_WORDS[state]}" for state, count in sorted(self.states.items()))
         verdict = "it balances" if not self.wrong else f"{len(self.wrong)} entries do not add up: {self.wrong[0]}"
-        used = f"trained on {self.uses:,} times, at most {self.stalest} updates old"
-        return f"{groups:,} groups ({parts}), {used}; {verdict}"
+        return f"{self._groups} ({parts}), {self._used}; {verdict}"
+
+    def table(self) -> str:
+        """All of it for people: what became of the groups, and each kind of mistake once."""
+        rows = [(word, f"{self.states[state]:,}") for state, word in _WORDS.items() if state in self.states]
+        left, right = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+        listed = [f"  {word:<{left}}  {count:>{right}}" for word, count in rows]
+        return "\n".join([f"{self._groups}, {self._used}", *listed, *self._mistakes()])
+
+    def _mistakes(self) -> list[str]:
+        if not self.wrong:
+            return ["the ledger balances"]
+        lines = [f"the ledger does not balance; entries that do not add up: {len(self.wrong):,}"]
+        for kind, count in Counter(wrong.kind for wrong in self.wrong).most_common():
+            examples = [wrong.told for wrong in self.wrong if wrong.kind == kind][:EXAMPLES]
+            lines += [f"  {count:,} time{'s' * (count != 1)}: {kind}", *(f"      {told}" for told in examples)]
+            lines += [f"      and {count - EXAMPLES:,} more"] if count > EXAMPLES else []
+        return lines
+
+    @property
+    def _groups(self) -> str:
+        groups = sum(self.states.values())
+        return f"{groups:,} group{'s' * (groups != 1)}"
+
+    @property
+    def _used(self) -> str:
+        return f"trained on {self.uses:,} times, at most {self.stalest} updates old"
 
 
+EXAMPLES = 3
+"""How many mistakes of the same kind are told."""
 _WORDS = {
     "admitted": "in progress",
     "finished": "waiting for a rollout",
@@ -106,31 +148,40 @@ def balance(
     oldest: dict[int, int] = {}
     uses: Counter[int] = Counter()
     seen: set[tuple[int, int]] = set()
-    wrong: list[str] = []
+    wrong: list[Wrong] = []
     stalest = 0
+
+    def find(group: int, what: str, where: str = "") -> None:
+        wrong.append(Wrong(f"a group {what}", f"group {group} {what}{where}"))
+
     for line in lines:
         event = line["event"]
         for place, group in enumerate(line["groups"]):
             if state.get(group) not in AFTER[event]:
-                wrong.append(f"group {group} is {event}, but was {state.get(group, 'never admitted')} before")
+                find(group, f"is {event}, but was {state.get(group, 'never admitted')} before")
             if event != "trained":
                 state[group] = event
                 oldest |= {group: line["oldest"][place]} if event == "held" else {}
                 continue
-            version, age = line["version"], line["version"] - oldest.get(group, 0)
+            version = line.get("version", 0)
+            age = version - oldest.get(group, 0)
             stalest = max(stalest, age)
             if (group, version) in seen:
-                wrong.append(f"group {group} is trained on twice in the update at version {version}")
+                find(group, "is trained on twice in one update", f", at version {version}")
             if line["uses"][place] != uses[group]:
-                wrong.append(f"group {group} is trained on as if for use {line['uses'][place]}, not {uses[group]}")
+                where = f": {line['uses'][place]} instead of {uses[group]}, at version {version}"
+                find(group, "is trained on with a wrong number of uses", where)
             if max_staleness is not None and age > max_staleness:
-                wrong.append(f"group {group} is trained on at age {age}, above the bound of {max_staleness}")
+                where = f": at age {age}, at version {version}"
+                find(group, f"is trained on above the staleness bound of {max_staleness}", where)
             seen.add((group, version))
             uses[group] += 1
-    missing = sorted(set(range(max(state, default=-1) + 1)) - state.keys())
-    wrong += [f"group {group} was never admitted" for group in missing]
+    for group in sorted(set(range(max(state, default=-1) + 1)) - state.keys()):
+        find(group, "was never admitted")
     lost = (("finished",) if ended else ()) + (("admitted",) if ended and all_used else ())
-    wrong += [f"group {group} is still {_WORDS[last]} at the end" for group, last in state.items() if last in lost]
+    for group, last in state.items():
+        if last in lost:
+            find(group, f"is still {_WORDS[last]} at the end")
     return Balance(dict(Counter(state.values())), uses.total(), stalest, wrong)
 
 
@@ -141,28 +192,37 @@ def in_state(lines: Iterable[dict[str, Any]], wanted: str) -> set[int]:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ledger."""
-    return [json.loads(line) for line in (run / FILE).read_text().splitlines()]
+    """The lines of a run's ledger. A process that is at work, or was killed, may leave half a line, which is left out.
+
+    Raises CheckpointError if the file is damaged.
+    """
+    *whole, _ = files.read(run / FILE).split(b"\n")
+    return [_line(data, f"{run / FILE}, line {number},") for number, data in enumerate(whole, start=1)]
+
+
+def _line(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        line = json.loads(data)
+        columns = [line[name] for name in ("groups", *NEEDED.get(line["event"], ()))]
+        numbers = [number for column in columns for number in column] + [line.get("version", 0)]
+        even = all(len(column) == len(columns[0]) for column in columns)
+        if line["event"] in AFTER and even and all(isinstance(number, int) for number in numbers):
+            return dict(line)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise CheckpointError(f"{where} is damaged: it is not an entry of a ledger. Restore the file from a copy.")
 
 
 def of_run(run: Path) -> Balance:
     """The balance of the run in this directory, by its own staleness bound."""
-    config = json.loads((run / "config.json").read_text())
-    return balance(
-        read(run),
-        max_staleness=config["offpolicy"]["max_staleness"],
-        ended=(run / "summary.json").exists(),
-        all_used=config.get("cluster", {}).get("rollouts", 0) > 0,
-    )
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m bapo.runs.ledger RUN")
     try:
-        found = of_run(Path(sys.argv[1]))
-    except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"{sys.argv[1]} is not a run with a readable ledger: {error}. Name the directory of a training run.")
-    print(found.line())
-    print(*found.wrong[1:], sep="\n")
-    sys.exit(bool(found.wrong))
+        config = files.read_object(run / "config.json")
+        bound, rollouts = config["offpolicy"]["max_staleness"], config.get("cluster", {}).get("rollouts", 0)
+        lines = read(run)
+    except (FileNotFoundError, NotADirectoryError, KeyError):
+        raise ConfigError(
+            f"{run} has no ledger. Name the directory of a run of `bapo train`, which holds {FILE}."
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{run / 'config.json'} is damaged: {error}. Restore the file from a copy.") from None
+    return balance(lines, max_staleness=bound, ended=(run / "summary.json").exists(), all_used=rollouts > 0)

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.rollout.engine import NOTHING_LOADED, Sampled
+from bapo.runs import history
 from bapo.screen.view import View
 from bapo.train.fleet import Fleet
 from bapo.train.learners import RemoteLearner
@@ -65,7 +66,7 @@ class AsyncLoop:
         self.parts, self.state = parts, state
         self._fleet, self._learner = parts.engine, parts.learner
         self.ahead = parts.config.cluster.ahead
-        self._view: View | None = None
+        self._run: Path | None = None
         self._returned: list[Returned] = []
         """Groups that have come back and belong to no rollout yet, in the order in which they came."""
         self._scoring: list[tuple[list[Group], Future[Scored]]] = []
@@ -75,10 +76,8 @@ class AsyncLoop:
     def take_step(self, view: View) -> StepRecord:
         """One rollout and the updates on it, with sampling in parallel."""
         parts, state = self.parts, self.state
-        self.tell(view)
         began, before = time.perf_counter(), parts.scheduler.totals()
-        if self.ahead:
-            self._learner.meanwhile = self.pump
+        self._learner.meanwhile = self.pump if self.ahead else self._fleet.hear
         load_weights(parts)
         admitted = self._open_windows()
         with view.doing("sampling") as tell:
@@ -163,8 +162,6 @@ class AsyncLoop:
             parts.engine.submit(asked.requests, parts.scheduler.sampling)
         for request, segment in parts.engine.collect(PUMP_SECONDS):
             parts.scheduler.accept(request, segment)
-        if self._view is not None:
-            self._view.actors([*self._fleet.lines(), *self._learner.lines()])
         rollout = parts.scheduler.take()
         self._returned += [(group.id, None) for group in rollout.dropped]
         if rollout.groups:
@@ -189,10 +186,24 @@ class AsyncLoop:
         wanted = self.state.windows[0] - self.state.taken
         return Sampled(came * responses, wanted * responses, totals.sampled_tokens - tokens_before)
 
-    def tell(self, view: View) -> None:
-        """Tell this view what happens to actors, and what each of them does."""
-        self._view = view
+    def watched(self, view: View, run: Path) -> None:
+        """From now on, show what every actor does, and note restarts there and in the history of this run."""
+
+        def restarted(restart: history.Restart) -> None:
+            view.note(restart.line())
+            history.record_restart(run, restart, step=self.state.step)
+
+        self._run = run
         self._fleet.say = self._learner.say = view.note
+        self._fleet.restarted = self._learner.restarted = restarted
+        self._fleet.watch = lambda: view.actors([*self._fleet.lines(), *self._learner.lines()])
+        self._learner.meanwhile = self._fleet.hear
+        self._fleet.hear()
+
+    def restarts(self) -> dict[str, int]:
+        """How often each actor was restarted since the run began, through every resume."""
+        assert self._run is not None
+        return history.restarts(self._run)
 
     def saved(self, checkpoint: Path) -> None:
         """Remember where learner ranks begin again."""
@@ -204,7 +215,7 @@ class AsyncLoop:
 
     def pause(self) -> None:
         """Take everything back from the engines, so that they can do something else."""
-        self._learner.meanwhile = lambda: None
+        self._learner.meanwhile = self._fleet.hear
         self._fleet.ready()
         self._fleet.park()
         for request, segment in self._fleet.collect(0):

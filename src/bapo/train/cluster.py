@@ -33,7 +33,15 @@ from bapo.config.errors import ClusterError, ConfigError
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import (
+        GetTimeoutError,
+        NodeDiedError,
+        ObjectLostError,
+        OutOfMemoryError,
+        RayActorError,
+        RayError,
+        RayTaskError,
+    )
     from ray.util.placement_group import PlacementGroup, placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError:  # pragma: no cover - said by `connect`
@@ -104,7 +112,9 @@ class Call:
         except RayActorError as error:
             if error.actor_init_failed:
                 raise Unable(f"{self.who} cannot start on {_address_in(error)}: {_last_line(error)}") from error
-            raise Lost(f"{self.who} died while it was asked to {self.what}: {_why(error)}") from error
+            raise Lost(f"{self.who} died while it was asked to {self.what}: {why_it_died(str(error))}") from error
+        except (OutOfMemoryError, NodeDiedError) as error:
+            raise Lost(f"{self.who} died while it was asked to {self.what}: {why_it_died(str(error))}") from error
         except ObjectLostError as error:
             raise self._missing(error) from error
         except RayError as error:
@@ -300,11 +310,30 @@ def _listed(resources: dict[str, float]) -> str:
     return ", ".join(f"{value:g} {name}" for name, value in shown.items()) or "nothing"
 
 
-def _why(error: RayActorError) -> str:
-    """What Ray knows about a death, without the fields that lead to it."""
-    told = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
-    said = [line for line in told if not re.match(r"(class_name|actor_id|pid|name|namespace|ip): ", line)]
-    return re.sub(r" Node Id: \w+", "", " ".join(said[:2])).rstrip(".") or _first_line(error)
+DEATHS = {
+    r"running low on memory": "its machine ran out of memory, and Ray killed it",
+    r"node was preempted": "its machine was taken away",
+    r"node has died|running on is dead|node was terminated": "its machine was lost",
+    r"exits with an exit code (-?\d+)": "its process ended with exit code {0}",
+    r"exits (?:unexpectedly )?by a signal": "a signal ended its process",
+    r"killed by `ray\.kill`": "it was ended with ray.kill",
+    r"owner has died": "the process that started it has died",
+    r"is unavailable": "it cannot be reached",
+    r"worker process has died": "its process was killed (signal 9, as the kernel sends it when memory runs out) "
+    "or crashed",
+}
+"""What Ray writes about a death, and what it means. The first that is found counts."""
+
+
+def why_it_died(text: str) -> str:
+    """What Ray's message about a death says, in a few words. Ray does not know which signal ended a process."""
+    for pattern, meaning in DEATHS.items():
+        if found := re.search(pattern, text):
+            return meaning.format(*found.groups())
+    told = [line.strip() for line in text.splitlines() if line.strip()]
+    fields = r"(class_name|actor_id|pid|name|namespace|ip): |The actor died unexpectedly before"
+    said = [line for line in told if not re.match(fields, line)] or ["Ray does not say why"]
+    return said[0].partition(". ")[0].rstrip(".")
 
 
 def _address_in(error: RayActorError) -> str:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bapo.config.errors import ClusterError, ConfigError
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
+from bapo.runs.history import Restart
 from bapo.screen.view import ActorLine
 from bapo.train.cluster import END_SECONDS, Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.hosts import Hello
@@ -82,9 +83,13 @@ class Fleet:
         silence_seconds: float,
         start_seconds: float,
         say: Callable[[str], None] = lambda text: None,
+        restarted: Callable[[Restart], None] = lambda restart: None,
     ) -> None:
-        """`say` is told what a person should know: who was replaced, and why."""
-        self.spawn, self.slots, self.even, self.say = spawn, slots, even, say
+        """`restarted` is told who was replaced, and `say` what else a person should know."""
+        self.spawn, self.slots, self.even = spawn, slots, even
+        self.say, self.restarted = say, restarted
+        self.watch: Callable[[], None] = lambda: None
+        """Called whenever members were listened to, at least twice a second while somebody waits for them."""
         self.silence_seconds, self.start_seconds = silence_seconds, start_seconds
         self.published: Published | None = None
         self.sampling = Sampling()
@@ -190,6 +195,10 @@ class Fleet:
             self._engage()
             self._listen(WORK_SECONDS)
 
+    def hear(self) -> None:
+        """Take in what members have answered so far, and replace whoever has failed, without giving out new work."""
+        self._listen(0)
+
     @property
     def lacking(self) -> bool:
         """Whether the present weights must be published again before a member can load them."""
@@ -208,7 +217,7 @@ class Fleet:
         return [
             ActorLine(
                 member.name,
-                _DOING[member.doing],
+                _doing(member),
                 member.version,
                 _rate(member.recent, now),
                 len(member.given),
@@ -277,6 +286,7 @@ class Fleet:
                 member.portion += [self.line.popleft() for _ in range(self._room(member, len(fit)))]
 
     def _is_fit(self, member: Member) -> bool:
+        """Whether it can be given requests."""
         return member.hello is not None and member.version == self.version != NOTHING_LOADED
 
     def _room(self, member: Member, sharing: int) -> int:
@@ -320,7 +330,7 @@ class Fleet:
                 member.call = None
                 self._take_in(member, answer)
         self._listened = time.monotonic()
-        if any(self._is_fit(member) for member in self.members):
+        if any(self._is_fit(member) or (member.hello and self.published is None) for member in self.members):
             self._fit = time.monotonic()
         elif time.monotonic() - self._fit > 2 * self.start_seconds:
             told = "; ".join(f"{line.name}: {line.doing}, {line.restarts} restarts" for line in self.lines())
@@ -328,6 +338,7 @@ class Fleet:
                 f"no rollout actor has been fit to sample for {2 * self.start_seconds:.0f} s ({told}). Look at the "
                 "nodes of the cluster, then continue with `bapo resume`."
             )
+        self.watch()
 
     def _patience(self, member: Member) -> float:
         """How long a member may take for what it is doing."""
@@ -358,7 +369,7 @@ class Fleet:
         """Let a member in if it runs the same code as this process."""
         member.actor.known(hello.process, hello.node)
         hello.check(member.name)
-        member.hello = hello
+        member.hello, member.doing = hello, "nothing"
 
     def _failed(self, member: Member, place: int, error: Exception) -> None:
         """A member raised an error: try another actor, but not for ever."""
@@ -371,8 +382,10 @@ class Fleet:
 
     def _replace(self, member: Member, place: int, error: Exception) -> None:
         """End the actor of a member and start another one. Its requests go to the front of the line."""
-        self.say(f"{member.name} is replaced: {error}")
-        self.line.extendleft(reversed([*member.given.values(), *member.portion]))
+        unfinished = [*member.given.values(), *member.portion]
+        streamed = sum(request.position for request in unfinished)
+        self.restarted(Restart(member.name, str(error), responses=len(unfinished), tokens=streamed))
+        self.line.extendleft(reversed(unfinished))
         member.given, member.portion, self._faulty = {}, [], True
         member.hello, member.version = None, NOTHING_LOADED
         member.call, member.doing = member.actor.kill(), "end"
@@ -398,6 +411,12 @@ _DOING: dict[Doing, str] = {
     "end": "being replaced",
     "nothing": "idle",
 }
+
+
+def _doing(member: Member) -> str:
+    """What a member does, and since when if that may take long."""
+    told = _DOING[member.doing]
+    return f"{told} for {member.call.seconds:.0f} s" if member.doing == "start" and member.call is not None else told
 
 
 def _rate(recent: Sequence[tuple[float, int]], now: float) -> float:

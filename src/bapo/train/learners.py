@@ -24,6 +24,7 @@ from torch.distributed import DistError
 from bapo.config.errors import ClusterError
 from bapo.learn.learner import Update
 from bapo.learn.ranks import LostRank
+from bapo.runs.history import LEARNER, Restart
 from bapo.screen.view import ActorLine
 from bapo.train.cluster import Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.published import Published
@@ -50,8 +51,10 @@ class RemoteLearner:
         start_seconds: float,
         update_seconds: float,
         say: Callable[[str], None] = lambda text: None,
+        restarted: Callable[[Restart], None] = lambda restart: None,
     ) -> None:
-        self.spawn, self.contexts, self.say = spawn, contexts, say
+        """`restarted` is told when all ranks start again, and `say` what else a person should know."""
+        self.spawn, self.contexts, self.say, self.restarted = spawn, contexts, say, restarted
         self.start_seconds, self.update_seconds = start_seconds, update_seconds
         self.meanwhile: Callable[[], None] = lambda: None
         self.version = 0
@@ -177,6 +180,7 @@ class RemoteLearner:
             where = f"file://{tempfile.gettempdir()}/bapo-ranks-{uuid.uuid4().hex}"
         else:
             where = f"tcp://{self._all([self._ranks[0].call('free_address', what='find a free port')])[0]}"
+        self.doing = "loading the model"
         self._all([rank.call("meet", where, what="load the model and meet the other ranks") for rank in self._ranks])
         self._greeted = True
 
@@ -184,7 +188,7 @@ class RemoteLearner:
         """Start all ranks again, from the last checkpoint, and repeat the updates of the journal."""
         for _ in range(TRIES):
             self.restarts += 1
-            self.say(f"all learner ranks start again, with {len(self.journal)} updates to repeat: {error}")
+            self.restarted(Restart(LEARNER, str(error), updates=len(self.journal)))
             self._end()
             self._ranks, self._greeted = self.spawn(), False
             try:

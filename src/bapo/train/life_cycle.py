@@ -97,6 +97,9 @@ class Job(ABC):
     def notes(self) -> list[str]:
         """What a person should know before training begins."""
 
+    def watched(self, log: Log) -> None:  # noqa: B027 - most jobs have nothing to do
+        """Called when there is somewhere to report to, before anything is done."""
+
     @abstractmethod
     def advance(self, log: Log) -> None:
         """Take one step and log it."""
@@ -187,27 +190,33 @@ def resume(
             team.lead(run.clear)
             job = ending.enter_context(closing(_made(make, wanted, team)))
             run.write(CONFIG, wanted.model_dump(mode="json"))
-            return _begin(job, run, team, plain=plain)
+            return _begin(job, run, team, plain=plain, notes=["there is no checkpoint yet, so the run begins anew"])
         continued = team.lead(lambda: examine(run, wanted, source))
         if flaw is not None:
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
-        state = checkpoint.load(continued.source, job.learner, team=team)
-        job.restore(state, path)
-        _check_length(job, continued.source)
-        team.lead(lambda: _go_back(run, wanted, continued, state))
-        job.resumed(path)
-        team.lead(lambda: _record(run, job, "resume", continued))
-        return _live(job, run, team, plain=plain, notes=continued.notes, ranks_before=state.get("ranks", 1))
+        with _watched(job, run, team, plain=plain) as log:
+            state = checkpoint.load(continued.source, job.learner, team=team)
+            job.restore(state, path)
+            _check_length(job, continued.source)
+            team.lead(lambda: _go_back(run, wanted, continued, state))
+            job.resumed(path)
+            team.lead(lambda: _record(run, job, "resume", continued))
+            where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
+            notes = [*continued.notes, *team_notes(team, state.get("ranks", 1)), f"resumed {where}"]
+            summary = _live(job, log, team, notes)
+        return _shown(job, run, team, summary)
 
 
-def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None) -> Summary:
+def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, notes: Sequence[str] = ()) -> Summary:
     """Train from the beginning, in a directory that holds nothing but the configuration."""
     run.id = team.lead(history.new_id)
     for name, value in job.files().items():
         run.write(name, value)
     team.lead(lambda: _record(run, job, "start"))
-    return _live(job, run, team, plain=plain)
+    with _watched(job, run, team, plain=plain) as log:
+        summary = _live(job, log, team, [*notes, *team_notes(team, None)])
+    return _shown(job, run, team, summary)
 
 
 def _check_length(job: Job, source: Path) -> None:
@@ -259,43 +268,46 @@ def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:
         raise ConfigError(str(error)) from error
 
 
-def _live(
-    job: Job,
-    run: RunDirectory,
-    team: Team,
-    *,
-    plain: bool | None,
-    notes: Sequence[str] = (),
-    ranks_before: int | None = None,
-) -> Summary:
+@contextmanager
+def _watched(job: Job, run: RunDirectory, team: Team, *, plain: bool | None) -> Iterator[Log]:
+    """Open the screen, and let the job report there from now on."""
     title = f"{job.title()} · {job.config.model.path} · {run.path}"
-    stopping: list[str] = []
-    stopped = False
     with _view(job, title, team, plain=plain) as view:
         log = Log(run, view)
-        for note in (*job.notes(), *notes, *team_notes(team, ranks_before)):
-            view.note(note)
-        if job.done == 0:
-            _save(job, run, team)
-            job.measure(log, "before")
-        else:
-            view.note(f"resumed after {job.unit} {job.done}")
-        with _stop_on_signal(stopping, team):
-            while job.done < job.total and not stopped:
-                job.advance(log)
-                last = job.done == job.total
-                if job.measure_every and job.done % job.measure_every == 0 and not last:
-                    job.measure(log, "during")
-                stopped = team.any(bool(stopping))
-                if job.done % job.config.checkpoint_every == 0 or last or stopped:
-                    _save(job, run, team)
-        if stopped:
-            raise Interrupted(
-                f"stopped after {job.unit} {job.done}, which was saved. Continue with: {team.command} resume {run.path}"
-            )
-        job.measure(log, "after")
-        job.export(run.path, UNFINISHED_CARD, team)
-        summary = team.lead(lambda: _summarized(job, run))
+        job.watched(log)
+        yield log
+
+
+def _live(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
+    """Everything that is left to do, from the present state to the summary."""
+    run = log.run
+    stopping: list[str] = []
+    stopped = False
+    for note in (*job.notes(), *notes):
+        log.view.note(note)
+    if job.done == 0:
+        _save(job, run, team)
+        job.measure(log, "before")
+    with _stop_on_signal(stopping, team):
+        while job.done < job.total and not stopped:
+            job.advance(log)
+            last = job.done == job.total
+            if job.measure_every and job.done % job.measure_every == 0 and not last:
+                job.measure(log, "during")
+            stopped = team.any(bool(stopping))
+            if job.done % job.config.checkpoint_every == 0 or last or stopped:
+                _save(job, run, team)
+    if stopped:
+        raise Interrupted(
+            f"stopped after {job.unit} {job.done}, which was saved. Continue with: {team.command} resume {run.path}"
+        )
+    job.measure(log, "after")
+    job.export(run.path, UNFINISHED_CARD, team)
+    return team.lead(lambda: _summarized(job, run))
+
+
+def _shown(job: Job, run: RunDirectory, team: Team, summary: Summary) -> Summary:
+    """The summary, after it was printed below the screen."""
     if team.leads:
         job.show(summary, run.path)
         print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")

@@ -12,7 +12,8 @@ model/           the trained model, in transformers format, with a card
 adapter/         the low-rank additions alone, in peft's format, if they were trained
 summary.json     evaluation before and after; written last, so its presence means the run is complete
 model.sha256     the checksums of the trained model, for `sha256sum --check`
-history.jsonl    each start and resume: the run's identity, changed settings, threads and versions
+history.jsonl    each start and resume: the run's identity, changed settings, threads and versions; on a cluster, each
+                 restart of an actor
 lock             held by the process at work
 """
 
@@ -104,6 +105,11 @@ class Training(Job):
         """See `Job.notes`."""
         return self.parts.notes
 
+    def watched(self, log: Log) -> None:
+        """See `Job.watched`."""
+        if self.asynchronous is not None:
+            self.asynchronous.watched(log.view, log.run.path)
+
     def advance(self, log: Log) -> None:
         """See `Job.advance`."""
         if self.asynchronous is None:
@@ -167,7 +173,6 @@ class Training(Job):
     def _evaluate(self, log: Log, problems: int, temperature: float) -> dict[str, Any]:
         config, parts = self.config, self.parts
         if self.asynchronous is not None:
-            self.asynchronous.tell(log.view)
             self.asynchronous.pause()
         greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
         load_weights(parts)
@@ -213,8 +218,8 @@ class Training(Job):
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
         self.run_state = RunState(**state["progress"])
-        self.asynchronous = _asynchronous(self.parts, self.run_state)
         if self.asynchronous is not None:
+            self.asynchronous.state = self.run_state
             self.asynchronous.load_state_dict(state["waiting"])
 
     def resumed(self, path: Path) -> None:
@@ -222,7 +227,7 @@ class Training(Job):
         if not (path / LEDGER).exists():  # of a version that had none
             return
         lines, parts = read_ledger(path), self.parts
-        wrong = balance(lines, max_staleness=self.config.offpolicy.max_staleness).wrong
+        wrong = [*map(str, balance(lines, max_staleness=self.config.offpolicy.max_staleness).wrong)]
         waiting = set() if self.asynchronous is None else self.asynchronous.waiting
         for state, ids in (
             ("admitted", {group.id for group in parts.scheduler.in_progress}),
@@ -264,6 +269,7 @@ class Training(Job):
         before, after = full[:asked], full[-asked:]
         others = zip(config.eval.also_at, before[1:], after[1:], strict=True)
         staleness = [line["staleness_max"] for line in lines if line["kind"] == "update"]
+        restarts = {} if self.asynchronous is None else {"restarts": self.asynchronous.restarts()}
         return {
             "before": before[0],
             "after": after[0],
@@ -271,11 +277,12 @@ class Training(Job):
             "updates": len(staleness),
             "skipped": sum(line["kind"] == "skipped" for line in lines),
             "staleness_max": max(staleness, default=0.0),
-        }
+        } | restarts
 
     def _balance(self, path: Path) -> str:
         bound = self.config.offpolicy.max_staleness
-        return balance(read_ledger(path), max_staleness=bound, ended=True, all_used=self.config.cluster.on).line()
+        found = balance(read_ledger(path), max_staleness=bound, ended=True, all_used=self.config.cluster.on)
+        return found.line() + (f" (`bapo ledger {path}` lists them)" if found.wrong else "")
 
     def card(self, summary: Summary) -> str:
         """See `Job.card`."""
@@ -298,6 +305,8 @@ class Training(Job):
         )
         if summary["skipped"]:
             print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
+        if "restarts" in summary:
+            print(f"restarts: {_restarts(summary['restarts'])}")
         if (path / LEDGER).exists():
             print(f"ledger: {self._balance(path)}")
 
@@ -322,6 +331,14 @@ def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> l
     """The text of a response, cut where the version of the policy changes: (version, text) in order."""
     tagged = groupby(zip(trajectory.versions, trajectory.tokens, strict=True), key=lambda pair: pair[0])
     return [(version, decode([token for _, token in pairs])) for version, pairs in tagged]
+
+
+def _restarts(counts: dict[str, int]) -> str:
+    """How often actors of the cluster were restarted, in words."""
+    if not counts:
+        return "none"
+    times = ", ".join(f"{who} {count} time{'s' * (count != 1)}" for who, count in counts.items())
+    return f"{times}; history.jsonl says when and why"
 
 
 def _why_no_update(config: Config, after: dict[str, Any]) -> str:
