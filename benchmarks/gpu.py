@@ -185,6 +185,7 @@ def our_learners(options: argparse.Namespace) -> dict[str, tuple[bool, dict[str,
         "ours, layers recomputed": (True, {"activation_checkpointing": True}),
     }
     if options.device == "cuda":
+        learners["ours, states on the host"] = True, {"activation_checkpointing": True, "offload_optimizer": True}
         learners["ours, transformers' layers"] = False, {}
         learners["the same, compiled"] = False, {"compile": True}
     return {name: how for name, how in learners.items() if name in (options.ours or learners)}
