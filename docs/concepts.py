@@ -32,13 +32,16 @@ def lines_of(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def rule(plot: Plot, y: float, words: str, *, left: bool = False) -> str:
-    """A dashed horizontal line, and what it is."""
+def rule(plot: Plot, y: float, words: str, *, place: float = 1.0) -> str:
+    """A dashed horizontal line, and what it is: at the left (0), at the right (1), or beside the plot (above 1)."""
     start, height = plot.place((plot.x[0], y))
-    end = plot.left + plot.width
-    across = f'x1="{start:.1f}" x2="{end:.1f}" y1="{height:.1f}" y2="{height:.1f}"'
-    return f'<line {across} stroke="{GREY}" stroke-dasharray="5 4"/>' + (
-        text(start + 4, height - 6, words, "tick") if left else text(end - 4, height - 6, words, "tick", "end")
+    end = start + plot.width
+    ends = f'x1="{start:.1f}" x2="{end:.1f}" y1="{height:.1f}" y2="{height:.1f}"'
+    line = f'<line {ends} stroke="{GREY}" stroke-dasharray="5 4"/>'
+    if place > 1:
+        return line + text(end + 6, height + 4, words, "tick")
+    return line + (
+        text(start + 4, height - 6, words, "tick") if place == 0 else text(end - 4, height - 6, words, "tick", "end")
     )
 
 
@@ -65,6 +68,10 @@ def staleness_picture(run: Path) -> str:
                     f'<rect x="{x:.1f}" y="{y:.1f}" width="{width - 0.6:.1f}" height="{height - 0.6:.1f}" '
                     f'fill="{BLUE}" opacity="{shade:.2f}"/>'
                 )
+    last = len(updates[0]["staleness_histogram"]) - 1
+    parts = [
+        part.replace(f">{last}</text>", f">{last}+</text>") if 'text-anchor="end"' in part else part for part in parts
+    ]
     parts.append(rule(plot, float(bound), f"the promise: nothing older than {bound} updates"))
     return picture(322, "Age of the tokens of each update of a run with reuse, replay and parking", parts)
 
@@ -112,7 +119,7 @@ def bounds_picture(run: Path) -> str:
     for row, (title, curves) in enumerate(drawn.items()):
         values = [update[key] for key, _, _ in curves for update in updates]
         reach, y_ticks = nice_range([*values, 0.4] if row == 0 else values)
-        plot = Plot(56, 44 + 226 * row, 720, 140, (0.0, end), reach)
+        plot = Plot(56, 44 + 226 * row, 690, 140, (0.0, end), reach)
         parts += plot.frame(title, "update", ticks, y_ticks)
         for place, (key, name, color) in enumerate(curves):
             parts.append(plot.line([(number, update[key]) for number, update in enumerate(updates, 1)], color))
@@ -120,7 +127,7 @@ def bounds_picture(run: Path) -> str:
             parts.append(f'<line x1="{x}" x2="{x + 18}" y1="{y}" y2="{y}" stroke="{color}" stroke-width="3"/>')
             parts.append(text(x + 24, y + 4, name, "label"))
         if row == 0:
-            parts.append(rule(plot, 0.4, "target 0.4"))
+            parts.append(rule(plot, 0.4, "target", place=2))
     return picture(456, "The share of positive tokens and BAPO's bounds over the updates of a run", parts)
 
 
@@ -148,7 +155,7 @@ def passes_picture() -> str:
     places = {float(place): f"{number}×" for place, number in enumerate(PASSES)}
     frame = plot.frame("", "passes over each sampled response (learning rate 1e-4)", places, [0.4, 0.5, 0.6, 0.7])
     parts += [re.sub(r">0\.(\d)<", r">\g<1>0%<", part) for part in frame]
-    parts.append(rule(plot, before, f"before training: {before:.0%}", left=True))
+    parts.append(rule(plot, before, f"before training: {before:.0%}", place=0))
     for objective, (name, color) in OBJECTIVES.items():
         scores = [rows[f"{number}x-1e-4", objective if number != "1" else "either"] for number in PASSES]
         parts.append(plot.line([(float(x), middle) for x, (middle, _) in enumerate(scores)], color))
