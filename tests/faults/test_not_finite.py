@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from bapo.cli import run
 from bapo.learn.learner import Learner
+from bapo.runs import ledger
 from bapo.runs.read import Run, read_run
 from bapo.train.run import resume
 
@@ -56,12 +57,22 @@ def test_a_run_goes_on_after_skipped_updates_and_is_resumed_bit_for_bit(tmp_path
     found = read_run(tmp_path / "run")
     assert isinstance(found, Run)
     assert (len(found.updates), len(found.skipped), found.summary["skipped"]) == (3, 3, 3)
+    trained = [line for line in ledger.read(tmp_path / "run") if line["event"] == "trained"]
+    # three passes over each of two rollouts, of one update each; those at 1, 2 and 4 use nothing
+    assert [(line["version"], set(line["uses"])) for line in trained] == [
+        *((0, {0}), (1, {1}), (2, {1})),
+        *((3, {0}), (4, {1}), (5, {1})),
+    ]
+    balanced = ledger.of_run(tmp_path / "run")
+    assert balanced.wrong == []
+    assert balanced.uses == sum(len(line["groups"]) for line in trained if line["version"] in (0, 3, 5))
     shutil.copytree(tmp_path / "run", tmp_path / "again")
     for done in ("model", "checkpoints/step-000002"):
         shutil.rmtree(tmp_path / "again" / done)
     (tmp_path / "again/summary.json").unlink()
     resume(tmp_path / "again")
-    assert (tmp_path / "again/metrics.jsonl").read_text() == (tmp_path / "run/metrics.jsonl").read_text()
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "run" / name).read_text()
     one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "again"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -2,12 +2,13 @@
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.processes import in_ranks
-from tests.sharded import groups, joined, leave, sharded
+from tests.sharded import alone, groups, joined, leave, overflowing, sharded
 
 PATIENCE = 50.0  # seconds; a rank that waits for its end has failed the test
 
@@ -63,6 +64,31 @@ def spoiled_weight(rank, directory):
 def test_ranks_skip_an_update_together(tmp_path):
     in_ranks(spoiled_weight, 2, str(tmp_path))
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def overflowing_response(rank, directory):
+    """A response in the part of one rank is too much for float32: both skip the update, and say the same about it."""
+    ranks = joined(rank, 2, directory, patience=PATIENCE)
+    learner = sharded(ranks)
+    learner.settings = replace(learner.settings, advantages="dr_grpo")
+    before = learner.fingerprint()
+    update = learner.step(overflowing())
+    assert learner.version == update.version == 1
+    assert learner.fingerprint() == before
+    Path(directory, f"{rank}.txt").write_text(f"{update.metrics} {update.skipped.cause}")
+    assert learner.step(groups()).skipped is None
+    leave(ranks)
+
+
+def test_ranks_agree_on_an_update_that_only_one_of_them_cannot_take(tmp_path):
+    in_ranks(overflowing_response, 2, str(tmp_path))
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert "the gradient norm is inf although all log-probs are finite" in told[0]
+    learner = alone()
+    learner.settings = replace(learner.settings, advantages="dr_grpo")
+    single = learner.step(overflowing())
+    assert told[0].startswith(str(single.metrics))
 
 
 def failing_pass(rank, directory):

@@ -5,7 +5,8 @@ skipped: weights and moments stay as they are, bit for bit.
 
 A skipped update counts as a version. Its draw from the buffer has happened, and the schedule of learning rates, the
 batches of demonstrations, the ledger and checkpoints all count by versions; so a resumed run needs to know nothing
-else. Tokens count as one update older than they are, which is the safe side of the staleness bound.
+else. Tokens count as one update older than they are, which is the safe side of the staleness bound. It does not count
+as a use of its tokens, because they moved nothing.
 
     CPU             log-probs are looked at before they enter the loss, which would refuse them
     accelerators    a bad log-prob makes loss and gradient norm NaN; the host reads both anyway, before the step

@@ -196,16 +196,20 @@ def resume(
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
         with _watched(job, run, team, plain=plain) as log:
-            state = checkpoint.load(continued.source, job.learner, team=team)
-            job.restore(state, path)
-            _check_length(job, continued.source)
-            team.lead(lambda: _go_back(run, wanted, continued, state))
-            job.resumed(path)
-            team.lead(lambda: _record(run, job, "resume", continued))
-            where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
-            notes = [*continued.notes, *team_notes(team, state.get("ranks", 1)), f"resumed {where}"]
-            summary = _live(job, log, team, notes)
+            summary = _live(job, log, team, _restored(job, run, team, continued))
         return _shown(job, run, team, summary)
+
+
+def _restored(job: Job, run: RunDirectory, team: Team, continued: Continued) -> list[str]:
+    """Take the job and its directory back to a checkpoint. Returns what a person should know about that."""
+    state = checkpoint.load(continued.source, job.learner, team=team)
+    job.restore(state, run.path)
+    _check_length(job, continued.source)
+    team.lead(lambda: _go_back(run, job.config, continued, state))
+    job.resumed(run.path)
+    team.lead(lambda: _record(run, job, "resume", continued))
+    where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
+    return [*continued.notes, *team_notes(team, state.get("ranks", 1)), f"resumed {where}"]
 
 
 def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, notes: Sequence[str] = ()) -> Summary:

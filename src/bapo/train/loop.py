@@ -143,5 +143,8 @@ def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
             tell(Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens))
         if isinstance(groups := parts.buffer.draw(version=parts.learner.version), NoBatch):
             return
-        yield (update := parts.learner.step(groups))
+        update = parts.learner.step(groups)
+        if update.skipped is not None:
+            parts.buffer.skipped(groups)
+        yield update
         updates, tokens = updates + 1, tokens + update.tokens
