@@ -1,6 +1,10 @@
 """The life of a run, whatever it trains: start, resume, save, stop, summarise.
 
-    measure, save; then step after step: log, measure now and then, save now and then; measure, export, summarise
+    save, measure; then step after step: log, measure now and then, save now and then; measure, export, summarise
+
+A job may put the first measurement off until the first step is taken, so that a person sees a step soon. It then
+measures what it has set aside. In the logs the measurement comes first all the same, and until it is there nothing of
+the first step is saved: a run that is killed in between begins again.
 
 The `Job` decides what a step is, what is measured and what a checkpoint must keep besides the learner. It is either
 reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every `checkpoint_every`
@@ -17,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -59,6 +63,18 @@ class Log:
         for line in lines:
             check_declared(line)
         self.run.append("metrics.jsonl", *lines)
+
+
+@dataclass(frozen=True)
+class _Held(Log):
+    """Keeps the lines of metrics.jsonl until others, which belong before them, are written."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def metrics(self, *lines: dict[str, Any]) -> None:
+        for line in lines:
+            check_declared(line)
+        self.lines.extend(lines)
 
 
 class Job(ABC):
@@ -107,6 +123,13 @@ class Job(ABC):
     @abstractmethod
     def measure(self, log: Log, when: When) -> None:
         """Measure how good the model is now and log it."""
+
+    def put_off(self) -> Callable[[Log], None] | None:
+        """Set aside what a measurement before training needs. Returns what measures it after the first step.
+
+        None: there is nothing to gain, or it cannot be set aside, so measure before the first step.
+        """
+        return None
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -289,12 +312,19 @@ def _live(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
     stopped = False
     for note in (*job.notes(), *notes):
         log.view.note(note)
+    measure_first = None
     if job.done == 0:
         _save(job, run, team)
-        job.measure(log, "before")
+        measure_first = job.put_off()
+        if measure_first is None:
+            job.measure(log, "before")
     with _stop_on_signal(stopping, team):
         while job.done < job.total and not stopped:
-            job.advance(log)
+            if measure_first is None:
+                job.advance(log)
+            else:
+                _advance_first(job, log, measure_first)
+                measure_first = None
             last = job.done == job.total
             if job.measure_every and job.done % job.measure_every == 0 and not last:
                 job.measure(log, "during")
@@ -316,6 +346,16 @@ def _shown(job: Job, run: RunDirectory, team: Team, summary: Summary) -> Summary
         job.show(summary, run.path)
         print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
     return summary
+
+
+def _advance_first(job: Job, log: Log, measure: Callable[[Log], None]) -> None:
+    """Take the first step, and log it after the measurement of what was there before it."""
+    held = _Held(log.run, log.view)
+    try:
+        job.advance(held)
+        measure(log)
+    finally:
+        log.metrics(*held.lines)
 
 
 def _view(job: Job, title: str, team: Team, *, plain: bool | None) -> View:

@@ -19,8 +19,9 @@ lock             held by the process at work
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from bapo.evaluate import evaluate
 from bapo.learn.learner import Update
 from bapo.models import prompt_text
 from bapo.rollout.engine import Sampling
+from bapo.rollout.local.engine import LocalEngine
 from bapo.runs.ledger import FILE as LEDGER
 from bapo.runs.ledger import balance, in_state
 from bapo.runs.ledger import read as read_ledger
@@ -47,6 +49,8 @@ from bapo.train.team import ALONE, Team
 from bapo.types import Group, Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bapo.train.async_loop import AsyncLoop
 
 SELDOM = 0.02
@@ -162,20 +166,41 @@ class Training(Job):
     def measure(self, log: Log, when: When) -> None:
         """During training, evaluate on a quarter of the problems; before and after, on all, at every temperature."""
         config = self.config.eval
-        if when == "during":
-            found = self._evaluate(log, max(1, config.problems // 4), config.temperature)
-            log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
-            return
-        log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
-        for temperature in (config.temperature, *config.also_at):
-            self._evaluate(log, config.problems, temperature)
-
-    def _evaluate(self, log: Log, problems: int, temperature: float) -> dict[str, Any]:
-        config, parts = self.config, self.parts
         if self.asynchronous is not None:
             self.asynchronous.pause()
+        load_weights(self.parts)
+        if when == "during":
+            found = self._evaluate(log, max(1, config.problems // 4), config.temperature, step=self.done)
+            log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
+        else:
+            self._evaluate_fully(log, when, step=self.done)
+
+    def put_off(self) -> Callable[[Log], None] | None:
+        """See `Job.put_off`. On a CPU an evaluation takes long, and one more copy of the weights is cheap."""
+        if self.config.device != "cpu" or not isinstance(self.parts.engine, LocalEngine):
+            return None
+        model: Any = self.policy.model
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        aside = {name: weight.clone() for name, weight in self.learner.weights() if name in trained}
+        return partial(self._evaluate_initial, aside)
+
+    def _evaluate_initial(self, aside: dict[str, Tensor], log: Log) -> None:
+        """Evaluate the weights that were set aside, and then put those of now back."""
+        learner, engine = self.learner, self.parts.engine
+        engine.load(_exchanged(learner.weights(), aside), version=0)
+        self._evaluate_fully(log, "before", step=0)
+        engine.load(_exchanged(learner.weights(), aside), version=learner.version)
+
+    def _evaluate_fully(self, log: Log, when: When, *, step: int) -> None:
+        config = self.config.eval
+        log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
+        for temperature in (config.temperature, *config.also_at):
+            self._evaluate(log, config.problems, temperature, step=step)
+
+    def _evaluate(self, log: Log, problems: int, temperature: float, *, step: int) -> dict[str, Any]:
+        """Evaluate the weights that the engine has: those after this step."""
+        config, parts = self.config, self.parts
         greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
-        load_weights(parts)
         with log.view.doing("evaluating") as tell:
             result = evaluate(
                 parts.engine,
@@ -189,8 +214,8 @@ class Training(Job):
                 tell=tell,
             )
         if result.failures == result.problems * result.k:
-            raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {self.done}")
-        line = {"kind": "eval", "step": self.done, "version": self.learner.version}
+            raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {step}")
+        line = {"kind": "eval", "step": step, "version": parts.engine.version}
         line |= result.summary() | {"eval/problems": result.problems, "eval/temperature": temperature}
         log.metrics(line)
         return line
@@ -309,6 +334,20 @@ class Training(Job):
             print(f"restarts: {_restarts(summary['restarts'])}")
         if (path / LEDGER).exists():
             print(f"ledger: {self._balance(path)}")
+
+
+def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights that are aside in place of those of now, for an engine that shares its weights with the learner.
+
+    When a weight has been loaded, the one of now is aside in its stead. So there is never more than one copy.
+    """
+    for name, weight in weights:
+        if name not in aside:
+            yield name, weight
+            continue
+        now = weight.clone()
+        yield name, aside[name]
+        aside[name] = now
 
 
 def _asynchronous(parts: Parts, state: RunState) -> AsyncLoop | None:
