@@ -50,9 +50,18 @@ class LearnerSettings:
     """How many ages have their own bin in the staleness histogram. Older tokens share the last bin."""
     compile: bool = False
     """Whether torch compiles the layers."""
+    anchor_limit: float = 0.2
+    """The largest mean gap between both log-probs of fresh tokens, in nats, with which an update is taken."""
+    kept_caches: bool = False
+    """Whether responses that go on under newer weights keep the keys and values of older ones."""
 
     def __post_init__(self) -> None:
-        for name, most in {"lr": MOST_LR, "clip_norm": MOST_CLIP_NORM, "temperature": math.inf}.items():
+        for name, most in {
+            "lr": MOST_LR,
+            "clip_norm": MOST_CLIP_NORM,
+            "temperature": math.inf,
+            "anchor_limit": math.inf,
+        }.items():
             value = getattr(self, name)
             if not (0 < value <= most and math.isfinite(value)):
                 bound = "" if math.isinf(most) else f" and at most {most:g}"

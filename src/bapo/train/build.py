@@ -236,6 +236,8 @@ def learner_settings(config: Config) -> LearnerSettings:
         warmup_updates=learn.warmup_updates,
         total_updates=config.steps * config.updates_per_step,
         ess_reference=learn.ess_reference,
+        anchor_limit=learn.anchor_limit,
+        kept_caches=config.offpolicy.partial_cache == "keep",
     )
 
 
