@@ -47,7 +47,7 @@ def other_beginnings(logits, random):
 
 
 FAULTS = {
-    "temperature": (lambda logits, random: logits / 0.7, "about 0.7 times"),
+    "temperature": (lambda logits, random: logits / 0.9, "about 0.9 times"),
     "truncation": (top(8), "never lower"),
     "prompt": (other_beginnings, "the first 4 tokens"),
     "rounding": (lambda logits, random: logits + random.normal(0, 0.06, logits.shape), "16-bit"),

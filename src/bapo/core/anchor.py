@@ -33,7 +33,7 @@ from torch import Tensor
 FEWEST = 64
 """With fewer fresh tokens, nothing is said: a mean over them is mostly chance."""
 NEGATIVE, ONE_SIDED = 0.02, 0.8
-"""Truncation: the share of gaps that may be clearly below 0, and how much of their mean size their mean must be."""
+"""Truncation: the share of clear gaps that may be below 0, and how much of the mean size of gaps their mean must be."""
 STRAIGHT, ALIKE = 0.6, 0.85
 """Temperature: the share of the squared gaps that it must explain, and the correlation of both log-probs. Trials: above
 0.64 and 0.88. Other causes that reach the share, because the policies have little in common, correlate below 0.4."""
@@ -118,7 +118,7 @@ def _truncation(pairs: Pairs, noise: float) -> str | None:
     """Gaps of one sign."""
     gaps = pairs.gaps
     mean, size = float(gaps.mean()), float(gaps.abs().mean())
-    if mean < ONE_SIDED * size or float((gaps < -2 * noise).double().mean()) > NEGATIVE:
+    if mean < ONE_SIDED * size or (gaps < -2 * noise).sum() > NEGATIVE * (gaps.abs() > 2 * noise).sum():
         return None
     kept = math.exp(-float(gaps.quantile(0.99)))
     return (

@@ -192,6 +192,7 @@ def resume(
         if flaw is not None:
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
+        _check_vocabulary(job, checkpoint.read_state(continued.source), path)
         state = checkpoint.load(continued.source, job.learner, team=team)
         job.restore(state, path)
         _check_length(job, continued.source)
@@ -208,6 +209,17 @@ def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None) -> Su
         run.write(name, value)
     team.lead(lambda: _record(run, job, "start"))
     return _live(job, run, team, plain=plain)
+
+
+def _check_vocabulary(job: Job, state: dict[str, Any], path: Path) -> None:
+    """Refuse a model that reads and writes text in other tokens. An earlier version kept nothing to compare."""
+    before = state.get("vocabulary")
+    if before is not None and before != job.policy.vocabulary():
+        raise CheckpointError(
+            f"model.path={job.config.model.path!r} has another tokenizer, chat template or stop token than {path} was "
+            "trained with, so its tokens would mean something else. Nothing was changed. Put the files of the tokenizer "
+            "back, or start a new run."
+        )
 
 
 def _check_length(job: Job, source: Path) -> None:
@@ -314,7 +326,7 @@ def _save(job: Job, run: RunDirectory, team: Team) -> None:
     run.flush()
     state = job.state()
     check_alike(state, team, f"after {job.unit} {job.done}")
-    state |= {"run": run.id} | run.logged()
+    state |= {"run": run.id, "vocabulary": job.policy.vocabulary()} | run.logged()
     config, keep = job.config.model_dump(mode="json"), job.config.checkpoint_keep
     place = run.path / "checkpoints"
     job.saved(checkpoint.save(place, job.done, job.learner, state, config=config, keep=keep, team=team))
