@@ -217,7 +217,7 @@ def _check_vocabulary(job: Job, state: dict[str, Any], path: Path) -> None:
     if before is not None and before != job.policy.vocabulary():
         raise CheckpointError(
             f"model.path={job.config.model.path!r} has another tokenizer, chat template or stop token than {path} was "
-            "trained with, so its tokens would mean something else. Nothing was changed. Put the files of the tokenizer "
+            "trained with, so its tokens would mean something else. Nothing was changed. Put the tokenizer's files "
             "back, or start a new run."
         )
 
