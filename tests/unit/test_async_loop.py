@@ -105,6 +105,7 @@ def made(monkeypatch, *, ahead, staleness, length, steps=12, updates=2, lag=lamb
         cluster=SimpleNamespace(ahead=ahead),
         offpolicy=SimpleNamespace(max_staleness=staleness),
         rollout=SimpleNamespace(prompts=PROMPTS, responses=RESPONSES),
+        learn=SimpleNamespace(skip_limit=3),
     )
     task = SimpleNamespace(scores=lambda asked: [Score(float(place % 2)) for place in range(len(asked))])
     parts = SimpleNamespace(
