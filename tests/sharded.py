@@ -39,6 +39,7 @@ CASES = {
     "biased, untied": (SETTINGS, lambda: tiny("qwen2")),
     "low rank": (replace(SETTINGS, activation_checkpointing=True), with_lora),
     "gspo": (replace(SETTINGS, objective="gspo", clip=ClipSettings()), tiny),
+    "limited": (replace(SETTINGS, anchor_limit=0.2), tiny),
     "bfloat16": (SETTINGS, lambda: tiny(tie_word_embeddings=True).bfloat16()),
     "low rank, bfloat16": (SETTINGS, lambda: with_lora(torch.bfloat16)),
 }

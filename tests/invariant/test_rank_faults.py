@@ -1,14 +1,16 @@
 """An error on one rank ends the update on all of them at once, with an error that says whose it was."""
 
+import json
 import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.processes import in_ranks
-from tests.sharded import alone, groups, joined, leave, overflowing, sharded
+from tests.sharded import alone, groups, joined, leave, overflowing, sharded, weights
 
 PATIENCE = 50.0  # seconds; a rank that waits for its end has failed the test
 
@@ -89,6 +91,31 @@ def test_ranks_agree_on_an_update_that_only_one_of_them_cannot_take(tmp_path):
     learner.settings = replace(learner.settings, advantages="dr_grpo")
     single = learner.step(overflowing())
     assert told[0].startswith(str(single.metrics))
+
+
+def drifted(rank, directory):
+    """Nothing sampled these tokens, so the log-probs that stand with them are far from the learner's."""
+    ranks = joined(rank, 2, directory, patience=PATIENCE)
+    learner = sharded(ranks, "limited")
+    before = weights(learner)
+    update = learner.step(groups())
+    assert learner.version == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
+    kept = {name: tensor.tolist() for name, tensor in update.skipped.tokens.items()}
+    Path(directory, f"{rank}.json").write_text(json.dumps([update.drift, update.metrics, kept]))
+    leave(ranks)
+
+
+def test_ranks_refuse_an_update_together_and_say_what_one_process_says(tmp_path):
+    in_ranks(drifted, 2, str(tmp_path))
+    ours, theirs = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert ours == theirs
+    expected = alone("limited").step(groups())
+    assert expected.skipped.drifted
+    words, metrics, kept = ours
+    assert words == expected.drift
+    assert metrics == pytest.approx(expected.metrics, rel=1e-5)
+    assert sorted(kept["targets"]) == sorted(expected.skipped.tokens["targets"].tolist())
 
 
 def failing_pass(rank, directory):

@@ -101,7 +101,7 @@ def test_groups_that_grow_too_old_are_not_told_as_learned():
     old, new = counts
     parts.learner.version = 1
     parts.buffer.add(rollout, version=1)
-    assert len(list(learn(parts, told.append))) == 2
+    assert len(list(learn(parts, RunState(), told.append))) == 2
     assert parts.buffer.metrics().lost_fresh == old > 0
     everything = 2 * (old + new)
     assert [(t.groups, t.asked) for t in told] == [

@@ -112,6 +112,7 @@ def made(
         cluster=SimpleNamespace(ahead=ahead),
         offpolicy=SimpleNamespace(max_staleness=staleness),
         rollout=SimpleNamespace(prompts=PROMPTS, responses=RESPONSES),
+        learn=SimpleNamespace(skip_limit=3),
     )
     task = SimpleNamespace(scores=lambda asked: [Score(float(place % 2)) for place in range(len(asked))])
     parts = SimpleNamespace(

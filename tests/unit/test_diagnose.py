@@ -207,6 +207,7 @@ BROKEN = {
     "idle_responses": changed(CLEAN, "advantages", CLEAN.sequence_ids % 3 == 0, 0.0),
     "varying_advantages": changed(CLEAN, "advantages", FEW, 0.5),
     "engine_mismatch": replace(CLEAN, anchor=CLEAN.anchor + 0.15 * np.sin(TOKENS).astype(np.float32)),
+    "fresh_mismatch": replace(CLEAN, fresh=CLEAN.sequence_ids % 2 == 0),
     "copied_anchor": replace(CLEAN, anchor=CLEAN.behavior_logprobs),
     "future_versions": changed(CLEAN, "staleness", FEW, -1),
     "few_responses": replace(only(batch(seed=9, positives=0.25), 63)),

@@ -231,11 +231,21 @@ def edited(run, name, change):
 
 def test_a_run_whose_settings_are_not_finite_is_named_with_the_key(compared, tmp_path, capsys):
     run = shutil.copytree(compared / "reuse-2/grpo/seed-0", tmp_path / "run")
-    edited(run, "config.json", lambda config: config["learn"].update(clip_norm=inf))
+    edited(run, "config.json", lambda config: config["learn"].update(lr=inf))
     assert cli(["report", str(run)]) == 2
     told = capsys.readouterr().err
     assert str(run) in told
-    assert "clip_norm" in told
+    assert "learn.lr" in told
+
+
+def test_a_run_of_a_time_when_a_clip_norm_could_be_infinite_is_read(compared, tmp_path):
+    run = shutil.copytree(compared / "reuse-2/grpo/seed-0", tmp_path / "run")
+    edited(run, "config.json", lambda config: config["learn"].update(clip_norm=inf))
+    assert "Infinity" in (run / "config.json").read_text()
+    found = read_run(run)
+    assert isinstance(found, Run)
+    assert found.config["learn"]["clip_norm"] == 1e15
+    write_report([run], tmp_path / "r.html")
 
 
 @pytest.mark.parametrize(

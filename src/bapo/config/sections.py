@@ -276,6 +276,10 @@ class LearnConfig(Section):
     """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)), as VCPO does with 1. ESS is the
     effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
     skip_limit: SkipLimit = 3
+    anchor_limit: float = Field(0.2, gt=0)
+    """Tokens that the present weights sampled have two log-probs, the sampler's and the learner's. If their mean
+    difference in an update is above this, in nats, the run stops: the ratios would mean nothing. Smaller differences
+    that rounding does not explain are reported once."""
     micro_tokens: MicroTokens = 16384
     activation_checkpointing: ActivationCheckpointing = False
     compile: Compile = False

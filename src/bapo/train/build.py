@@ -238,6 +238,8 @@ def learner_settings(config: Config) -> LearnerSettings:
         total_updates=config.steps * config.updates_per_step,
         ess_reference=learn.ess_reference,
         float32_head=config.model.float32_head,
+        anchor_limit=learn.anchor_limit,
+        kept_caches=config.offpolicy.partial_cache == "keep",
     )
 
 

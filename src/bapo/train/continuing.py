@@ -30,7 +30,7 @@ Kind = TypeVar("Kind", Config, SftConfig)
 MAY_CHANGE = (
     *("steps", "out", "threads", "checkpoint_every", "checkpoint_keep", "sample_every", "eval.every", "eval_every"),
     *("learn.micro_tokens", "learn.activation_checkpointing", "learn.compile", "learn.offload_optimizer"),
-    *("rollout.slots", "rollout.cache_tokens"),
+    *("rollout.slots", "rollout.cache_tokens", "learn.anchor_limit"),
     *("model.path", "task.train", "task.test", "data.sources", "data.held_out", "cluster.address"),
 )
 """Settings that may change on the way: how long, how often, where things are, and how the work is divided. Data that

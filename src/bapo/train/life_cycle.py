@@ -218,6 +218,7 @@ def resume(
         if flaw is not None:
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
+        _check_vocabulary(job, checkpoint.read_state(continued.source), path)
         with _watched(job, run, team, plain=plain) as log:
             summary = _live(job, log, team, _restored(job, run, team, continued))
         return _shown(job, run, team, summary)
@@ -244,6 +245,17 @@ def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, notes
     with _watched(job, run, team, plain=plain) as log:
         summary = _live(job, log, team, [*notes, *team_notes(team, None)])
     return _shown(job, run, team, summary)
+
+
+def _check_vocabulary(job: Job, state: dict[str, Any], path: Path) -> None:
+    """Refuse a model that reads and writes text in other tokens. An earlier version kept nothing to compare."""
+    before = state.get("vocabulary")
+    if before is not None and before != job.policy.vocabulary():
+        raise CheckpointError(
+            f"model.path={job.config.model.path!r} has another tokenizer, chat template or stop token than {path} was "
+            "trained with, so its tokens would mean something else. Nothing was changed. Put the tokenizer's files "
+            "back, or start a new run."
+        )
 
 
 def _check_length(job: Job, source: Path) -> None:
@@ -370,7 +382,7 @@ def _save(job: Job, run: RunDirectory, team: Team) -> None:
     run.flush()
     state = job.state()
     check_alike(state, team, f"after {job.unit} {job.done}")
-    state |= {"run": run.id} | run.logged()
+    state |= {"run": run.id, "vocabulary": job.policy.vocabulary()} | run.logged()
     config, keep = job.config.model_dump(mode="json"), job.config.checkpoint_keep
     place = run.path / "checkpoints"
     job.saved(checkpoint.save(place, job.done, job.learner, state, config=config, keep=keep, team=team))

@@ -30,6 +30,7 @@ from bapo.screen.watch import Learned, Tell, Watching
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.scoring import Failure, response_metrics, score, unscored
+from bapo.train.skipped import ends_run
 from bapo.types import Group
 
 
@@ -42,6 +43,7 @@ class RunState:
     owed: int = 0  # groups of the last step without a signal (filtered, dropped); the next step makes up for them
     taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
     skipped: int = 0  # updates skipped in a row, up to the last one
+    drift: str = ""  # how far sampler and learner were apart when they were first found to be, in words
     windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
 
 
@@ -92,7 +94,7 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
     state.owed = len(added.filtered) + len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
     sampled = time.perf_counter()
     with watching("learning") as tell:
-        updates = list(learn(parts, tell))
+        updates = list(learn(parts, state, tell))
     ended = time.perf_counter()
     state.step += 1
     tokens = rollout.metrics.sampled_tokens + sum(update.tokens for update in updates)
@@ -135,9 +137,9 @@ def admit(parts: Parts, state: RunState, most: int = 2) -> int:
     return count
 
 
-def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
-    """Take the updates of all passes over the groups in the buffer, and yield each one."""
-    begun, updates, tokens = parts.buffer.metrics(), 0, 0
+def learn(parts: Parts, state: RunState, tell: Tell | None) -> Iterator[Update]:
+    """Take the updates of all passes over the groups in the buffer, and yield each one, up to one that ends the run."""
+    begun, updates, tokens, in_a_row = parts.buffer.metrics(), 0, 0, state.skipped
     while True:
         if tell is not None and begun.to_visit:
             tell(Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens))
@@ -148,3 +150,6 @@ def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
             parts.buffer.skipped(groups)
         yield update
         updates, tokens = updates + 1, tokens + update.tokens
+        in_a_row = 0 if update.skipped is None else in_a_row + 1
+        if ends_run(update, in_a_row=in_a_row, limit=parts.config.learn.skip_limit):
+            return

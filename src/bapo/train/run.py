@@ -5,7 +5,7 @@ metrics.jsonl    one line per rollout, update and evaluation; a function of the 
 timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
 ledger.jsonl     what happened to every group, from its admission to its last use (bapo/runs/ledger.py)
-skipped/         the batch of the last skipped update, if the run stopped because its numbers were not finite
+skipped/         the batch of the last skipped update, if the run stopped because of it
 failures.jsonl   responses that the verifier failed on, with the cause; exists only if there are any
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format, with a card
@@ -44,7 +44,7 @@ from bapo.train.build import build
 from bapo.train.card import model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
-from bapo.train.skipped import skipped_line, stop_after
+from bapo.train.skipped import ends_run, skipped_line, stop_after
 from bapo.train.team import ALONE, Team
 from bapo.types import Group, Trajectory
 
@@ -130,6 +130,7 @@ class Training(Job):
             log.run.append("failures.jsonl", *({"step": record.step} | asdict(f) for f in record.failures))
             if "reward" not in record.rollout:
                 raise VerifierFailed(len(record.failures), record.failures[0].cause, f"of step {record.step}")
+        self._tell_of_drift(record, log)
         self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
         log.view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
@@ -143,12 +144,19 @@ class Training(Job):
         state.skipped += 1
         return skipped_line(update, step=step, in_a_row=state.skipped)
 
+    def _tell_of_drift(self, record: StepRecord, log: Log) -> None:
+        """Say once in a run that sampler and learner have drifted apart. A refused update says so itself."""
+        drifted = next((update for update in record.updates if update.drift and update.skipped is None), None)
+        if drifted is not None and not self.run_state.drift:
+            self.run_state.drift = f"update {drifted.version}: {drifted.drift}"
+            log.view.note(self.run_state.drift)
+
     def _stop_if_diverged(self, record: StepRecord, log: Log) -> None:
         learn, skipped = self.config.learn, self.run_state.skipped
         last = record.updates[-1] if record.updates else None
         if last is not None and last.skipped is not None:
             log.view.note(f"step {record.step}: {skipped} updates in a row were skipped: {last.skipped.cause}")
-            if skipped >= learn.skip_limit:
+            if ends_run(last, in_a_row=skipped, limit=learn.skip_limit):
                 stop_after(log.run, last, in_a_row=skipped, lr=learn.lr)
 
     def _log_samples(self, record: StepRecord, log: Log) -> None:
@@ -332,6 +340,8 @@ class Training(Job):
             print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
         if "restarts" in summary:
             print(f"restarts: {_restarts(summary['restarts'])}")
+        if self.run_state.drift:
+            print(f"sampler and learner differ since {self.run_state.drift}")
         if (path / LEDGER).exists():
             print(f"ledger: {self._balance(path)}")
 

@@ -128,7 +128,7 @@ class SupervisedTraining(Job):
         timing = {"seconds": seconds, "tokens_per_second": update.tokens / seconds}
         log.run.append("timing.jsonl", {"step": step} | timing)
         if self.skipped >= self.config.learn.skip_limit:
-            stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, dump=False)
+            stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, sampled=False)
         shown = {key: value for key, value in update.metrics.items() if not isinstance(value, list)}
         log.view.step(step, shown, timing)
 
