@@ -13,16 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from bapo.config.run import Config
-    from bapo.config.sft import SftConfig
-
-Schema = TypeVar("Schema", bound="BaseModel")
-Kind = TypeVar("Kind", "Config", "SftConfig")
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,7 @@ def usage() -> str:
 
 def guarded(name: str, words: list[str]) -> int:
     """Run a command; turn every error that a person can act on into one message and an exit code."""
-    from bapo.config.errors import BapoError
+    from bapo.config.errors import BapoError, UsageError
 
     command, given = COMMANDS[name], shlex.join(["bapo", name, *words])
     try:
@@ -99,7 +89,10 @@ def guarded(name: str, words: list[str]) -> int:
             print(f"usage: bapo {name} {command.usage}", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
     except BapoError as error:
-        return _fail(error.exit_code, str(error))
+        code = _fail(error.exit_code, str(error))
+        if isinstance(error, UsageError):
+            print(f"usage: bapo {name} {command.usage}", file=sys.stderr)
+        return code
     except BrokenPipeError:  # whoever reads our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -121,69 +114,21 @@ def _fail(code: int, message: str) -> int:
 
 
 def _train(words: list[str]) -> None:
-    from bapo.config.run import Config
+    from bapo.commands.training import train
 
-    config = _configured(Config, words, prog="bapo train")
-
-    from bapo.train.run import start
-
-    start(config)
+    train(words)
 
 
 def _sft(words: list[str]) -> None:
-    from bapo.config.sft import SftConfig
+    from bapo.commands.training import sft
 
-    config = _configured(SftConfig, words, prog="bapo sft")
-
-    from bapo.train.sft import start
-
-    start(config)
-
-
-def _configured(schema: type[Schema], words: list[str], *, prog: str) -> Schema:
-    """A configuration: the recipe, if the first word names one, changed by the keys that follow."""
-    from bapo.config.command_line import parse_keys
-    from bapo.config.recipe import load, parse
-
-    default = schema()
-    if words and not words[0].startswith("-"):
-        default, words = load(schema, words[0]), words[1:]
-    return parse(schema, parse_keys(default, words, prog=f"{prog} [RECIPE.toml]"), source="command line")
+    sft(words)
 
 
 def _resume(words: list[str]) -> None:
-    from bapo.config.command_line import parse_resume
-    from bapo.config.run import Config
-    from bapo.config.sft import SftConfig
-    from bapo.runs.write import RunDirectory
+    from bapo.commands.training import resume
 
-    given, keys = parse_resume(words)
-    path, source = given.run, given.start
-    if RunDirectory(path).values().get("kind") == "sft":
-        changed = _changed(SftConfig, path, keys)
-
-        from bapo.train.sft import resume as resume_sft
-
-        resume_sft(path, config=changed, source=source)
-    else:
-        wanted = _changed(Config, path, keys)
-
-        from bapo.train.run import resume
-
-        resume(path, config=wanted, source=source)
-
-
-def _changed(schema: type[Kind], path: Path, keys: list[str]) -> Kind | None:
-    """The configuration of a run, changed by keys; None if there are none."""
-    from bapo.config.command_line import parse_keys
-    from bapo.config.recipe import parse
-    from bapo.runs.write import RunDirectory
-
-    if not keys:
-        return None
-    return parse(
-        schema, parse_keys(RunDirectory(path).config(schema), keys, prog=f"bapo resume {path}"), source="command line"
-    )
+    resume(words)
 
 
 def _eval(words: list[str]) -> int:
@@ -245,13 +190,13 @@ RESUME = Remedy(
 COMMANDS = {
     "train": Command(
         _train,
-        "[RECIPE.toml] [--key.path value ...]",
+        "[RECIPE] [--key.path value ...]",
         "train; without a recipe, the embedded default: offline, CPU, minutes",
         RESUME,
     ),
     "sft": Command(
         _sft,
-        "[RECIPE.toml] [--key.path value ...]",
+        "[RECIPE] [--key.path value ...]",
         "learn from demonstrations: the warm start before training",
         RESUME,
     ),

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from bapo.compare import compare, load_grid
-from bapo.compare.grid import merged
 from bapo.compare.plan import State, default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress
 from bapo.compare.results import collect, table_lines
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
+from bapo.config.words import merged
 from bapo.runs.lock import held
 
 ROOT = Path(__file__).parents[2]
@@ -173,9 +173,9 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ("seeds = true", ["seeds = True"]),
         ("seeds = [1.5]", ["seeds = [1.5]"]),
         ("seeds = [-1]", ["seeds = [-1]", "whole numbers from 0"]),
-        ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
+        ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for reinforcement learning", "Run it with `bapo train"]),
         ("steps = 3\n[[objective]]\nlabel = 'a'", ["steps is not a key of a grid"]),
-        ("kind = 'sft'\nepochs = 3", ["a recipe for one run", "Run it with `bapo sft"]),
+        ("kind = 'sft'\nepochs = 3", ["a recipe for supervised training", "Run it with `bapo sft"]),
         ("base = 3", ["base = 3: give a table"]),
         (
             "[base]\nseed = 3\nrecipe = 'no.toml'",
@@ -185,6 +185,10 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         (
             "[[objective]]\nlabel = 'a'\nout = 'b'\n[[objective]]\nlabel = 'a'",
             ["out differs from run to run", "'a' is already used"],
+        ),
+        (
+            "[[objective]]\nlabel = 'a'\n[[objective]]\nlabel = 'a'\nlearn.lr = -1\n[[objective]]\nstepps = 3",
+            ["'a' is already used", "default/[[objective]] 2: learn.lr = -1", "default/[[objective]] 3: stepps is not"],
         ),
         (
             "[[objective]]\nlabel = 'a'\n[[setting]]\noffpolicy.reuse = 2",
@@ -199,7 +203,7 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ),
         ("a = = 3", ["not valid TOML", "See recipes/"]),
         ("[objective]\nlabel = 'a'\n[objective]\nlabel = 'b'", ["not valid TOML", "with two brackets"]),
-        ("[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
+        ("[objective]\nname = 'grpo'", ["a recipe for reinforcement learning", "Run it with `bapo train"]),
     ],
 )
 def test_bad_grids_say_what_to_do(tmp_path, text, parts):

@@ -252,7 +252,7 @@ def test_what_needs_the_cuda_engine_is_refused_on_cpu():
 def test_a_grid_is_no_recipe(tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text('seeds = 2\n[[objective]]\nlabel = "grpo"\n')
-    with pytest.raises(ConfigError, match=r"is a grid of runs, not a recipe for one\. Run it with `bapo compare"):
+    with pytest.raises(ConfigError, match=r"is a grid of runs, and not a recipe.*Run it with `bapo compare"):
         load(Config, path)
 
 
