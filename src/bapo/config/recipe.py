@@ -145,10 +145,14 @@ def draft(schema: type[Schema], values: dict[str, Any]) -> Schema:
     for name, info in schema.model_fields.items():
         kind, given = info.annotation, values.get(name)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            read[name] = draft(kind, given if isinstance(given, dict) else {})
+            try:
+                read[name] = kind.model_validate({} if given is None else given)
+            except ValidationError:
+                read[name] = draft(kind, given if isinstance(given, dict) else {})
         elif name in values:
             with suppress(ValidationError):
-                read[name] = TypeAdapter(Annotated[kind, info]).validate_python(given)
+                adapter: TypeAdapter[Any] = TypeAdapter(Annotated[kind, info])  # type: ignore[arg-type]
+                read[name] = adapter.validate_python(given)
     return schema.model_construct(**read)
 
 

@@ -58,8 +58,8 @@ def read_words(schema: type[BaseModel], words: list[str], *, switches: Iterable[
         elif not word.startswith("-"):
             if found.recipe is not None:
                 raise UsageError(
-                    f"{found.recipe!r} and {word!r} are both given as the recipe. Give one recipe. An option that takes "
-                    "one value takes only the word after it."
+                    f"{found.recipe!r} and {word!r} are both given as the recipe. Give one recipe. An option that "
+                    "takes one value takes only the word after it."
                 )
             found.recipe = word
         elif not word.startswith("--") or not name:

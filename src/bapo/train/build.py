@@ -66,11 +66,12 @@ def make_policy(config: Config | SftConfig) -> Policy:
 
 
 def build(config: Config, team: Team = ALONE) -> Parts:
-    """Build the parts of a run at its beginning. `config` must be resolved."""
+    """Build the parts of a run at its beginning. `config` must be resolved, except for what the data decides."""
     torch.set_num_threads(max(1, config.threads // team.on_this_machine))
     policy = make_policy(on_the_cpu(config) if config.cluster.on else config)
     prepared = make_task(config, policy)
     task, ledger = prepared.task, Ledger()
+    config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
     _check_fits(config, policy, task)
     off = config.offpolicy
     scheduler = Scheduler(
@@ -191,7 +192,7 @@ LOOKED_AT = 256
 
 def _check_fits(config: Config, policy: Policy, task: Task) -> None:
     """Check what depends on both model and task."""
-    if config.eval.problems > len(task.test):
+    if config.eval.problems is not None and config.eval.problems > len(task.test):
         raise ConfigError(
             f"eval.problems={config.eval.problems}, but the task holds out only {len(task.test)} problems. Set "
             f"eval.problems <= {len(task.test)}."

@@ -30,6 +30,7 @@ from bapo.models import Policy
 from bapo.models.export import write_model
 from bapo.runs import files, history
 from bapo.runs.metrics import check_declared
+from bapo.runs.read import logged_steps
 from bapo.runs.write import CONFIG, SUMMARY, RunDirectory, unused
 from bapo.screen.view import View, make_view
 from bapo.train import checkpoint
@@ -154,7 +155,7 @@ def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None
     config = resolve(config)
     with joined(config.device) as team, ExitStack() as ending:
         job = ending.enter_context(closing(_made(make, config, team)))
-        path = team.lead(lambda: ending.enter_context(RunDirectory.begun(config)).path)
+        path = team.lead(lambda: ending.enter_context(RunDirectory.begun(job.config)).path)
         return _begin(job, ending.enter_context(closing(_run(path, team))), team, plain=plain)
 
 
@@ -186,7 +187,7 @@ def resume(
         if team.lead(lambda: unused(path)):
             team.lead(run.clear)
             job = ending.enter_context(closing(_made(make, wanted, team)))
-            run.write(CONFIG, wanted.model_dump(mode="json"))
+            run.write(CONFIG, job.config.model_dump(mode="json"))
             return _begin(job, run, team, plain=plain)
         continued = team.lead(lambda: examine(run, wanted, source))
         if flaw is not None:
@@ -279,8 +280,9 @@ def _live(
             _save(job, run, team)
             job.measure(log, "before")
         else:
+            view.recall(logged_steps(run.path))
             view.note(f"resumed after {job.unit} {job.done}")
-        with _stop_on_signal(stopping, team):
+        with _stop_on_signal(stopping, team, view):
             while job.done < job.total and not stopped:
                 job.advance(log)
                 last = job.done == job.total
@@ -343,7 +345,7 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
 
 
 @contextmanager
-def _stop_on_signal(stopping: list[str], team: Team) -> Iterator[None]:
+def _stop_on_signal(stopping: list[str], team: Team, view: View) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM lets the current step finish and saves it; the second one stops at once.
 
     A signal on one rank stops all of them after the same step. torchrun passes a Ctrl-C on, which the ranks have heard
@@ -362,7 +364,7 @@ def _stop_on_signal(stopping: list[str], team: Team) -> Iterator[None]:
         heard = time.monotonic()
         stopping.append(signal.Signals(number).name)
         if team.leads:
-            print("\nstopping after this step; press Ctrl-C again to stop at once", flush=True)
+            view.interrupt("stopping after this step; press Ctrl-C again to stop at once")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

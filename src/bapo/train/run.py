@@ -154,17 +154,17 @@ class Training(Job):
                     log.view.sample(prompt_text(group.problem.prompt), text, reward)
 
     def measure(self, log: Log, when: When) -> None:
-        """During training, evaluate on a quarter of the problems; before and after, on all, at every temperature."""
+        """Evaluate on the same problems every time; before and after training also at the other temperatures."""
         config = self.config.eval
         if when == "during":
-            found = self._evaluate(log, max(1, config.problems // 4), config.temperature)
+            found = self._evaluate(log, config.temperature)
             log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
             return
         log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
         for temperature in (config.temperature, *config.also_at):
-            self._evaluate(log, config.problems, temperature)
+            self._evaluate(log, temperature)
 
-    def _evaluate(self, log: Log, problems: int, temperature: float) -> dict[str, Any]:
+    def _evaluate(self, log: Log, temperature: float) -> dict[str, Any]:
         config, parts = self.config, self.parts
         if self.asynchronous is not None:
             self.asynchronous.tell(log.view)
@@ -176,7 +176,7 @@ class Training(Job):
                 parts.engine,
                 parts.policy,
                 parts.task.scores,
-                list(parts.task.test)[:problems],
+                list(parts.task.test)[: config.eval.problems],
                 k=1 if greedy_again else config.eval.k,
                 sampling=Sampling(temperature, parts.policy.stop_ids),
                 max_tokens=config.rollout.max_tokens,
