@@ -31,8 +31,10 @@ def test_defaults_are_possible_and_survive_json():
 def test_names_are_those_of_the_core():
     from bapo.core.advantages import ADVANTAGES
     from bapo.core.objectives import OBJECTIVES
+    from bapo.core.settings import OBJECTIVE_OPTIONS
 
     assert set(OBJECTIVE_NAMES) == set(OBJECTIVES)
+    assert {name: tuple(sorted(objective.options)) for name, objective in OBJECTIVES.items()} == OBJECTIVE_OPTIONS
     assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
 
 

@@ -1,4 +1,4 @@
-"""The live view on a terminal whose size changes and whose user presses keys: one picture, and no fragments of another."""
+"""The live view on a terminal whose size changes and whose user presses keys: one picture, and no fragments."""
 
 import io
 import os
@@ -63,7 +63,7 @@ def test_a_change_of_size_leaves_one_picture_and_the_latest_notes(sizes):
     assert sum(line.startswith("╰") for line in shown) == 2
     notes = [line for line in shown if line.startswith("note") or line.startswith("after")]
     assert notes[-1:] == ["after the change"]
-    assert notes == [f"note {number}" for number in range(1, 9)][9 - len(notes) :] + ["after the change"]
+    assert notes[:-1] == [f"note {number}" for number in range(1, 9)][9 - len(notes) :]
 
 
 def test_what_is_above_the_screen_stays_in_the_history():
@@ -96,7 +96,7 @@ def echoes(keyboard):
 def test_keys_are_not_echoed_into_the_picture(keyboard):
     view, _ = live_view()
     assert echoes(keyboard)
-    with pytest.raises(KeyboardInterrupt), view:
+    with pytest.raises(KeyboardInterrupt), view:  # noqa: PT012
         assert not echoes(keyboard)
         raise KeyboardInterrupt
     assert echoes(keyboard)

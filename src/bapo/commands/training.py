@@ -5,17 +5,19 @@ A recipe is judged together with the keys on the command line, never alone: each
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from bapo.config.errors import ConfigError
     from bapo.config.run import Config
     from bapo.config.sft import SftConfig
     from bapo.config.words import Words
+    from bapo.preflight.checks import Examined
 
-Schema = TypeVar("Schema", bound="BaseModel")
 Kind = TypeVar("Kind", "Config", "SftConfig")
 
 
@@ -23,22 +25,22 @@ def train(words: list[str]) -> None:
     """Carry out `bapo train`."""
     from bapo.config.run import Config
 
-    config = configured(Config, words)
+    config, found = configured(Config, words)
 
     from bapo.train.run import start
 
-    start(config)
+    start(config, data=found.data)
 
 
 def sft(words: list[str]) -> None:
     """Carry out `bapo sft`."""
     from bapo.config.sft import SftConfig
 
-    config = configured(SftConfig, words)
+    config, found = configured(SftConfig, words)
 
     from bapo.train.sft import start
 
-    start(config)
+    start(config, demonstrations=found.demonstrations)
 
 
 def resume(words: list[str]) -> None:
@@ -64,9 +66,12 @@ def resume(words: list[str]) -> None:
         resume(path, config=wanted, source=source)
 
 
-def configured(schema: type[Schema], words: list[str]) -> Schema:
-    """The configuration that a recipe and the keys on the command line describe together."""
-    from bapo.config.recipe import COMMANDS, read_recipe_for
+def configured(schema: type[Kind], words: list[str]) -> tuple[Kind, Examined]:
+    """The configuration that a recipe and the keys on the command line describe together, and what it leads to.
+
+    One error lists everything that is wrong with it, as far as it can be known without torch.
+    """
+    from bapo.config.recipe import COMMANDS, check, draft, read_recipe_for
     from bapo.config.words import merged, read_words
 
     command = COMMANDS[schema]
@@ -74,7 +79,22 @@ def configured(schema: type[Schema], words: list[str]) -> Schema:
     values = {} if given.recipe is None else read_recipe_for(command, given.recipe)
     if "help" in given.switches:
         show_help(schema, values, prog=f"{command} [RECIPE]")
-    return checked(schema, merged(values, given.values), given)
+    values = merged(values, given.values)
+    config, wrong = check(schema, values)
+    found = looked_at(config or draft(schema, values))
+    if config is None or found.wrong:
+        raise _all_wrong([*wrong, *found.wrong], given)
+    return config, found
+
+
+def looked_at(config: Config | SftConfig) -> Examined:
+    """What can be known of a run without torch. The first rank speaks for all."""
+    from bapo.config.sft import SftConfig
+    from bapo.preflight.checks import Examined, examine, examine_sft
+
+    if os.environ.get("RANK", "0") != "0":
+        return Examined([])
+    return examine_sft(config) if isinstance(config, SftConfig) else examine(config)
 
 
 def show_help(schema: type[BaseModel], values: dict[str, Any], *, prog: str) -> None:
@@ -85,22 +105,20 @@ def show_help(schema: type[BaseModel], values: dict[str, Any], *, prog: str) -> 
     print_help(check(schema, values)[0] or schema(), prog=prog)
 
 
-def checked(schema: type[Schema], values: dict[str, Any], given: Words) -> Schema:
-    """The configuration with these keys, or one error that lists everything that is wrong with them."""
+def _all_wrong(wrong: list[str], given: Words) -> ConfigError:
+    """One error about everything that is wrong."""
     from bapo.config.errors import UsageError
-    from bapo.config.recipe import check, listed
+    from bapo.config.recipe import listed
 
-    config, wrong = check(schema, values)
-    if config is None:
-        sources = [*([given.recipe] if given.recipe else []), *(["command line"] if given.values else [])]
-        error = listed(" with the ".join(sources), wrong)
-        raise UsageError(str(error)) if given.unknown else error
-    return config
+    sources = [*([given.recipe] if given.recipe else []), *(["command line"] if given.values else [])]
+    error = listed(" with the ".join(sources) or "defaults", wrong)
+    return UsageError(str(error)) if given.unknown else error
 
 
 def _changed(schema: type[Kind], path: Path, keys: list[str]) -> Kind | None:
     """The configuration of a run, changed by keys; None if there are none."""
     from bapo.config.errors import UsageError
+    from bapo.config.recipe import check
     from bapo.config.words import merged, read_words
     from bapo.runs.write import RunDirectory
 
@@ -112,4 +130,7 @@ def _changed(schema: type[Kind], path: Path, keys: list[str]) -> Kind | None:
             f"{given.recipe!r} is neither a key nor the value of one. A resumed run takes no recipe; its settings are "
             f"in {path / 'config.json'}. Give changed keys as options, such as --steps 80."
         )
-    return checked(schema, merged(RunDirectory(path).config(schema).model_dump(mode="json"), given.values), given)
+    config, wrong = check(schema, merged(RunDirectory(path).config(schema).model_dump(mode="json"), given.values))
+    if config is None:
+        raise _all_wrong(wrong, given)
+    return config

@@ -16,11 +16,12 @@ from bapo.config.placement import placed
 from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
-from bapo.core.objectives import OBJECTIVES
 from bapo.learn.learner import Learns
 from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
+from bapo.preflight.checks import wrong_options
+from bapo.preflight.data import TaskData
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
@@ -65,11 +66,14 @@ def make_policy(config: Config | SftConfig) -> Policy:
     )
 
 
-def build(config: Config, team: Team = ALONE) -> Parts:
-    """Build the parts of a run at its beginning. `config` must be resolved, except for what the data decides."""
+def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> Parts:
+    """Build the parts of a run at its beginning. `config` must be resolved, except for what the data decides.
+
+    `data`: the problems, if they were read already.
+    """
     torch.set_num_threads(max(1, config.threads // team.on_this_machine))
     policy = make_policy(on_the_cpu(config) if config.cluster.on else config)
-    prepared = make_task(config, policy)
+    prepared = make_task(config, policy, data)
     task, ledger = prepared.task, Ledger()
     config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
     _check_fits(config, policy, task)
@@ -212,13 +216,8 @@ def _check_fits(config: Config, policy: Policy, task: Task) -> None:
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    options = OBJECTIVES[config.objective.name].options
-    unknown = sorted(config.objective.options.keys() - set(options))
-    if unknown:
-        raise ConfigError(
-            f"objective.options.{unknown[0]} is not an option of {config.objective.name!r}, which takes: "
-            f"{', '.join(sorted(options)) or 'none'}. Remove it, or correct its name."
-        )
+    for unknown in wrong_options(config):
+        raise ConfigError(unknown)
 
 
 def learner_settings(config: Config) -> LearnerSettings:

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bapo.config.sft import SftDataConfig
 from bapo.models import Policy
 from bapo.models.policy import end_of_turn
-from bapo.tasks.data.demonstrations import Demonstration, load_demonstrations
-from bapo.tasks.data.problems import LoadReport
+from bapo.preflight.data import Demonstrations
+from bapo.tasks.data.demonstrations import Demonstration
 from bapo.types import Message, batches_per_pass
 
 
@@ -77,25 +77,7 @@ class Batches:
         return [self.data[i] for i in self._order[begin:end]]
 
 
-Loaded = tuple[list[Demonstration], list[Demonstration], list[LoadReport]]
-
-
-def load(config: SftDataConfig) -> Loaded:
-    """Load the demonstrations to learn from and those of data.held_out; report what happened to the rows of both."""
-    options: dict[str, Any] = config.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
-    if not config.sources:
-        raise ValueError(
-            'data.sources is empty, so there is nothing to learn from. Set it, for example to ["gsm8k:train"] or to a '
-            ".jsonl file whose rows have a prompt and a response."
-        )
-    train, report = load_demonstrations(config.sources, **options)
-    if not config.held_out:
-        return train, [], [report]
-    held_out, other = load_demonstrations(config.held_out, **options)
-    return train, held_out, [report, other]
-
-
-def encode_demonstrations(loaded: Loaded, config: SftDataConfig, policy: Policy) -> SftData:
+def encode_demonstrations(loaded: Demonstrations, config: SftDataConfig, policy: Policy) -> SftData:
     """Encode demonstrations in the model's tokens. Those that are too long for the model are left out and counted."""
     train, held_out, reports = loaded
     counts = {key: sum(asdict(report)[key] for report in reports) for key in COUNTED}

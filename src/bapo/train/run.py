@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from bapo.config.run import Config
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Update
 from bapo.models import prompt_text
+from bapo.preflight.data import TaskData
 from bapo.rollout.engine import Sampling
 from bapo.runs.ledger import FILE as LEDGER
 from bapo.runs.ledger import balance, in_state
@@ -52,9 +54,9 @@ SELDOM = 0.02
 """With a mean reward below this, most groups have no success at all."""
 
 
-def start(config: Config, *, plain: bool | None = None) -> Summary:
-    """Train from the beginning. Returns the summary."""
-    return life_cycle.start(Training, config, plain=plain)
+def start(config: Config, *, data: TaskData | None = None, plain: bool | None = None) -> Summary:
+    """Train from the beginning. Returns the summary. `data`: the problems, if they were read already."""
+    return life_cycle.start(partial(Training, data=data), config, plain=plain)
 
 
 def resume(
@@ -73,8 +75,8 @@ class Training(Job):
     unit = "step"
     shows_samples = True
 
-    def __init__(self, config: Config, team: Team = ALONE) -> None:
-        self.parts = build(config, team)
+    def __init__(self, config: Config, team: Team = ALONE, data: TaskData | None = None) -> None:
+        self.parts = build(config, team, data)
         self.config: Config = self.parts.config
         self.policy, self.learner = self.parts.policy, self.parts.learner
         self.temperature = self.config.rollout.temperature

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.learn.sft import measure_fit, sft_step
+from bapo.preflight.data import Demonstrations, load_sft
 from bapo.screen.view import summary_table
 from bapo.train import life_cycle
 from bapo.train.build import make_policy, optimizer_settings
 from bapo.train.card import sft_card
-from bapo.train.demonstrations import Batches, describe, encode_demonstrations, load
+from bapo.train.demonstrations import Batches, describe, encode_demonstrations
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.skipped import skipped_line, stop_after
 from bapo.train.team import ALONE, Team
@@ -49,9 +51,9 @@ MOST_NATS = 700.0
 """The exponential of a larger number does not fit into a float."""
 
 
-def start(config: SftConfig, *, plain: bool | None = None) -> Summary:
-    """Train from the beginning. Returns the summary."""
-    return life_cycle.start(SupervisedTraining, config, plain=plain)
+def start(config: SftConfig, *, demonstrations: Demonstrations | None = None, plain: bool | None = None) -> Summary:
+    """Train from the beginning. Returns the summary. `demonstrations`: the data, if it was read already."""
+    return life_cycle.start(partial(SupervisedTraining, demonstrations=demonstrations), config, plain=plain)
 
 
 def resume(
@@ -71,9 +73,9 @@ class SupervisedTraining(Job):
     shows_samples = False
     learner: Learner
 
-    def __init__(self, config: SftConfig, team: Team = ALONE) -> None:
+    def __init__(self, config: SftConfig, team: Team = ALONE, demonstrations: Demonstrations | None = None) -> None:
         """Load the data first, so that mistakes in it show before a model is loaded."""
-        loaded = load(config.data)
+        loaded = load_sft(config.data) if demonstrations is None else demonstrations
         torch.set_num_threads(max(1, config.threads // team.on_this_machine))
         self.config: SftConfig = config
         self.skipped = 0  # updates in a row, up to the last one
