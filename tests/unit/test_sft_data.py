@@ -4,6 +4,7 @@ import pytest
 
 from bapo.config.sft import SftDataConfig
 from bapo.models import Policy, find_stop_ids
+from bapo.preflight.data import load_sft
 from bapo.tasks.data.demonstrations import Demonstration
 from bapo.train.demonstrations import (
     Batches,
@@ -12,7 +13,6 @@ from bapo.train.demonstrations import (
     describe,
     encode_demonstrations,
     end_of_response,
-    load,
     smallest,
     under_one_name,
 )
@@ -28,7 +28,7 @@ def policy(*, chat=False, positions=64, eos="<|im_end|>", **options):
 
 def encoded_data(path, positions=64, **keys):
     config = SftDataConfig(sources=(str(path),), **keys)
-    return encode_demonstrations(load(config), config, policy(positions=positions))
+    return encode_demonstrations(load_sft(config), config, policy(positions=positions))
 
 
 @pytest.mark.parametrize("system", ["", "Add."])
@@ -131,7 +131,7 @@ def test_prompts_that_become_the_same_tokens_are_on_one_side(tmp_path, apart):
     held_out = (str(write_rows(tmp_path / "held.jsonl", chats[:3])),) if apart else ()
     rows = write_rows(tmp_path / "rows.jsonl", [*plain, *chats])
     config = SftDataConfig(sources=(str(rows),), held_out=held_out, held_out_share=0.0 if apart else 0.25)
-    found = encode_demonstrations(load(config), config, policy(chat=True, system="Add."))
+    found = encode_demonstrations(load_sft(config), config, policy(chat=True, system="Add."))
     measured, learned = ({tuple(e.prompt) for e in side} for side in (found.held_out, found.train))
     assert not measured & learned
     assert (len(found.train), len(found.held_out)) == ((26, 3) if apart else (24, 8))

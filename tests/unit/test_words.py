@@ -75,7 +75,7 @@ def test_the_recipe_may_stand_anywhere(tmp_path, started, words):
     ("words", "message"),
     [
         (["one.toml", "two.toml"], "'one.toml' and 'two.toml' are both given as the recipe"),
-        (["--steps", "2", "3"], "cannot read 3"),
+        (["--steps", "2", "3"], "'3' is neither a file here nor a recipe"),
         (["--steps"], "--steps needs a value after it"),
         (["--steps", "--seed", "3"], "--steps needs a value after it"),
         (["-steps", "3"], "'-steps' is not an option"),

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", "Config", "SftConfig")
 
+SWITCHES = ("list",)
+"""Options of `bapo train` and `bapo sft` that are not keys."""
+
 
 def train(words: list[str]) -> None:
     """Carry out `bapo train`."""
@@ -72,10 +75,14 @@ def configured(schema: type[Kind], words: list[str]) -> tuple[Kind, Examined]:
     One error lists everything that is wrong with it, as far as it can be known without torch.
     """
     from bapo.config.recipe import COMMANDS, check, draft, read_recipe_for
+    from bapo.config.shipped import listing
     from bapo.config.words import merged, read_words
 
     command = COMMANDS[schema]
-    given = read_words(schema, words)
+    given = read_words(schema, words, switches=SWITCHES)
+    if "list" in given.switches:
+        print(listing(command))
+        raise SystemExit(0)
     values = {} if given.recipe is None else read_recipe_for(command, given.recipe)
     if "help" in given.switches:
         show_help(schema, values, prog=f"{command} [RECIPE]")

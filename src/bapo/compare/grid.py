@@ -5,7 +5,7 @@
     seeds = 3                      # 0, 1, 2; or a list
 
     [base]                         # keys of a recipe, for every run
-    recipe = "offpolicy.toml"      # optional: a recipe beside this file, which the other keys override
+    recipe = "offpolicy.toml"      # optional: a recipe beside this file, or the name of one; other keys override it
     steps = 60
 
     [[objective]]                  # a label, and the keys that make this row
@@ -75,8 +75,7 @@ class Grid:
 
 def load_grid(path: str | Path) -> Grid:
     """The grid in a TOML file, or one ConfigError that lists all that is wrong with it."""
-    path = Path(path)
-    values = read_recipe(path)
+    values, path = read_recipe(path), Path(path)
     right = command_for(values)
     if right not in (None, "bapo compare"):
         raise ConfigError(f"{path} is {KINDS[right]}, and not a grid of runs. Run it with `{right} {path}`.")
@@ -142,7 +141,8 @@ def _base(value: Any, directory: Path, wrong: list[str]) -> dict[str, Any]:
     if "recipe" not in value:
         return own
     try:
-        recipe = read_recipe(directory / str(value["recipe"]))
+        beside = directory / str(value["recipe"])
+        recipe = read_recipe(beside if beside.is_file() else str(value["recipe"]))
     except ConfigError as error:
         wrong.append(f"base.recipe = {value['recipe']!r}: {error}")
         return own

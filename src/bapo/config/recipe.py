@@ -11,9 +11,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from bapo.config import known_names
 from bapo.config.errors import ConfigError
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.config.shipped import find
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -98,8 +100,11 @@ def command_for(values: dict[str, Any]) -> str | None:
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The keys of a recipe, not yet checked. A file named .json is JSON; any other is TOML."""
-    path = Path(path)
+    """The keys of a recipe, not yet checked: of a file, or of one that comes with bapo.
+
+    A file named .json is JSON; any other is TOML.
+    """
+    path = find(path)
     language = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text()
@@ -108,10 +113,16 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Check the path.") from None
     except ValueError as error:
         again = language == "TOML" and any(word in str(error) for word in ("twice", "overwrite"))
-        hint = "A list of tables is written [[name]], with two brackets." if again else "See recipes/ for examples."
+        hint = (
+            "A list of tables is written [[name]], with two brackets."
+            if again
+            else "`bapo train --list` shows examples."
+        )
         raise ConfigError(f"{path} is not valid {language}: {error}. {hint}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
+        raise ConfigError(
+            f"{path} holds {type(values).__name__}, not keys with values. `bapo init data` writes an example."
+        )
     return values
 
 
@@ -161,8 +172,8 @@ def _explain(item: Any, schema: type[BaseModel]) -> list[str]:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         near = _near(key, all_keys(schema), table=isinstance(item["input"], dict))
-        hint = f" Did you mean {near}?" if near else f" `{COMMANDS[schema]} --help` lists all keys."
-        return [f"{key} is not a known key.{hint}"]
+        other = f"Did you mean {near}?" if near else f"`{COMMANDS[schema]} --help` lists all keys."
+        return [f"{key} is not a known key. {_known_hint(key, schema) or other}"]
     if item["type"] == "value_error":
         return str(item["msg"].removeprefix("Value error, ")).splitlines()
     if len(item["loc"]) > 2 and item["loc"][-1] in PLAIN:
@@ -170,6 +181,12 @@ def _explain(item: Any, schema: type[BaseModel]) -> list[str]:
         return [f"{key} = {item['input']!r}: give {', '.join(dict.fromkeys(PLAIN.values()))}"]
     told = WORDS[item["type"]].format(**item.get("ctx", {}))
     return [f"{key} = {item['input']!r}: {told}"]
+
+
+def _known_hint(key: str, schema: type[BaseModel]) -> str | None:
+    """What a name of TRL or verl is called here. A name that another table has is more likely meant by itself."""
+    own = {name.rpartition(".")[2] for name in all_keys(schema)}
+    return None if key.rpartition(".")[2] in own else known_names.hint(key)
 
 
 def _near(key: str, known: list[str], *, table: bool) -> str:
