@@ -70,7 +70,7 @@ def examine_sft(config: SftConfig) -> Examined:
     """Look for everything that would stop a run of `bapo sft`."""
     wrong = [*_place(config.out), *_model(config.model)]
     try:
-        return Examined(wrong, demonstrations=load_sft(config.data))
+        return Examined(wrong, demonstrations=load_sft(config.task))
     except (ValueError, OSError) as error:
         return Examined([*wrong, *str(error).splitlines()])
 

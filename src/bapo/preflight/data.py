@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bapo.config.sections import TaskConfig
-from bapo.config.sft import SftDataConfig
+from bapo.config.sft import SftTaskConfig
 from bapo.tasks.data.demonstrations import Demonstration, load_demonstrations
 from bapo.tasks.data.problems import LoadReport, load_problems
 from bapo.types import Problem
@@ -44,21 +44,21 @@ def load_task(task: TaskConfig) -> TaskData:
     return TaskData(loaded["train"], loaded["test"], notes)
 
 
-def load_sft(data: SftDataConfig) -> Demonstrations:
-    """Read the demonstrations to learn from and those of data.held_out. One ValueError says what is wrong with both."""
-    options: dict[str, Any] = data.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
-    if not data.sources:
+def load_sft(task: SftTaskConfig) -> Demonstrations:
+    """Read the demonstrations to learn from and those of task.test. One ValueError says what is wrong with both."""
+    options: dict[str, Any] = task.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
+    if not task.train:
         raise ValueError(
-            'data.sources is empty, so there is nothing to learn from. Set it, for example to ["gsm8k:train"] or to a '
+            'task.train is empty, so there is nothing to learn from. Set it, for example to ["gsm8k:train"] or to a '
             ".jsonl file whose rows have a prompt and a response."
         )
     lists: list[list[Demonstration]] = []
     reports, wrong = [], []
-    for name, sources in (("sources", data.sources), ("held_out", data.held_out)):
+    for name, sources in (("train", task.train), ("test", task.test)):
         try:
             found, report = load_demonstrations(sources, **options) if sources else ([], None)
         except ValueError as error:
-            wrong.append(f"data.{name}: {error}")
+            wrong.append(f"task.{name}: {error}")
             continue
         lists.append(found)
         reports += [report] if report is not None else []

@@ -82,7 +82,7 @@ def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: 
     learn, before, after = config.learn, summary["before"], summary["after"]
     facts = {
         "base model": f"`{config.model.path}`, {_trained(config)}",
-        "demonstrations": f"{', '.join(config.data.sources)}: {data}",
+        "demonstrations": f"{', '.join(config.task.train)}: {data}",
         "updates": f"{summary['updates']} ({config.epochs} epochs of batches of {learn.batch_sequences}), AdamW, "
         f"learning rate {learn.lr:g} ({learn.schedule})",
         "seed": str(config.seed),

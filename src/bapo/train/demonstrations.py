@@ -22,7 +22,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
 
-from bapo.config.sft import SftDataConfig
+from bapo.config.sft import SftTaskConfig
 from bapo.models import Policy
 from bapo.models.policy import end_of_turn
 from bapo.preflight.data import Demonstrations
@@ -77,7 +77,7 @@ class Batches:
         return [self.data[i] for i in self._order[begin:end]]
 
 
-def encode_demonstrations(loaded: Demonstrations, config: SftDataConfig, policy: Policy) -> SftData:
+def encode_demonstrations(loaded: Demonstrations, config: SftTaskConfig, policy: Policy) -> SftData:
     """Encode demonstrations in the model's tokens. Those that are too long for the model are left out and counted."""
     train, held_out, reports = loaded
     counts = {key: sum(asdict(report)[key] for report in reports) for key in COUNTED}
@@ -86,20 +86,20 @@ def encode_demonstrations(loaded: Demonstrations, config: SftDataConfig, policy:
     measured = [(question(d), encoded) for d in held_out if (encoded := encoder(d))]
     named = under_one_name(learned + measured)
     learned, measured = named[: len(learned)], named[len(learned) :]
-    if config.held_out:
+    if config.test:
         apart = {name for name, _ in measured}
         before = len(learned)
         learned = [pair for pair in learned if pair[0] not in apart]
         counts["also_held_out"] = before - len(learned)
     else:
-        apart = smallest({name for name, _ in learned}, config.held_out_share)
+        apart = smallest({name for name, _ in learned}, config.test_share)
         measured = [pair for pair in learned if pair[0] in apart]
         learned = [pair for pair in learned if pair[0] not in apart]
     counts |= {"too_long": encoder.too_long, "longest": encoder.limit or 0}
-    if not learned or (config.held_out and not measured):
-        kind = "data.held_out" if learned else "data.sources"
+    if not learned or (config.test and not measured):
+        kind = "task.test" if learned else "task.train"
         raise ValueError(
-            f"{kind} gives no demonstration that can be used: {describe(counts)}. Raise data.max_tokens if the model "
+            f"{kind} gives no demonstration that can be used: {describe(counts)}. Raise task.max_tokens if the model "
             "has enough positions, or choose other data."
         )
     counts |= {"train": len(learned), "held_out": len(measured)}
@@ -166,7 +166,7 @@ class Encoder:
         if not prompt:
             raise ValueError(
                 f"the prompt {demonstration.prompt!r} has no tokens, so nothing predicts the first token of its "
-                "response. Put text around it with data.template, or remove it from the data."
+                "response. Put text around it with task.template, or remove it from the data."
             )
         response = list(self.policy.tokenizer.encode(demonstration.response, add_special_tokens=False))
         end = next((i + 1 for i, token in enumerate(response) if token in self.policy.stop_ids), None)

@@ -75,12 +75,12 @@ class SupervisedTraining(Job):
 
     def __init__(self, config: SftConfig, team: Team = ALONE, demonstrations: Demonstrations | None = None) -> None:
         """Load the data first, so that mistakes in it show before a model is loaded."""
-        loaded = load_sft(config.data) if demonstrations is None else demonstrations
+        loaded = load_sft(config.task) if demonstrations is None else demonstrations
         torch.set_num_threads(max(1, config.threads // team.on_this_machine))
         self.config: SftConfig = config
         self.skipped = 0  # updates in a row, up to the last one
         self.policy = make_policy(config if team.size == 1 else on_the_cpu(config))
-        self.data = encode_demonstrations(loaded, config.data, self.policy)
+        self.data = encode_demonstrations(loaded, config.task, self.policy)
         self.batches = Batches(
             self.data.train, size=config.learn.batch_sequences, epochs=config.epochs, seed=config.seed
         )
@@ -100,7 +100,7 @@ class SupervisedTraining(Job):
     @property
     def measure_every(self) -> int:
         """See `Job.measure_every`."""
-        return self.config.eval_every
+        return self.config.eval.every
 
     def title(self) -> str:
         """See `Job.title`."""
@@ -160,8 +160,8 @@ class SupervisedTraining(Job):
     def restore(self, state: dict[str, Any], path: Path) -> None:
         """See `Job.restore`."""
         if state["examples"] != self.data.fingerprint:
-            data = self.config.data
-            named = ", ".join((*data.sources, *data.held_out))
+            task = self.config.task
+            named = ", ".join((*task.train, *task.test))
             raise CheckpointError(
                 f"{named} or the tokenizer of {self.config.model.path} changed since {path} began, so the run "
                 "cannot be continued. Restore them, or start a new run."
@@ -207,8 +207,9 @@ class SupervisedTraining(Job):
 
 def learner_settings(config: SftConfig, updates: int) -> LearnerSettings:
     """The part of the configuration that the learner needs."""
+    given = config.learn.warmup_updates
     return LearnerSettings(
         **optimizer_settings(config.learn),
-        warmup_updates=round(config.learn.warmup * updates),
+        warmup_updates=round(config.learn.warmup * updates) if given is None else given,
         total_updates=updates,
     )
