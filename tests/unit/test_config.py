@@ -159,9 +159,7 @@ def test_shared_keys_mean_the_same_in_both_configurations():
     assert {"seed", "out", "device", "threads", "checkpoint_keep", "learn.lr", "learn.compile", "model.path"} <= shared
     names = {"task.train", "task.test", "task.prompt_column", "task.template", "eval.every", "learn.warmup_updates"}
     assert names <= shared
-    for key in (
-        shared - names - {"checkpoint_every"}
-    ):  # alike, but of other data and units
+    for key in shared - names - {"checkpoint_every"}:  # alike, but of other data and units
         assert ours[key] == theirs[key], key
     assert all(description for _, _, description in (ours | theirs).values())
 

@@ -115,7 +115,7 @@ def test_prompts_of_the_held_out_file_are_taken_out_of_training(tmp_path):
     held_out = write_rows(tmp_path / "held.jsonl", [{"prompt": "3+4=", "response": "It is 7"}, *sums()[:5]])
     found = encoded_data(train, test=(str(held_out),))
     assert (len(found.train), len(found.held_out), found.counts["also_held_out"]) == (94, 6, 6)
-    with pytest.raises(ValueError, match=r"data\.sources gives no demonstration.*100 also held out"):
+    with pytest.raises(ValueError, match=r"task\.train gives no demonstration.*100 also held out"):
         encoded_data(train, test=(str(train),))
 
 

@@ -6,8 +6,9 @@ A recipe is judged together with the keys on the command line, never alone: each
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -20,30 +21,35 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", "Config", "SftConfig")
 
-SWITCHES = ("list",)
-"""Options of `bapo train` and `bapo sft` that are not keys."""
+SWITCHES = {"bapo train": ("list", "dry-run"), "bapo sft": ("list",)}
+"""Options that are not keys."""
 
 
-def train(words: list[str]) -> None:
+def train(words: list[str]) -> int:
     """Carry out `bapo train`."""
     from bapo.config.run import Config
 
-    config, found = configured(Config, words)
+    asked = asked_for(Config, words)
+    if "dry-run" in asked.given.switches:
+        return show_plan(asked)
+    config = asked.sound()
 
     from bapo.train.run import start
 
-    start(config, data=found.data)
+    start(config, data=asked.found.data)
+    return 0
 
 
 def sft(words: list[str]) -> None:
     """Carry out `bapo sft`."""
     from bapo.config.sft import SftConfig
 
-    config, found = configured(SftConfig, words)
+    asked = asked_for(SftConfig, words)
+    config = asked.sound()
 
     from bapo.train.sft import start
 
-    start(config, demonstrations=found.demonstrations)
+    start(config, demonstrations=asked.found.demonstrations)
 
 
 def resume(words: list[str]) -> None:
@@ -69,29 +75,56 @@ def resume(words: list[str]) -> None:
         resume(path, config=wanted, source=source)
 
 
-def configured(schema: type[Kind], words: list[str]) -> tuple[Kind, Examined]:
-    """The configuration that a recipe and the keys on the command line describe together, and what it leads to.
+@dataclass(frozen=True)
+class Asked(Generic[Kind]):
+    """What a command line asks for, and everything that is wrong with it as far as it can be known without torch."""
 
-    One error lists everything that is wrong with it, as far as it can be known without torch.
-    """
+    given: Words
+    config: Kind | None
+    """The configuration; None if it is wrong."""
+    draft: Kind
+    """The configuration, or as much of it as can be read."""
+    wrong: list[str]
+    found: Examined
+
+    def sound(self) -> Kind:
+        """The configuration, or one error that lists everything that is wrong with it."""
+        if self.config is None or self.wrong:
+            raise _all_wrong(self.wrong, self.given)
+        return self.config
+
+
+def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) -> Asked[Kind]:
+    """The configuration that a recipe and the keys on the command line describe together."""
     from bapo.config.recipe import COMMANDS, check, draft, read_recipe_for
     from bapo.config.shipped import listing
     from bapo.config.words import merged, read_words
 
     command = COMMANDS[schema]
-    given = read_words(schema, words, switches=SWITCHES)
+    given = read_words(schema, words, switches=SWITCHES[command])
     if "list" in given.switches:
         print(listing(command))
         raise SystemExit(0)
     values = {} if given.recipe is None else read_recipe_for(command, given.recipe)
     if "help" in given.switches:
-        show_help(schema, values, prog=f"{command} [RECIPE]")
+        show_help(schema, values, prog=f"{prog or command} [RECIPE]")
     values = merged(values, given.values)
     config, wrong = check(schema, values)
-    found = looked_at(config or draft(schema, values))
-    if config is None or found.wrong:
-        raise _all_wrong([*wrong, *found.wrong], given)
-    return config, found
+    readable = draft(schema, values) if config is None else config
+    found = looked_at(readable)
+    return Asked(given, config, readable, [*wrong, *found.wrong], found)
+
+
+def show_plan(asked: Asked[Config]) -> int:
+    """Print what a run would be, and everything that is wrong with it. Returns the exit code."""
+    from bapo.train.dry_run import dry_run
+
+    lines, wrong = dry_run(asked.draft, asked.found.data, asked.wrong)
+    print("\n".join(lines))
+    if wrong:
+        raise _all_wrong(wrong, asked.given)
+    print("\nNothing is wrong. Without --dry-run, the same command starts the run.")
+    return 0
 
 
 def looked_at(config: Config | SftConfig) -> Examined:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from bapo.buffer import Buffer
-from bapo.config.base import refuse_compiling_on_cpu
+from bapo.config.base import ModelConfig, refuse_compiling_on_cpu
 from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
 from bapo.config.run import Config
@@ -49,6 +49,12 @@ def resolve(config: Kind) -> Kind:
     return config.model_copy(update=decided)
 
 
+def prompting(model: ModelConfig) -> dict[str, Any]:
+    """How prompts become text, for `load_policy` and `outline_policy`."""
+    chat = {"auto": None, "yes": True, "no": False}[model.chat]
+    return {"chat": chat, "system": model.system, "template_options": dict(model.template_options)}
+
+
 def make_policy(config: Config | SftConfig) -> Policy:
     """Load the model of a run, without the usual messages."""
     hush()
@@ -58,9 +64,7 @@ def make_policy(config: Config | SftConfig) -> Policy:
         dtype=model.dtype,
         device=config.device,
         attention=model.attention,
-        chat={"auto": None, "yes": True, "no": False}[model.chat],
-        system=model.system,
-        template_options=dict(model.template_options),
+        **prompting(model),
         lora=LoraSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
         seed=config.seed,
     )
@@ -76,7 +80,8 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
     prepared = make_task(config, policy, data)
     task, ledger = prepared.task, Ledger()
     config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
-    _check_fits(config, policy, task)
+    if wrong := list(misfits(config, policy, task)):
+        raise ConfigError("\n".join(wrong))
     off = config.offpolicy
     scheduler = Scheduler(
         Sampling(config.rollout.temperature, policy.stop_ids),
@@ -194,30 +199,34 @@ LOOKED_AT = 256
 """How many prompts are measured in tokens: those with the most characters. A data set may have millions."""
 
 
-def _check_fits(config: Config, policy: Policy, task: Task) -> None:
-    """Check what depends on both model and task."""
-    if config.eval.problems is not None and config.eval.problems > len(task.test):
-        raise ConfigError(
-            f"eval.problems={config.eval.problems}, but the task holds out only {len(task.test)} problems. Set "
-            f"eval.problems <= {len(task.test)}."
-        )
+def longest_prompt(policy: Policy, task: Task) -> int:
+    """The length of the longest prompt, in tokens."""
     prompts = heapq.nlargest(
         LOOKED_AT, (p.prompt for p in (*task.train, *task.test)), key=lambda p: len(prompt_text(p))
     )
-    longest = max(len(policy.encode(prompt)) for prompt in prompts)
+    return max(len(policy.encode(prompt)) for prompt in prompts)
+
+
+def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:
+    """What model and task cannot do together."""
+    if config.eval.problems is not None and config.eval.problems > len(task.test):
+        yield (
+            f"eval.problems={config.eval.problems}, but the task holds out only {len(task.test)} problems. Set "
+            f"eval.problems <= {len(task.test)}."
+        )
+    longest = longest_prompt(policy, task)
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     if positions is not None and longest >= positions:
-        raise ConfigError(
+        yield (
             f"the longest prompt has {longest} tokens, but {config.model.path!r} has room for {positions}, response "
             "included. Set task.max_prompt_tokens to leave such problems out, or use a model with a longer context."
         )
-    if positions is not None and longest + config.rollout.max_tokens > positions:
-        raise ConfigError(
+    elif positions is not None and longest + config.rollout.max_tokens > positions:
+        yield (
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    for unknown in wrong_options(config):
-        raise ConfigError(unknown)
+    yield from wrong_options(config)
 
 
 def learner_settings(config: Config) -> LearnerSettings:

@@ -126,6 +126,10 @@ class Job(ABC):
     def show(self, summary: Summary, path: Path) -> None:
         """Print what training changed."""
 
+    @abstractmethod
+    def next_steps(self, path: Path) -> list[str]:
+        """Commands that a person may want to give next."""
+
     def files(self) -> dict[str, Any]:
         """More JSON files for the run directory, besides the usual ones."""
         return {}
@@ -301,6 +305,8 @@ def _live(
     if team.leads:
         job.show(summary, run.path)
         print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
+        for title, command in zip(("next", *[""] * 9), job.next_steps(run.path), strict=False):
+            print(f"{title:<16}{command}")
     return summary
 
 

@@ -40,7 +40,7 @@ from bapo.screen.view import summary_table
 from bapo.tasks.data.problems import fingerprint
 from bapo.train import life_cycle
 from bapo.train.build import build
-from bapo.train.card import model_card
+from bapo.train.card import eval_command, model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
 from bapo.train.skipped import skipped_line, stop_after
@@ -302,6 +302,12 @@ class Training(Job):
             print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
         if (path / LEDGER).exists():
             print(f"ledger: {self._balance(path)}")
+
+    def next_steps(self, path: Path) -> list[str]:
+        """See `Job.next_steps`."""
+        again = eval_command(self.config, str(path / "model"), chat=self.policy.chat)
+        further = f"bapo resume {path} --steps {2 * self.config.steps}"
+        return [f"bapo report {path}", *([] if again is None else [again]), further]
 
 
 def _asynchronous(parts: Parts, state: RunState) -> AsyncLoop | None:

@@ -199,10 +199,13 @@ class SupervisedTraining(Job):
             print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
         print(
             f"{summary['updates']:,} updates on {summary['tokens']:,.0f} response tokens in "
-            f"{summary['training_seconds']:.0f} s of training\n"
-            f"next            bapo train RECIPE.toml --model.path {path / 'model'} "
-            f"--model.chat {self.config.model.chat}"
+            f"{summary['training_seconds']:.0f} s of training"
         )
+
+    def next_steps(self, path: Path) -> list[str]:
+        """See `Job.next_steps`."""
+        warm = f"--model.path {path / 'model'} --model.chat {self.config.model.chat}"
+        return [f"bapo train RECIPE {warm}", f"bapo report {path}"]
 
 
 def learner_settings(config: SftConfig, updates: int) -> LearnerSettings:
