@@ -3,9 +3,7 @@
 import json
 import re
 import shutil
-import tomllib
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from bapo.compare.grid import load_grid
 from bapo.config.recipe import load, parse_config
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.config.shipped import shipped
 from bapo.demo import model_path
 from bapo.learn.learner import Learner
 from bapo.models import Policy
@@ -258,21 +257,19 @@ def test_every_objective_trains(tmp_path):
         assert all(abs(loss) < 100 for loss in losses)
 
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-GRIDS = [path for path in RECIPES if "seeds" in tomllib.loads(path.read_text())]
-SUPERVISED = [path for path in RECIPES if "epochs" in tomllib.loads(path.read_text())]
+SUPERVISED = sorted(shipped("bapo sft").values())
+TRAINED = sorted(shipped("bapo train").values())
+GRIDS = sorted(shipped("bapo compare").values())
 
 
 @pytest.mark.parametrize("recipe", SUPERVISED, ids=lambda p: p.name)
 def test_shipped_supervised_recipes_are_possible(recipe):
     config = load(SftConfig, recipe)
-    assert config.data.sources
+    assert config.task.train
     assert config.model.path != "demo"
 
 
-@pytest.mark.parametrize(
-    "recipe", [path for path in RECIPES if path not in (*GRIDS, *SUPERVISED)], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("recipe", TRAINED, ids=lambda p: p.name)
 def test_shipped_recipes_are_possible(recipe):
     config = load(Config, recipe)
     if config.model.path != "demo":  # its weights are not here

@@ -58,7 +58,7 @@ def test_a_bad_value_is_refused_in_the_same_words_wherever_it_stands(command, fl
 
 def test_the_command_line_changes_a_recipe_and_what_they_say_together_is_judged(tmp_path, capsys, monkeypatch):
     started = []
-    monkeypatch.setattr("bapo.train.run.start", started.append)
+    monkeypatch.setattr("bapo.train.run.start", lambda config, **_: started.append(config))
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         "[objective]\nname = 'grpo'\n[objective.options]\nhigh = 1.3\n[model.template_options]\nthink = true\n"

@@ -9,20 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from bapo.compare import compare, load_grid
-from bapo.compare.grid import merged
 from bapo.compare.plan import State, default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress
 from bapo.compare.results import collect, table_lines
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
+from bapo.config.words import merged
 from bapo.runs.lock import held
 
-ROOT = Path(__file__).parents[2]
 BASE = """
 name = "tiny"
 out = {out}
@@ -173,9 +171,9 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ("seeds = true", ["seeds = True"]),
         ("seeds = [1.5]", ["seeds = [1.5]"]),
         ("seeds = [-1]", ["seeds = [-1]", "whole numbers from 0"]),
-        ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
+        ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for reinforcement learning", "Run it with `bapo train"]),
         ("steps = 3\n[[objective]]\nlabel = 'a'", ["steps is not a key of a grid"]),
-        ("kind = 'sft'\nepochs = 3", ["a recipe for one run", "Run it with `bapo sft"]),
+        ("kind = 'sft'\nepochs = 3", ["a recipe for supervised training", "Run it with `bapo sft"]),
         ("base = 3", ["base = 3: give a table"]),
         (
             "[base]\nseed = 3\nrecipe = 'no.toml'",
@@ -185,6 +183,10 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         (
             "[[objective]]\nlabel = 'a'\nout = 'b'\n[[objective]]\nlabel = 'a'",
             ["out differs from run to run", "'a' is already used"],
+        ),
+        (
+            "[[objective]]\nlabel = 'a'\n[[objective]]\nlabel = 'a'\nlearn.lr = -1\n[[objective]]\nstepps = 3",
+            ["'a' is already used", "default/[[objective]] 2: learn.lr = -1", "default/[[objective]] 3: stepps is not"],
         ),
         (
             "[[objective]]\nlabel = 'a'\n[[setting]]\noffpolicy.reuse = 2",
@@ -197,9 +199,9 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
             "[[objective]]\nlabel = 'a'\n[[objective]]\nlabel = 'b'\n[[objective]]\nlabel = 'c'\nsteps = 3",
             ["default/a and default/b have the same keys", "Make them differ"],
         ),
-        ("a = = 3", ["not valid TOML", "See recipes/"]),
+        ("a = = 3", ["not valid TOML", "bapo train --list"]),
         ("[objective]\nlabel = 'a'\n[objective]\nlabel = 'b'", ["not valid TOML", "with two brackets"]),
-        ("[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
+        ("[objective]\nname = 'grpo'", ["a recipe for reinforcement learning", "Run it with `bapo train"]),
     ],
 )
 def test_bad_grids_say_what_to_do(tmp_path, text, parts):
@@ -209,7 +211,7 @@ def test_bad_grids_say_what_to_do(tmp_path, text, parts):
 
 
 def test_the_grid_in_recipes_is_two_by_two_by_two(tmp_path):
-    grid = load_grid(ROOT / "recipes" / "quick.toml")
+    grid = load_grid("quick")
     assert (len(grid.objectives), len(grid.settings), len(grid.seeds), len(grid.cells)) == (2, 2, 2, 8)
 
 

@@ -27,6 +27,10 @@ class ConfigError(BapoError, ValueError):
     exit_code = 2
 
 
+class UsageError(ConfigError):
+    """A command line that cannot be read. It is shown together with the usage of the command."""
+
+
 class DumpError(BapoError, ValueError):
     """A dump of logged batches cannot be read."""
 

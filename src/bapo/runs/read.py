@@ -207,6 +207,23 @@ def tail(path: Path, size: int = 8192) -> dict[str, Any]:
     return {}
 
 
+def logged_steps(path: Path) -> list[tuple[int, dict[str, float], dict[str, float]]]:
+    """The numbers that the logs of a run have of each step so far: its metrics and its timing.
+
+    Of several updates in a step, the last one counts, as on the screen.
+    """
+    metrics: dict[int, dict[str, float]] = {}
+    for line in _read_lines(path / "metrics.jsonl", whole=False, size=None):
+        if line["kind"] in ("rollout", "update", "imitation"):
+            metrics.setdefault(line["step"], {}).update(_numbers(line))
+    timing = _read_lines(path / "timing.jsonl", whole=False, size=None)
+    return [(line["step"], metrics.get(line["step"], {}), _numbers(line)) for line in timing]
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in line.items() if type(value) in (int, float)}
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     values = _read_object(path / "config.json")
     learn = values.get("learn")

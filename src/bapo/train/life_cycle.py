@@ -34,6 +34,7 @@ from bapo.models import Policy
 from bapo.models.export import write_model
 from bapo.runs import files, history
 from bapo.runs.metrics import check_declared
+from bapo.runs.read import logged_steps
 from bapo.runs.write import CONFIG, SUMMARY, RunDirectory, unused
 from bapo.screen.view import View, make_view
 from bapo.train import checkpoint
@@ -151,6 +152,10 @@ class Job(ABC):
     def show(self, summary: Summary, path: Path) -> None:
         """Print what training changed."""
 
+    @abstractmethod
+    def next_steps(self, path: Path) -> list[str]:
+        """Commands that a person may want to give next."""
+
     def files(self) -> dict[str, Any]:
         """More JSON files for the run directory, besides the usual ones."""
         return {}
@@ -180,7 +185,7 @@ def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None
     config = resolve(config)
     with joined(config.device) as team, ExitStack() as ending:
         job = ending.enter_context(closing(_made(make, config, team)))
-        path = team.lead(lambda: ending.enter_context(RunDirectory.begun(config)).path)
+        path = team.lead(lambda: ending.enter_context(RunDirectory.begun(job.config)).path)
         return _begin(job, ending.enter_context(closing(_run(path, team))), team, plain=plain)
 
 
@@ -212,7 +217,7 @@ def resume(
         if team.lead(lambda: unused(path)):
             team.lead(run.clear)
             job = ending.enter_context(closing(_made(make, wanted, team)))
-            run.write(CONFIG, wanted.model_dump(mode="json"))
+            run.write(CONFIG, job.config.model_dump(mode="json"))
             return _begin(job, run, team, plain=plain, notes=["there is no checkpoint yet, so the run begins anew"])
         continued = team.lead(lambda: examine(run, wanted, source))
         if flaw is not None:
@@ -330,7 +335,9 @@ def _live(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
         measure_first = job.put_off()
         if measure_first is None:
             job.measure(log, "before")
-    with _stop_on_signal(stopping, team):
+    else:
+        log.view.recall(logged_steps(run.path))
+    with _stop_on_signal(stopping, team, log.view):
         while job.done < job.total and not stopped:
             if measure_first is None:
                 job.advance(log)
@@ -357,6 +364,8 @@ def _shown(job: Job, run: RunDirectory, team: Team, summary: Summary) -> Summary
     if team.leads:
         job.show(summary, run.path)
         print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
+        for title, command in zip(("next", *[""] * 9), job.next_steps(run.path), strict=False):
+            print(f"{title:<16}{command}")
     return summary
 
 
@@ -411,7 +420,7 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
 
 
 @contextmanager
-def _stop_on_signal(stopping: list[str], team: Team) -> Iterator[None]:
+def _stop_on_signal(stopping: list[str], team: Team, view: View) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM lets the current step finish and saves it; the second one stops at once.
 
     A signal on one rank stops all of them after the same step. torchrun passes a Ctrl-C on, which the ranks have heard
@@ -430,7 +439,7 @@ def _stop_on_signal(stopping: list[str], team: Team) -> Iterator[None]:
         heard = time.monotonic()
         stopping.append(signal.Signals(number).name)
         if team.leads:
-            print("\nstopping after this step; press Ctrl-C again to stop at once", flush=True)
+            view.interrupt("stopping after this step; press Ctrl-C again to stop at once")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -32,6 +32,7 @@ from bapo.config.run import Config
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Update
 from bapo.models import prompt_text
+from bapo.preflight.data import TaskData
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.runs.ledger import FILE as LEDGER
@@ -41,7 +42,7 @@ from bapo.screen.view import summary_table
 from bapo.tasks.data.problems import fingerprint
 from bapo.train import life_cycle
 from bapo.train.build import build
-from bapo.train.card import model_card
+from bapo.train.card import eval_command, model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
 from bapo.train.skipped import ends_run, skipped_line, stop_after
@@ -57,9 +58,9 @@ SELDOM = 0.02
 """With a mean reward below this, most groups have no success at all."""
 
 
-def start(config: Config, *, plain: bool | None = None) -> Summary:
-    """Train from the beginning. Returns the summary."""
-    return life_cycle.start(Training, config, plain=plain)
+def start(config: Config, *, data: TaskData | None = None, plain: bool | None = None) -> Summary:
+    """Train from the beginning. Returns the summary. `data`: the problems, if they were read already."""
+    return life_cycle.start(partial(Training, data=data), config, plain=plain)
 
 
 def resume(
@@ -78,8 +79,8 @@ class Training(Job):
     unit = "step"
     shows_samples = True
 
-    def __init__(self, config: Config, team: Team = ALONE) -> None:
-        self.parts = build(config, team)
+    def __init__(self, config: Config, team: Team = ALONE, data: TaskData | None = None) -> None:
+        self.parts = build(config, team, data)
         self.config: Config = self.parts.config
         self.policy, self.learner = self.parts.policy, self.parts.learner
         self.temperature = self.config.rollout.temperature
@@ -172,13 +173,13 @@ class Training(Job):
                     log.view.sample(prompt_text(group.problem.prompt), text, reward)
 
     def measure(self, log: Log, when: When) -> None:
-        """During training, evaluate on a quarter of the problems; before and after, on all, at every temperature."""
+        """Evaluate on the same problems every time; before and after training also at the other temperatures."""
         config = self.config.eval
         if self.asynchronous is not None:
             self.asynchronous.pause()
         load_weights(self.parts)
         if when == "during":
-            found = self._evaluate(log, max(1, config.problems // 4), config.temperature, step=self.done)
+            found = self._evaluate(log, config.temperature, step=self.done)
             log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
         else:
             self._evaluate_fully(log, when, step=self.done)
@@ -203,9 +204,9 @@ class Training(Job):
         config = self.config.eval
         log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
         for temperature in (config.temperature, *config.also_at):
-            self._evaluate(log, config.problems, temperature, step=step)
+            self._evaluate(log, temperature, step=step)
 
-    def _evaluate(self, log: Log, problems: int, temperature: float, *, step: int) -> dict[str, Any]:
+    def _evaluate(self, log: Log, temperature: float, *, step: int) -> dict[str, Any]:
         """Evaluate the weights that the engine has: those after this step."""
         config, parts = self.config, self.parts
         greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
@@ -214,7 +215,7 @@ class Training(Job):
                 parts.engine,
                 parts.policy,
                 parts.task.scores,
-                list(parts.task.test)[:problems],
+                list(parts.task.test)[: config.eval.problems],
                 k=1 if greedy_again else config.eval.k,
                 sampling=Sampling(temperature, parts.policy.stop_ids),
                 max_tokens=config.rollout.max_tokens,
@@ -344,6 +345,12 @@ class Training(Job):
             print(f"sampler and learner differ since {self.run_state.drift}")
         if (path / LEDGER).exists():
             print(f"ledger: {self._balance(path)}")
+
+    def next_steps(self, path: Path) -> list[str]:
+        """See `Job.next_steps`."""
+        again = eval_command(self.config, str(path / "model"), chat=self.policy.chat)
+        further = f"bapo resume {path} --steps {2 * self.config.steps}"
+        return [f"bapo report {path}", *([] if again is None else [again]), further]
 
 
 def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
