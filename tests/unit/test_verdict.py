@@ -53,7 +53,7 @@ def test_an_interval_that_contains_zero_does_not():
     assert found.lines == ["bapo and grpo cannot be told apart (+0.003 ± 0.052 avg@8 over 3 seeds)."]
     assert not found.decided
     same = verdict(runs("grpo", avg=GRPO) + runs("bapo", avg=GRPO), ["grpo", "bapo"])
-    assert same.lines == ["bapo and grpo cannot be told apart (+0.000 ± 0.000 avg@8 over 5 seeds)."]
+    assert same.lines == ["bapo and grpo have the same avg@8 in every one of 5 seeds."]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_every_temperature_has_its_clause():
     listed = runs("grpo", **{"avg": GRPO, "avg_at_0.6": GRPO, "avg_at_0": GRPO})
     listed += runs("push-once", **{"avg": GRPO, "avg_at_0.6": shifted(GRPO, *[0.05] * 5), "avg_at_0": lower})
     assert verdict(listed, ["grpo", "push-once"]).lines == [
-        "push-once and grpo cannot be told apart at temperature 1 (+0.000 ± 0.000 avg@8 over 5 seeds); with greedy "
-        "sampling it is behind by 0.100 ± 0.000; at temperature 0.6 it is ahead by 0.050 ± 0.000."
+        "push-once and grpo have the same avg@8 at temperature 1 in every one of 5 seeds; with greedy sampling it is "
+        "behind by 0.100 ± 0.000; at temperature 0.6 it is ahead by 0.050 ± 0.000."
     ]
 
 
@@ -107,6 +107,21 @@ def test_several_arms_are_grouped_by_outcome():
         "Against grpo over 5 seeds: push-once is ahead by 0.050 ± 0.000 avg@8 and dcpo by 0.020 ± 0.000; sapo is "
         "behind by 0.030 ± 0.000 avg@8; bapo cannot be told apart from it; one seed decides nothing (topr +0.100 "
         "avg@8); cispo has no seed in common with it; gspo has no finished run. Run at least 3 seeds."
+    ]
+
+
+def test_several_arms_of_few_seeds():
+    listed = runs("grpo", avg=GRPO) + runs("a", avg=[0.5]) + runs("b", avg=[0.3, 0.31]) + runs("c", avg=GRPO[:3])
+    assert verdict(listed, ["grpo", "a", "z"]).lines == [
+        "Against grpo: one seed decides nothing (a +0.100 avg@8); z has no finished run. Run at least 3 seeds."
+    ]
+    assert verdict(listed, ["grpo", "a", "b", "c"]).lines == [
+        "Against grpo over 3 seeds: c cannot be told apart from it; two seeds are too few to decide (b -0.100 ± 0.000 "
+        "avg@8); one seed decides nothing (a +0.100 avg@8). Run at least 3 seeds."
+    ]
+    differing = runs("d", avg=shifted(GRPO[:4], *[0.1] * 4)) + runs("e", avg=shifted(GRPO, *[0.2] * 5))
+    assert verdict(listed + differing, ["grpo", "d", "e"]).lines == [
+        "Against grpo over 4 to 5 seeds: e is ahead by 0.200 ± 0.000 avg@8 and d by 0.100 ± 0.000."
     ]
 
 
@@ -139,7 +154,7 @@ def test_pass_is_mentioned_where_it_says_something_else():
     assert (
         verdict(listed, ["grpo", "bapo"])
         .lines[0]
-        .endswith("5 seeds). By pass@8, bapo is ahead of grpo by 0.050 ± 0.000.")
+        .endswith("5 seeds. By pass@8, bapo is ahead of grpo by 0.050 ± 0.000.")
     )
     agreed = runs("grpo", **{"avg": GRPO, "pass": GRPO}) + runs("bapo", **{"avg": up, "pass": up})
     assert "pass" not in verdict(agreed, ["grpo", "bapo"]).lines[0]

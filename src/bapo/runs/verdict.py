@@ -158,6 +158,8 @@ def _duel(reference: str, exams: Sequence[tuple[str, str, str]], found: Mapping[
 
 
 def _first_clause(one: Outcome, reference: str, unit: str, at: str) -> str:
+    if one.kind == "open" and one.mean == one.half == 0:
+        return f"{one.name} and {reference} have the same {unit}{at} in every one of {one.seeds} seeds"
     over = f"over {one.seeds} seeds" if one.all_seeds else f"over the {one.seeds} seeds that both have"
     return {
         "ahead": f"{one.name} beats {reference} by {one.size} {unit}{at} {over}",
@@ -188,10 +190,10 @@ def _field(reference: str, exams: Sequence[tuple[str, str, str]], found: Mapping
     for place, (measure, unit, at) in enumerate(exams):
         outcomes = found[measure]
         counts = sorted({one.seeds for one in outcomes if one.kind in JUDGED})
-        seeds = f" over {counts[0]} seeds" if len(counts) == 1 else f" over {counts[0]} to {counts[-1]} seeds"
+        seeds = f" over {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds" if counts else ""
         clauses = _grouped(outcomes, unit, everything=place == 0)
         if clauses:
-            sentences.append(f"Against {reference}{at}{seeds if counts else ''}: {'; '.join(clauses)}.")
+            sentences.append(f"Against {reference}{at}{seeds}: {'; '.join(clauses)}.")
     least = min(found[exams[0][0]], key=lambda one: one.seeds or math.inf)
     return " ".join(sentences) + _advice(least)
 
