@@ -142,7 +142,7 @@ def test_chips_hide_and_the_slider_smooths(page):
 
 def test_a_plot_becomes_a_picture(page, tmp_path):
     with page.expect_download() as download:
-        page.get_by_role("button", name="save Gradient norm as PNG").click()
+        page.get_by_role("button", name="save Gradient norm before clipping as PNG").click()
     assert download.value.suggested_filename.endswith(".png")
     download.value.save_as(tmp_path / "plot.png")
     data = (tmp_path / "plot.png").read_bytes()

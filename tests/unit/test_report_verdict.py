@@ -76,8 +76,8 @@ def test_the_record_of_a_grid_may_be_damaged(grid):
 def test_several_settings_share_one_table_of_differences(grid):
     shutil.copytree(grid / "s", grid / "other")
     verdict, (table,) = top(grid)
-    assert [line.split(":")[0] for line in verdict["lines"]] == ["s", "other"]
-    assert [row[0] for row in table["rows"]] == ["s: bapo - grpo", "other: bapo - grpo"]
+    assert [line.split(":")[0] for line in verdict["lines"]] == ["other", "s"]
+    assert [row[0] for row in table["rows"]] == ["other: bapo - grpo", "s: bapo - grpo"]
 
 
 def test_arms_meet_in_their_setting_or_in_their_objective_or_all_of_them(tmp_path):
@@ -141,7 +141,8 @@ def test_seeds_of_one_configuration_are_not_a_comparison(tmp_path):
 def test_an_unfinished_run_says_how_far_it_got(tmp_path):
     run = shutil.copytree(ONE, tmp_path / "run")
     (run / "summary.json").unlink()
-    rewards = [line["reward"] for line in map(json.loads, (run / "metrics.jsonl").open()) if line["kind"] == "rollout"]
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in logged if line["kind"] == "rollout"]
     assert top(run)[0]["lines"] == [
         f"After 3 of 3 steps, the reward of sampled responses has gone from {rewards[0]:.3f} to {rewards[-1]:.3f}. The "
         "score on held-out problems comes at the end."

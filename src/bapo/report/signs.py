@@ -61,7 +61,7 @@ def collapse(run: Run) -> str | None:
 def entropy(run: Run) -> str | None:
     """The policy has become nearly deterministic, or much more random."""
     found = ends(run, "entropy", "entropy")
-    if len(run.updates) < FEW or not found["entropy_first"] > 0:
+    if len(run.updates) < FEW or not found.get("entropy_first", 0.0) > 0:
         return None
     before, after = found["entropy_first"], found["entropy_last"]
     numbers = f"from {before:.3f} to {after:.3f} nats per token"
