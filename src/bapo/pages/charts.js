@@ -3,6 +3,7 @@
 
      arms, objectives, settings, counts    as in the values of the report
      title                                 of the page; stands below the title of a saved picture
+     legend                                whether plots show one; otherwise the page has chips for it
      visible(arm), smoothing(), counted()  what the reader chose; counted: over sampled responses instead of updates
 
    Colour shows the objective, dash and symbol show the setting. */
@@ -134,16 +135,17 @@ const charts = (() => {
       font: { family: theme.css("--body"), color: ink, size: 12 }, paper_bgcolor: exported ? "#ffffff" : "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 44, r: 10, t: exported ? 64 : 10, b: 40 }, hovermode: "x unified",
       hoverlabel: { bgcolor: theme.css("--card"), bordercolor: theme.css("--line"), font: { size: 11.5, color: theme.css("--ink") } },
-      showlegend: exported, legend: { orientation: "h", y: -0.22, traceorder: "normal", font: { size: 11 } }, barmode: "group", bargap: 0.25,
+      showlegend: exported || Boolean(view.legend), barmode: "group", bargap: 0.25,
       xaxis: { ...axis, title: { ...axis.title, text: overResponses(panel, view) ? "sampled responses" : panel.x } },
       yaxis: { ...axis, tickformat: "~g", nticks: 6 },
+      legend: { orientation: "h", traceorder: "normal", font: { size: 11 }, ...(exported ? { y: -0.22 } : { x: 0, y: 1.02, yanchor: "bottom" }) },
       shapes: [], annotations: [], dragmode: "zoom",
     };
     if (exported) result.title = { text: dom.escaped(panel.title), font: { size: 15 }, x: 0.02, xanchor: "left", subtitle: { text: dom.escaped(subtitle(panel, view)), font: { size: 11 } } };
     kinds[panel.kind].layout(result, panel, view, ink);
     for (const mark of panel.marks ?? []) {
       result.shapes.push(dotted(ink, { x0: 0, x1: 1, xref: "paper", y0: mark.value, y1: mark.value }));
-      result.annotations.push({ x: 1, xref: "paper", xanchor: "right", y: mark.value, yanchor: "bottom", showarrow: false, text: mark.text, font: { size: 10.5 } });
+      result.annotations.push({ x: 1, xref: "paper", xanchor: "right", y: mark.value, yanchor: "bottom", showarrow: false, text: mark.text, font: { size: 10.5 }, bgcolor: faded(exported ? "#ffffff" : theme.css("--card"), 0.75) });
     }
     return result;
   }
