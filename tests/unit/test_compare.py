@@ -500,3 +500,37 @@ def test_differences_are_taken_within_a_seed(first, tmp_path):
     assert any("2  +0.100 ± 0.000 " in f"{line} " for line in table_lines(collect(grid)))  # .1 and .1: no mark for two
     shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 5)))
     assert not any("difference" in line for line in table_lines(collect(grid)))  # one seed has no interval
+
+
+def test_the_verdict_follows_the_tables_and_is_kept(first, tmp_path):
+    """grpo .1 .2 .3 and bapo .2 .35 .4, as above: + .117 ± .072."""
+    text = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4, 5]").read_text()
+    (tmp_path / "grid.toml").write_text(text + '[[objective]]\nlabel = "bapo"\nobjective.name = "bapo"\n')
+    grid = load_grid(tmp_path / "grid.toml")
+    scores = {"grpo": {3: 0.1, 4: 0.2, 5: 0.3}, "bapo": {3: 0.2, 4: 0.35, 5: 0.4}}
+    for cell in grid.cells:
+        scored(first[0] / "out/reuse-2/grpo/seed-3", cell.path, scores[cell.objective][cell.seed])
+    results = collect(grid)
+    assert results["verdict"] == ["bapo beats grpo by 0.117 ± 0.072 avg@2 over 3 seeds."]
+    assert table_lines(results)[-2] == results["verdict"][0]
+    shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 4)))
+    assert collect(grid)["verdict"] == [
+        "Two seeds are too few to decide between bapo and grpo (+0.100 ± 0.000 avg@2). Run at least 3 seeds.",
+        "One run is not finished, so this may change.",
+    ]
+
+
+def test_settings_are_compared_if_there_is_one_objective(first, tmp_path):
+    text = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4, 5]").read_text()
+    (tmp_path / "grid.toml").write_text(text + '[[setting]]\nlabel = "reuse-4"\noffpolicy.reuse = 4\n')
+    grid = load_grid(tmp_path / "grid.toml")
+    for cell in grid.cells:
+        higher = 0.3 if cell.setting == "reuse-4" else 0.0
+        scored(first[0] / "out/reuse-2/grpo/seed-3", cell.path, 0.1 * (cell.seed - 2) + higher)
+    results = collect(grid)
+    assert results["verdict"] == ["reuse-4 beats reuse-2 by 0.300 ± 0.000 avg@2 over 3 seeds."]
+    lines = table_lines(results)
+    assert any(line.startswith("  reuse-4 - reuse-2") and "3  +0.300 ± 0.000*" in line for line in lines)
+    (tmp_path / "grid.toml").write_text(text + '[[setting]]\nlabel = "other"\neval.temperature = 0.5\n')
+    apart = collect(load_grid(tmp_path / "grid.toml"))["verdict"]
+    assert apart[0] == "The scores cannot be compared, because the runs differ in eval.temperature."
