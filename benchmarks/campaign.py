@@ -25,9 +25,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests.tiny makes the models
 
-from campaign_parts import forks, kills  # noqa: E402
-from campaign_parts.outcomes import Failed, Kind, Tally, judge  # noqa: E402
-from campaign_parts.world import SETTINGS, Setting, Twin, make_case, make_twin, make_world  # noqa: E402
+from campaign_parts import forks, fuzz, fuzz_data, fuzz_files, fuzz_settings, kills
+from campaign_parts.outcomes import Failed, Tally
+from campaign_parts.world import SETTINGS, Setting, Twin, make_case, make_twin, make_world
 
 
 def main() -> int:
@@ -50,7 +50,10 @@ def main() -> int:
     print(f"seed {given.seed}, cases in {root}", flush=True)
     tally = Tally(given.seed)
     minutes = given.minutes if given.minutes is not None else float("inf")
-    campaign(root, tally, minutes=minutes, only=given.only, case=given.case)
+    if given.fuzz is not None:
+        fuzzing(root, tally, given.fuzz, minutes=minutes, only=given.only)
+    else:
+        campaign(root, tally, minutes=minutes, only=given.only, case=given.case)
     code = tally.end(given.json)
     if not tally.failed:
         shutil.rmtree(root)
@@ -67,7 +70,7 @@ def campaign(root: Path, tally: Tally, *, minutes: float, only: str, case: int |
     signal.signal(signal.SIGINT, lambda received, _frame: asked.append(received))
     while time.monotonic() < until and not asked:
         number += 1
-        choose = random.Random(f"{tally.seed}/{number}")
+        choose = random.Random(f"{tally.seed}/{number}")  # noqa: S311
         setting = choose.choices(settings, [setting.weight for setting in settings])[0]
         if setting.name not in twins:
             twins[setting.name] = make_twin(setting, root)
@@ -75,6 +78,19 @@ def campaign(root: Path, tally: Tally, *, minutes: float, only: str, case: int |
         tally.progress(f"case {number}: {setting.name}")
         if case is not None:
             return
+
+
+def fuzzing(root: Path, tally: Tally, cases: int, *, minutes: float, only: str) -> None:
+    """Cases of every family that `only` names, a chunk of each in turn."""
+    named = {setting.name: setting for setting in SETTINGS}
+    run, evaluation = (make_twin(named[name], root).path / "run" for name in ("train", "eval"))
+    families = {
+        **fuzz_settings.families(),
+        **fuzz_data.families(),
+        **fuzz_files.families(root / "world" / "model", run, evaluation),
+    }
+    until = time.monotonic() + 60 * minutes
+    fuzz.fuzz(families, cases, tally, root, until=until, only=only)
 
 
 def _kill(root: Path, tally: Tally, number: int, setting: Setting, twin: Twin, choose: random.Random) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import os
 import resource
 import select
@@ -24,6 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+PRELOADED = (
+    *("bapo.cli", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.run", "bapo.evaluate.command"),
+    *("bapo.report", "bapo.report.command", "bapo.compare.command", "bapo.diagnose.command"),
+    *("transformers.generation.utils", "transformers.models.llama.modeling_llama"),
+    *("transformers.convert_slow_tokenizer", "tyro._backends._tyro_backend"),
+)
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
 """Audit events of operations on files. `fsync` and the end of a `write` have none, and are counted by hand."""
 
@@ -88,21 +95,8 @@ class Running:
 
 def prepare() -> None:
     """Import what the commands need, and adopt what they leave behind."""
-    import bapo.cli
-    import bapo.compare.command
-    import bapo.diagnose.command
-    import bapo.evaluate.command
-    import bapo.evaluate.run
-    import bapo.report
-    import bapo.report.command
-    import bapo.train.run
-    import bapo.train.sft
-    import transformers.convert_slow_tokenizer
-    import transformers.generation.utils
-    import transformers.models.llama.modeling_llama
-    import tyro._backends._argparse_formatter
-    import tyro._backends._tyro_backend  # noqa: F401
-
+    for name in PRELOADED:
+        importlib.import_module(name)
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     alone = len(os.listdir("/proc/self/task")) == 1
     assert alone, "an import has started threads, so forks would not be safe"

@@ -107,6 +107,9 @@ def _disturb(case: Case, words: tuple[str, ...]) -> bool:
         sent = process.signal(number)
         for pid in below:
             _send(pid, signal.SIGKILL)
+    if sent:
+        name = signal.Signals(number).name
+        case.hit[name] = case.hit.get(name, 0) + 1
     if process is not None:
         if process.wait(case.twin.deadline) is None:
             forks.end(process)
@@ -114,9 +117,6 @@ def _disturb(case: Case, words: tuple[str, ...]) -> bool:
         outcome = judge(words, process.code, process.said(), sent=(number,) if sent else ())
         if outcome is Kind.OUR_ERROR:
             _check_told(case, process, number)
-    if sent:
-        name = signal.Signals(number).name
-        case.hit[name] = case.hit.get(name, 0) + 1
     return sent
 
 
@@ -165,7 +165,9 @@ def _stop_and_go_on(case: Case, process: forks.Running | None) -> bool:
 
 def _check_told(case: Case, process: forks.Running, number: int) -> None:
     """A stopped command says how to go on. That it works is seen when it is continued."""
-    if number not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    if case.setting.name == "compare" and BUSY.search(process.said()):  # runs of a killed comparison are at work
+        forks.clear_orphans(case.twin.deadline)
+    elif number not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         raise Failed(Kind.MISMATCH, f"`{shlex.join(process.words)}` refused without a cause:\n{process.said()}")
     if process.code == 130 and "ontinue" not in process.said() and "same command" not in process.said():
         raise Failed(Kind.SILENT, f"a stopped command does not say how to go on:\n{process.said()}")

@@ -62,7 +62,7 @@ def judge(words: tuple[str, ...], code: int | None, said: str, *, sent: tuple[in
         if not said.strip():
             raise Failed(Kind.SILENT, f"`{command}` ended with code 0 and without a word")
         return None
-    if code in OUR_CODES and "bapo: " in said:
+    if code in OUR_CODES and ("bapo: " in said or "the same command continues: " in said):
         return Kind.OUR_ERROR
     raise Failed(Kind.SILENT, f"`{command}` ended with code {code} and without words of ours:\n{tail(said)}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import os
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -58,7 +59,10 @@ class Command:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `bapo` command."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the work is done: libraries that tidy up need not report a Ctrl-C
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
