@@ -50,7 +50,7 @@ class Family:
     """Its part of all cases."""
     cases: SearchStrategy[Any]
     run: Callable[[Any, Path], None]
-    """Returns, or raises. The second argument is a directory that is empty before every case."""
+    """Returns, or raises. The second argument is the working directory, which is empty before every case."""
     chunk: int = 500
     """How many cases a fork runs."""
 
@@ -198,7 +198,9 @@ def _cases(family: Family, count: int, number: int, pipe: int, scratch: Path, un
         inside.mkdir()
         told = repr(case)[:20_000]
         (scratch / "case").write_text(told, errors="replace")
+        os.chdir(inside)
         outcome = _outcome(family.run, case, inside, told)
+        os.chdir(scratch)
         os.write(pipe, json.dumps(outcome).encode() + b"\n")
         shutil.rmtree(inside)
 

@@ -163,11 +163,8 @@ def _write_parquet(path: Path, rows: Any) -> bool:
 
 
 def _source(case: str, inside: Path) -> None:
-    import os
-
     from bapo.tasks.data.sources import resolve
 
-    os.chdir(inside)
     resolve(case)
 
 

@@ -128,12 +128,9 @@ def _grid_values(case: Any, inside: Path) -> None:
 
 
 def _plan(path: Path) -> None:
-    import os
-
     from bapo.compare.grid import load_grid
     from bapo.compare.plan import default_parallel, make_plan
 
-    os.chdir(path.parent)
     grid = load_grid(path)
     jobs = make_plan(grid)
     assert jobs
