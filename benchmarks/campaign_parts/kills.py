@@ -17,6 +17,7 @@ import re
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,8 @@ class Case:
     told: list[str] = field(default_factory=list)
     """What was done, for whoever repeats it by hand."""
     commands: int = 0
+    logs: Path | None = None
+    """Where the output of commands goes, if not into the case."""
 
     @property
     def run(self) -> Path:
@@ -64,7 +67,7 @@ class Case:
     def log(self) -> Path:
         """A file for the output of the next command."""
         self.commands += 1
-        return self.path / f"log-{self.commands:02d}"
+        return (self.logs or self.path) / f"log-{self.commands:02d}"
 
 
 def attack(case: Case) -> None:
@@ -81,6 +84,11 @@ def attack(case: Case) -> None:
     left = forks.clear_orphans(LEFT_BEHIND_SECONDS)
     if left:
         raise Failed(Kind.HANG, f"processes were left behind: {left}")
+
+
+def finish_case(case: Case, before: Callable[[], None] | None = None) -> None:
+    """Continue a command, as its user would, to its end. `before`: called in every new process."""
+    _to_the_end(case, _next_words(case), before)
 
 
 def _next_words(case: Case) -> tuple[str, ...]:
@@ -174,10 +182,10 @@ def _check_told(case: Case, process: forks.Running, number: int) -> None:
     case.our_errors += 1
 
 
-def _to_the_end(case: Case, words: tuple[str, ...]) -> None:
+def _to_the_end(case: Case, words: tuple[str, ...], before: Callable[[], None] | None = None) -> None:
     """Continue until the result is there. An error of ours on the way counts, and what it advises is done next."""
     for _ in range(STEPS_TO_THE_END):
-        process = forks.finish(words, cwd=case.path, log=case.log(), seconds=case.twin.deadline)
+        process = forks.finish(words, cwd=case.path, log=case.log(), seconds=case.twin.deadline, before=before)
         said = process.said()
         outcome = judge(words, process.code, said)
         if outcome is None and process.code == 0:

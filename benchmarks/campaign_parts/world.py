@@ -102,11 +102,11 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("train", ("train", "../world/train.toml"), True, "summary.json", 8),
-    Setting("train, a checkpoint every 2", ("train", "../world/train-2.toml"), True, "summary.json", 4),
+    Setting("train", ("train", "../world/train.toml"), True, "summary.json", 16),
+    Setting("train, a checkpoint every 2", ("train", "../world/train-2.toml"), True, "summary.json", 8),
     Setting("train, embedded", tuple(DEMO), True, "summary.json", 1),
-    Setting("sft", ("sft", "../world/sft.toml"), True, "summary.json", 6),
-    Setting("eval", tuple(EVAL), False, "results.json", 5),
+    Setting("sft", ("sft", "../world/sft.toml"), True, "summary.json", 14),
+    Setting("eval", tuple(EVAL), False, "results.json", 10),
     Setting("compare", ("compare", "../world/grid.toml", "--parallel", "2"), False, "results.json", 1),
 )
 
