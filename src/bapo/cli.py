@@ -7,12 +7,19 @@ codes.
 
 from __future__ import annotations
 
+import _thread
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+AGAIN_SECONDS = 0.01
+"""How long after a Ctrl-C was dropped it is sent again: the destructor that it met has ended by then."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,10 @@ class Command:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `bapo` command."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the work is done: libraries that tidy up need not report a Ctrl-C
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -85,7 +95,8 @@ def guarded(name: str, words: list[str]) -> int:
 
     command, given = COMMANDS[name], shlex.join(["bapo", name, *words])
     try:
-        return command.run(words) or 0
+        with _no_interrupt_lost():
+            return command.run(words) or 0
     except SystemExit as stop:  # the parser: 0 after --help, 2 after it said what it cannot read
         if stop.code:
             print(f"usage: bapo {name} {command.usage}", file=sys.stderr)
@@ -108,6 +119,26 @@ def guarded(name: str, words: list[str]) -> int:
         return _fail(4, f"{command.remedy.failed}: {error}. {command.remedy.disk.format(command=given)}")
     except KeyboardInterrupt:
         return _fail(130, f"stopped. {command.remedy.stopped.format(command=given)}")
+
+
+@contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """A Ctrl-C that arrives while Python runs a destructor is raised there, and Python drops it. Send it again."""
+    before = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            before(dropped)
+            return
+        again = threading.Timer(AGAIN_SECONDS, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _fail(code: int, message: str) -> int:

@@ -128,7 +128,12 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
         return Source(label=_label(path), files=(path,))
     if is_saved(path):
         return Source(label=path.name, saved=path, split=split)
-    inside = sorted(file for file in path.rglob("*") if _is_data(file, path))
+    try:
+        inside = sorted(file for file in path.rglob("*") if _is_data(file, path))
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be searched for data: {error}. Name a directory whose files you may read, or a file."
+        ) from error
     if not inside:
         present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
