@@ -344,6 +344,7 @@ COMMANDS = {
             disk="Check the directory, then give the same command again.",
             stopped="Nothing was written.",
         ),
+        "bapo.cli:LedgerArguments",
     ),
     "fetch-smollm2": Command(
         _fetch_smollm2,

@@ -71,7 +71,7 @@ def completed(command: str, definition: str) -> Completed:
         options |= {f"--{switch}": () for switch in (*switches, "help")}
         return Completed(options, tuple(names))
     options, places = {}, list[str]()
-    for field, annotation in _fields(kind, required_by_place=command in ("resume", "fetch-smollm2")):
+    for field, annotation in _fields(kind, required_by_place=command in ("resume", "ledger", "fetch-smollm2")):
         choices = _choices(annotation)
         if field is None:
             places += choices
