@@ -38,7 +38,7 @@ MAY_IMPORT = {
         *("screen", "evaluate", "preflight"),
     },
     "commands": {"config", "runs", "tasks.data", "train", "preflight"},
-    "cli": {"__version__", "commands", "config", "evaluate", "compare", "report", "diagnose", "models.smollm2"},
+    "cli": {"__version__", "commands", "config", "evaluate", "compare", "report", "runs", "diagnose", "models.smollm2"},
 }
 # The core is pure: torch and these parts of the standard library.
 CORE_MAY_USE = {
