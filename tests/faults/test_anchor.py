@@ -52,3 +52,22 @@ def test_a_run_ends_before_an_update_whose_ratios_mean_nothing(tmp_path, learn_a
     again = told[told.index("`bapo resume") + 1 :].split("`")[0].split()
     assert run(again[1:]) == 0  # the advice works
     assert len(lines(out, "update")) == 6
+
+
+def test_parked_and_replayed_responses_are_no_drift(tmp_path, capsys):
+    """Responses are continued under newer weights, and groups come back after their own passes."""
+    more = {
+        "offpolicy.partial_budget": 200,
+        "offpolicy.replay_fraction": 0.3,
+        "learn.lr": 1e-3,
+        "learn.warmup_updates": 0,
+    }
+    assert train(tmp_path / "run", steps=5, **more) == 0
+    assert "sampler and learner differ" not in capsys.readouterr().out
+    rollouts, updates = lines(tmp_path / "run", "rollout"), lines(tmp_path / "run", "update")
+    assert sum(line["rollout/resumed"] for line in rollouts) > 0
+    assert rollouts[-1]["buffer/replayed"] > 0
+    fresh = [line for line in updates if "anchor_gap" in line]
+    assert any(64 <= line["anchor_tokens"] < line["tokens"] for line in fresh)  # some of an update's tokens are older
+    assert all(line["anchor_gap_max"] < 1e-3 for line in fresh)
+    assert lines(tmp_path / "run", "skipped") == []

@@ -122,7 +122,7 @@ FAULTS = {
     "a higher temperature": (lambda: sampled(model(), temperature=1.5), "temperature", "at about 1.5"),
     "top-p": (lambda: truncated(model(), top_p(0.9)), "truncation", "kept as little as 0.90"),
     "top-k": (lambda: truncated(model(), top_k(2)), "truncation", "never lower"),
-    "greedy": (lambda: truncated(model(), top_k(1)), "truncation", "higher by"),
+    "greedy": (lambda: truncated(model(), top_k(1)), "truncation", "higher in the mean"),
     "another prompt": (lambda: other_prompts(sampled(model())), "prompt", "the first 4 tokens"),
     "another head": (lambda: sampled(changed(0.2, "lm_head")), "head", "output head"),
     "other weights": (lambda: sampled(changed(0.2)), "weights", "has other weights"),

@@ -134,7 +134,7 @@ def test_the_dependencies_on_the_page_are_those_of_the_project_and_pinned():
     for extra, lines in project["optional-dependencies"].items():
         for line in lines:
             wanted.setdefault(Requirement(line).name, set()).add(extra)
-    rows = re.findall(r"^\| ([\w-]+) \| ([\w, ]*) \| (.+) \|$", PAGE.partition("## Dependencies")[2], re.MULTILINE)
+    rows = re.findall(r"^\| ([\w-]+) \|([\w, ]*)\| (.+) \|$", PAGE.partition("## Dependencies")[2], re.MULTILINE)
     told = {name: set(extras.replace(",", " ").split()) for name, extras, _ in rows if name != "package"}
     assert told.keys() == wanted.keys()
     for name, extras in wanted.items():

@@ -122,9 +122,9 @@ def _truncation(pairs: Pairs, noise: float) -> str | None:
         return None
     kept = math.exp(-float(gaps.quantile(0.99)))
     return (
-        f"the sampler's log-probs are never lower than the learner's, and higher by {mean:.2g} in the mean: it left "
-        f"out a part of the vocabulary and kept as little as {kept:.2f} of the probability, as top-p, top-k or min-p "
-        "do. Turn them off in the sampler: the learner's log-probs are those of the whole vocabulary."
+        f"the sampler's log-probs are never lower than the learner's, but for rounding, and {mean:.2g} higher in the "
+        f"mean: it left out a part of the vocabulary and kept as little as {kept:.2f} of the probability, as top-p, "
+        "top-k or min-p do. Turn them off in the sampler: the learner's log-probs are those of the whole vocabulary."
     )
 
 

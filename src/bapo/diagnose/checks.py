@@ -289,7 +289,7 @@ def _apart(update: LoggedUpdate, learners: Array, here: Array, which: str) -> st
         None if positions is None else torch.from_numpy(positions),
     )
     cause = likely_cause(pairs, noise=NOISE)
-    return f"{words}. Likely cause: {cause.name}; {cause.words}"
+    return f"{words}. Likely cause: {cause.name}; {cause.words.removesuffix('.')}"
 
 
 def _positions(sequence_ids: Array) -> Array:

@@ -1,15 +1,11 @@
 """The synchronous loop: read this first.
 
     new problems join the parked ones; the engine loads the learner's weights and samples within its budget; finished
-    groups are scored and enter the buffer; the learner takes one update per draw until the passes over this rollout are
-    done.
+    groups are scored and enter the buffer; the learner takes one update per draw until the passes over them are done.
 
 Nothing runs in parallel, so no part waits for another. Weights move in one place, `load_weights`, once per version that
-samples. A token sampled at version v is trained on only at versions v .. v + max_staleness: after that, the buffer
-releases it.
-
-A step is a pure function of (config, weights, state): every random number comes from a seed and a counter, so a resumed
-run repeats an uninterrupted one bit for bit.
+samples. A token sampled at version v is trained on only at versions v .. v + max_staleness; then the buffer releases it.
+A step is a pure function of (config, weights, state), so a resumed run repeats an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -139,8 +135,8 @@ def admit(parts: Parts, state: RunState, most: int = 2) -> int:
 
 def learn(parts: Parts, state: RunState, tell: Tell | None) -> Iterator[Update]:
     """Take the updates of all passes over the groups in the buffer, and yield each one, up to one that ends the run."""
-    begun, updates, tokens, in_a_row = parts.buffer.metrics(), 0, 0, state.skipped
-    while True:
+    begun, updates, tokens, in_a_row, ended = parts.buffer.metrics(), 0, 0, state.skipped, False
+    while not ended:
         if tell is not None and begun.to_visit:
             tell(Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens))
         if isinstance(groups := parts.buffer.draw(version=parts.learner.version), NoBatch):
@@ -149,7 +145,6 @@ def learn(parts: Parts, state: RunState, tell: Tell | None) -> Iterator[Update]:
         if update.skipped is not None:
             parts.buffer.skipped(groups)
         yield update
-        updates, tokens = updates + 1, tokens + update.tokens
         in_a_row = 0 if update.skipped is None else in_a_row + 1
-        if ends_run(update, in_a_row=in_a_row, limit=parts.config.learn.skip_limit):
-            return
+        updates, tokens = updates + 1, tokens + update.tokens
+        ended = ends_run(update, in_a_row=in_a_row, limit=parts.config.learn.skip_limit)
