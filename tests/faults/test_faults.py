@@ -108,6 +108,17 @@ def test_a_run_killed_before_its_first_step_or_after_its_export_can_be_completed
     assert_same_run(early, uninterrupted)
 
 
+def test_a_run_killed_in_the_evaluation_after_its_first_step_begins_again(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    process = started(out)
+    wait_for_steps(process, out, 1)
+    process.kill()
+    process.join()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000000"]
+    assert bapo("resume", out).returncode == 0
+    assert_same_run(out, uninterrupted)
+
+
 def test_a_log_shorter_than_its_checkpoint_is_refused(uninterrupted, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(uninterrupted, out)

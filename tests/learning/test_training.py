@@ -17,11 +17,13 @@ from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.config.shipped import shipped
 from bapo.demo import model_path
+from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner
 from bapo.models import Policy
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
+from bapo.runs.write import RunDirectory
 from bapo.tasks.stream import ProblemStream
 from bapo.train.build import build, learner_settings, resolve
 from bapo.train.loop import Parts, RunState, admit, learn, take_step
@@ -241,6 +243,34 @@ def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path):
     resume(out, plain=True)
     for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
         assert (out / name).read_bytes() == (whole[2] / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_evaluation_before_training_scores_the_untouched_model(tmp_path, rank, capsys):
+    """It is taken after the first step, and logged before it."""
+    lora = {"model": {"lora": {"rank": rank}}}
+    lines, _, out = run(
+        tmp_path, "put off", steps=1, eval={"problems": 5, "k": 2, "also_at": [0.0], "every": 0}, **lora
+    )
+    shown = capsys.readouterr().out
+    assert shown.index("step 1/1") < shown.index("held-out problems before training")
+    assert [line["kind"] for line in lines[:3]] == ["eval", "eval", "rollout"]
+    parts = build(resolve(RunDirectory(out).config(Config)))
+    assert parts.learner.version == 0
+    parts.engine.load(parts.learner.weights(), version=0)
+    for line, temperature, k in zip(lines, (1.0, 0.0), (2, 1), strict=False):
+        found = evaluate(
+            parts.engine,
+            parts.policy,
+            parts.task.scores,
+            list(parts.task.test)[:5],
+            k=k,
+            sampling=Sampling(temperature, parts.policy.stop_ids),
+            max_tokens=parts.config.rollout.max_tokens,
+            seed=parts.config.seed,
+        )
+        expected = {"kind": "eval", "step": 0, "version": 0, "eval/problems": 5, "eval/temperature": temperature}
+        assert line == expected | found.summary()
 
 
 def test_activation_checkpointing_is_the_plain_run(plain, tmp_path):

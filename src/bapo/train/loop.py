@@ -4,7 +4,7 @@
     groups are scored and enter the buffer; the learner takes one update per draw until the passes over them are done.
 
 Nothing runs in parallel, so no part waits for another. Weights move in one place, `load_weights`, once per version that
-samples. A token sampled at version v is trained on only at versions v .. v + max_staleness; then the buffer releases it.
+samples. A token sampled at version v is trained on only at versions v .. v + max_staleness; then the buffer drops it.
 A step is a pure function of (config, weights, state), so a resumed run repeats an uninterrupted one bit for bit.
 """
 

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 TAKES_ALL_ARGUMENTS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
-"""Whether a compiled kernel takes constants too, as the kernel itself does. Earlier versions counted differently."""
+"""Whether a compiled kernel takes all arguments, as the kernel itself does. Earlier versions left constants out."""
 ALIGNMENT = 16
 """Bytes. Triton compiles for addresses that are multiples of this, and separately for others."""
 INT32 = 2**31
