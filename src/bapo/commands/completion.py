@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -92,6 +93,10 @@ def _fields(kind: Any, *, required_by_place: bool) -> Iterator[tuple[str | None,
         inner = get_args(annotation)[0] if marks else annotation
         if dataclasses.is_dataclass(inner):
             yield from _fields(inner, required_by_place=required_by_place)
+            continue
+        if made := [mark for mark in marks if getattr(mark, "constructor_factory", None)]:
+            for name in inspect.signature(made[0].constructor_factory()).parameters:
+                yield name.replace("_", "-"), str
             continue
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         by_place = POSITIONAL in marks or (required and required_by_place)
