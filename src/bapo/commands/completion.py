@@ -67,10 +67,10 @@ def completed(command: str, definition: str) -> Completed:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         options = {f"--{key}": _choices(annotation) for key, annotation in leaves(kind).items()}
         switches = SWITCHES.get(f"bapo {command}", ())
-        names = shipped(f"bapo {command}") if switches else ()
+        recipes = shipped(f"bapo {command}") if switches else {}
         options |= {option: choices for option, choices in CHOICES.items() if option in options}
         options |= {f"--{switch}": () for switch in (*switches, "help")}
-        return Completed(options, tuple(names))
+        return Completed(options, tuple(recipes))
     options, places = {}, list[str]()
     for field, annotation in _fields(kind, required_by_place=command in ("resume", "fetch-smollm2")):
         choices = _choices(annotation)
@@ -100,7 +100,7 @@ def _fields(kind: Any, *, required_by_place: bool) -> Iterator[tuple[str | None,
             continue
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         by_place = POSITIONAL in marks or (required and required_by_place)
-        named = next((name for mark in marks if (name := getattr(mark, "name", None))), field.name)
+        named = next((str(mark.name) for mark in marks if getattr(mark, "name", None)), field.name)
         yield None if by_place else named.replace("_", "-"), annotation
 
 
