@@ -274,7 +274,7 @@ COMMANDS = {
     "train": Command(
         _train,
         "[RECIPE] [--key.path value ...]",
-        "train; without a recipe, the embedded default: offline, CPU, minutes. --dry-run shows the plan",
+        "train, or --dry-run; without a recipe the embedded run: CPU, minutes",
         RESUME,
         "bapo.config.run:Config",
     ),

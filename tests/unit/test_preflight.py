@@ -111,6 +111,16 @@ def test_what_would_stop_a_run_is_found(place, sections, message):
     assert message in wrong
 
 
+def test_an_async_reward_is_not_called_in_a_loop_that_ends_before_the_run(place):
+    (place / "judge.py").write_text(
+        "calls = []\nasync def score(response):\n    calls.append(response)\n    return 1.0\n"
+    )
+    assert examine(of_data(task={"reward": "judge:score"})).wrong == []
+    import judge
+
+    assert judge.calls == []
+
+
 def test_a_reward_that_wants_its_answer_in_tags_is_not_refused(place):
     found = examine(of_data(task={"reward": "rewards:picky"}))
     assert found.wrong == []

@@ -1,6 +1,8 @@
 """A run on a handful of problems: it evaluates on what is held out, always the same, and goes on where it stopped."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 
@@ -34,24 +36,25 @@ def finished(tmp_path_factory):
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(root))
-        start(parse_config(values, source="test"), plain=True)
+        with redirect_stdout(StringIO()) as said:
+            start(parse_config(values, source="test"), plain=True)
         config = json.loads((root / "run" / "config.json").read_text())
         longer = parse_config(config | {"steps": 4}, source="test")
         told = []
         patch.setattr("bapo.screen.view.PlainView.recall", lambda self, steps: told.extend(steps))
         resume(root / "run", config=longer, plain=True)
-    return root / "run", config, told
+    return root / "run", config, told, said.getvalue()
 
 
 def test_an_open_number_of_problems_becomes_what_is_held_out(finished):
-    run, config, _ = finished
+    run, config, _, _ = finished
     assert config["eval"]["problems"] == 3
     (checkpoint, *_) = sorted((run / "checkpoints").glob("step-??????"))
     assert json.loads((checkpoint / "config.json").read_text())["eval"]["problems"] == 3
 
 
 def test_every_evaluation_has_the_same_problems(finished):
-    run, _, _ = finished
+    run, *_ = finished
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = [(line["step"], line["eval/problems"]) for line in lines if line["kind"] == "eval"]
     assert evaluations[:1] == [(0, 3)]
@@ -60,9 +63,18 @@ def test_every_evaluation_has_the_same_problems(finished):
 
 
 def test_a_resumed_view_is_told_what_the_first_one_was(finished):
-    run, _, told = finished
+    run, _, told, _ = finished
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines if line["kind"] == "rollout"]
     assert [(step, metrics["reward"]) for step, metrics, _ in told] == list(enumerate(rewards[:2], start=1))
     assert all(timing["seconds"] > 0 for _, _, timing in told)
     assert not any("kind" in metrics for _, metrics, _ in told)
+
+
+def test_a_run_ends_with_what_to_do_next(finished):
+    run, _, _, said = finished
+    lines = said.splitlines()
+    assert lines[-3] == f"next            bapo report {run}"
+    assert lines[-2].strip().startswith(f"bapo eval --model {run / 'model'} --data {run.parent / 'test.jsonl'} --k 2")
+    assert "--reward small_reward:score" in lines[-2]
+    assert lines[-1].strip() == f"bapo resume {run} --steps 4"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -66,10 +67,10 @@ def completed(command: str, definition: str) -> Completed:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         options = {f"--{key}": _choices(annotation) for key, annotation in leaves(kind).items()}
         switches = SWITCHES.get(f"bapo {command}", ())
-        names = shipped(f"bapo {command}") if switches else ()
+        recipes = shipped(f"bapo {command}") if switches else {}
         options |= {option: choices for option, choices in CHOICES.items() if option in options}
         options |= {f"--{switch}": () for switch in (*switches, "help")}
-        return Completed(options, tuple(names))
+        return Completed(options, tuple(recipes))
     options, places = {}, list[str]()
     for field, annotation in _fields(kind, required_by_place=command in ("resume", "ledger", "fetch-smollm2")):
         choices = _choices(annotation)
@@ -93,9 +94,13 @@ def _fields(kind: Any, *, required_by_place: bool) -> Iterator[tuple[str | None,
         if dataclasses.is_dataclass(inner):
             yield from _fields(inner, required_by_place=required_by_place)
             continue
+        if made := [mark for mark in marks if getattr(mark, "constructor_factory", None)]:
+            for name in inspect.signature(made[0].constructor_factory()).parameters:
+                yield name.replace("_", "-"), str
+            continue
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         by_place = POSITIONAL in marks or (required and required_by_place)
-        named = next((name for mark in marks if (name := getattr(mark, "name", None))), field.name)
+        named = next((str(mark.name) for mark in marks if getattr(mark, "name", None)), field.name)
         yield None if by_place else named.replace("_", "-"), annotation
 
 

@@ -41,7 +41,7 @@ def schema_of(kind: str) -> dict[str, Any]:
 
 def _recipe(config: type[Config] | type[SftConfig]) -> dict[str, Any]:
     """The schema of a recipe. TOML has no null, so it is taken out where it only means that a key is not given."""
-    schema = json.loads(json.dumps(config.model_json_schema()).replace("#/$defs/", "#/definitions/"))
+    schema: dict[str, Any] = json.loads(json.dumps(config.model_json_schema()).replace("#/$defs/", "#/definitions/"))
     schema["definitions"] = schema.pop("$defs")
     sections = schema["definitions"]
     if config is Config:

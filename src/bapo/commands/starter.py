@@ -48,8 +48,8 @@ def init(words: list[str]) -> int:
     present = [str(path) for path in written if path.exists()]
     if present:
         raise ConfigError(
-            f"{', '.join(present)} exists already, and is not overwritten. Move it away, or choose another directory "
-            "with --dir."
+            f"there is already {' and '.join(present)} here, which `bapo init` does not overwrite. Move it away, or "
+            "choose another directory with --dir."
         )
     arguments.dir.mkdir(parents=True, exist_ok=True)
     for path, starter in written.items():

@@ -109,9 +109,10 @@ def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) 
     if "help" in given.switches:
         show_help(schema, values, prog=f"{prog or command} [RECIPE]")
     values = merged(values, given.values)
+    wrong: list[str]
     config, wrong = check(schema, values)
     readable = draft(schema, values) if config is None else config
-    found = looked_at(readable)
+    found: Examined = looked_at(readable)
     return Asked(given, config, readable, [*wrong, *found.wrong], found)
 
 

@@ -96,10 +96,11 @@ class Config(Section):
             yield str(error)
 
     def _check_task(self) -> Iterator[str]:
-        if self.task.name == "data" and not (self.task.train and self.task.test):
+        missing = [f"task.{name}" for name in ("train", "test") if not getattr(self.task, name)]
+        if self.task.name == "data" and missing:
             yield (
-                "task.name='data' needs problems. Set task.train and task.test, for example train = [\"gsm8k:train\"], "
-                'test = ["gsm8k"].'
+                f"task.name='data' needs problems to train on and others to test on. Set {' and '.join(missing)}, for "
+                'example train = ["gsm8k:train"], test = ["gsm8k"].'
             )
         if self.task.name == "gym" and not self.task.gym:
             yield ("task.name='gym' needs a data set. Add one to the recipe, for example [task.gym.basic_arithmetic].")

@@ -73,7 +73,7 @@ def outline_policy(
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config)
+            model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # as in _load
         raise _cannot_load(path, error) from error

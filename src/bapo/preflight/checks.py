@@ -160,7 +160,7 @@ def _reward(config: Config, data: TaskData | None) -> Iterator[str]:
     except ValueError as error:
         yield f"task.reward: {error}"
         return
-    if data is not None:
+    if data is not None and not function.is_async:  # its clients would stay bound to the loop of this trial
         problem = data.train[0]
         failures = []
         for response in written_answers(problem):
