@@ -113,7 +113,7 @@ const charts = (() => {
 
   function curvesLayout(result, panel, view) {
     result.xaxis.rangemode = "tozero";
-    if (panel.ticks) Object.assign(result.xaxis, { tickvals: panel.ticks.map((tick) => tick.at), ticktext: panel.ticks.map((tick) => tick.text) });
+    if (panel.ticks) Object.assign(result.xaxis, { tickvals: panel.ticks.map((tick) => tick.at), ticktext: panel.ticks.map((tick) => dom.escaped(tick.text)) });
     if (overResponses(panel, view)) result.xaxis.hoverformat = ",.0f";
     if (crowded(panel, view)) result.hovermode = "closest";
   }
