@@ -220,7 +220,9 @@ def test_many_bands_appear_for_the_arm_under_the_pointer(opened, crowd):
     name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "entropy")
     detail = "plot.data.filter(trace => trace.meta.detail).map(trace => [trace.meta.arm, trace.opacity])"
     bold = "plot.data.filter(trace => trace.showlegend).map(trace => [trace.meta.arm, trace.opacity])"
+    filled = """[...plot.querySelectorAll('.fills path.js-fill')].filter(path => path.style.fillOpacity > 0).length"""
     assert {opacity for _, opacity in plot(page, name, detail)} == {0}
+    assert plot(page, name, filled) == 0
     assert len(plot(page, name, detail)) == 3 * 4  # a band of two lines, and two seeds, of every arm
     page.locator(f"#plot-{name}").scroll_into_view_if_needed()
     hover = """async (name) => {
@@ -231,11 +233,14 @@ def test_many_bands_appear_for_the_arm_under_the_pointer(opened, crowd):
     lifted = plot(page, name, "plot.data.filter(trace => trace.showlegend)[1].meta.arm")
     assert {(arm == lifted, opacity) for arm, opacity in plot(page, name, detail)} == {(True, 1), (False, 0)}
     assert {(arm == lifted, opacity) for arm, opacity in plot(page, name, bold)} == {(True, 1), (False, 0.25)}
+    assert plot(page, name, filled) == 1
     plot(page, name, "plot.emit('plotly_unhover')")
+    assert plot(page, name, filled) == 0
     assert {opacity for _, opacity in plot(page, name, bold)} == {1}
     assert {opacity for _, opacity in plot(page, name, detail)} == {0}
     redrawn(page, lambda: page.locator(".chip", has_text="third").click())
     assert {opacity for _, opacity in plot(page, name, detail)} == {1}  # two bands can be told apart
+    assert plot(page, name, filled) == 2
 
 
 def test_a_page_of_one_run_has_a_verdict_and_no_comparison(opened, tmp_path):
