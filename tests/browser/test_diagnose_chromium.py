@@ -45,7 +45,7 @@ def test_headline_and_charts_are_there(opened, written):
     page = opened(url)
     assert page.locator("#verdict .answer").inner_text() == result.headline.text
     assert page.locator(".plot .main-svg .cartesianlayer").count() == 4
-    assert page.locator("#plot-share-0 .scatterlayer .trace").count() == 3  # no push once: uses are not known
+    assert page.locator("#plot-share-0 .scatterlayer .trace").count() == 4
     assert page.locator("#plot-sides .barlayer .trace").count() == 4
     assert page.locator("#plot-sides .yaxislayer-above .ytick, #plot-sides .ytick").count() == len(result.overall.fates)
     drawn = page.evaluate("Array.from(document.getElementById('plot-share-0').data[1].y)")
@@ -77,7 +77,7 @@ def test_one_update_fits_a_phone_and_names_stay_text(opened, written):
 
 def test_names_of_many_updates_stay_text(opened, written):
     page = opened(written(*(replace(update, name=f"{n}<b>") for n, update in enumerate(UPDATES)))[0])
-    ticks = page.locator("#plot-share-0 .xtick text").all_inner_texts()
+    ticks = page.locator("#plot-share-0 .xtick text").all_text_contents()
     assert ticks == ["0<b>", "1<b>", "2<b>"]
 
 

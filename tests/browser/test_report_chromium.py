@@ -155,11 +155,14 @@ def test_a_picture_needs_no_caption(page):
     """Its title says what it shows, and the line below says whose runs these are and what lines and bands are."""
     saved = """async (name) => {
         const save = Plotly.toImage;
-        const figure = new Promise((resolve) => { Plotly.toImage = (figure) => { resolve(figure); return save(figure, { format: "svg" }); }; });
+        const figure = new Promise((resolve) => {
+            Plotly.toImage = (figure) => { resolve(figure); return save(figure, { format: "svg" }); };
+        });
         document.querySelector(`[aria-label="save ${name} as PNG"]`).click();
         const { layout, data } = await figure;
         Plotly.toImage = save;
-        return [layout.title.text, layout.title.subtitle.text, layout.showlegend, data.filter((trace) => trace.showlegend).map((trace) => trace.name)];
+        const names = data.filter((trace) => trace.showlegend).map((trace) => trace.name);
+        return [layout.title.text, layout.title.subtitle.text, layout.showlegend, names];
     }"""
     title, below, legend, names = page.evaluate(saved, "Positive share of the signal at the bounds in use")
     assert title == "Positive share of the signal at the bounds in use"
@@ -185,18 +188,18 @@ def test_the_answer_comes_first_then_its_numbers_then_figures(page):
 
 def test_evaluations_on_other_problems_are_hollow_and_unconnected(page):
     name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "eval/avg")
-    apart = "plot.data.filter(trace => trace.meta.apart).map(({mode, marker, x, y}) => [mode, marker.symbol, [...x], [...y]])"
-    joined = "plot.data.filter(trace => trace.showlegend).map(({x}) => [...x])"
-    logged = [
-        json.loads(line) for line in (COMPARED / "reuse-4/clip_higher/seed-0/metrics.jsonl").read_text().splitlines()
-    ]
-    evals = [(line["version"], line["eval/avg"], line["eval/problems"]) for line in logged if line["kind"] == "eval"]
-    hollow = [
-        mode_symbol for mode_symbol in plot(page, name, apart) if mode_symbol[2] == [x for x, _, n in evals if n < 4]
-    ]
-    assert [y for _, y, n in evals if n < 4] in [points[3] for points in hollow]
-    assert all(mode == "markers" and symbol.endswith("-open") for mode, symbol, _, _ in plot(page, name, apart))
-    assert [x for x, _, n in evals if n == 4] in plot(page, name, joined)
+    shown = "plot.data.map(({name, mode, marker, x, y, meta}) => ({name, mode, symbol: marker.symbol, x, y, ...meta}))"
+    points = [trace for trace in plot(page, name, shown) if trace["name"] == "push-once · reuse-4"]
+    log = (COMPARED / "reuse-4/push-once/seed-0/metrics.jsonl").read_text().splitlines()
+    evals = [line for line in map(json.loads, log) if line["kind"] == "eval"]
+    (joined,) = [trace for trace in points if not trace.get("apart")]
+    (hollow,) = [trace for trace in points if trace.get("apart")]
+    for trace, problems in ((joined, 4), (hollow, 1)):
+        here = [line for line in evals if line["eval/problems"] == problems]
+        assert trace["x"] == [line["version"] for line in here]
+        assert trace["y"] == pytest.approx([line["eval/avg"] for line in here])
+    assert (hollow["mode"], hollow["symbol"].endswith("-open")) == ("markers", True)
+    assert (joined["mode"], joined["symbol"].endswith("-open")) == ("lines+markers", False)
     assert "Hollow points" in page.locator("#held-out").inner_text()
 
 
@@ -217,7 +220,9 @@ def test_many_bands_appear_for_the_arm_under_the_pointer(opened, crowd):
     name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "entropy")
     detail = "plot.data.filter(trace => trace.meta.detail).map(trace => [trace.meta.arm, trace.opacity])"
     bold = "plot.data.filter(trace => trace.showlegend).map(trace => [trace.meta.arm, trace.opacity])"
+    filled = """[...plot.querySelectorAll('.fills path.js-fill')].filter(path => path.style.fillOpacity > 0).length"""
     assert {opacity for _, opacity in plot(page, name, detail)} == {0}
+    assert plot(page, name, filled) == 0
     assert len(plot(page, name, detail)) == 3 * 4  # a band of two lines, and two seeds, of every arm
     page.locator(f"#plot-{name}").scroll_into_view_if_needed()
     hover = """async (name) => {
@@ -228,11 +233,14 @@ def test_many_bands_appear_for_the_arm_under_the_pointer(opened, crowd):
     lifted = plot(page, name, "plot.data.filter(trace => trace.showlegend)[1].meta.arm")
     assert {(arm == lifted, opacity) for arm, opacity in plot(page, name, detail)} == {(True, 1), (False, 0)}
     assert {(arm == lifted, opacity) for arm, opacity in plot(page, name, bold)} == {(True, 1), (False, 0.25)}
+    assert plot(page, name, filled) == 1
     plot(page, name, "plot.emit('plotly_unhover')")
+    assert plot(page, name, filled) == 0
     assert {opacity for _, opacity in plot(page, name, bold)} == {1}
     assert {opacity for _, opacity in plot(page, name, detail)} == {0}
     redrawn(page, lambda: page.locator(".chip", has_text="third").click())
     assert {opacity for _, opacity in plot(page, name, detail)} == {1}  # two bands can be told apart
+    assert plot(page, name, filled) == 2
 
 
 def test_a_page_of_one_run_has_a_verdict_and_no_comparison(opened, tmp_path):
@@ -242,7 +250,7 @@ def test_a_page_of_one_run_has_a_verdict_and_no_comparison(opened, tmp_path):
     assert page.locator("#differences, #undrawn, .chips").count() == 0
     assert page.locator(".top p").inner_text().startswith("1 run ·")
     text = page.locator("main").inner_text().lower()
-    for word in ("compar", "against grpo", "common to all", "seeds", "objectives"):
+    for word in ("compar", "against grpo", "common to all", "over seeds"):
         assert word not in text
 
 
@@ -333,6 +341,7 @@ def test_the_overview_fits_a_laptop_and_shows_where_it_goes_on_where_it_does_not
         assert set(page.evaluate(hidden)) == {0}
     page.set_viewport_size({"width": 390, "height": 900})
     assert max(page.evaluate(hidden)) > 0
+    page.locator("#overview .scroll").evaluate("(box) => box.scrollIntoView({ block: 'center' })")
     box = page.locator("#overview .scroll").bounding_box()
     edge = {"x": box["x"] + box["width"] - 8, "y": box["y"] + box["height"] - 8, "width": 4, "height": 3}  # no text
     there = page.screenshot(clip=edge)

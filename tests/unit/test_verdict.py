@@ -98,30 +98,59 @@ def test_every_temperature_has_its_clause():
     ]
 
 
-def test_several_arms_are_grouped_by_outcome():
+def test_temperatures_with_the_same_outcome_share_a_clause():
+    listed = runs("grpo", **{"avg": GRPO, "avg_at_0.6": GRPO, "avg_at_0": GRPO})
+    open_ = shifted(GRPO, 0.1, -0.1, 0, 0, 0)
+    listed += runs("push-once", **{"avg": shifted(GRPO, *[0.05] * 5), "avg_at_0.6": open_, "avg_at_0": open_})
+    assert verdict(listed, ["grpo", "push-once"]).lines == [
+        "push-once beats grpo by 0.050 ± 0.000 avg@8 at temperature 1 over 5 seeds; with greedy sampling and at "
+        "temperature 0.6 they cannot be told apart."
+    ]
+
+
+def test_several_arms_the_best_has_numbers_and_the_others_names():
     listed = runs("grpo", avg=GRPO) + runs("bapo", avg=shifted(GRPO, 0.1, -0.1, 0, 0, 0))
     listed += runs("push-once", avg=shifted(GRPO, *[0.05] * 5)) + runs("dcpo", avg=shifted(GRPO, *[0.02] * 5))
     listed += runs("sapo", avg=shifted(GRPO, *[-0.03] * 5)) + runs("topr", avg=[0.5]) + runs("cispo", avg={8: 0.5})
     names = ["grpo", "bapo", "dcpo", "push-once", "sapo", "topr", "cispo", "gspo"]
     assert verdict(listed, names).lines == [
-        "Against grpo over 5 seeds: push-once is ahead by 0.050 ± 0.000 avg@8 and dcpo by 0.020 ± 0.000; sapo is "
-        "behind by 0.030 ± 0.000 avg@8; bapo cannot be told apart from it; one seed decides nothing (topr +0.100 "
-        "avg@8); cispo has no seed in common with it; gspo has no finished run. Run at least 3 seeds."
+        "push-once beats grpo by 0.050 ± 0.000 avg@8 over 5 seeds; dcpo beats it, too; sapo falls short of it; bapo "
+        "cannot be told apart from it; one seed decides nothing (topr +0.100 avg@8 against grpo); cispo has no seed in "
+        "common with grpo; gspo has no finished run. Run at least 3 seeds."
+    ]
+    assert verdict(listed, ["grpo", "sapo", "bapo"]).lines == [
+        "Nothing beats grpo in avg@8 over 5 seeds; sapo falls short of it; bapo cannot be told apart from it."
+    ]
+
+
+def test_several_arms_at_several_temperatures():
+    up, down = shifted(GRPO, *[0.05] * 5), shifted(GRPO, *[-0.02] * 5)
+    listed = runs("grpo", **{"avg": GRPO, "avg_at_0.6": GRPO, "avg_at_0": GRPO, "pass": GRPO})
+    listed += runs("a", **{"avg": GRPO, "avg_at_0.6": up, "avg_at_0": GRPO, "pass": up})
+    listed += runs("b", **{"avg": up, "avg_at_0.6": down, "avg_at_0": GRPO, "pass": up})
+    found = verdict(listed, ["grpo", "a", "b"])
+    assert found.lines == [
+        "b beats grpo by 0.050 ± 0.000 avg@8 at temperature 1 over 5 seeds; a cannot be told apart from it."
+    ]
+    assert found.details == [
+        "With greedy sampling, nothing can be told apart from grpo. At temperature 0.6, a is ahead of grpo by 0.050 ± "
+        "0.000 and b is behind grpo by 0.020 ± 0.000. By pass@8 at temperature 1, a is ahead of grpo by 0.050 ± 0.000."
     ]
 
 
 def test_several_arms_of_few_seeds():
     listed = runs("grpo", avg=GRPO) + runs("a", avg=[0.5]) + runs("b", avg=[0.3, 0.31]) + runs("c", avg=GRPO[:3])
     assert verdict(listed, ["grpo", "a", "z"]).lines == [
-        "Against grpo: one seed decides nothing (a +0.100 avg@8); z has no finished run. Run at least 3 seeds."
+        "One seed decides nothing (a +0.100 avg@8 against grpo); z has no finished run. Run at least 3 seeds."
     ]
     assert verdict(listed, ["grpo", "a", "b", "c"]).lines == [
-        "Against grpo over 3 seeds: c cannot be told apart from it; two seeds are too few to decide (b -0.100 ± 0.000 "
-        "avg@8); one seed decides nothing (a +0.100 avg@8). Run at least 3 seeds."
+        "Nothing beats grpo in avg@8 over 3 seeds; c cannot be told apart from it; two seeds are too few to decide (b "
+        "-0.100 ± 0.000 avg@8 against grpo); one seed decides nothing (a +0.100 avg@8 against grpo). Run at least 3 "
+        "seeds."
     ]
-    differing = runs("d", avg=shifted(GRPO[:4], *[0.1] * 4)) + runs("e", avg=shifted(GRPO, *[0.2] * 5))
+    differing = runs("d", avg=shifted(GRPO[:4], *[-0.1] * 4)) + runs("e", avg=shifted(GRPO, *[-0.2] * 5))
     assert verdict(listed + differing, ["grpo", "d", "e"]).lines == [
-        "Against grpo over 4 to 5 seeds: e is ahead by 0.200 ± 0.000 avg@8 and d by 0.100 ± 0.000."
+        "Nothing beats grpo in avg@8 over 4 to 5 seeds; e and d fall short of it."
     ]
 
 
@@ -143,7 +172,8 @@ def test_a_score_that_is_not_a_number_decides_nothing():
     assert not found.decided
     several = runs("grpo", avg=GRPO) + runs("bapo", avg=broken) + runs("dcpo", avg=GRPO)
     assert verdict(several, ["grpo", "bapo", "dcpo"]).lines == [
-        "Against grpo over 5 seeds: dcpo cannot be told apart from it; bapo has a score (avg@8) that is not a number."
+        "Nothing beats grpo in avg@8 over 5 seeds; dcpo cannot be told apart from it; bapo has a score (avg@8) that is "
+        "not a number."
     ]
 
 
@@ -151,14 +181,9 @@ def test_pass_is_mentioned_where_it_says_something_else():
     """avg cannot be told apart, pass is .05 higher in every seed; where both agree, avg is enough."""
     up = shifted(GRPO, *[0.05] * 5)
     listed = runs("grpo", **{"avg": GRPO, "pass": GRPO}) + runs("bapo", **{"avg": GRPO, "pass": up})
-    assert (
-        verdict(listed, ["grpo", "bapo"])
-        .lines[0]
-        .endswith("5 seeds. By pass@8, bapo is ahead of grpo by 0.050 ± 0.000.")
-    )
+    assert verdict(listed, ["grpo", "bapo"]).details == ["By pass@8, bapo is ahead of grpo by 0.050 ± 0.000."]
     agreed = runs("grpo", **{"avg": GRPO, "pass": GRPO}) + runs("bapo", **{"avg": up, "pass": up})
-    assert "pass" not in verdict(agreed, ["grpo", "bapo"]).lines[0]
-    assert "pass" not in verdict(listed, ["grpo", "bapo"], k=1).lines[0]
+    assert verdict(agreed, ["grpo", "bapo"]).details == verdict(listed, ["grpo", "bapo"], k=1).details == []
 
 
 def test_scores_of_different_exams_are_not_compared():

@@ -44,7 +44,7 @@ def collect(grid: Grid) -> dict[str, Any]:
     return {
         "name": grid.name,
         "k": k,
-        "verdict": [*verdict.lines, *verdict.notes],
+        "verdict": [*verdict.lines, *verdict.details, *verdict.notes],
         "settings": settings,
         "across_settings": across,
         "runs": runs,

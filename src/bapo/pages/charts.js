@@ -78,7 +78,7 @@ const charts = (() => {
       const kept = mean.map((_, at) => at).filter((at) => mean[at] !== null);
       const shape = { ...base, x: kept.map((at) => x[at]), line: { width: 0 } };
       list.push({ ...shape, y: kept.map((at) => high[at]) });
-      list.push({ ...shape, y: kept.map((at) => low[at]), fill: "tonexty", fillcolor: faded(shade, 0.13) });
+      list.push({ ...shape, y: kept.map((at) => low[at]), fill: "tonexty", ...band(faded(shade, 0.13), detail), meta: { arm: index, detail: true, band: faded(shade, 0.13) } });
     }
     if (hasDetail(panel, view, series) && !panel.markers) {
       for (const seed of seeds) list.push({ ...base, ...seed, connectgaps: true, line: { width: 0.8, color: faded(shade, 0.35), dash } });
@@ -94,6 +94,8 @@ const charts = (() => {
     });
     return list;
   }
+
+  const band = (shade, detail) => ({ fillcolor: detail ? shade : "rgba(0,0,0,0)" });  // opacity does not reach a fill
 
   /* Evaluations are few and far between, so bars at them show the seeds instead of a band between them. */
   const reach = (mean, low, high, shade) => ({
@@ -113,7 +115,7 @@ const charts = (() => {
 
   function curvesLayout(result, panel, view) {
     result.xaxis.rangemode = "tozero";
-    if (panel.ticks) Object.assign(result.xaxis, { tickvals: panel.ticks.map((tick) => tick.at), ticktext: panel.ticks.map((tick) => tick.text) });
+    if (panel.ticks) Object.assign(result.xaxis, { tickvals: panel.ticks.map((tick) => tick.at), ticktext: panel.ticks.map((tick) => dom.escaped(tick.text)) });
     if (overResponses(panel, view)) result.xaxis.hoverformat = ",.0f";
     if (crowded(panel, view)) result.hovermode = "closest";
   }
@@ -161,7 +163,10 @@ const charts = (() => {
   /* In a crowded plot, the arm under the pointer shows its band and its seeds, and the others step back. */
   function lift(element, index) {
     const opacity = element.data.map(({ meta }) => meta?.arm === index ? 1 : meta?.detail ? 0 : index === null ? 1 : FADED);
-    if (opacity.some((value, at) => value !== (element.data[at].opacity ?? 1))) Plotly.restyle(element, { opacity });
+    if (opacity.every((value, at) => value === (element.data[at].opacity ?? 1))) return;
+    const bands = element.data.map((_, at) => at).filter((at) => element.data[at].meta?.band);
+    Plotly.restyle(element, { opacity });
+    if (bands.length) Plotly.restyle(element, { fillcolor: bands.map((at) => band(element.data[at].meta.band, opacity[at]).fillcolor) }, bands);
   }
 
   async function draw(element, panel, view) {

@@ -7,10 +7,8 @@ const tables = (() => {
   function verdict() {
     const { lines: sentences, notes, warnings, tone } = view.values.verdict;
     if (!sentences.length && !warnings.length) return null;
-    const [first, ...others] = sentences;
     return make("section", { id: "verdict", class: `verdict ${tone}`, "aria-label": "verdict" },
-      first ? make("p", { class: "answer" }, first) : null,
-      ...others.map((sentence) => make("p", { class: "answer" }, sentence)),
+      ...sentences.map((sentence) => make("p", { class: sentences.length > 3 ? "answer many" : "answer" }, sentence)),
       ...notes.map((note) => make("p", { class: "limit" }, note)),
       warnings.length ? make("ul", { class: "signs" }, ...warnings.map((text) => make("li", {}, text))) : null);
   }

@@ -61,7 +61,7 @@ def _of_many(arms: Sequence[Arm]) -> tuple[list[str], list[str], str, list[dict[
         },
         missing=_missing(arms),
     )
-    return found.lines, found.notes, "decided" if found.decided else "open", _differences(tables, k)
+    return found.lines, [*found.details, *found.notes], "decided" if found.decided else "open", _differences(tables, k)
 
 
 def places(arms: Sequence[Arm]) -> dict[tuple[str, str], Arm]:

@@ -34,6 +34,8 @@ class Verdict:
 
     lines: list[str]
     """One per table, in their order; each begins with the name of its table if there are several."""
+    details: list[str]
+    """What the lines leave out, one per table: other temperatures if there are several arms, and pass@k."""
     decided: bool
     """Whether any difference is decided."""
     notes: list[str] = field(default_factory=list)
@@ -74,14 +76,16 @@ def judge(
 ) -> Verdict:
     """The verdict on each table that has at least two arms."""
     several = sum(len(rows) > 1 for rows in tables.values()) > 1
-    lines, judged = [], []
+    lines, details, judged = [], [], []
     for table, rows in tables.items():
         if len(rows) < 2:
             continue
         if keys := (unlike or {}).get(table):
             text = f"The scores cannot be compared, because the runs differ in {_joined(keys)}."
         else:
-            text, outcomes = _on_table(rows, k, temperature)
+            text, more, outcomes = _on_table(rows, k, temperature)
+            if more:
+                details.append(f"{table}: {' '.join(more)}" if several else " ".join(more))
             judged += [outcome for outcome in outcomes if outcome.kind in JUDGED]
         lines.append(f"{table}: {text}" if several else text)
     decided = any(outcome.kind in DECIDED for outcome in judged)
@@ -94,7 +98,7 @@ def judge(
             f"{len(judged)} differences were judged, each at 95%, so about {max(1, round(len(judged) / 20))} may stand "
             "out by chance."
         )
-    return Verdict(lines, decided, notes)
+    return Verdict(lines, details, decided, notes)
 
 
 def differing_exam(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -123,22 +127,28 @@ def outcome(rows: Rows, name: str, measure: str) -> Outcome:
     return Outcome(name, kind, mean, half, len(seeds), len(seeds) == row["seeds"] == first["seeds"])
 
 
-def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str, list[Outcome]]:
-    """The sentences about one table, and every outcome by avg@k."""
+def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str, list[str], list[Outcome]]:
+    """The sentence about one table, further sentences, and every outcome by avg@k."""
     reference, *others = rows
     if not rows[reference]["seeds"]:
-        return f"{reference} has no finished run, so there is nothing to measure the others by.", []
+        return f"{reference} has no finished run, so there is nothing to measure the others by.", [], []
     further = temperatures({name for row in rows.values() for name in row["measures"]})
     at = "" if not further or temperature is None else _at(temperature)
-    exams = [
-        ("avg", f"avg@{k}", at),
-        *((f"avg_at_{t}", "avg@1" if not float(t) else f"avg@{k}", _at(t)) for t in further),
-    ]
-    found = {measure: [outcome(rows, name, measure) for name in others] for measure, _, _ in exams}
-    text = _duel(reference, exams, found) if len(others) == 1 else _field(reference, exams, found)
+    found = {
+        where: [outcome(rows, name, measure) for name in others]
+        for where, measure in {at: "avg", **{_at(t): f"avg_at_{t}" for t in further}}.items()
+    }
+    first, *elsewhere = found.items()
+    more: list[str] = []
+    if len(others) == 1:
+        line = _duel(reference, f"avg@{k}", first, elsewhere)
+    else:
+        line, more = _field(reference, f"avg@{k}", first, elsewhere)
     if k != 1:
-        text += _about_pass(rows, reference, found["avg"], f"pass@{k}{at}")
-    return text, [outcome for outcomes in found.values() for outcome in outcomes]
+        by_pass = [outcome(rows, one.name, "pass") for one in first[1]]
+        news = [by for one, by in zip(first[1], by_pass, strict=True) if by.kind in DECIDED and by.kind != one.kind]
+        more += [f"By pass@{k}{at}, {_ahead_and_behind(news, reference)}."] if news else []
+    return line + _advice(first[1]), more, [one for outcomes in found.values() for one in outcomes]
 
 
 def _at(temperature: float | str) -> str:
@@ -146,18 +156,22 @@ def _at(temperature: float | str) -> str:
     return f" at temperature {value:g}" if value else " with greedy sampling"
 
 
-def _duel(reference: str, exams: Sequence[tuple[str, str, str]], found: Mapping[str, Sequence[Outcome]]) -> str:
+Found = tuple[str, list[Outcome]]  # where a score was taken (" at temperature 1"), and the outcomes there
+
+
+def _duel(reference: str, unit: str, first: Found, elsewhere: Sequence[Found]) -> str:
     """One arm against another, at every temperature."""
-    first = found[exams[0][0]][0]
-    clauses = [_first_clause(first, reference, *exams[0][1:])]
-    if first.kind in JUDGED:
-        for measure, _, at in exams[1:]:
-            other = found[measure][0]
-            clauses += [words] if (words := _further_clause(other, at.strip())) else []
-    return "; ".join(clauses) + "." + _advice(first)
+    at, (one,) = first
+    clauses = [_clause(one, reference, unit, at)]
+    together: dict[str, list[str]] = {}
+    for where, (other,) in elsewhere if one.kind in JUDGED else ():
+        words = {"ahead": f"it is ahead by {other.size}", "behind": f"it is behind by {other.size}"}
+        said = words.get(other.kind, "they cannot be told apart" if other.kind == "open" else "a score is missing")
+        together.setdefault(said, []).append(where.strip())
+    return "; ".join([*clauses, *(f"{_joined(places)} {said}" for said, places in together.items())]) + "."
 
 
-def _first_clause(one: Outcome, reference: str, unit: str, at: str) -> str:
+def _clause(one: Outcome, reference: str, unit: str, at: str) -> str:
     if one.kind == "open" and one.mean == one.half == 0:
         return f"{one.name} and {reference} have the same {unit}{at} in every one of {one.seeds} seeds"
     over = f"over {one.seeds} seeds" if one.all_seeds else f"over the {one.seeds} seeds that both have"
@@ -174,70 +188,79 @@ def _first_clause(one: Outcome, reference: str, unit: str, at: str) -> str:
     }[one.kind]
 
 
-def _further_clause(one: Outcome, at: str) -> str:
-    """The same pair at another temperature; empty if it adds nothing."""
-    return {
-        "ahead": f"{at} it is ahead by {one.size}",
-        "behind": f"{at} it is behind by {one.size}",
-        "open": f"{at} they cannot be told apart ({one.signed})",
-        "not a number": f"{at} a score is not a number",
-    }.get(one.kind, "")
-
-
-def _field(reference: str, exams: Sequence[tuple[str, str, str]], found: Mapping[str, Sequence[Outcome]]) -> str:
-    """Several arms against one: a sentence per temperature that groups them by outcome."""
-    sentences = []
-    for place, (measure, unit, at) in enumerate(exams):
-        outcomes = found[measure]
-        counts = sorted({one.seeds for one in outcomes if one.kind in JUDGED})
-        seeds = f" over {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds" if counts else ""
-        clauses = _grouped(outcomes, unit, everything=place == 0)
-        if clauses:
-            sentences.append(f"Against {reference}{at}{seeds}: {'; '.join(clauses)}.")
-    least = min(found[exams[0][0]], key=lambda one: one.seeds or math.inf)
-    return " ".join(sentences) + _advice(least)
-
-
-def _grouped(outcomes: Sequence[Outcome], unit: str, *, everything: bool) -> list[str]:
-    """Clauses about arms with the same outcome. `everything`: also those that cannot be judged."""
-    by_kind: dict[Kind, list[Outcome]] = {}
-    for one in sorted(outcomes, key=lambda one: -one.mean if math.isfinite(one.mean) else math.inf):
-        by_kind.setdefault(one.kind, []).append(one)
-    names = {kind: _joined([one.name for one in group]) for kind, group in by_kind.items()}
-    have = {kind: "have" if len(group) > 1 else "has" for kind, group in by_kind.items()}
+def _field(reference: str, unit: str, first: Found, elsewhere: Sequence[Found]) -> tuple[str, list[str]]:
+    """Several arms against one: the best with its numbers, the others by name; then the other temperatures."""
+    at, outcomes = first
+    groups = _by_kind(outcomes)
+    judged = [one for one in outcomes if one.kind in JUDGED]
     clauses = []
-    for kind in DECIDED:
-        group = by_kind.get(kind, [])  # type: ignore[call-overload]
-        listed = [f"{one.name} is {kind} by {one.size} {unit}" for one in group[:1]]
-        clauses += [_joined([*listed, *(f"{one.name} by {one.size}" for one in group[1:])])] if group else []
-    if "open" in by_kind:
-        clauses.append(f"{names['open']} cannot be told apart from it")
-    if not everything:
-        return clauses
-    for kind, words in (("few", "two seeds are too few to decide"), ("one", "one seed decides nothing")):
-        if group := by_kind.get(kind, []):  # type: ignore[call-overload]
-            clauses.append(f"{words} ({', '.join(f'{one.name} {one.signed}' for one in group)} {unit})")
+    if ahead := groups.get("ahead"):
+        clauses.append(_clause(ahead[0], reference, unit, at))
+        if len(ahead) > 1:
+            clauses.append(f"{_names(ahead[1:])} {'beat' if len(ahead) > 2 else 'beats'} it, too")
+    elif judged:
+        seeds = " to ".join(dict.fromkeys(str(pick(one.seeds for one in judged)) for pick in (min, max)))
+        clauses.append(f"Nothing beats {reference} in {unit}{at} over {seeds} seeds")
+    if behind := groups.get("behind"):
+        clauses.append(f"{_names(behind)} {'fall' if len(behind) > 1 else 'falls'} short of it")
+    if "open" in groups:
+        clauses.append(f"{_names(groups['open'])} cannot be told apart from it")
+    clauses += _not_judged(groups, unit, reference)
+    if not judged:
+        clauses[0] = clauses[0][0].upper() + clauses[0][1:] if groups.keys() & {"few", "one"} else clauses[0]
+    more = [
+        f"{where.strip().capitalize()}, {_ahead_and_behind(there, reference)}." for where, there in elsewhere if there
+    ]
+    return "; ".join(clauses) + ".", more
+
+
+def _not_judged(groups: Mapping[Kind, Sequence[Outcome]], unit: str, reference: str) -> list[str]:
+    """Clauses about arms whose seeds or scores do not allow a judgement."""
+    clauses = []
+    few: dict[Kind, str] = {"few": "two seeds are too few to decide", "one": "one seed decides nothing"}
+    for kind, words in few.items():
+        if kind in groups:
+            listed = ", ".join(f"{one.name} {one.signed}" for one in groups[kind])
+            clauses.append(f"{words} ({listed} {unit} against {reference})")
     endings: dict[Kind, str] = {
         "not a number": f"a score ({unit}) that is not a number",
         "not measured": f"runs without {unit}",
-        "apart": "no seed in common with it",
+        "apart": f"no seed in common with {reference}",
         "missing": "no finished run",
     }
-    return clauses + [f"{names[kind]} {have[kind]} {ending}" for kind, ending in endings.items() if kind in by_kind]
+    for kind, ending in endings.items():
+        if kind in groups:
+            clauses.append(f"{_names(groups[kind])} {'have' if len(groups[kind]) > 1 else 'has'} {ending}")
+    return clauses
 
 
-def _about_pass(rows: Rows, reference: str, by_avg: Sequence[Outcome], unit: str) -> str:
-    """The arms about which pass@k says something else than avg@k."""
-    clauses = []
-    for one in by_avg:
-        other = outcome(rows, one.name, "pass")
-        if other.kind in DECIDED and other.kind != one.kind:
-            clauses.append(f"{one.name} is {other.kind} of {reference} by {other.size}".replace("behind of", "behind"))
-    return f" By {unit}, {_joined(clauses)}." if clauses else ""
+def _ahead_and_behind(outcomes: Sequence[Outcome], reference: str) -> str:
+    """Who is ahead of and who is behind the reference, by name."""
+    groups = _by_kind(outcomes)
+    clauses = [
+        f"{_names(group)} {'are' if len(group) > 1 else 'is'} {words} {reference}"
+        + (f" by {group[0].size}" if len(group) == 1 else "")
+        for group, words in ((groups.get("ahead"), "ahead of"), (groups.get("behind"), "behind"))
+        if group
+    ]
+    return _joined(clauses) if clauses else f"nothing can be told apart from {reference}"
 
 
-def _advice(one: Outcome) -> str:
-    return f" Run at least {FEWEST_SEEDS} seeds." if one.kind in ("one", "few") else ""
+def _by_kind(outcomes: Sequence[Outcome]) -> dict[Kind, list[Outcome]]:
+    """Outcomes by kind, the largest difference first."""
+    groups: dict[Kind, list[Outcome]] = {}
+    for one in sorted(outcomes, key=lambda one: -abs(one.mean) if math.isfinite(one.mean) else math.inf):
+        groups.setdefault(one.kind, []).append(one)
+    return groups
+
+
+def _advice(outcomes: Sequence[Outcome]) -> str:
+    few = any(one.kind in ("one", "few") for one in outcomes)
+    return f" Run at least {FEWEST_SEEDS} seeds." if few else ""
+
+
+def _names(outcomes: Sequence[Outcome]) -> str:
+    return _joined([one.name for one in outcomes])
 
 
 def _joined(names: Sequence[str]) -> str:
