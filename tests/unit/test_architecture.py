@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "runs": {"config"},
     "screen": set(),
     "adapters": {"core"},
-    "evaluate": {"types", "config", "demo", "tasks", "rollout", "models", "runs.lock", "screen"},
+    "evaluate": {"types", "config", "demo", "tasks", "rollout", "models", "runs.files", "runs.lock", "screen"},
     "diagnose": {"core", "config.errors", "runs.numbers", "screen.terminal"},
     "compare": {"config", "runs", "screen.terminal"},
     "report": {"types", "config", "runs"},
