@@ -28,7 +28,9 @@ MAY_IMPORT = {
     "screen": set(),
     "pages": set(),
     "adapters": {"core"},
-    "evaluate": {"types", "config", "demo", "tasks", "rollout", "models", "runs.lock", "screen", "pages"},
+    "evaluate": {
+        *("types", "config", "demo", "tasks", "rollout", "models", "runs.files", "runs.lock", "screen", "pages")
+    },
     "diagnose": {"core", "config.errors", "pages", "runs.numbers", "screen.terminal"},
     "compare": {"config", "runs", "screen.terminal"},
     "report": {"types", "config", "pages", "runs"},

@@ -169,6 +169,7 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ("seeds = 0\nsteps = 3\nout = 3", ["steps is not a key of a grid", "seeds = 0", "out = 3: give a string"]),
         ("seeds = [1, 1]", ["seeds = [1, 1]"]),
         ("seeds = true", ["seeds = True"]),
+        ("seeds = 58453746", ["seeds = 58453746: a grid can have at most 10,000 seeds"]),
         ("seeds = [1.5]", ["seeds = [1.5]"]),
         ("seeds = [-1]", ["seeds = [-1]", "whole numbers from 0"]),
         ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for reinforcement learning", "Run it with `bapo train"]),

@@ -209,3 +209,9 @@ def test_a_directory_that_may_not_be_searched_is_refused_in_words(tmp_path, monk
     monkeypatch.setattr(Path, "is_file", forbidden)
     with pytest.raises(ValueError, match=r"data cannot be searched for data: .*Permission denied.* Name a directory"):
         resolve("data")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, f"label={'a' * 5000}", f"{'a' * 300}:train"])
+def test_a_name_that_no_file_can_have_is_refused_in_words(name):
+    with pytest.raises(ValueError, match=r"cannot be looked up: File name too long. Give a name or a path that exists"):
+        resolve(name)

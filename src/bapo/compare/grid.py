@@ -35,6 +35,7 @@ from bapo.config.run import Config
 from bapo.config.words import merged
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")
+MOST_SEEDS = 10_000
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
@@ -100,6 +101,9 @@ def _text(value: Any) -> bool:
 
 
 def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
+    if isinstance(value, int) and value > MOST_SEEDS:
+        wrong.append(f"seeds = {value}: a grid can have at most {MOST_SEEDS:,} seeds. Give fewer.")
+        return ()
     counted = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
     seeds = tuple(counted) if isinstance(counted, range | list) else ()
     if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
