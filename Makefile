@@ -13,18 +13,18 @@ VLLM   := .venv-vllm
 SMOLLM2 := .smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test lint types unit test-integrations campaign bench clean
+.PHONY: help run example test lint types docs unit test-integrations campaign test-commands test-release dist bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 run: $(STAMP)  ## set up, then train the embedded model off-policy: offline, CPU, about 4 minutes
-	$(BIN)/bapo train
+	$(BIN)/bapo train $(ARGS)
 
 example: $(STAMP)  ## set up, then the whole idea in one file: a toy policy on stale data (seconds)
 	$(BIN)/python examples/minimal_loop.py
 
-test: lint types unit  ## set up, lint, type-check, run every CPU test
+test: lint types docs unit  ## set up, lint, type-check, build the documentation, run every CPU test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,6 +32,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## set up, then build the documentation into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=15
@@ -44,6 +47,16 @@ test-integrations: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SM
 	HF_HUB_OFFLINE=1 $(VLLM)/bin/pytest -q -W default tests/cluster
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl tests/adapters/test_parity.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters --ignore tests/adapters/trl
+
+test-commands: $(STAMP)  ## run every command of README, quickstart and tutorials in a fresh clone
+	$(BIN)/python tests/commands.py --environment $(VENV)
+
+dist: $(STAMP)  ## build sdist and wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+test-release: dist  ## build sdist and wheel, install the wheel into an empty environment, use it elsewhere
+	$(PYTHON) tests/release.py dist/*.whl
 
 $(SMOLLM2): $(STAMP)
 	test -d $@ || $(BIN)/bapo fetch-smollm2 $@
@@ -60,15 +73,15 @@ bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/engine.py
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) $(TRL) $(VERL) $(VLLM) $(SMOLLM2) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VERL) $(VLLM) $(SMOLLM2) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # constraints.txt pins what was tested. torch goes first and pinned, so that nothing else decides which build it is.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-docs.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "bapo needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-docs.txt -e '.[dev,docs]'
 	@touch $@
 
 $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt

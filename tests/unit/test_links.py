@@ -1,0 +1,63 @@
+"""Every link between files of the repository leads to a file, and to a heading if it names one."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")]
+    if "site" not in path.parts
+)
+GENERATED = {"reference/train.md", "reference/sft.md", "reference/objectives.md", "tutorials/notebook.md"}
+"""Pages that docs/site_pages.py makes for the site. `mkdocs build --strict` checks links to them and their headings."""
+AT_ROOT = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+
+
+def without_code(text):
+    """A page without its blocks and spans of code, in which brackets mean something else."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+@cache
+def anchors(path):
+    """The names that GitHub and the site give to the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower().replace("`", "")).replace(" ", "-") for title in titles}
+
+
+def broken(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        page = file.relative_to(ROOT / "docs").as_posix() if file.is_relative_to(ROOT / "docs") else ""
+        if page in GENERATED:
+            continue
+        file = ROOT / AT_ROOT[page] if page in AT_ROOT else file
+        if not file.exists():
+            yield f"{target}: no such file"
+        elif anchor and anchor not in anchors(file):
+            yield f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    assert list(broken(path)) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` c\n[good](#a-b-c) [bad](#a) [gone](gone.md) `[code](x)` [web](https://example.org)\n")
+    assert list(broken(page)) == ["#a: no such heading", "gone.md: no such file"]
+
+
+def test_every_line_of_the_readme_counts():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
