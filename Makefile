@@ -13,7 +13,7 @@ VLLM   := .venv-vllm
 SMOLLM2 := .smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test lint types docs unit test-integrations test-commands test-release dist bench clean
+.PHONY: help run example test lint types docs unit test-integrations campaign test-commands test-release dist bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -61,6 +61,11 @@ test-release: dist  ## build sdist and wheel, install the wheel into an empty en
 $(SMOLLM2): $(STAMP)
 	test -d $@ || $(BIN)/bapo fetch-smollm2 $@
 	@touch $@
+
+# What was found once must not come back: fixed seeds, so that a failure can be repeated.
+campaign: $(STAMP)  ## attack real runs for 6 minutes, then fuzz for 4: kills, damage, lost writes, hostile input
+	$(BIN)/python benchmarks/campaign.py --minutes 6 --seed 1
+	$(BIN)/python benchmarks/campaign.py --fuzz 20000 --minutes 4 --seed 1
 
 bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/bounds.py

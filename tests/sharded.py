@@ -39,6 +39,7 @@ CASES = {
     "biased, untied": (SETTINGS, lambda: tiny("qwen2")),
     "low rank": (replace(SETTINGS, activation_checkpointing=True), with_lora),
     "gspo": (replace(SETTINGS, objective="gspo", clip=ClipSettings()), tiny),
+    "limited": (replace(SETTINGS, anchor_limit=0.2), tiny),
     "bfloat16": (SETTINGS, lambda: tiny(tie_word_embeddings=True).bfloat16()),
     "low rank, bfloat16": (SETTINGS, lambda: with_lora(torch.bfloat16)),
 }
@@ -64,6 +65,13 @@ def groups(seed=5, count=6):
     return made
 
 
+def overflowing(seed=5):
+    """The same, with a reward so large that the gradient norm overflows, unless advantages are scaled."""
+    made = groups(seed)
+    made[3].trajectories[1].reward = 1e30
+    return made
+
+
 def alone(case="searched"):
     settings, model = CASES[case]
     return Learner(model(), settings)
@@ -84,4 +92,4 @@ def joined(rank, size, directory, name="meeting", patience=60.0):
     return join(rank, size, meeting=f"file://{directory}/{name}", device=CPU, patience=patience)
 
 
-__all__ = ["CASES", "ROUNDED", "alone", "groups", "joined", "leave", "sharded", "weights"]
+__all__ = ["CASES", "ROUNDED", "alone", "groups", "joined", "leave", "overflowing", "sharded", "weights"]

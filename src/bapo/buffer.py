@@ -95,10 +95,12 @@ class _Held:
     """How many fresh passes have visited it."""
     replays: int = 0
     """How often it was replayed."""
+    skipped: int = 0
+    """How many of these updates were skipped, and so did not use it."""
 
     def for_update(self) -> Group:
         """The group as the next update sees it: with the number of updates that used it before."""
-        return replace(self.group, uses=self.passes + self.replays)
+        return replace(self.group, uses=self.passes + self.replays - self.skipped)
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class Buffer:
     def draw(self, *, version: int) -> list[Group] | NoBatch:
         """Return the groups of the next update, fresh ones first, or the reason why there are none.
 
-        Each group says how often it was drawn before.
+        Each group says how many updates have used it before.
         """
         self._check_version(version)
         self._version = version
@@ -222,6 +224,13 @@ class Buffer:
         self._count(draws=1, fresh=len(fresh), replayed=len(replayed), replay_short=places - len(replayed))
         self._settle(version)
         return drawn
+
+    def skipped(self, groups: Iterable[Group]) -> None:
+        """The update on the groups of the last draw was skipped: its visits are over, but it has used none of them."""
+        for group in groups:
+            self.record("skipped", group.id, version=self._version)
+            if (held := self._held.get(group.id)) is not None:
+                held.skipped += 1
 
     @property
     def held(self) -> set[int]:
@@ -251,6 +260,7 @@ class Buffer:
                     "rollout": held.rollout,
                     "passes": held.passes,
                     "replays": held.replays,
+                    "skipped": held.skipped,
                 }
                 for held in self._held.values()
             ],
@@ -265,9 +275,8 @@ class Buffer:
         self._held = {}
         for saved in state["held"]:
             group = group_from_state(saved["group"])
-            self._held[group.id] = _Held(
-                group, saved["rollout"], _oldest(group), passes=saved["passes"], replays=saved["replays"]
-            )
+            counts = {name: saved[name] for name in ("passes", "replays")} | {"skipped": saved.get("skipped", 0)}
+            self._held[group.id] = _Held(group, saved["rollout"], _oldest(group), **counts)
 
     def _passes_left(self, held: _Held) -> int:
         """Fresh passes that will still visit it: none once all passes over its rollout are done."""

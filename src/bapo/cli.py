@@ -7,22 +7,19 @@ codes.
 
 from __future__ import annotations
 
+import _thread
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from bapo.config.run import Config
-    from bapo.config.sft import SftConfig
-
-Schema = TypeVar("Schema", bound="BaseModel")
-Kind = TypeVar("Kind", "Config", "SftConfig")
+AGAIN_SECONDS = 0.01
+"""How long after a Ctrl-C was dropped it is sent again: the destructor that it met has ended by then."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,16 @@ class Command:
     summary: str
     """One line for `bapo --help`."""
     remedy: Remedy
+    defined_by: str
+    """module:name of the dataclass or configuration whose fields are its arguments."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `bapo` command."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the work is done: libraries that tidy up need not report a Ctrl-C
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -89,17 +91,21 @@ def usage() -> str:
 
 def guarded(name: str, words: list[str]) -> int:
     """Run a command; turn every error that a person can act on into one message and an exit code."""
-    from bapo.config.errors import BapoError
+    from bapo.config.errors import BapoError, UsageError
 
     command, given = COMMANDS[name], shlex.join(["bapo", name, *words])
     try:
-        return command.run(words) or 0
+        with _no_interrupt_lost():
+            return command.run(words) or 0
     except SystemExit as stop:  # the parser: 0 after --help, 2 after it said what it cannot read
         if stop.code:
             print(f"usage: bapo {name} {command.usage}", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
     except BapoError as error:
-        return _fail(error.exit_code, str(error))
+        code = _fail(error.exit_code, str(error))
+        if isinstance(error, UsageError):
+            print(f"usage: bapo {name} {command.usage}", file=sys.stderr)
+        return code
     except BrokenPipeError:  # whoever reads our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -115,75 +121,47 @@ def guarded(name: str, words: list[str]) -> int:
         return _fail(130, f"stopped. {command.remedy.stopped.format(command=given)}")
 
 
+@contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """A Ctrl-C that arrives while Python runs a destructor is raised there, and Python drops it. Send it again."""
+    before = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            before(dropped)
+            return
+        again = threading.Timer(AGAIN_SECONDS, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 def _fail(code: int, message: str) -> int:
     print(f"bapo: {message.rstrip()}", file=sys.stderr)
     return code
 
 
-def _train(words: list[str]) -> None:
-    from bapo.config.run import Config
+def _train(words: list[str]) -> int:
+    from bapo.commands.training import train
 
-    config = _configured(Config, words, prog="bapo train")
-
-    from bapo.train.run import start
-
-    start(config)
+    return train(words)
 
 
 def _sft(words: list[str]) -> None:
-    from bapo.config.sft import SftConfig
+    from bapo.commands.training import sft
 
-    config = _configured(SftConfig, words, prog="bapo sft")
-
-    from bapo.train.sft import start
-
-    start(config)
-
-
-def _configured(schema: type[Schema], words: list[str], *, prog: str) -> Schema:
-    """A configuration: the recipe, if the first word names one, changed by the keys that follow."""
-    from bapo.config.command_line import parse_keys
-    from bapo.config.recipe import load, parse
-
-    default = schema()
-    if words and not words[0].startswith("-"):
-        default, words = load(schema, words[0]), words[1:]
-    return parse(schema, parse_keys(default, words, prog=f"{prog} [RECIPE.toml]"), source="command line")
+    sft(words)
 
 
 def _resume(words: list[str]) -> None:
-    from bapo.config.command_line import parse_resume
-    from bapo.config.run import Config
-    from bapo.config.sft import SftConfig
-    from bapo.runs.write import RunDirectory
+    from bapo.commands.training import resume
 
-    given, keys = parse_resume(words)
-    path, source = given.run, given.start
-    if RunDirectory(path).values().get("kind") == "sft":
-        changed = _changed(SftConfig, path, keys)
-
-        from bapo.train.sft import resume as resume_sft
-
-        resume_sft(path, config=changed, source=source)
-    else:
-        wanted = _changed(Config, path, keys)
-
-        from bapo.train.run import resume
-
-        resume(path, config=wanted, source=source)
-
-
-def _changed(schema: type[Kind], path: Path, keys: list[str]) -> Kind | None:
-    """The configuration of a run, changed by keys; None if there are none."""
-    from bapo.config.command_line import parse_keys
-    from bapo.config.recipe import parse
-    from bapo.runs.write import RunDirectory
-
-    if not keys:
-        return None
-    return parse(
-        schema, parse_keys(RunDirectory(path).config(schema), keys, prog=f"bapo resume {path}"), source="command line"
-    )
+    resume(words)
 
 
 def _eval(words: list[str]) -> int:
@@ -212,6 +190,30 @@ def _diagnose(words: list[str]) -> int:
     from bapo.diagnose.command import Arguments, run
 
     return run(parse_arguments(Arguments, words, prog="bapo diagnose"))
+
+
+def _init(words: list[str]) -> int:
+    from bapo.commands.starter import init
+
+    return init(words)
+
+
+def _doctor(words: list[str]) -> int:
+    from bapo.commands.doctor import doctor
+
+    return doctor(words)
+
+
+def _schema(words: list[str]) -> int:
+    from bapo.commands.schema import schema
+
+    return schema(words)
+
+
+def _completion(words: list[str]) -> int:
+    from bapo.commands.completion import completion
+
+    return completion(words, {name: command.defined_by for name, command in COMMANDS.items()})
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,11 @@ def _fetch_smollm2(words: list[str]) -> None:
         raise ConfigError(str(error)) from None
 
 
+AGAIN = Remedy(
+    failed="cannot read or write",
+    disk="Free space or choose another place, then give the same command again.",
+    stopped="The same command begins again.",
+)
 RESUME = Remedy(
     disk="The newest complete checkpoint is intact. Free space or repair the directory, then continue with `bapo "
     "resume RUN`.",
@@ -266,21 +273,24 @@ RESUME = Remedy(
 COMMANDS = {
     "train": Command(
         _train,
-        "[RECIPE.toml] [--key.path value ...]",
-        "train; without a recipe, the embedded default: offline, CPU, minutes",
+        "[RECIPE] [--key.path value ...]",
+        "train, or --dry-run; without a recipe the embedded run: CPU, minutes",
         RESUME,
+        "bapo.config.run:Config",
     ),
     "sft": Command(
         _sft,
-        "[RECIPE.toml] [--key.path value ...]",
+        "[RECIPE] [--key.path value ...]",
         "learn from demonstrations: the warm start before training",
         RESUME,
+        "bapo.config.sft:SftConfig",
     ),
     "resume": Command(
         _resume,
         "RUN [--from STEP] [--key value ...]",
         "continue a run from its newest checkpoint, or from another one",
         RESUME,
+        "bapo.config.command_line:ResumeArguments",
     ),
     "eval": Command(
         _eval,
@@ -291,16 +301,18 @@ COMMANDS = {
             disk="The same command continues: {command}",
             stopped="The complete chunks are saved. The same command continues: {command}",
         ),
+        "bapo.evaluate.command:Arguments",
     ),
     "compare": Command(
         _compare,
-        "GRID.toml [--parallel N]",
+        "GRID [--parallel N]",
         "compare objectives: run what is missing of a grid, print a table",
         Remedy(
             disk="Free space or repair the directory, then give the same command again. Finished runs are kept, and "
             "stopped runs continue.",
             stopped="The same command continues; finished runs are kept.",
         ),
+        "bapo.compare.command:Arguments",
     ),
     "report": Command(
         _report,
@@ -311,6 +323,7 @@ COMMANDS = {
             disk="Choose another --out, or another --port.",
             stopped="Nothing was written.",
         ),
+        "bapo.report.command:Arguments",
     ),
     "diagnose": Command(
         _diagnose,
@@ -320,6 +333,7 @@ COMMANDS = {
             disk="Free space or choose another place, then give the same command again.",
             stopped="The same command begins again.",
         ),
+        "bapo.diagnose.command:Arguments",
     ),
     "ledger": Command(
         _ledger,
@@ -330,6 +344,7 @@ COMMANDS = {
             disk="Check the directory, then give the same command again.",
             stopped="Nothing was written.",
         ),
+        "bapo.cli:LedgerArguments",
     ),
     "fetch-smollm2": Command(
         _fetch_smollm2,
@@ -340,6 +355,35 @@ COMMANDS = {
             "again.",
             stopped="Nothing was written, and the same command begins again.",
         ),
+        "bapo.cli:FetchArguments",
+    ),
+    "init": Command(
+        _init,
+        "[demo|data|trl|verl] [--dir DIR]",
+        "write a commented recipe or script to start from",
+        AGAIN,
+        "bapo.commands.starter:Arguments",
+    ),
+    "doctor": Command(
+        _doctor,
+        "[RECIPE] [--key.path value ...]",
+        "check this machine, and say what to do about what is missing",
+        AGAIN,
+        "bapo.config.run:Config",
+    ),
+    "schema": Command(
+        _schema,
+        "[train|sft|compare]",
+        "print the JSON schema of recipes, for editors",
+        AGAIN,
+        "bapo.commands.schema:Arguments",
+    ),
+    "completion": Command(
+        _completion,
+        "[bash|zsh|fish]",
+        "print a script that completes these commands in a shell",
+        AGAIN,
+        "bapo.commands.completion:Arguments",
     ),
 }
 

@@ -11,6 +11,7 @@ from tests.browser.test_report_chromium import ALLOWED, drawn, embedded, plot, r
 from tests.compared_runs import COMPARED
 
 BOLD = "plot.data.filter(trace => trace.showlegend).map(({name, x, y}) => ({name, x: [...x], y: [...y]}))"
+HOLLOW = "plot.data.filter(trace => trace.meta?.apart).map(({name, x, y}) => ({name, x: [...x], y: [...y]}))"
 THIN = "plot.data.filter(trace => trace.line.width === 0.8).map(({x, y}) => ({x: [...x], y: [...y]}))"
 TITLE = "plot.layout.xaxis.title.text"
 RESPONSES = 4
@@ -65,9 +66,10 @@ def test_the_keyboard_switches_every_curve_and_nothing_else(opened, report):
     page = opened(report)
     before = {panel["id"]: plot(page, panel["id"], "plot.data") for panel in panels(page)}
     page.locator(".axis input[value=updates]").focus()
+    place = page.evaluate("scrollY")
     redrawn(page, lambda: page.keyboard.press("ArrowRight"))
     assert page.url.endswith("#x=responses")
-    assert page.evaluate("[document.activeElement.value, scrollY]") == ["responses", 0]
+    assert page.evaluate("[document.activeElement.value, scrollY]") == ["responses", place]
     for panel in panels(page):
         curve = panel["kind"] == "curves"
         assert (plot(page, panel["id"], TITLE) == "sampled responses") == curve
@@ -95,8 +97,11 @@ def test_updates_of_a_step_share_the_responses_sampled_by_then(page, arm, kind, 
 
 
 def test_evaluations_are_placed_after_their_step(page):
-    curve = next(c for c in plot(page, name_of(page, "eval/avg"), BOLD) if c["name"] == "bapo · reuse-4")
-    assert curve["x"] == [0, 16, 36, 60]  # 4, 5 and 6 groups of 4
+    name = name_of(page, "eval/avg")
+    curve = next(c for c in plot(page, name, BOLD) if c["name"] == "bapo · reuse-4")
+    assert curve["x"] == [0, 60]  # before and after training; 4 + 5 + 6 groups of 4
+    hollow = next(c for c in plot(page, name, HOLLOW) if c["name"] == "bapo · reuse-4")
+    assert hollow["x"] == [16, 36]  # in between, on one problem instead of four
 
 
 @pytest.mark.parametrize("window", [1, 3])

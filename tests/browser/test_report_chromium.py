@@ -142,13 +142,116 @@ def test_chips_hide_and_the_slider_smooths(page):
 
 def test_a_plot_becomes_a_picture(page, tmp_path):
     with page.expect_download() as download:
-        page.get_by_role("button", name="save Gradient norm as PNG").click()
+        page.get_by_role("button", name="save Gradient norm before clipping as PNG").click()
     assert download.value.suggested_filename.endswith(".png")
     download.value.save_as(tmp_path / "plot.png")
     data = (tmp_path / "plot.png").read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert struct.unpack(">II", data[16:24]) == (2880, 1840)
     assert len(data) > 20_000  # not a blank sheet
+
+
+def test_a_picture_needs_no_caption(page):
+    """Its title says what it shows, and the line below says whose runs these are and what lines and bands are."""
+    saved = """async (name) => {
+        const save = Plotly.toImage;
+        const figure = new Promise((resolve) => {
+            Plotly.toImage = (figure) => { resolve(figure); return save(figure, { format: "svg" }); };
+        });
+        document.querySelector(`[aria-label="save ${name} as PNG"]`).click();
+        const { layout, data } = await figure;
+        Plotly.toImage = save;
+        const names = data.filter((trace) => trace.showlegend).map((trace) => trace.name);
+        return [layout.title.text, layout.title.subtitle.text, layout.showlegend, names];
+    }"""
+    title, below, legend, names = page.evaluate(saved, "Positive share of the signal at the bounds in use")
+    assert title == "Positive share of the signal at the bounds in use"
+    assert below == "compared · mean over seeds, band from lowest to highest"
+    assert legend
+    assert "bapo · reuse-2" in names
+    _, below, _, _ = page.evaluate(saved, "avg@2 on held-out problems")
+    assert below == "compared · mean over seeds, bars from lowest to highest"
+
+
+def test_the_answer_comes_first_then_its_numbers_then_figures(page):
+    values = embedded(page)
+    assert page.locator("#verdict .answer").all_inner_texts() == values["verdict"]["lines"]
+    (table,) = values["differences"]
+    cells = page.locator("#differences tbody tr").first.locator("td").all_inner_texts()
+    assert [cell.strip() for cell in cells] == [text.strip() for text in table["rows"][0]]
+    places = [page.locator(name).bounding_box()["y"] for name in ("#verdict", "#differences", "#overview", "#held-out")]
+    assert places == sorted(places)
+    page.evaluate("scrollTo(0, 0)")
+    box = page.locator("#verdict").bounding_box()
+    assert box["y"] + box["height"] < page.viewport_size["height"]  # without scrolling
+
+
+def test_evaluations_on_other_problems_are_hollow_and_unconnected(page):
+    name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "eval/avg")
+    shown = "plot.data.map(({name, mode, marker, x, y, meta}) => ({name, mode, symbol: marker.symbol, x, y, ...meta}))"
+    points = [trace for trace in plot(page, name, shown) if trace["name"] == "push-once · reuse-4"]
+    log = (COMPARED / "reuse-4/push-once/seed-0/metrics.jsonl").read_text().splitlines()
+    evals = [line for line in map(json.loads, log) if line["kind"] == "eval"]
+    (joined,) = [trace for trace in points if not trace.get("apart")]
+    (hollow,) = [trace for trace in points if trace.get("apart")]
+    for trace, problems in ((joined, 4), (hollow, 1)):
+        here = [line for line in evals if line["eval/problems"] == problems]
+        assert trace["x"] == [line["version"] for line in here]
+        assert trace["y"] == pytest.approx([line["eval/avg"] for line in here])
+    assert (hollow["mode"], hollow["symbol"].endswith("-open")) == ("markers", True)
+    assert (joined["mode"], joined["symbol"].endswith("-open")) == ("lines+markers", False)
+    assert "Hollow points" in page.locator("#held-out").inner_text()
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    """The page of three arms of two seeds each."""
+    root = tmp_path_factory.mktemp("crowd")
+    for objective in ("grpo", "bapo"):
+        shutil.copytree(COMPARED / "reuse-2" / objective, root / "g/reuse-2" / objective)
+    shutil.copytree(COMPARED / "reuse-2/bapo", root / "g/reuse-2/third")
+    (root / "g/grid.json").write_text(json.dumps({"name": "crowd", "objectives": ["grpo", "bapo", "third"]}))
+    write_report([root / "g"], root / "r.html")
+    return (root / "r.html").as_uri()
+
+
+def test_many_bands_appear_for_the_arm_under_the_pointer(opened, crowd):
+    page = opened(crowd)
+    name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "entropy")
+    detail = "plot.data.filter(trace => trace.meta.detail).map(trace => [trace.meta.arm, trace.opacity])"
+    bold = "plot.data.filter(trace => trace.showlegend).map(trace => [trace.meta.arm, trace.opacity])"
+    filled = """[...plot.querySelectorAll('.fills path.js-fill')].filter(path => path.style.fillOpacity > 0).length"""
+    assert {opacity for _, opacity in plot(page, name, detail)} == {0}
+    assert plot(page, name, filled) == 0
+    assert len(plot(page, name, detail)) == 3 * 4  # a band of two lines, and two seeds, of every arm
+    page.locator(f"#plot-{name}").scroll_into_view_if_needed()
+    hover = """async (name) => {
+        const plot = document.getElementById(`plot-${name}`);
+        plot.emit("plotly_hover", { points: [{ data: plot.data.filter((trace) => trace.showlegend)[1] }] });
+    }"""
+    page.evaluate(hover, name)
+    lifted = plot(page, name, "plot.data.filter(trace => trace.showlegend)[1].meta.arm")
+    assert {(arm == lifted, opacity) for arm, opacity in plot(page, name, detail)} == {(True, 1), (False, 0)}
+    assert {(arm == lifted, opacity) for arm, opacity in plot(page, name, bold)} == {(True, 1), (False, 0.25)}
+    assert plot(page, name, filled) == 1
+    plot(page, name, "plot.emit('plotly_unhover')")
+    assert plot(page, name, filled) == 0
+    assert {opacity for _, opacity in plot(page, name, bold)} == {1}
+    assert {opacity for _, opacity in plot(page, name, detail)} == {0}
+    redrawn(page, lambda: page.locator(".chip", has_text="third").click())
+    assert {opacity for _, opacity in plot(page, name, detail)} == {1}  # two bands can be told apart
+    assert plot(page, name, filled) == 2
+
+
+def test_a_page_of_one_run_has_a_verdict_and_no_comparison(opened, tmp_path):
+    write_report([COMPARED / "reuse-2/bapo/seed-0"], tmp_path / "r.html")
+    page = opened((tmp_path / "r.html").as_uri())
+    assert page.locator("#verdict .answer").inner_text().startswith("avg@2 went from 0.375 [")
+    assert page.locator("#differences, #undrawn, .chips").count() == 0
+    assert page.locator(".top p").inner_text().startswith("1 run ·")
+    text = page.locator("main").inner_text().lower()
+    for word in ("compar", "against grpo", "common to all", "over seeds"):
+        assert word not in text
 
 
 def test_responses_show_who_wrote_them(page):
@@ -235,9 +338,10 @@ def test_the_overview_fits_a_laptop_and_shows_where_it_goes_on_where_it_does_not
     usual = page.viewport_size
     for width in (1200, 1440):
         page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate(hidden) == [0]
+        assert set(page.evaluate(hidden)) == {0}
     page.set_viewport_size({"width": 390, "height": 900})
-    assert page.evaluate(hidden)[0] > 0
+    assert max(page.evaluate(hidden)) > 0
+    page.locator("#overview .scroll").evaluate("(box) => box.scrollIntoView({ block: 'center' })")
     box = page.locator("#overview .scroll").bounding_box()
     edge = {"x": box["x"] + box["width"] - 8, "y": box["y"] + box["height"] - 8, "width": 4, "height": 3}  # no text
     there = page.screenshot(clip=edge)

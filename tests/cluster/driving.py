@@ -45,8 +45,8 @@ class Run:
             )
 
     @classmethod
-    def train(cls, path, **recipe):
-        return cls(path, "train", "--out", str(path), *options(RECIPE | recipe))
+    def train(cls, path, *, environment=None, **recipe):
+        return cls(path, "train", "--out", str(path), *options(RECIPE | recipe), environment=environment)
 
     @classmethod
     def resume(cls, path):

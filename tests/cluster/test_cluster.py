@@ -1,10 +1,12 @@
 """Runs on a real Ray cluster of this machine. Needs Ray: `make test-integrations` has it."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
-from bapo.runs import history
+from bapo.runs import history, ledger
 from tests.cluster.driving import Run, gone, send
 
 pytest.importorskip("ray")
@@ -79,6 +81,45 @@ def test_a_learner_rank_that_dies_costs_nothing_but_time(tmp_path):
     assert weights(disturbed) == weights(undisturbed)
     assert disturbed.metrics() == undisturbed.metrics()
     assert "has other bits" not in disturbed.said()
+    assert "Unhandled error" not in disturbed.said()
+
+
+REWARD = """
+def reward(response, answer):
+    right = float(len(response) % 2)
+    return 1e30 * right if answer == "too much" else right
+"""
+
+
+def test_ranks_skip_updates_together_and_the_ledger_balances(tmp_path):
+    """Some rewards are so large that the gradient norm of their update overflows."""
+    (tmp_path / "rewards_of_test.py").write_text(REWARD)
+    for name, first, count in (("train", 2, 64), ("test", 70, 8)):
+        problems = [
+            {"prompt": f"{number},7,2={number + 9}:", "answer": "fine" if number % 8 else "too much"}
+            for number in range(first, first + count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    recipe = {
+        **{"task.name": "data", "task.train": tmp_path / "train.jsonl", "task.test": tmp_path / "test.jsonl"},
+        **{"task.reward": "rewards_of_test:reward", "learn.advantages": "dr_grpo", "learn.skip_limit": 99},
+        **{"steps": 5, "cluster.rollouts": 1, "cluster.learners": 2},
+    }
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = Run.train(tmp_path / "run", environment=os.environ | {"PYTHONPATH": paths}, **recipe).finished()
+    updates, skipped = run.metrics("update"), run.metrics("skipped")
+    assert updates
+    assert skipped
+    assert all(line["skipped/cause"].startswith("the gradient norm is ") for line in skipped)
+    versions = [line["version"] for line in run.metrics() if line["kind"] in ("update", "skipped")]
+    assert versions == list(range(1, len(versions) + 1))
+    assert (run.summary()["skipped"], run.summary()["restarts"]) == (len(skipped), {})
+    found = ledger.of_run(run.path)
+    assert found.wrong == []
+    trained = [line for line in ledger.read(run.path) if line["event"] == "trained"]
+    not_taken = {line["version"] - 1 for line in skipped}
+    assert found.uses == sum(len(line["groups"]) for line in trained if line["version"] not in not_taken)
+    assert {line["version"] for line in ledger.read(run.path) if line["event"] == "skipped"} == not_taken
 
 
 def test_what_cannot_run_says_why(tmp_path):

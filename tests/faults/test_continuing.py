@@ -4,11 +4,13 @@ import fcntl
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import bapo as bapo_package
 from bapo.config.errors import CheckpointError
 from bapo.config.run import Config
 from bapo.train.run import Training, resume, start
@@ -312,3 +314,18 @@ def test_a_log_that_is_damaged_during_a_run_does_not_cost_the_model(whole, tmp_p
     (out / "metrics.jsonl").write_bytes(sound[0])
     assert resume(out, plain=True)["updates"] >= 0
     assert "## Scores" in (out / "model" / "README.md").read_text()
+
+
+def test_a_model_that_moved_must_still_read_the_same_tokens(stopped, tmp_path):
+    """The weights come from the checkpoint, so only the tokenizer can tell that the model is another one."""
+    moved = shutil.copytree(Path(bapo_package.__file__).parent / "demo/model", tmp_path / "moved")
+    tokenizer = moved / "tokenizer.json"
+    before = tokenizer.read_text()
+    rules = json.loads(before)
+    vocabulary = rules["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    tokenizer.write_text(json.dumps(rules))
+    told = refused(stopped, "--model.path", str(moved))
+    assert f"model.path={str(moved)!r} has another tokenizer" in told
+    tokenizer.write_text(before)
+    assert bapo("resume", stopped, "--model.path", str(moved)).returncode == 0

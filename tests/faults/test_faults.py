@@ -108,6 +108,17 @@ def test_a_run_killed_before_its_first_step_or_after_its_export_can_be_completed
     assert_same_run(early, uninterrupted)
 
 
+def test_a_run_killed_in_the_evaluation_after_its_first_step_begins_again(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    process = started(out)
+    wait_for_steps(process, out, 1)
+    process.kill()
+    process.join()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000000"]
+    assert bapo("resume", out).returncode == 0
+    assert_same_run(out, uninterrupted)
+
+
 def test_a_log_shorter_than_its_checkpoint_is_refused(uninterrupted, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(uninterrupted, out)
@@ -201,11 +212,12 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["train", "--offpolicy.reuse", "40"], 2, "max_staleness >= 39"),
         (["train", "--objective.name", "bappo"], 2, "Did you mean 'bapo'"),
         (["train", "nowhere.toml"], 2, "cannot read nowhere.toml"),
-        (["train", "--model.path", "/nowhere", "--out", "unused"], 2, "model.path='/nowhere' cannot be loaded"),
+        (["train", "--model.path", "/nowhere", "--out", "unused"], 2, "model.path='/nowhere': there is no such file"),
         (["train", "--out", "."], 2, "exists already. Choose another directory; this one holds no run."),
         (["train", "--out", "/proc/nowhere"], 2, "cannot create /proc/nowhere"),
         (["train", "--eval.problems", "513"], 2, "the task holds out only 512 problems"),
-        (["train", "--rollout.max-tokens", "400"], 2, "positions. Set rollout.max_tokens <="),
+        (["train", "--rollout.max-tokens", "120"], 2, "positions. Set rollout.max_tokens <="),
+        (["train", "--rollout.max-tokens", "400"], 2, "leaves no room for a prompt: 'demo' has 128 positions"),
         (["train", "--device", "gpu"], 2, "device"),
         (["train", "--objective.options", "hgih", "1.3"], 2, "objective.options.hgih is not an option of 'bapo'"),
         (["resume"], 2, "usage: bapo resume RUN"),

@@ -17,8 +17,8 @@ from tests.supervised import saved_model, sums, write_rows
 
 UPDATES = 60
 LEARN = [
-    *("--device", "cpu", "--threads", "1", "--epochs", "10", "--data.held-out-share", "0.05"),
-    *("--learn.batch-sequences", "16", "--learn.lr", "3e-3", "--eval-every", "7", "--checkpoint-every", "5"),
+    *("--device", "cpu", "--threads", "1", "--epochs", "10", "--task.test-share", "0.05"),
+    *("--learn.batch-sequences", "16", "--learn.lr", "3e-3", "--eval.every", "7", "--checkpoint-every", "5"),
 ]
 
 
@@ -26,7 +26,7 @@ LEARN = [
 def sources(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
     data = write_rows(root / "sums.jsonl", sums())
-    return ["--model.path", str(saved_model(root / "model")), "--data.sources", str(data)]
+    return ["--model.path", str(saved_model(root / "model")), "--task.train", str(data)]
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_failed_responses_are_logged_with_their_cause_and_not_trained_on(here, c
 def test_a_verifier_that_always_fails_stops_the_run_and_says_why(here, capsys):
     assert run(["train", "recipe.toml", "--task.reward", "own_rewards:never", "--out", "none"]) == 1
     told = capsys.readouterr().err
-    assert "the verifier failed on all 8 responses of the evaluation after step 0" in told
+    assert "the verifier failed on all 32 responses of step 1" in told
     assert "KeyError" in told
     assert not (here / "none/summary.json").exists()
 

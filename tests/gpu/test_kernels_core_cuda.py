@@ -49,6 +49,43 @@ def test_table_and_bounds_equal_those_of_the_cpu(measure, weight, order, dtype):
             assert cuda.low.dtype == dtype
 
 
+def test_every_kind_of_input_gets_a_compilation_of_its_own():
+    """A launch that is remembered for aligned tensors of one type must not serve others."""
+    logprobs, behavior, advantages, mask = update()
+    ratio = (logprobs - behavior).exp()
+    uses = torch.randint(0, 2, mask.shape, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for _ in range(2):  # what came first and what was remembered
+        for first, dtype, integers, used_low in itertools.product(
+            (0, 1, 3, 4), (torch.float32, torch.bfloat16, torch.float64), (torch.int64, torch.int8), (None, 1.0)
+        ):
+            settings = ClipSettings(used_low=used_low)
+            given = [x[first:].to(dtype) for x in (ratio, advantages)]
+            on_cuda = [x.cuda().to(dtype)[first:] for x in (ratio, advantages)]
+            cpu = solve_bounds(*given, mask[first:], settings, uses=None if used_low is None else uses[first:])
+            cuda = solve_bounds(
+                *on_cuda,
+                mask.cuda()[first:],
+                settings,
+                uses=None if used_low is None else uses.cuda().to(integers)[first:],
+            )
+            assert values(cuda) == pytest.approx(values(cpu), rel=1e-6)
+            assert found.setdefault((first, dtype, integers, used_low), values(cuda)) == values(cuda)
+
+
+def test_a_remembered_launch_runs_on_the_stream_of_its_call():
+    logprobs, behavior, advantages, mask = (x.cuda() for x in update())
+    expected = values(solve_bounds((logprobs - behavior).exp(), advantages, mask, ClipSettings()))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        ratio = (logprobs - behavior).exp()  # not there yet when another stream would look
+        bounds = solve_bounds(ratio, advantages, mask, ClipSettings())
+    stream.synchronize()
+    assert values(bounds) == expected
+
+
 @pytest.mark.parametrize("measure", ["gradient", "surrogate"])
 def test_the_kernel_equals_the_torch_path_on_the_same_device(measure):
     logprobs, behavior, advantages, mask = (x.cuda() for x in update())

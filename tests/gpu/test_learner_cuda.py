@@ -17,17 +17,12 @@ from bapo.learn.fused.layer import fused_forwards
 from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.models.lora import LoraSettings, add_lora
-from tests.tiny.batches import batch_of, flat_batch
+from tests.tiny.batches import batch_of, flat_batch, on_cuda
 from tests.tiny.models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 LENGTHS = [40, 1, 17, 33, 8, 2, 64, 29]
-
-
-def on_cuda(batch):
-    moved = {name: x.cuda() for name, x in vars(batch).items() if torch.is_tensor(x)}
-    return dataclasses.replace(batch, **moved)
 
 
 def run(model, batch, **way):

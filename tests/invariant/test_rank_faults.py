@@ -1,13 +1,16 @@
 """An error on one rank ends the update on all of them at once, with an error that says whose it was."""
 
+import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.processes import in_ranks
-from tests.sharded import groups, joined, leave, sharded
+from tests.sharded import alone, groups, joined, leave, overflowing, sharded, weights
 
 PATIENCE = 50.0  # seconds; a rank that waits for its end has failed the test
 
@@ -63,6 +66,56 @@ def spoiled_weight(rank, directory):
 def test_ranks_skip_an_update_together(tmp_path):
     in_ranks(spoiled_weight, 2, str(tmp_path))
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def overflowing_response(rank, directory):
+    """A response in the part of one rank is too much for float32: both skip the update, and say the same about it."""
+    ranks = joined(rank, 2, directory, patience=PATIENCE)
+    learner = sharded(ranks)
+    learner.settings = replace(learner.settings, advantages="dr_grpo")
+    before = learner.fingerprint()
+    update = learner.step(overflowing())
+    assert learner.version == update.version == 1
+    assert learner.fingerprint() == before
+    Path(directory, f"{rank}.txt").write_text(f"{update.metrics} {update.skipped.cause}")
+    assert learner.step(groups()).skipped is None
+    leave(ranks)
+
+
+def test_ranks_agree_on_an_update_that_only_one_of_them_cannot_take(tmp_path):
+    in_ranks(overflowing_response, 2, str(tmp_path))
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert "the gradient norm is inf although all log-probs are finite" in told[0]
+    learner = alone()
+    learner.settings = replace(learner.settings, advantages="dr_grpo")
+    single = learner.step(overflowing())
+    assert told[0].startswith(str(single.metrics))
+
+
+def drifted(rank, directory):
+    """Nothing sampled these tokens, so the log-probs that stand with them are far from the learner's."""
+    ranks = joined(rank, 2, directory, patience=PATIENCE)
+    learner = sharded(ranks, "limited")
+    before = weights(learner)
+    update = learner.step(groups())
+    assert learner.version == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
+    kept = {name: tensor.tolist() for name, tensor in update.skipped.tokens.items()}
+    Path(directory, f"{rank}.json").write_text(json.dumps([update.drift, update.metrics, kept]))
+    leave(ranks)
+
+
+def test_ranks_refuse_an_update_together_and_say_what_one_process_says(tmp_path):
+    in_ranks(drifted, 2, str(tmp_path))
+    ours, theirs = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert ours == theirs
+    expected = alone("limited").step(groups())
+    assert expected.skipped.drifted
+    words, metrics, kept = ours
+    assert words == expected.drift
+    assert metrics == pytest.approx(expected.metrics, rel=1e-5)
+    assert sorted(kept["targets"]) == sorted(expected.skipped.tokens["targets"].tolist())
 
 
 def failing_pass(rank, directory):

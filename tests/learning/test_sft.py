@@ -20,8 +20,8 @@ from tests.rollouts import sitting
 from tests.supervised import saved_model, sums, write_rows
 
 LEARN = [
-    *("--device", "cpu", "--threads", "1", "--epochs", "60", "--data.held-out-share", "0.05"),
-    *("--learn.batch-sequences", "12", "--learn.lr", "5e-3", "--eval-every", "100"),
+    *("--device", "cpu", "--threads", "1", "--epochs", "60", "--task.test-share", "0.05"),
+    *("--learn.batch-sequences", "12", "--learn.lr", "5e-3", "--eval.every", "100"),
 ]
 
 
@@ -35,7 +35,7 @@ def learned(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("sft")
     model = saved_model(root / "model", chat=request.param)
     data = write_rows(root / "sums.jsonl", sums())
-    result = bapo("sft", "--model.path", model, "--data.sources", data, *LEARN, "--out", root / "run")
+    result = bapo("sft", "--model.path", model, "--task.train", data, *LEARN, "--out", root / "run")
     assert result.returncode == 0, result.stderr
     return root / "run", result.stdout, data
 
@@ -154,7 +154,7 @@ def test_reinforcement_learning_starts_from_its_model(tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", rows)
     out = tmp_path / "warm"
     common = ("--device", "cpu", "--threads", "1")
-    warm = bapo("sft", "--data.sources", data, *common, "--epochs", "1", "--out", out)
+    warm = bapo("sft", "--task.train", data, *common, "--epochs", "1", "--out", out)
     assert warm.returncode == 0, warm.stderr
     small = (
         *("--steps", "1", "--rollout.prompts", "2", "--rollout.responses", "2", "--learn.batch-groups", "2"),
@@ -168,14 +168,14 @@ def test_reinforcement_learning_starts_from_its_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--help"], 0, "--data.held-out-share"),
-        ([], 2, "data.sources is empty, so there is nothing to learn from"),
-        (["--data.sources", "nowhere.jsonl"], 2, "nowhere.jsonl"),
-        (["--data.sources", "rows.jsonl", "--data.prompt-column", "asked"], 2, "prompt_column"),
-        (["--data.sources", "rows.jsonl", "--data.max-tokens", "2"], 2, "gives no demonstration that can be used"),
-        (["--data.sources", "rows.jsonl", "--learn.lr", "-1"], 2, "greater than 0"),
-        (["--data.sources", "rows.jsonl", "--device", "cpu", "--learn.compile"], 2, "is for CUDA"),
-        (["--data.sources", "rows.jsonl", "--out", "."], 2, "exists already"),
+        (["--help"], 0, "--task.test-share"),
+        ([], 2, "task.train is empty, so there is nothing to learn from"),
+        (["--task.train", "nowhere.jsonl"], 2, "nowhere.jsonl"),
+        (["--task.train", "rows.jsonl", "--task.prompt-column", "asked"], 2, "prompt_column"),
+        (["--task.train", "rows.jsonl", "--task.max-tokens", "2"], 2, "gives no demonstration that can be used"),
+        (["--task.train", "rows.jsonl", "--learn.lr", "-1"], 2, "greater than 0"),
+        (["--task.train", "rows.jsonl", "--device", "cpu", "--learn.compile"], 2, "is for CUDA"),
+        (["--task.train", "rows.jsonl", "--out", "."], 2, "exists already"),
         (["recipe.toml"], 2, "learn.lrr is not a known key. Did you mean learn.lr?"),
         (["--data.sorces", "rows.jsonl"], 2, "sorces"),
     ],
@@ -203,7 +203,7 @@ def test_without_anything_held_out(tmp_path):
 
     threads = torch.get_num_threads()
     values = {
-        "model": {"path": str(model)}, "data": {"sources": [str(data)], "held_out_share": 0}, "epochs": 1,
+        "model": {"path": str(model)}, "task": {"train": [str(data)], "test_share": 0}, "epochs": 1,
         "device": "cpu", "threads": 1, "out": str(tmp_path / "run"),
     }  # fmt: skip
     summary = start(parse_sft_config(values, source="test"), plain=True)
@@ -220,7 +220,7 @@ def test_low_rank_additions_learn_and_are_merged_into_the_model(tmp_path):
 
     data, model = write_rows(tmp_path / "rows.jsonl", sums()), saved_model(tmp_path / "model")
     learn = ("--epochs", "12", "--learn.lr", "1e-2", "--device", "cpu", "--threads", "1", "--checkpoint-every", "5")
-    source = ("--model.path", model, "--data.sources", data)
+    source = ("--model.path", model, "--task.train", data)
     result = bapo("sft", *source, *learn, "--model.lora.rank", "4", "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -3,9 +3,7 @@
 import json
 import re
 import shutil
-import tomllib
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +15,15 @@ from bapo.compare.grid import load_grid
 from bapo.config.recipe import load, parse_config
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.config.shipped import shipped
 from bapo.demo import model_path
+from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner
 from bapo.models import Policy
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
+from bapo.runs.write import RunDirectory
 from bapo.tasks.stream import ProblemStream
 from bapo.train.build import build, learner_settings, resolve
 from bapo.train.loop import Parts, RunState, admit, learn, take_step
@@ -101,7 +102,7 @@ def test_groups_that_grow_too_old_are_not_told_as_learned():
     old, new = counts
     parts.learner.version = 1
     parts.buffer.add(rollout, version=1)
-    assert len(list(learn(parts, told.append))) == 2
+    assert len(list(learn(parts, RunState(), told.append))) == 2
     assert parts.buffer.metrics().lost_fresh == old > 0
     everything = 2 * (old + new)
     assert [(t.groups, t.asked) for t in told] == [
@@ -244,6 +245,34 @@ def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path):
         assert (out / name).read_bytes() == (whole[2] / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_evaluation_before_training_scores_the_untouched_model(tmp_path, rank, capsys):
+    """It is taken after the first step, and logged before it."""
+    lora = {"model": {"lora": {"rank": rank}}}
+    lines, _, out = run(
+        tmp_path, "put off", steps=1, eval={"problems": 5, "k": 2, "also_at": [0.0], "every": 0}, **lora
+    )
+    shown = capsys.readouterr().out
+    assert shown.index("step 1/1") < shown.index("held-out problems before training")
+    assert [line["kind"] for line in lines[:3]] == ["eval", "eval", "rollout"]
+    parts = build(resolve(RunDirectory(out).config(Config)))
+    assert parts.learner.version == 0
+    parts.engine.load(parts.learner.weights(), version=0)
+    for line, temperature, k in zip(lines, (1.0, 0.0), (2, 1), strict=False):
+        found = evaluate(
+            parts.engine,
+            parts.policy,
+            parts.task.scores,
+            list(parts.task.test)[:5],
+            k=k,
+            sampling=Sampling(temperature, parts.policy.stop_ids),
+            max_tokens=parts.config.rollout.max_tokens,
+            seed=parts.config.seed,
+        )
+        expected = {"kind": "eval", "step": 0, "version": 0, "eval/problems": 5, "eval/temperature": temperature}
+        assert line == expected | found.summary()
+
+
 def test_activation_checkpointing_is_the_plain_run(plain, tmp_path):
     identical(plain, run(tmp_path, "checkpointing", learn={"activation_checkpointing": True}, steps=2))
 
@@ -258,21 +287,19 @@ def test_every_objective_trains(tmp_path):
         assert all(abs(loss) < 100 for loss in losses)
 
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-GRIDS = [path for path in RECIPES if "seeds" in tomllib.loads(path.read_text())]
-SUPERVISED = [path for path in RECIPES if "epochs" in tomllib.loads(path.read_text())]
+SUPERVISED = sorted(shipped("bapo sft").values())
+TRAINED = sorted(shipped("bapo train").values())
+GRIDS = sorted(shipped("bapo compare").values())
 
 
 @pytest.mark.parametrize("recipe", SUPERVISED, ids=lambda p: p.name)
 def test_shipped_supervised_recipes_are_possible(recipe):
     config = load(SftConfig, recipe)
-    assert config.data.sources
+    assert config.task.train
     assert config.model.path != "demo"
 
 
-@pytest.mark.parametrize(
-    "recipe", [path for path in RECIPES if path not in (*GRIDS, *SUPERVISED)], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("recipe", TRAINED, ids=lambda p: p.name)
 def test_shipped_recipes_are_possible(recipe):
     config = load(Config, recipe)
     if config.model.path != "demo":  # its weights are not here

@@ -28,8 +28,8 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("sums")
     (path / "smollm2").symlink_to(MODEL)
     subprocess.run([sys.executable, ROOT / "examples" / "two_digit_sums.py", "sums"], cwd=path, check=True)
-    bapo(path, "sft", str(ROOT / "recipes" / "sums_sft.toml"))
-    bapo(path, "train", str(ROOT / "recipes" / "sums.toml"), "--steps", "20")  # half of it is enough to see
+    bapo(path, "sft", "sums_sft")
+    bapo(path, "train", "sums", "--steps", "20")  # half of it is enough to see
     yield path
     shutil.rmtree(path / "runs")  # gigabytes of checkpoints
 

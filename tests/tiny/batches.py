@@ -1,5 +1,7 @@
 """Flat batches of random sequences."""
 
+from dataclasses import replace
+
 import torch
 
 from bapo.types import TokenBatch
@@ -10,6 +12,11 @@ def flat_batch(lengths, seed=0):
     """Random sequences of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return batch_of([torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths], seed)
+
+
+def on_cuda(batch):
+    """The same batch on the GPU."""
+    return replace(batch, **{name: x.cuda() for name, x in vars(batch).items() if torch.is_tensor(x)})
 
 
 def batch_of(sequences, seed=0):

@@ -19,23 +19,28 @@ MAY_IMPORT = {
     "buffer": {"types"},
     "core": {"types"},
     "tasks": {"types"},
-    "rollout": {"types", "core.wide"},
-    "learn": {"types", "core"},
+    "rollout": {"types", "core.kernels", "core.wide", "models.layers"},
+    "learn": {"types", "core", "models.layers"},
     "models": {"types", "demo"},
     "demo": {"types", "tasks"},
     "config": {"types", "core.settings", "demo"},
     "runs": {"config"},
     "screen": set(),
+    "pages": set(),
     "adapters": {"core"},
-    "evaluate": {"types", "config", "demo", "tasks", "rollout", "models", "runs.lock", "screen"},
-    "diagnose": {"core", "config.errors", "runs.numbers", "screen.terminal"},
-    "compare": {"config", "runs", "screen.terminal"},
-    "report": {"types", "config", "runs"},
-    "train": {
-        *("__version__", "types", "buffer", "core", "tasks", "rollout", "learn", "models", "config", "runs"),
-        *("screen", "evaluate"),
+    "evaluate": {
+        *("types", "config", "demo", "tasks", "rollout", "models", "runs.files", "runs.lock", "screen", "pages")
     },
-    "cli": {"__version__", "config", "runs", "train", "evaluate", "compare", "report", "diagnose", "models.smollm2"},
+    "diagnose": {"core", "config.errors", "pages", "runs.numbers", "screen.terminal"},
+    "compare": {"config", "runs", "screen.terminal"},
+    "report": {"types", "config", "pages", "runs"},
+    "preflight": {"types", "config", "core.settings", "demo", "runs", "tasks"},
+    "train": {
+        *("__version__", "types", "buffer", "tasks", "rollout", "learn", "models", "config", "runs"),
+        *("screen", "evaluate", "preflight"),
+    },
+    "commands": {"config", "runs", "tasks.data", "train", "preflight"},
+    "cli": {"__version__", "commands", "config", "evaluate", "compare", "report", "runs", "diagnose", "models.smollm2"},
 }
 # The core is pure: torch and these parts of the standard library.
 CORE_MAY_USE = {
@@ -53,13 +58,13 @@ ONE_FOLDER = {"vllm": "rollout/vllm"}
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.buffer", "bapo.core.settings", "bapo.cli"),
     *("bapo.config.run", "bapo.config.sft", "bapo.config.recipe", "bapo.config.placement", "bapo.config.errors"),
-    *("bapo.config.command_line", "bapo.compare.command", "bapo.report.command"),
+    *("bapo.config.command_line", "bapo.config.words", "bapo.compare.command", "bapo.report.command"),
     *("bapo.runs.read", "bapo.runs.write", "bapo.runs.statistics", "bapo.runs.metrics", "bapo.runs.lock"),
     *("bapo.screen.view", "bapo.compare", "bapo.report", "bapo.report.live"),
     *("bapo.diagnose.dumps", "bapo.diagnose.command", "bapo.evaluate", "bapo.evaluate.command"),
     *("bapo.tasks.dataset", "bapo.tasks.data.demonstrations", "bapo.tasks.verify.sandbox"),
     *("bapo.tasks.verify.worker", "bapo.tasks.verify.math", "bapo.tasks.countdown"),
-    *("bapo.demo", "bapo.demo.demonstrations"),
+    *("bapo.demo", "bapo.demo.demonstrations", "bapo.preflight.checks", "bapo.commands.training"),
 ]
 # The only modules on the top floor.
 TOP_FLOOR = {"__init__", "__main__", "types", "buffer", "cli"}

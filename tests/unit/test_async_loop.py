@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from bapo.buffer import Buffer
+from bapo.learn.finite import Skipped
 from bapo.learn.learner import Update
 from bapo.rollout.engine import NOTHING_LOADED, Sampling, Segment
 from bapo.rollout.scheduler import Scheduler
@@ -79,16 +80,16 @@ class Engine:
 class Learner:
     """Counts updates; while one runs, somebody else works so many times."""
 
-    def __init__(self, turns=3):
+    def __init__(self, turns=3, skips=()):
         self.version, self.turns, self.meanwhile = 0, turns, lambda: None
-        self.batches = []
+        self.batches, self.skips = [], skips
 
     def step(self, groups):
         for _ in range(self.turns):
             self.meanwhile()
         self.batches.append(sorted(group.id for group in groups))
         self.version += 1
-        return Update(self.version, 1, {})
+        return Update(self.version, 1, {}, Skipped("nan", {}) if self.version - 1 in self.skips else None)
 
     def weights(self):
         return []
@@ -97,7 +98,9 @@ class Learner:
         return []
 
 
-def made(monkeypatch, *, ahead, staleness, length, steps=12, updates=2, lag=lambda call: False, turns=3):
+def made(
+    monkeypatch, *, ahead, staleness, length, steps=12, updates=2, lag=lambda call: False, turns=3, reuse=1, skips=()
+):
     monkeypatch.setattr(async_loop, "Fleet", Engine)
     monkeypatch.setattr(async_loop, "RemoteLearner", Learner)
     problems = [Problem(str(number), str(number), 0) for number in range(500)]
@@ -109,6 +112,7 @@ def made(monkeypatch, *, ahead, staleness, length, steps=12, updates=2, lag=lamb
         cluster=SimpleNamespace(ahead=ahead),
         offpolicy=SimpleNamespace(max_staleness=staleness),
         rollout=SimpleNamespace(prompts=PROMPTS, responses=RESPONSES),
+        learn=SimpleNamespace(skip_limit=3),
     )
     task = SimpleNamespace(scores=lambda asked: [Score(float(place % 2)) for place in range(len(asked))])
     parts = SimpleNamespace(
@@ -118,10 +122,12 @@ def made(monkeypatch, *, ahead, staleness, length, steps=12, updates=2, lag=lamb
         overlong=lambda length: 0.0,
         policy=SimpleNamespace(decode=str, encode=lambda prompt: [int(prompt), 1]),
         engine=Engine(length, lag=lag),
-        learner=Learner(turns),
+        learner=Learner(turns, skips),
         stream=ProblemStream(problems, seed=0),
         scheduler=Scheduler(Sampling(), max_response_tokens=999, record=ledger.record),
-        buffer=Buffer(batch_groups=PROMPTS // 2, max_batches=2, max_staleness=staleness, record=ledger.record),
+        buffer=Buffer(
+            batch_groups=PROMPTS // 2, max_batches=2, reuse=reuse, max_staleness=staleness, record=ledger.record
+        ),
     )
     return parts, AsyncLoop(parts, RunState())
 
@@ -195,6 +201,29 @@ def test_not_ahead_nobody_samples_during_updates(monkeypatch):
     assert during
     assert not any(during)
     assert all(group // PROMPTS == place // 2 for place, batch in enumerate(parts.learner.batches) for group in batch)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_skipped_update_uses_none_of_its_groups(monkeypatch, ahead):
+    skips = {0, 5, 6, 7, 20}
+    parts, loop = made(
+        monkeypatch, ahead=ahead, staleness=40, length=uneven(7), updates=4, steps=8, reuse=2, skips=skips
+    )
+    uses, step = [], parts.learner.step
+
+    def watched(groups):
+        uses.append({group.id: group.uses for group in groups})
+        return step(groups)
+
+    parts.learner.step = watched
+    found = worked(parts, loop)
+    assert found.wrong == []
+    assert found.states == {"retired": 8 * PROMPTS}, "a skipped update took a visit away, or gave one"
+    assert len(uses) == parts.learner.version == 8 * 4
+    assert found.uses == sum(len(drawn) for version, drawn in enumerate(uses) if version not in skips)
+    for version, drawn in enumerate(uses):
+        before = [uses[v] for v in range(version) if v not in skips]
+        assert drawn == {id: sum(id in earlier for earlier in before) for id in drawn}
 
 
 def test_restarts_are_shown_and_written_into_the_history(monkeypatch, tmp_path):

@@ -73,6 +73,35 @@ def test_one_pass_visits_every_group_once_in_batches_of_even_size():
     assert buffer.metrics() == BufferMetrics(adds=1, draws=3, added=5, fresh=5, retired=5)
 
 
+def test_a_skipped_update_is_a_visit_but_no_use():
+    told = []
+    buffer = Buffer(
+        **{"batch_groups": 2, "reuse": 3, "max_staleness": 9, "replay_fraction": 0.5, "replay_max_age": 9},
+        record=lambda event, group, **facts: told.append((event, group, facts)),
+    )
+    buffer.add(groups(range(2), 0), version=0)
+    assert [member.uses for member in buffer.draw(version=0)] == [0, 0]
+    drawn = buffer.draw(version=1)
+    assert [member.uses for member in drawn] == [1, 1]
+    buffer.skipped(drawn)
+    assert sorted(told[-2:]) == [("skipped", 0, {"version": 1}), ("skipped", 1, {"version": 1})]
+    again = Buffer(batch_groups=2, reuse=3, max_staleness=9, replay_fraction=0.5, replay_max_age=9)
+    again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    for other in (buffer, again):
+        assert [member.uses for member in other.draw(version=2)] == [1, 1]  # the third pass, the second use
+        other.add(groups([7, 8], 3), version=3)
+        replayed = {member.id: member.uses for member in other.draw(version=3)}
+        assert replayed == {7: 0, 8: 0, 0: 2, 1: 2}
+
+
+def test_a_skipped_update_of_a_group_that_has_left_is_recorded():
+    told = []
+    buffer = Buffer(batch_groups=2, max_staleness=9, record=lambda event, group, **facts: told.append((event, group)))
+    buffer.add(groups([3], 0), version=0)
+    buffer.skipped(buffer.draw(version=0))
+    assert [event for event, _ in told] == ["held", "trained", "retired", "skipped"]
+
+
 def test_reuse_makes_whole_passes_each_in_its_own_order():
     buffer = Buffer(batch_groups=2, reuse=3, max_staleness=5)
     buffer.add(groups(range(4), 0), version=0)

@@ -9,20 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from bapo.compare import compare, load_grid
-from bapo.compare.grid import merged
 from bapo.compare.plan import State, default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress
 from bapo.compare.results import collect, table_lines
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
+from bapo.config.words import merged
 from bapo.runs.lock import held
 
-ROOT = Path(__file__).parents[2]
 BASE = """
 name = "tiny"
 out = {out}
@@ -171,11 +169,12 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         ("seeds = 0\nsteps = 3\nout = 3", ["steps is not a key of a grid", "seeds = 0", "out = 3: give a string"]),
         ("seeds = [1, 1]", ["seeds = [1, 1]"]),
         ("seeds = true", ["seeds = True"]),
+        ("seeds = 58453746", ["seeds = 58453746: a grid can have at most 10,000 seeds"]),
         ("seeds = [1.5]", ["seeds = [1.5]"]),
         ("seeds = [-1]", ["seeds = [-1]", "whole numbers from 0"]),
-        ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
+        ("steps = 3\n[objective]\nname = 'grpo'", ["a recipe for reinforcement learning", "Run it with `bapo train"]),
         ("steps = 3\n[[objective]]\nlabel = 'a'", ["steps is not a key of a grid"]),
-        ("kind = 'sft'\nepochs = 3", ["a recipe for one run", "Run it with `bapo sft"]),
+        ("kind = 'sft'\nepochs = 3", ["a recipe for supervised training", "Run it with `bapo sft"]),
         ("base = 3", ["base = 3: give a table"]),
         (
             "[base]\nseed = 3\nrecipe = 'no.toml'",
@@ -185,6 +184,10 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
         (
             "[[objective]]\nlabel = 'a'\nout = 'b'\n[[objective]]\nlabel = 'a'",
             ["out differs from run to run", "'a' is already used"],
+        ),
+        (
+            "[[objective]]\nlabel = 'a'\n[[objective]]\nlabel = 'a'\nlearn.lr = -1\n[[objective]]\nstepps = 3",
+            ["'a' is already used", "default/[[objective]] 2: learn.lr = -1", "default/[[objective]] 3: stepps is not"],
         ),
         (
             "[[objective]]\nlabel = 'a'\n[[setting]]\noffpolicy.reuse = 2",
@@ -197,9 +200,9 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
             "[[objective]]\nlabel = 'a'\n[[objective]]\nlabel = 'b'\n[[objective]]\nlabel = 'c'\nsteps = 3",
             ["default/a and default/b have the same keys", "Make them differ"],
         ),
-        ("a = = 3", ["not valid TOML", "See recipes/"]),
+        ("a = = 3", ["not valid TOML", "bapo train --list"]),
         ("[objective]\nlabel = 'a'\n[objective]\nlabel = 'b'", ["not valid TOML", "with two brackets"]),
-        ("[objective]\nname = 'grpo'", ["a recipe for one run", "Run it with `bapo train"]),
+        ("[objective]\nname = 'grpo'", ["a recipe for reinforcement learning", "Run it with `bapo train"]),
     ],
 )
 def test_bad_grids_say_what_to_do(tmp_path, text, parts):
@@ -209,7 +212,7 @@ def test_bad_grids_say_what_to_do(tmp_path, text, parts):
 
 
 def test_the_grid_in_recipes_is_two_by_two_by_two(tmp_path):
-    grid = load_grid(ROOT / "recipes" / "quick.toml")
+    grid = load_grid("quick")
     assert (len(grid.objectives), len(grid.settings), len(grid.seeds), len(grid.cells)) == (2, 2, 2, 8)
 
 
@@ -498,3 +501,37 @@ def test_differences_are_taken_within_a_seed(first, tmp_path):
     assert any("2  +0.100 ± 0.000 " in f"{line} " for line in table_lines(collect(grid)))  # .1 and .1: no mark for two
     shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 5)))
     assert not any("difference" in line for line in table_lines(collect(grid)))  # one seed has no interval
+
+
+def test_the_verdict_follows_the_tables_and_is_kept(first, tmp_path):
+    """grpo .1 .2 .3 and bapo .2 .35 .4, as above: + .117 ± .072."""
+    text = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4, 5]").read_text()
+    (tmp_path / "grid.toml").write_text(text + '[[objective]]\nlabel = "bapo"\nobjective.name = "bapo"\n')
+    grid = load_grid(tmp_path / "grid.toml")
+    scores = {"grpo": {3: 0.1, 4: 0.2, 5: 0.3}, "bapo": {3: 0.2, 4: 0.35, 5: 0.4}}
+    for cell in grid.cells:
+        scored(first[0] / "out/reuse-2/grpo/seed-3", cell.path, scores[cell.objective][cell.seed])
+    results = collect(grid)
+    assert results["verdict"] == ["bapo beats grpo by 0.117 ± 0.072 avg@2 over 3 seeds."]
+    assert table_lines(results)[-2] == results["verdict"][0]
+    shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 4)))
+    assert collect(grid)["verdict"] == [
+        "Two seeds are too few to decide between bapo and grpo (+0.100 ± 0.000 avg@2). Run at least 3 seeds.",
+        "One run is not finished, so this may change.",
+    ]
+
+
+def test_settings_are_compared_if_there_is_one_objective(first, tmp_path):
+    text = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4, 5]").read_text()
+    (tmp_path / "grid.toml").write_text(text + '[[setting]]\nlabel = "reuse-4"\noffpolicy.reuse = 4\n')
+    grid = load_grid(tmp_path / "grid.toml")
+    for cell in grid.cells:
+        higher = 0.3 if cell.setting == "reuse-4" else 0.0
+        scored(first[0] / "out/reuse-2/grpo/seed-3", cell.path, 0.1 * (cell.seed - 2) + higher)
+    results = collect(grid)
+    assert results["verdict"] == ["reuse-4 beats reuse-2 by 0.300 ± 0.000 avg@2 over 3 seeds."]
+    lines = table_lines(results)
+    assert any(line.startswith("  reuse-4 - reuse-2") and "3  +0.300 ± 0.000*" in line for line in lines)
+    (tmp_path / "grid.toml").write_text(text + '[[setting]]\nlabel = "other"\neval.temperature = 0.5\n')
+    apart = collect(load_grid(tmp_path / "grid.toml"))["verdict"]
+    assert apart[0] == "The scores cannot be compared, because the runs differ in eval.temperature."

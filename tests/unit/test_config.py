@@ -31,8 +31,10 @@ def test_defaults_are_possible_and_survive_json():
 def test_names_are_those_of_the_core():
     from bapo.core.advantages import ADVANTAGES
     from bapo.core.objectives import OBJECTIVES
+    from bapo.core.settings import OBJECTIVE_OPTIONS
 
     assert set(OBJECTIVE_NAMES) == set(OBJECTIVES)
+    assert {name: tuple(sorted(objective.options)) for name, objective in OBJECTIVES.items()} == OBJECTIVE_OPTIONS
     assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
 
 
@@ -156,9 +158,18 @@ def test_shared_keys_mean_the_same_in_both_configurations():
     ours, theirs = dict(described(Config)), dict(described(SftConfig))
     shared = ours.keys() & theirs.keys()
     assert {"seed", "out", "device", "threads", "checkpoint_keep", "learn.lr", "learn.compile", "model.path"} <= shared
-    for key in shared - {"checkpoint_every"}:  # steps, and updates
+    names = {"task.train", "task.test", "task.prompt_column", "task.template", "eval.every", "learn.warmup_updates"}
+    assert names <= shared
+    for key in shared - names - {"checkpoint_every"}:  # alike, but of other data and units
         assert ours[key] == theirs[key], key
     assert all(description for _, _, description in (ours | theirs).values())
+
+
+def test_the_names_of_an_earlier_version_are_still_read():
+    data = {"sources": ["a.jsonl"], "held_out": ["b.jsonl"], "held_out_share": 0.1, "prompt_column": "q"}
+    old = parse_sft_config({"kind": "sft", "eval_every": 7, "data": data}, source="test")
+    task = {"train": ["a.jsonl"], "test": ["b.jsonl"], "test_share": 0.1, "prompt_column": "q"}
+    assert old == parse_sft_config({"eval": {"every": 7}, "task": task}, source="test")
 
 
 def test_everything_wrong_is_listed_at_once():
@@ -255,7 +266,7 @@ def test_what_needs_the_cuda_engine_is_refused_on_cpu():
 def test_a_grid_is_no_recipe(tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text('seeds = 2\n[[objective]]\nlabel = "grpo"\n')
-    with pytest.raises(ConfigError, match=r"is a grid of runs, not a recipe for one\. Run it with `bapo compare"):
+    with pytest.raises(ConfigError, match=r"is a grid of runs, and not a recipe.*Run it with `bapo compare"):
         load(Config, path)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.tasks.countdown import Countdown
 from tests.processes import PATIENCE, bapo, started
 
-FILES = ("config.json", "responses.jsonl", "results.json", "report.html")
+FILES = ("config.json", "responses.jsonl", "chunks.jsonl", "results.json", "report.html")
 ARGUMENTS = [
     *("eval", "--model", "demo", "--data", "countdown", "--k", "4", "--problems", "10", "--chunk", "4"),
     *("--threads", "1", "--device", "cpu"),
@@ -256,6 +257,19 @@ def test_a_damaged_directory_is_not_continued(whole, tmp_path, capsys):
         assert (out / "responses.jsonl").read_bytes() == b"".join(spoiled)
     (out / "config.json").write_text("{")
     assert run([*ARGUMENTS, "--out", str(out)]) == 3
+
+
+def test_a_saved_response_that_somebody_changed_is_noticed(whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "changed")
+    lines = (whole / "responses.jsonl").read_bytes().splitlines(keepends=True)
+    changed = [*lines[:5], lines[5].replace(b'"reward": 0.0', b'"reward": 1.0'), *lines[6:]]
+    assert changed != lines
+    (out / "responses.jsonl").write_bytes(b"".join(changed))
+    assert run([*ARGUMENTS, "--out", str(out)]) == 3
+    assert "the chunk that begins in line 5 is not as it was written" in capsys.readouterr().err
+    (out / "responses.jsonl").write_bytes(b"".join(lines[:4]))  # as the message advises
+    assert run([*ARGUMENTS, "--out", str(out)]) == 0
+    assert contents(out) == contents(whole)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_an_optimizer_on_the_host_goes_on_from_any_checkpoint():
 
 
 def test_there_must_be_something_to_offload():
-    with pytest.raises(ValueError, match=r"learn\.offload_optimizer=True .* these weights are torch\.float32 on cpu"):
+    with pytest.raises(ValueError, match=r"offload_optimizer=True .* the trained weights are torch\.float32 on cpu"):
         optimizer_for(tiny().parameters(), lr=0.1, offload=True, **OPTIONS)
 
 

@@ -40,6 +40,10 @@ def test_a_run_without_a_history_has_no_restarts(tmp_path):
             Restart("rollout 1", "gone", responses=1, tokens=1),
             "rollout 1 is replaced, and its response continues elsewhere from the token already streamed: gone",
         ),
+        (
+            Restart("rollout 1", "gone", responses=2),
+            "rollout 1 is replaced, and its 2 responses begin elsewhere: gone",
+        ),
         (Restart("rollout 1", "gone"), "rollout 1, which had no responses, is replaced: gone"),
         (Restart(LEARNER, "gone", updates=1), "all learner ranks start again, with 1 update to repeat: gone"),
         (Restart(LEARNER, "gone"), "all learner ranks start again, with 0 updates to repeat: gone"),

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
 from bapo.core.dispatch import bounds_by_kernel, parts_by_kernel
 from bapo.core.kernels.bounds import BLOCK_TOKENS, MAX_PROGRAMS
+from bapo.core.kernels.launch import kinds_of
 from bapo.core.objectives import MAX_LOG_RATIO, Tokens
 from tests.reference import search
 
@@ -53,6 +54,13 @@ def tokens_near_the_grid(count, settings, seed, dtype=torch.float32):
     advantages[::5] = 0
     mask = torch.rand(count, generator=generator) < 0.8
     return ratio, advantages, mask, (-3 * torch.rand(count, generator=generator)).to(dtype)
+
+
+def test_a_launch_is_remembered_by_types_and_only_for_aligned_tensors():
+    floats, bools = torch.zeros(64, device=DEVICE), torch.zeros(64, dtype=torch.bool, device=DEVICE)
+    assert kinds_of(floats, bools) == kinds_of(floats[4:], bools[16:]) is not None
+    assert kinds_of(floats, bools) != kinds_of(floats.double(), bools)
+    assert kinds_of(floats[1:], bools) is kinds_of(floats, bools[4:]) is None
 
 
 @pytest.mark.parametrize(("measure", "weight", "order"), COMBINATIONS)

@@ -3,6 +3,8 @@
 The learner is real and in this process; only the way to it is not: a call is done when it is made, or it is lost.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from bapo.config.errors import ClusterError
@@ -11,7 +13,7 @@ from bapo.train import learners as learners_module
 from bapo.train.cluster import Lost, Missing, Silent
 from bapo.train.hosts import Hello, code
 from bapo.train.learners import RemoteLearner
-from tests.sharded import SETTINGS, groups
+from tests.sharded import SETTINGS, groups, overflowing
 from tests.tiny.models import tiny
 
 
@@ -34,6 +36,8 @@ class Call:
 class Rank:
     """The only rank of a learner; it dies at one of its calls, before or after it has done what it was asked for."""
 
+    settings = SETTINGS
+
     def __init__(self, lives, *, after, how=Lost):
         self.lives, self.after, self.how = lives, after, how
         self.name, self.process, self.killed = "learner 0", None, False
@@ -54,7 +58,7 @@ class Rank:
         return Hello(("here", 1), "here", code())
 
     def meet(self, where):
-        self.learner = Learner(tiny(), SETTINGS)
+        self.learner = Learner(tiny(), self.settings)
 
     def step(self, groups):
         return self.learner.step(groups)
@@ -139,6 +143,23 @@ def test_only_updates_since_the_checkpoint_are_repeated(tmp_path):
     dying, told = made(11)  # hello, meet, 2 x (step, publish), save, 2 x (step, publish), then in the fifth update
     worked(dying, tmp_path)
     assert "with 2 updates to repeat" in told[0]
+
+
+@pytest.mark.parametrize("lives", [-1, 2, 4, 6])  # hello, meet, then (step, publish) three times
+def test_a_skipped_update_is_skipped_again_when_it_is_repeated_and_counts_once(lives, monkeypatch):
+    monkeypatch.setattr(Rank, "settings", replace(SETTINGS, advantages="dr_grpo"))
+    learner, told = made(lives, after=True)
+    learner.step(groups(seed=0))
+    before = learner.weights().fingerprint
+    update = learner.step(overflowing(seed=1))
+    assert update.skipped is not None
+    assert (update.version, learner.version) == (2, 2)
+    assert learner.weights().fingerprint == before
+    assert learner.step(groups(seed=2)).skipped is None
+    assert learner.version == 3
+    assert len(learner.journal) == 3
+    assert learner.restarts == (lives >= 0)
+    assert not any("has other bits" in text for text in told)
 
 
 def test_an_error_of_the_update_itself_is_not_repeated(tmp_path):

@@ -57,6 +57,27 @@ def test_every_kind_of_mistake_is_named():
     assert "group 0 is trained on with a wrong number of uses: 0 instead of 2, at version 7" in miscounted
 
 
+def test_a_skipped_update_takes_its_uses_back():
+    told = [
+        *(("admitted", 0), ("finished", 0), ("held", 0, {"oldest": 4})),
+        ("trained", 0, {"version": 5, "uses": 0}),
+        ("trained", 0, {"version": 6, "uses": 1}),
+        ("skipped", 0, {"version": 6}),
+        ("trained", 0, {"version": 7, "uses": 1}),
+        *(("retired", 0), ("skipped", 0, {"version": 7})),
+    ]
+    found = balance(events(*told), max_staleness=3)
+    assert found.wrong == []
+    assert (found.states, found.uses, found.stalest) == ({"retired": 1}, 1, 1)
+    assert in_state(events(*told), "retired") == {0}
+    (again,) = balance(events(*told, ("skipped", 0, {"version": 7}))).wrong
+    assert str(again) == "group 0 is skipped in an update that has not used it, at version 7"
+    counted = [entry for entry in told if entry[0] != "skipped"]
+    assert [*map(str, balance(events(*counted)).wrong)] == [
+        "group 0 is trained on with a wrong number of uses: 1 instead of 2, at version 7"
+    ]
+
+
 def test_nothing_may_be_under_way_at_the_end():
     lines = events(*GOOD, ("admitted", 5), ("finished", 5))
     assert balance(lines).wrong == []

@@ -64,7 +64,7 @@ def answering(status, code):
 def test_without_a_network_a_mistyped_name_is_refused_in_one_line_at_once(arguments, hub, tmp_path, capsys):
     if arguments[0] == "sft":
         (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "response": "2"}\n{"prompt": "3", "response": "4"}\n')
-        arguments = [*arguments, "--data.sources", str(tmp_path / "rows.jsonl")]
+        arguments = [*arguments, "--task.train", str(tmp_path / "rows.jsonl")]
     began = time.monotonic()
     assert run(arguments) == 2
     assert time.monotonic() - began < 15  # transformers alone asks for half a minute, and longer where names time out

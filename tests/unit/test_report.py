@@ -147,14 +147,23 @@ def test_every_curve_is_a_declared_metric_and_every_figure_says_something(report
     assert all(f["panels"] for f in values["figures"])  # these runs have all that the figures need
 
 
-def test_what_a_single_run_cannot_show_is_said(compared):
+def test_what_these_arms_cannot_show_is_said_once(compared):
+    values = contents(find([compared / "reuse-2"]))
+    reasons = {undrawn["title"]: undrawn["reason"] for undrawn in values["undrawn"]}
+    assert list(reasons) == ["Score by staleness", "Score under partial rollout", "Fixed clips, symmetric and not"]
+    assert "at least two values" in reasons["Score by staleness"]
+    assert "partial_budget" in reasons["Score under partial rollout"]
+    assert "fixed bounds" in reasons["Fixed clips, symmetric and not"]
+    assert all(figure["panels"] for figure in values["figures"])
+
+
+def test_a_page_of_one_run_does_not_speak_of_a_comparison(compared):
     values = contents(find([compared / "reuse-2" / "bapo" / "seed-0"]))
-    notes = {f["id"]: f["note"] for f in values["figures"]}
-    assert "at least two values" in notes["by-staleness"]
-    assert "partial_budget" in notes["under-partial"]
-    assert "fixed bounds" in notes["fixed-clips"]
-    assert "no run of grpo" in notes["held-out"]
-    assert [f["id"] for f in values["figures"] if not f["panels"]] == ["by-staleness", "under-partial", "fixed-clips"]
+    assert values["undrawn"] == values["differences"] == []
+    assert {"by-staleness", "under-partial", "fixed-clips"}.isdisjoint(figure["id"] for figure in values["figures"])
+    said = json.dumps([values["verdict"], values["table"]["caption"], [f["caption"] for f in values["figures"]]])
+    for word in ("compar", "against", " arm", "seeds", "GRPO", "grpo"):
+        assert word not in said
 
 
 def test_responses_come_from_start_middle_and_end(compared):
@@ -231,11 +240,21 @@ def edited(run, name, change):
 
 def test_a_run_whose_settings_are_not_finite_is_named_with_the_key(compared, tmp_path, capsys):
     run = shutil.copytree(compared / "reuse-2/grpo/seed-0", tmp_path / "run")
-    edited(run, "config.json", lambda config: config["learn"].update(clip_norm=inf))
+    edited(run, "config.json", lambda config: config["learn"].update(lr=inf))
     assert cli(["report", str(run)]) == 2
     told = capsys.readouterr().err
     assert str(run) in told
-    assert "clip_norm" in told
+    assert "learn.lr" in told
+
+
+def test_a_run_of_a_time_when_a_clip_norm_could_be_infinite_is_read(compared, tmp_path):
+    run = shutil.copytree(compared / "reuse-2/grpo/seed-0", tmp_path / "run")
+    edited(run, "config.json", lambda config: config["learn"].update(clip_norm=inf))
+    assert "Infinity" in (run / "config.json").read_text()
+    found = read_run(run)
+    assert isinstance(found, Run)
+    assert found.config["learn"]["clip_norm"] == 1e15
+    write_report([run], tmp_path / "r.html")
 
 
 @pytest.mark.parametrize(

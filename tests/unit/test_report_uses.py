@@ -87,9 +87,8 @@ def test_arms_that_used_every_token_once_are_left_out(tmp_path):
     assert len(values["arms"]) == 2
     shown = [{values["arms"][series["arm"]]["objective"] for series in panel["series"]} for panel in figure["panels"]]
     assert shown == [{"clip_higher"}] * 3
-    _, alone = drawn_figure([once], "by-use")
-    assert alone["panels"] == []
-    assert "used every token once" in alone["note"]
+    (reason,) = contents(find([once]))["undrawn"]
+    assert "used every token once" in reason["reason"]
 
 
 def test_runs_that_did_not_log_uses_say_so_and_are_left_out(tmp_path):
@@ -98,9 +97,8 @@ def test_runs_that_did_not_log_uses_say_so_and_are_left_out(tmp_path):
             del line[key]
 
     old = with_updates(PUSH_ONCE, tmp_path / "old", forget)
-    _, alone = drawn_figure([old], "by-use")
-    assert alone["panels"] == []
-    assert "did not log use_histogram" in alone["note"]
+    (reason,) = contents(find([old]))["undrawn"]
+    assert "did not log use_histogram" in reason["reason"]
     values, figure = drawn_figure([old, CLIP_HIGHER], "by-use")
     assert len(values["arms"]) == 2
     assert [len(panel["series"]) for panel in figure["panels"]] == [1, 1, 1]

@@ -194,3 +194,24 @@ def test_without_the_package_the_hub_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs the datasets package. Install it with `pip install 'bapo\[data\]'`"):
         next(hub_rows("owner/name"))
+
+
+def test_a_directory_that_may_not_be_searched_is_refused_in_words(tmp_path, monkeypatch):
+    write(tmp_path / "data" / "train.jsonl", "a")
+
+    is_file = Path.is_file
+
+    def forbidden(path):
+        if path.name == "train.jsonl":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    with pytest.raises(ValueError, match=r"data cannot be searched for data: .*Permission denied.* Name a directory"):
+        resolve("data")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, f"label={'a' * 5000}", f"{'a' * 300}:train"])
+def test_a_name_that_no_file_can_have_is_refused_in_words(name):
+    with pytest.raises(ValueError, match=r"cannot be looked up: File name too long. Give a name or a path that exists"):
+        resolve(name)

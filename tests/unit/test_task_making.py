@@ -81,7 +81,10 @@ def test_what_cannot_be_is_refused(task, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"task": {"train": ["x.jsonl"]}}, r"task.train belongs to task.name='data', not to 'countdown'"),
+        (
+            {"task": {"name": "countdown", "train": ["x"]}},
+            r"task.train belongs to task.name='data', not to 'countdown'",
+        ),
         ({"task": {"name": "gym", "gym": {"gcd": {}}, "reward": "a:b"}}, r"task.reward belongs to task.name='data'"),
         ({"objective": {"name": "grpo", "scope": "microbatch"}}, r"'grpo' does not solve for bounds"),
         ({"objective": {"remainder": "weigh", "scope": "microbatch"}}, r"Set objective\.scope='update'"),

@@ -1,4 +1,4 @@
-"""`bapo compare GRID.toml`: objectives x settings x seeds, and a table of what came out.
+"""`bapo compare GRID`: objectives x settings x seeds, and a table of what came out.
 
 Comparing knows runs only from outside: it starts `bapo train` and `bapo resume`, and reads the directories they write.
 It never imports torch, so nothing here can disturb a run.

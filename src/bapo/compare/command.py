@@ -11,6 +11,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from bapo.compare import compare
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
+from bapo.config.shipped import listing
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Arguments:
     of all of them.
     """
 
-    grid: Annotated[Positional[Path | None], arg(metavar="GRID.toml", help_behavior_hint="(required)")] = None
-    """The objectives, settings and seeds. recipes/quick.toml is an example."""
+    grid: Annotated[Positional[Path | None], arg(metavar="GRID", help_behavior_hint="(required)")] = None
+    """The objectives, settings and seeds: a TOML file, or the name of a grid that comes with bapo, such as quick."""
     parallel: Annotated[int | None, option(default="one per core; 4 on a GPU", metavar="N")] = None
     """How many runs at a time."""
     only: Annotated[tuple[str, ...], UseAppendAction, option(default="all runs", metavar="PATTERN")] = ()
@@ -32,12 +33,17 @@ class Arguments:
     """Set damaged runs aside and start them again."""
     dry_run: bool = False
     """Check the grid and print what would be done."""
+    list: bool = False
+    """Print the grids that come with bapo."""
 
 
 def run(arguments: Arguments) -> int:
     """Carry out the command; returns its exit code."""
+    if arguments.list:
+        print(listing("bapo compare"))
+        return 0
     if arguments.grid is None:
-        raise ConfigError("no GRID.toml given. recipes/quick.toml is an example; see `bapo compare --help`.")
+        raise ConfigError("no grid given. Try `bapo compare quick`; `bapo compare --list` shows all of them.")
     return compare(
         arguments.grid,
         parallel=arguments.parallel,

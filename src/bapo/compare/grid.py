@@ -5,7 +5,7 @@
     seeds = 3                      # 0, 1, 2; or a list
 
     [base]                         # keys of a recipe, for every run
-    recipe = "offpolicy.toml"      # optional: a recipe beside this file, which the other keys override
+    recipe = "offpolicy.toml"      # optional: a recipe beside this file, or the name of one; other keys override it
     steps = 60
 
     [[objective]]                  # a label, and the keys that make this row
@@ -30,10 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from bapo.config.errors import ConfigError
-from bapo.config.recipe import parse_config, read_recipe
+from bapo.config.recipe import KINDS, check, command_for, listed, read_recipe
 from bapo.config.run import Config
+from bapo.config.words import merged
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")
+MOST_SEEDS = 10_000
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
@@ -74,14 +76,10 @@ class Grid:
 
 def load_grid(path: str | Path) -> Grid:
     """The grid in a TOML file, or one ConfigError that lists all that is wrong with it."""
-    path = Path(path)
-    values = read_recipe(path)
-    of_a_grid = values.keys() & {"seeds", "base", "setting"} or isinstance(values.get("objective"), list)
-    objective = values.get("objective")
-    of_a_run = values.keys() - set(KEYS) or (isinstance(objective, dict) and "label" not in objective)
-    if not of_a_grid and of_a_run:
-        command = "bapo sft" if values.get("kind") == "sft" else "bapo train"
-        raise ConfigError(f"{path} is a recipe for one run, not a grid of runs. Run it with `{command} {path}`.")
+    values, path = read_recipe(path), Path(path)
+    right = command_for(values)
+    if right not in (None, "bapo compare"):
+        raise ConfigError(f"{path} is {KINDS[right]}, and not a grid of runs. Run it with `{right} {path}`.")
     wrong = [f"{key} is not a key of a grid. Its keys are {', '.join(KEYS)}." for key in values if key not in KEYS]
     name, out = values.get("name", path.stem), values.get("out", f"runs/{path.stem}")
     wrong += [f"{key} = {value!r}: give a string." for key, value in (("name", name), ("out", out)) if not _text(value)]
@@ -91,19 +89,11 @@ def load_grid(path: str | Path) -> Grid:
     settings = _entries(values.get("setting", [{"label": "default"}]), "setting", wrong)
     objectives = _entries(values.get("objective", []), "objective", wrong)
     base = _base(values.get("base", {}), path.parent, wrong)
+    configs = _configs(base, settings, objectives, wrong)
     if wrong:
-        raise ConfigError(f"{path}:\n" + "\n".join(f"  {line}" for line in wrong))
-    cells = list(_cells(Path(out), base, settings, objectives, seeds, str(path)))
+        raise listed(f"{path}: nothing was started", wrong)
+    cells = list(_cells(Path(out), configs, seeds))
     return Grid(name, Path(out), tuple(settings), tuple(objectives), seeds, tuple(cells))
-
-
-def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested keys of both; where both have a key, the value of `over`."""
-    result = dict(under)
-    for key, value in over.items():
-        below = result.get(key)
-        result[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return result
 
 
 def _text(value: Any) -> bool:
@@ -111,6 +101,9 @@ def _text(value: Any) -> bool:
 
 
 def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
+    if isinstance(value, int) and value > MOST_SEEDS:
+        wrong.append(f"seeds = {value}: a grid can have at most {MOST_SEEDS:,} seeds. Give fewer.")
+        return ()
     counted = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
     seeds = tuple(counted) if isinstance(counted, range | list) else ()
     if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
@@ -130,14 +123,15 @@ def _entries(value: Any, kind: str, wrong: list[str]) -> dict[str, dict[str, Any
         return {}
     found: dict[str, dict[str, Any]] = {}
     for number, entry in enumerate(value, start=1):
-        label = entry.get("label")
+        label, place = entry.get("label"), f"[[{kind}]] {number}"
         if not isinstance(label, str) or not _LABEL.fullmatch(label):
             found_as = "there is no label" if label is None else f"label = {label!r} cannot name a directory"
-            wrong.append(f"[[{kind}]] {number}: {found_as}. Give a label of letters, digits and . _ + -")
+            wrong.append(f"{place}: {found_as}. Give a label of letters, digits and . _ + -")
+            label = place
         elif label in found:
-            wrong.append(f"[[{kind}]] {number}: label = {label!r} is already used. Give every {kind} its own.")
-        else:
-            found[label] = {key: value for key, value in entry.items() if key != "label"}
+            wrong.append(f"{place}: label = {label!r} is already used. Give every {kind} its own.")
+            label = place
+        found[label] = {key: value for key, value in entry.items() if key != "label"}  # checked, whatever its label
         wrong += [f"[[{kind}]] {number}: {_owned(key)}" for key in ("seed", "out") if key in entry]
     return found
 
@@ -151,7 +145,8 @@ def _base(value: Any, directory: Path, wrong: list[str]) -> dict[str, Any]:
     if "recipe" not in value:
         return own
     try:
-        recipe = read_recipe(directory / str(value["recipe"]))
+        beside = directory / str(value["recipe"])
+        recipe = read_recipe(beside if beside.is_file() else str(value["recipe"]))
     except ConfigError as error:
         wrong.append(f"base.recipe = {value['recipe']!r}: {error}")
         return own
@@ -162,41 +157,38 @@ def _owned(key: str) -> str:
     return f"{key} differs from run to run. Set {'seeds' if key == 'seed' else 'out'} at the top of the grid instead."
 
 
-def _cells(
-    out: Path,
+def _configs(
     base: Mapping[str, Any],
     settings: Mapping[str, Mapping[str, Any]],
     objectives: Mapping[str, Mapping[str, Any]],
-    seeds: tuple[int, ...],
-    source: str,
-) -> Iterator[Cell]:
-    """Every run, seed by seed, so that every cell soon has a run; or one ConfigError about all that is wrong."""
+    wrong: list[str],
+) -> dict[tuple[str, str], Config]:
+    """The configuration of every pair of a setting and an objective; adds what is wrong with any of them."""
     errors: dict[str, list[str]] = {}  # message -> cells that have it
     configs: dict[tuple[str, str], Config] = {}
     for setting, over in settings.items():
         for objective, more in objectives.items():
-            try:
-                values = merged(merged(base, over), more)
-                configs[setting, objective] = parse_config(values, source="")
-            except ConfigError as error:
-                for line in str(error).splitlines()[1:]:
-                    errors.setdefault(line.strip(), []).append(f"{setting}/{objective}")
-    if errors:
-        total = len(settings) * len(objectives)
-        lines = [
-            f"  {'every run' if len(where) == total > 1 else ', '.join(where)}: {message}"
-            for message, where in errors.items()
-        ]
-        raise ConfigError(f"{source}: nothing was started.\n" + "\n".join(lines))
-    twins = [
-        f"  {'/'.join(one)} and {'/'.join(other)} have the same keys, so their runs would be copies."
+            config, mistakes = check(Config, merged(merged(base, over), more))
+            if config is not None:
+                configs[setting, objective] = config
+            for line in mistakes:
+                errors.setdefault(line, []).append(f"{setting}/{objective}")
+    total = len(settings) * len(objectives)
+    wrong += [
+        f"{'every run' if len(where) == total > 1 else ', '.join(where)}: {message}"
+        for message, where in errors.items()
+    ]
+    wrong += [
+        f"{'/'.join(one)} and {'/'.join(other)} have the same keys, so their runs would be copies. Make them differ, "
+        "or remove one of them."
         for one, other in combinations(configs, 2)
         if configs[one] == configs[other]
     ]
-    if twins:
-        raise ConfigError(
-            f"{source}: nothing was started.\n" + "\n".join(twins) + "\nMake them differ, or remove one of each pair."
-        )
+    return configs
+
+
+def _cells(out: Path, configs: Mapping[tuple[str, str], Config], seeds: tuple[int, ...]) -> Iterator[Cell]:
+    """Every run, seed by seed, so that every cell soon has a run."""
     for seed in seeds:
         for (setting, objective), config in configs.items():
             path = out / setting / objective / f"seed-{seed}"

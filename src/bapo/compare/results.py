@@ -1,11 +1,7 @@
-"""Mean and 95% interval over seeds: one table per setting, one row per objective.
+"""What came out of a grid: one table per setting, one row per objective, and the verdict.
 
-Only finished runs count, and each row says how many there are. The interval is Student's t over seeds: it says what
-other seeds of the same grid would give, which the intervals over problems in each run do not. A single seed has none.
-
-A seed gives every objective the same problems in the same order, so a difference within a seed is less noisy than the
-difference of two means. A second table therefore has the differences from the grid's first objective, seed by seed, and
-marks those whose interval excludes zero.
+Only finished runs count, and each row says how many there are. `bapo.runs.comparison` has the statistics, and
+`bapo.runs.verdict` the words; the report uses both, too.
 """
 
 from __future__ import annotations
@@ -13,22 +9,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from bapo.compare.grid import Cell, Grid
+from bapo.runs.comparison import FEWEST_SEEDS, Rows, compared, difference_cells, meeting_by, scores
 from bapo.runs.numbers import strict
 from bapo.runs.read import STOP_REASONS, Run, read_run
-from bapo.runs.statistics import aggregate, measures
+from bapo.runs.statistics import measures
+from bapo.runs.verdict import Verdict, differing_exam, judge
 
+WIDTH = 110
+"""Characters in a line of the verdict."""
 Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
-FEWEST_SEEDS_TO_MARK = 3
-"""Two seeds that happen to agree have an interval of width zero."""
 
 
 def collect(grid: Grid) -> dict[str, Any]:
     """The contents of results.json: the measures of every run, and setting -> objective -> measure -> mean, half_width.
 
-    The same for the differences from the first objective, over the seeds that both have.
+    The same for the differences from the first objective, over the seeds that both have; and the verdict.
     """
     runs, missing = [], []
     for cell in grid.cells:
@@ -37,30 +36,49 @@ def collect(grid: Grid) -> dict[str, Any]:
             runs.append(_place(cell) | {"measures": measures(found)})
         else:
             missing.append(_place(cell) | {"kind": found.kind, "why": found.message})
-    settings: dict[str, Any] = {}
-    for setting in grid.settings:
-        settings[setting] = {}
-        first = _by_seed(runs, setting, grid.objectives[0])
-        for objective in grid.objectives:
-            mine = _by_seed(runs, setting, objective)
-            row = {"seeds": len(mine), "measures": _over_seeds(list(mine.values()))}
-            if objective != grid.objectives[0]:
-                both = [seed for seed in mine if seed in first]
-                less = [_less(mine[seed], first[seed]) for seed in both]
-                row["differences"] = {"seeds": both, "measures": _over_seeds(less)}
-            settings[setting][objective] = row
     ks = {cell.config.eval.k for cell in grid.cells}
+    k = ks.pop() if len(ks) == 1 else None
+    settings = compared(runs, grid.settings, grid.objectives)
+    across = _across_settings(grid, runs)
+    verdict = _verdict(grid, across or settings, k, len(missing))
     return {
         "name": grid.name,
-        "k": ks.pop() if len(ks) == 1 else None,
+        "k": k,
+        "verdict": [*verdict.lines, *verdict.details, *verdict.notes],
         "settings": settings,
+        "across_settings": across,
         "runs": runs,
         "missing": missing,
     }
 
 
+def _across_settings(grid: Grid, runs: Sequence[Mapping[str, Any]]) -> dict[str, Rows] | None:
+    """Objective -> setting -> the same, if there is only one objective, so that its settings are what is compared."""
+    by = meeting_by(grid.settings, grid.objectives)
+    return compared(runs, grid.objectives, grid.settings, by) if by[0] == "objective" else None
+
+
+def _verdict(grid: Grid, tables: Mapping[str, Rows], k: int | None, missing: int) -> Verdict:
+    table = meeting_by(grid.settings, grid.objectives)[0]
+    configs = {name: [_dotted(cell) for cell in grid.cells if getattr(cell, table) == name] for name in tables}
+    temperatures = {cell.config.eval.temperature for cell in grid.cells}
+    return judge(
+        tables,
+        k=k or "k",
+        temperature=temperatures.pop() if len(temperatures) == 1 else None,
+        unlike={name: differing_exam(found) for name, found in configs.items()},
+        missing=missing,
+    )
+
+
+def _dotted(cell: Cell) -> dict[str, Any]:
+    sections = cell.config.model_dump(mode="json")
+    parts = {name: part for name, part in sections.items() if isinstance(part, dict)}
+    return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+
+
 def table_lines(results: Mapping[str, Any]) -> list[str]:
-    """The tables, as lines of text."""
+    """The tables and the verdict, as lines of text."""
     lines = []
     for setting, rows in results["settings"].items():
         names = {name for row in rows.values() for name in row["measures"]}
@@ -70,35 +88,27 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
             cells.append([objective, str(row["seeds"]), *(show(row["measures"]) for show in columns.values())])
         lines += ["", f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval"]
         lines += _aligned(cells)
-        lines += _difference_lines(rows, _scores(results["k"] or "k", names))
+        lines += _difference_lines(rows, scores(results["k"] or "k", names))
+    for objective, rows in (results["across_settings"] or {}).items():
+        names = {name for row in rows.values() for name in row["measures"]}
+        if found := _difference_lines(rows, scores(results["k"] or "k", names)):
+            lines += ["", f"{results['name']}, {objective}: the settings against each other", *found[1:]]
     if any("stop_start" in row["measures"] for rows in results["settings"].values() for row in rows.values()):
         reasons = ", ".join(name.replace("_", " ") for name in STOP_REASONS)
         lines += ["", f"stops: % of updates whose search for bounds ended with {reasons}"]
+    if results["verdict"]:
+        lines += ["", *(line for text in results["verdict"] for line in wrap(text, WIDTH))]
     return [*lines, ""]
 
 
-def _difference_lines(rows: Mapping[str, Any], scores: Mapping[str, str]) -> list[str]:
+def _difference_lines(rows: Rows, listed: Mapping[str, str]) -> list[str]:
     """The table of differences from the first row; empty if no row shares two seeds with it."""
-    first, *others = rows
-    cells = [["", "seeds", *scores]]
-    for objective in others:
-        differences = rows[objective]["differences"]
-        if len(differences["seeds"]) > 1:
-            enough = len(differences["seeds"]) >= FEWEST_SEEDS_TO_MARK
-            shown = [_difference(differences["measures"].get(name), markable=enough) for name in scores.values()]
-            cells.append([f"{objective} - {first}", str(len(differences["seeds"])), *shown])
-    if len(cells) == 1:
+    cells = difference_cells(rows, listed)
+    if not cells:
         return []
-    title = f"difference from {first}, seed by seed, ± half width of its 95% interval"
-    title += f"; * if the interval excludes 0 ({FEWEST_SEEDS_TO_MARK} seeds or more)"
+    title = f"difference from {next(iter(rows))}, seed by seed, ± half width of its 95% interval"
+    title += f"; * if the interval excludes 0 ({FEWEST_SEEDS} seeds or more)"
     return ["", f"  {title}", *_aligned(cells)]
-
-
-def _difference(value: Row | None, *, markable: bool) -> str:
-    if value is None or value["half_width"] is None:
-        return "–"
-    mean, half = value["mean"], value["half_width"]
-    return f"{mean:+.3f} ± {half:.3f}{'*' if markable and abs(mean) > half else ' '}"
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -121,40 +131,9 @@ def _place(cell: Cell) -> dict[str, Any]:
     return {"setting": cell.setting, "objective": cell.objective, "seed": cell.seed, "path": str(cell.path)}
 
 
-def _by_seed(runs: Sequence[Mapping[str, Any]], setting: str, objective: str) -> dict[int, Mapping[str, float]]:
-    """The measures of one setting and objective: seed -> measures."""
-    mine = [run for run in runs if (run["setting"], run["objective"]) == (setting, objective)]
-    return {run["seed"]: run["measures"] for run in mine}
-
-
-def _less(run: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    return {name: value - other[name] for name, value in run.items() if name in other}
-
-
-def _over_seeds(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Mean and interval of each measure that all of these runs have."""
-    result = {}
-    for name in runs[0] if runs else ():
-        values = [run[name] for run in runs if name in run]
-        if len(values) == len(runs):
-            mean, half_width = aggregate(values)
-            result[name] = {"mean": mean, "half_width": half_width}
-    return result
-
-
-def _scores(k: int | str, names: set[str]) -> dict[str, str]:
-    """Heading -> measure, for the scores on held-out problems after training. Greedy ones have no pass@k."""
-    scores = {f"avg@{k}": "avg", f"pass@{k}": "pass"}
-    for temperature in sorted(name.removeprefix("avg_at_") for name in names if name.startswith("avg_at_")):
-        scores[f"avg, temp. {temperature}"] = f"avg_at_{temperature}"
-        if float(temperature):
-            scores[f"pass, temp. {temperature}"] = f"pass_at_{temperature}"
-    return scores | {"entropy": "entropy"}
-
-
 def _columns(k: int | str, names: set[str]) -> dict[str, Callable[[Row], str]]:
     """Heading -> the text in its column, for the measures that there are."""
-    columns = {title: _shower(name) for title, name in _scores(k, names).items()}
+    columns = {title: _shower(name) for title, name in scores(k, names).items()}
     columns |= {"before": _shower("entropy_before")}
     columns |= {"max grad norm": _shower("max_grad_norm"), "share": _shower("share"), "responses": _responses}
     if "stop_start" in names:

@@ -74,7 +74,7 @@ SkipLimit = Annotated[
     int,
     Field(
         description="An update whose loss or gradient is not finite changes nothing and is skipped. After this many "
-        "skipped updates in a row the run stops, and the batch is saved for `bapo diagnose`.",
+        "skipped updates in a row the run stops, and the batch is saved in skipped/.",
         ge=1,
     ),
 ]

@@ -1,7 +1,7 @@
 """From the words of a command line to the arguments of a command. tyro is used for parsing, and only here.
 
 The arguments of a command are a dataclass whose docstrings are the help text. `bapo train` and `bapo sft` take the keys
-of a configuration instead, which becomes one option per key.
+of a configuration instead: `words.py` reads them, and only their help is made here.
 """
 
 from __future__ import annotations
@@ -58,15 +58,11 @@ def parse_resume(words: list[str]) -> tuple[ResumeArguments, list[str]]:
     return parse_arguments(ResumeArguments, own, prog="bapo resume", positional=True), keys
 
 
-def parse_keys(default: BaseModel, words: list[str], *, prog: str) -> dict[str, Any]:
-    """The keys of a configuration, changed by those on the command line and not yet checked.
-
-    tyro would build every section itself and report a bad value in its own words. Here a section stays a dict, so that
-    all values are checked together and errors read the same as those of a recipe.
-    """
+def print_help(default: BaseModel, *, prog: str) -> None:
+    """Print every key of a configuration with its help and its value here, and exit with 0."""
     registry = ConstructorRegistry()
     registry.struct_rule(_section)
-    return cast(dict[str, Any], tyro.cli(type(default), args=words, default=default, prog=prog, registry=registry))
+    tyro.cli(type(default), args=["--help"], default=default, prog=prog, registry=registry)
 
 
 def option(*, default: str, metavar: str | None = None) -> Any:

@@ -1,8 +1,8 @@
 """Every error of ours that a person can act on, each with the exit code of the command that ends with it.
 
     0     done
-    1     an unexpected error, a verifier that fails on every response, updates that are not finite, a comparison
-          with runs that did not finish, or a ledger that does not balance
+    1     an unexpected error, a verifier that fails on every response, updates that are not finite, a sampler and a
+          learner that have drifted apart, a comparison with runs that did not finish, or a ledger that does not balance
     2     bad usage, a bad configuration, or input that cannot be read
     3     a checkpoint, or what an evaluation saved, is missing or damaged
     4     the disk is full or cannot be written to (an OSError)
@@ -25,6 +25,10 @@ class ConfigError(BapoError, ValueError):
     """What was asked for cannot be done."""
 
     exit_code = 2
+
+
+class UsageError(ConfigError):
+    """A command line that cannot be read. It is shown together with the usage of the command."""
 
 
 class DumpError(BapoError, ValueError):
@@ -63,6 +67,10 @@ class VerifierFailed(BapoError, RuntimeError):  # noqa: N818
             f"the verifier failed on all {responses} responses {when}. The first failure was: {cause}. Nothing was "
             "learned from these responses. Check task.reward, and the answers in the data."
         )
+
+
+class DriftedApart(BapoError, RuntimeError):  # noqa: N818
+    """The learner's log-probs of fresh tokens are not those that the sampler recorded."""
 
 
 class Interrupted(BapoError):  # noqa: N818

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from bapo.config import known_names
 from bapo.config.errors import ConfigError
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.config.shipped import find
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -38,8 +42,14 @@ WORDS = {
     "missing": "a value is missing",
     "model_type": "give a table of keys",
     "dict_type": "give a table of keys",
+    "string_unicode": "give text without half characters (lone surrogates)",
+    "int_parsing_size": "give a smaller number",
+    "invalid_key": "give keys that are text",
+    "switch": "give a number, not a switch",
 }
-"""What to do about each kind of pydantic error; a kind that is not listed keeps pydantic's own message."""
+"""What to do about each kind of pydantic error. A test tries bad values on every key and finds no other kind."""
+PLAIN = {"bool": "a switch", "int": "a number", "float": "a number", "str": "text"}
+"""Values that a table of free keys can hold. pydantic names each of them in an error of its own."""
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> Config:
@@ -54,17 +64,47 @@ def parse_sft_config(values: dict[str, Any], *, source: str) -> SftConfig:
 
 def load(schema: type[Schema], path: str | Path) -> Schema:
     """The checked configuration in a recipe, a TOML or JSON file."""
+    return parse(schema, read_recipe_for(COMMANDS[schema], path), source=str(path))
+
+
+def read_recipe_for(command: str, path: str | Path) -> dict[str, Any]:
+    """The keys of a recipe, not yet checked. Refuses a file that another command runs."""
     values = read_recipe(path)
-    if isinstance(values.get("objective"), list):
-        raise ConfigError(f"{path} is a grid of runs, not a recipe for one. Run it with `bapo compare {path}`.")
-    if values.get("kind") == "sft" and schema is not SftConfig:
-        raise ConfigError(f"{path} is a recipe for supervised training. Run it with `bapo sft {path}`.")
-    return parse(schema, values, source=str(path))
+    right = command_for(values)
+    if right is not None and right != command:
+        raise ConfigError(f"{path} is {KINDS[right]}, and not {KINDS[command]}. Run it with `{right} {path}`.")
+    return values
+
+
+KINDS = {
+    "bapo train": "a recipe for reinforcement learning",
+    "bapo sft": "a recipe for supervised training",
+    "bapo compare": "a grid of runs",
+}
+"""What each command runs."""
+
+
+def command_for(values: dict[str, Any]) -> str | None:
+    """The command that runs a file with these keys; None if they do not tell."""
+    if values.keys() & {"seeds", "base", "setting"} or isinstance(values.get("objective"), list):
+        return "bapo compare"
+    if values.get("kind") == "sft":
+        return "bapo sft"
+    train, sft = (set(schema.model_fields) for schema in (Config, SftConfig))
+    only = {"bapo train": train - sft, "bapo sft": {*(sft - train), "data", "eval_every"}}
+    objective = values.get("objective")
+    if "objective" in values and (not isinstance(objective, dict) or "label" in objective):
+        only["bapo train"].remove("objective")  # a slip in a grid
+    named = [command for command, keys in only.items() if values.keys() & keys]
+    return named[0] if len(named) == 1 else None
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The keys of a recipe, not yet checked. A file named .json is JSON; any other is TOML."""
-    path = Path(path)
+    """The keys of a recipe, not yet checked: of a file, or of one that comes with bapo.
+
+    A file named .json is JSON; any other is TOML.
+    """
+    path = find(path)
     language = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text()
@@ -73,33 +113,80 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Check the path.") from None
     except ValueError as error:
         again = language == "TOML" and any(word in str(error) for word in ("twice", "overwrite"))
-        hint = "A list of tables is written [[name]], with two brackets." if again else "See recipes/ for examples."
+        hint = (
+            "A list of tables is written [[name]], with two brackets."
+            if again
+            else "`bapo train --list` shows examples."
+        )
         raise ConfigError(f"{path} is not valid {language}: {error}. {hint}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}, not keys with values. See recipes/ for examples.")
+        raise ConfigError(
+            f"{path} holds {type(values).__name__}, not keys with values. `bapo init data` writes an example."
+        )
     return values
 
 
 def parse(schema: type[Schema], values: dict[str, Any], *, source: str) -> Schema:
     """A checked configuration, or one ConfigError that lists every mistake in it."""
+    config, wrong = check(schema, values)
+    if config is None:
+        raise listed(source, wrong)
+    return config
+
+
+def listed(source: str, wrong: Sequence[str]) -> ConfigError:
+    """One error about many mistakes, a line for each."""
+    return ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in wrong)]))
+
+
+def check(schema: type[Schema], values: dict[str, Any]) -> tuple[Schema | None, list[str]]:
+    """The checked configuration, or None and every mistake in it."""
     try:
-        return schema.model_validate(values)
+        return schema.model_validate(values), []
     except ValidationError as error:
-        explained = "\n".join(f"  {_explain(item, schema)}" for item in error.errors())
-        raise ConfigError(f"{source}:\n{explained}") from None
+        return None, list(dict.fromkeys(line for item in error.errors() for line in _explain(item, schema)))
 
 
-def _explain(item: Any, schema: type[BaseModel]) -> str:
-    """One pydantic error in our words."""
+def draft(schema: type[Schema], values: dict[str, Any]) -> Schema:
+    """A configuration that is wrong somewhere, as far as it can be read: a bad value is replaced by its default.
+
+    Nothing may run with it. It serves to look for further mistakes.
+    """
+    read: dict[str, Any] = {}
+    for name, info in schema.model_fields.items():
+        kind, given = info.annotation, values.get(name)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            try:
+                read[name] = kind.model_validate({} if given is None else given)
+            except ValidationError:
+                read[name] = draft(kind, given if isinstance(given, dict) else {})
+        elif name in values:
+            with suppress(ValidationError):
+                adapter: TypeAdapter[Any] = TypeAdapter(Annotated[kind, info])  # type: ignore[arg-type]
+                read[name] = adapter.validate_python(given)
+    return schema.model_construct(**read)
+
+
+def _explain(item: Any, schema: type[BaseModel]) -> list[str]:
+    """One pydantic error in our words: a line, or several if a check between keys found several things."""
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         near = _near(key, all_keys(schema), table=isinstance(item["input"], dict))
-        hint = f" Did you mean {near}?" if near else f" `{COMMANDS[schema]} --help` lists all keys."
-        return f"{key} is not a known key.{hint}"
+        other = f"Did you mean {near}?" if near else f"`{COMMANDS[schema]} --help` lists all keys."
+        return [f"{key} is not a known key. {_known_hint(key, schema) or other}"]
     if item["type"] == "value_error":
-        return str(item["msg"].removeprefix("Value error, "))
-    words = WORDS.get(item["type"])
-    return f"{key} = {item['input']!r}: {words.format(**item.get('ctx', {})) if words else item['msg']}"
+        return str(item["msg"].removeprefix("Value error, ")).splitlines()
+    if len(item["loc"]) > 2 and item["loc"][-1] in PLAIN:
+        key = key.rpartition(".")[0]
+        return [f"{key} = {item['input']!r}: give {', '.join(dict.fromkeys(PLAIN.values()))}"]
+    told = WORDS[item["type"]].format(**item.get("ctx", {}))
+    return [f"{key} = {item['input']!r}: {told}"]
+
+
+def _known_hint(key: str, schema: type[BaseModel]) -> str | None:
+    """What a name of TRL or verl is called here. A name that another table has is more likely meant by itself."""
+    own = {name.rpartition(".")[2] for name in all_keys(schema)}
+    return None if key.rpartition(".")[2] in own else known_names.hint(key)
 
 
 def _near(key: str, known: list[str], *, table: bool) -> str:

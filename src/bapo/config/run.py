@@ -7,12 +7,14 @@ run: a laptop, minutes, no network.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from bapo.config.base import CheckpointKeep, Device, ModelConfig, Out, Section, Seed, Threads, refuse_on_cpu
 from bapo.config.cluster import ClusterConfig
+from bapo.config.errors import ConfigError
 from bapo.config.sections import (
     ADVANTAGE_NAMES,
     OBJECTIVE_NAMES,
@@ -74,119 +76,127 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        require_choice("learn.advantages", self.learn.advantages, ADVANTAGE_NAMES)
-        self._check_task()
-        self._check_cache()
-        self._check_staleness()
-        self._check_replay()
-        self._check_partial_rollout()
-        self._check_cluster()
-        refuse_on_cpu(self.device, self.learn)
+        wrong = [*self._check_choices(), *self._check_task(), *self._check_cache(), *self._check_replay()]
+        if stale := list(self._check_staleness()):
+            wrong += stale  # the others reckon with a step that keeps the bound
+        else:
+            wrong += [*self._check_partial_rollout(), *self._check_cluster()]
+        if wrong:
+            raise ValueError("\n".join(wrong))
         return self
 
-    def _check_task(self) -> None:
-        if self.task.name == "data" and not (self.task.train and self.task.test):
-            raise ValueError(
-                "task.name='data' needs problems. Set task.train and task.test, for example train = [\"gsm8k:train\"], "
-                'test = ["gsm8k"].'
+    def _check_choices(self) -> Iterator[str]:
+        try:
+            require_choice("learn.advantages", self.learn.advantages, ADVANTAGE_NAMES)
+        except ValueError as error:
+            yield str(error)
+        try:
+            refuse_on_cpu(self.device, self.learn)
+        except ConfigError as error:
+            yield str(error)
+
+    def _check_task(self) -> Iterator[str]:
+        missing = [f"task.{name}" for name in ("train", "test") if not getattr(self.task, name)]
+        if self.task.name == "data" and missing:
+            yield (
+                f"task.name='data' needs problems to train on and others to test on. Set {' and '.join(missing)}, for "
+                'example train = ["gsm8k:train"], test = ["gsm8k"].'
             )
         if self.task.name == "gym" and not self.task.gym:
-            raise ValueError(
-                "task.name='gym' needs a data set. Add one to the recipe, for example [task.gym.basic_arithmetic]."
-            )
+            yield ("task.name='gym' needs a data set. Add one to the recipe, for example [task.gym.basic_arithmetic].")
         if self.task.overlong_tokens >= self.rollout.max_tokens:
-            raise ValueError(
+            yield (
                 f"task.overlong_tokens={self.task.overlong_tokens} is not below rollout.max_tokens="
                 f"{self.rollout.max_tokens}, so every response would be penalised. Lower task.overlong_tokens."
             )
 
-    def _check_cache(self) -> None:
+    def _check_cache(self) -> Iterator[str]:
         kept, longest = self.rollout.cache_tokens, self.rollout.max_tokens
         if kept is None:
             return
         if self.cluster.on and self.cluster.engine == "vllm":
-            raise ValueError(
+            yield (
                 f"rollout.cache_tokens={kept} does nothing with cluster.engine='vllm', which decides itself how much "
                 "it keeps. Leave cache_tokens out."
             )
         if kept <= longest:
-            raise ValueError(
+            yield (
                 f"rollout.cache_tokens={kept} cannot hold one response, which can have rollout.max_tokens={longest} "
                 f"tokens besides its prompt. Set cache_tokens well above {longest}, or lower max_tokens."
             )
 
-    def _check_staleness(self) -> None:
+    def _check_staleness(self) -> Iterator[str]:
         off, last = self.offpolicy, self.updates_per_step - 1
         if last > off.max_staleness:
-            raise ValueError(
+            yield (
                 f"offpolicy.reuse={off.reuse} makes {self.updates_per_step} updates on each rollout batch, so its "
                 f"tokens grow {last} updates old, but offpolicy.max_staleness={off.max_staleness} forbids that. Set "
                 f"max_staleness >= {last}, lower reuse, or raise learn.batch_groups."
             )
 
-    def _check_replay(self) -> None:
+    def _check_replay(self) -> Iterator[str]:
         off = self.offpolicy
         if off.replay_capacity < 2 * self.rollout.prompts:
-            raise ValueError(
+            yield (
                 f"offpolicy.replay_capacity={off.replay_capacity} is too small: one step may finish twice "
                 f"rollout.prompts={self.rollout.prompts} groups. Set replay_capacity >= {2 * self.rollout.prompts}."
             )
         if off.replay_fraction > 0 and off.replay_max_age < self.updates_per_step:
-            raise ValueError(
+            yield (
                 f"offpolicy.replay_max_age={off.replay_max_age} replays nothing: a rollout is {self.updates_per_step} "
                 f"updates old when training on the next one begins. Set replay_max_age >= {self.updates_per_step}."
             )
         if off.replay_fraction > 0 and off.replay_max_age > off.max_staleness:
-            raise ValueError(
+            yield (
                 f"offpolicy.replay_max_age={off.replay_max_age} exceeds offpolicy.max_staleness={off.max_staleness}, "
                 "which holds for every token. Raise max_staleness or lower replay_max_age."
             )
 
-    def _check_partial_rollout(self) -> None:
+    def _check_partial_rollout(self) -> Iterator[str]:
         off, last = self.offpolicy, self.updates_per_step - 1
         if off.partial_budget is None:
             if off.partial_cache == "keep":
-                raise ValueError(
+                yield (
                     "offpolicy.partial_cache='keep' keeps nothing without partial rollout. Set "
                     "offpolicy.partial_budget, or leave partial_cache at 'rebuild'."
                 )
             return
         if self.parked_max_age + last > off.max_staleness:
-            raise ValueError(
+            yield (
                 f"offpolicy.partial_max_age={self.parked_max_age} plus the {last} further updates of a step exceed "
                 f"offpolicy.max_staleness={off.max_staleness}. Lower partial_max_age or raise max_staleness."
             )
         if self.parked_max_age < self.updates_per_step:
-            raise ValueError(
+            yield (
                 f"parked groups may grow {self.parked_max_age} updates old, but a step takes {self.updates_per_step}, "
                 "so none could ever be resumed. Raise offpolicy.max_staleness (and partial_max_age), or lower reuse."
             )
 
-    def _check_cluster(self) -> None:
+    def _check_cluster(self) -> Iterator[str]:
         cluster, off, u = self.cluster, self.offpolicy, self.updates_per_step
         if not cluster.on:
             return
         if cluster.engine == "vllm" and self.model.float32_head:
-            raise ValueError(
+            yield (
                 "model.float32_head=true, but cluster.engine='vllm' computes logits in the model's own precision, so "
                 "sampler and learner would differ by more, not less. Set model.float32_head=false, or "
                 "cluster.engine='in-process'."
             )
         needed = cluster.ahead * u + u - 1
         if needed > off.max_staleness:
-            raise ValueError(
+            yield (
                 f"cluster.ahead={cluster.ahead} lets sampling run {cluster.ahead * u} updates ahead, and a step takes "
                 f"{u} updates, so tokens grow {needed} updates old, but offpolicy.max_staleness={off.max_staleness} "
                 f"forbids that. Set max_staleness >= {needed}, or lower ahead or offpolicy.reuse."
             )
         most = (2 + cluster.ahead) * self.rollout.prompts
         if off.replay_capacity < most:
-            raise ValueError(
+            yield (
                 f"offpolicy.replay_capacity={off.replay_capacity} is too small: with cluster.ahead={cluster.ahead}, up "
                 f"to {most} groups are under way. Set replay_capacity >= {most}."
             )
         if off.partial_budget is not None:
-            raise ValueError(
+            yield (
                 f"offpolicy.partial_budget={off.partial_budget} is for one process. On a cluster, responses continue "
                 "across updates by themselves. Leave partial_budget out, and set cluster.ahead >= 1."
             )

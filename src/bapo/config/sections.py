@@ -43,8 +43,8 @@ class TaskConfig(Section):
     """The problems, and how responses to them are scored."""
 
     name: Literal["countdown", "data", "gym"] = "countdown"
-    """countdown: the embedded task. data: problems from files or the hub. gym: problems that reasoning-gym
-    generates."""
+    """countdown: the embedded task. data: problems from files or the hub. gym: problems that reasoning-gym generates.
+    If it is not given, it follows from task.train, task.test or task.gym."""
     train: tuple[str, ...] = ()
     """data: what to train on. Files, directories, benchmark names (gsm8k:train) or hub ids (owner/name:split)."""
     test: tuple[str, ...] = ()
@@ -79,19 +79,31 @@ class TaskConfig(Section):
     overlong_penalty: float = Field(1.0, ge=0, le=1e6)
     """How much reward a response of the full length loses."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_its_keys(cls, values: Any) -> Any:
+        """The keys say which task is meant, so nobody has to say it twice."""
+        if not isinstance(values, dict) or "name" in values:
+            return values
+        meant = "data" if values.get("train") or values.get("test") else "gym" if values.get("gym") else None
+        return values if meant is None else values | {"name": meant}
+
     @model_validator(mode="after")
     def _used(self) -> Self:
         """Refuse keys that the chosen kind of task would ignore."""
         data = {"train", "test", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
         gym = {"gym", "gym_train", "gym_test"}
         unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
+        wrong = []
         for key in sorted(unused):
             if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
                 wanted = "gym" if key in gym else "data"
-                raise ValueError(
+                wrong.append(
                     f"task.{key} belongs to task.name={wanted!r}, not to {self.name!r}, which ignores it. Set "
                     f"task.name={wanted!r}, or leave task.{key} out."
                 )
+        if wrong:
+            raise ValueError("\n".join(wrong))
         return self
 
 
@@ -276,25 +288,38 @@ class LearnConfig(Section):
     """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)), as VCPO does with 1. ESS is the
     effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
     skip_limit: SkipLimit = 3
+    anchor_limit: float = Field(0.2, gt=0)
+    """Tokens that the present weights sampled have two log-probs, the sampler's and the learner's. If their mean
+    difference in an update is above this, in nats, the run stops: the ratios would mean nothing. Smaller differences
+    that rounding does not explain are reported once."""
     micro_tokens: MicroTokens = 16384
     activation_checkpointing: ActivationCheckpointing = False
     compile: Compile = False
     offload_optimizer: OffloadOptimizer = False
 
 
+PROBLEMS = 256
+"""How many problems are evaluated if the configuration leaves it open and as many are held out."""
+
+
 class EvalConfig(Section):
     """Evaluation on held-out problems before, during and after training."""
 
-    problems: int = Field(256, ge=1)
-    """How many held-out problems."""
+    problems: int | None = Field(None, ge=1)
+    """How many held-out problems. None: 256, or all of them if fewer are held out."""
     k: int = Field(8, ge=1)
     """Responses per problem, for avg@k and pass@k."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature. 0 is greedy."""
     every: int = Field(20, ge=0)
-    """Steps between evaluations on a quarter of the problems. 0 evaluates only before and after training."""
+    """Steps between evaluations on the same problems, at `eval.temperature`. 0 evaluates only before and after
+    training."""
     also_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """More temperatures to evaluate at, before and after training. 0 is greedy and takes one response per problem."""
+
+    def among(self, held_out: int) -> Self:
+        """The same, with a number of problems that is decided."""
+        return self if self.problems is not None else self.model_copy(update={"problems": min(PROBLEMS, held_out)})
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:

@@ -6,7 +6,7 @@ decided here; it depends on the data.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,18 +31,20 @@ from bapo.config.base import (
     refuse_on_cpu,
 )
 
+OLD_NAMES = {"sources": "train", "held_out": "test", "held_out_share": "test_share"}
 
-class SftDataConfig(Section):
+
+class SftTaskConfig(Section):
     """The demonstrations: prompts, each with a response to imitate."""
 
-    sources: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
     """What to train on. Files, directories, benchmark names (gsm8k:train) or hub ids (owner/name:split)."""
-    held_out: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
     """Demonstrations that only the held-out loss is measured on, named in the same way. A prompt that is in both is
-    removed from training."""
-    held_out_share: float = Field(0.02, ge=0, lt=1)
-    """Share of the prompts in data.sources that is held out if data.held_out is empty. It is the same for every seed. 0
-    holds out nothing."""
+    removed from train."""
+    test_share: float = Field(0.02, ge=0, lt=1)
+    """Share of the prompts in task.train that is held out if task.test is empty. It is the same for every seed. 0 holds
+    out nothing."""
     prompt_column: str | None = None
     """The column with the prompt. Dots lead into nested columns. None recognises it by its name."""
     response_column: str | None = None
@@ -65,8 +67,10 @@ class SftLearnConfig(Section):
     betas: Betas = (0.9, 0.95)
     weight_decay: WeightDecay = 0.0
     clip_norm: ClipNorm = 1.0
+    warmup_updates: int | None = Field(None, ge=0)
+    """Updates during which the learning rate rises linearly to its peak. None: the share `learn.warmup` of all."""
     warmup: float = Field(0.05, ge=0, lt=1)
-    """Share of all updates during which the learning rate rises linearly to its peak."""
+    """The same as a share of all updates, whose number depends on the data."""
     schedule: Schedule = "cosine"
     skip_limit: SkipLimit = 3
     micro_tokens: MicroTokens = 16384
@@ -75,10 +79,17 @@ class SftLearnConfig(Section):
     offload_optimizer: OffloadOptimizer = False
 
 
+class SftEvalConfig(Section):
+    """The held-out loss."""
+
+    every: int = Field(50, ge=0)
+    """Updates between measurements of the held-out loss. 0 measures it only before and after training."""
+
+
 class SftConfig(Section):
     """Train a model to imitate responses (supervised fine-tuning): the warm start before reinforcement learning.
 
-    Keys on the command line override those of the recipe, a TOML or JSON file. data.sources must be set.
+    Keys on the command line override those of the recipe, a TOML or JSON file. task.train must be set.
     """
 
     kind: Literal["sft"] = "sft"
@@ -92,11 +103,24 @@ class SftConfig(Section):
     checkpoint_every: int = Field(100, ge=1)
     """Updates between checkpoints."""
     checkpoint_keep: CheckpointKeep = 2
-    eval_every: int = Field(50, ge=0)
-    """Updates between measurements of the held-out loss. 0 measures it only before and after training."""
     model: ModelConfig = ModelConfig()
-    data: SftDataConfig = SftDataConfig()
+    task: SftTaskConfig = SftTaskConfig()
     learn: SftLearnConfig = SftLearnConfig()
+    eval: SftEvalConfig = SftEvalConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stored_names(cls, values: Any) -> Any:
+        """The config.json of an earlier version has `data` for `task`, and `eval_every` for `eval.every`."""
+        if not isinstance(values, dict):
+            return values
+        values, data = dict(values), values.get("data")
+        if isinstance(data, dict) and "task" not in values:
+            values["task"] = {OLD_NAMES.get(key, key): value for key, value in data.items()}
+            del values["data"]
+        if "eval_every" in values and "eval" not in values:
+            values["eval"] = {"every": values.pop("eval_every")}
+        return values
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

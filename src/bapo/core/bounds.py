@@ -73,6 +73,8 @@ def solve_bounds(
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
     if process_group is None:
+        if dispatch.usable(mask):
+            return dispatch.solved_by_kernel(ratio, advantages, mask, settings, behavior_logprobs, uses)
         parts = dispatch.parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses)
         if mask.device.type == "cpu" and not parts[-1].any():
             check_not_empty(mask, "Skip this update, or check the code that builds the mask.")

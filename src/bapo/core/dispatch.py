@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bapo.core.checks import compared, working_dtype
 from bapo.core.chunked import CHUNK_LOGITS, chunked_logprobs
-from bapo.core.clip_bounds import ClipBounds, first_to_reach
+from bapo.core.clip_bounds import ClipBounds, as_settled, first_to_reach
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.nan import zero_or_nan
 from bapo.core.objectives import MAX_LOG_RATIO, Clipped, TokenLoss, Tokens
@@ -60,6 +60,20 @@ def parts_of_ratios(
         return parts_by_kernel(ratio, advantages, mask, settings, behavior_logprobs, uses)
     own_bound = None if uses is None else uses.bool() & compared(torch.lt, advantages, 0)
     return summed_signal(ratio, advantages, mask, settings, behavior_logprobs, own_bound)
+
+
+def solved_by_kernel(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,
+    uses: Tensor | None,
+) -> ClipBounds:
+    """The bounds of these tokens: two kernels, and as little work for the host as possible."""
+    mask, behavior_logprobs = check_signal(ratio, advantages, mask, settings, behavior_logprobs, uses)
+    parts = parts_by_kernel(ratio.detach(), advantages, mask, settings, behavior_logprobs, uses)
+    return as_settled(bounds_by_kernel(parts, settings, working_dtype(ratio)), settings)
 
 
 def parts_of_tokens(tokens: Tokens, settings: ClipSettings) -> Tensor:

@@ -21,6 +21,21 @@ ObjectiveName = Literal[
     "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po", "dppo"
 ]
 """The keys of OBJECTIVES in objectives.py, which needs torch."""
+OBJECTIVE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "grpo": ("high", "low", "used_low"),
+    "clip_higher": ("high", "low", "used_low"),
+    "dual_clip": ("cap", "high", "low", "used_low"),
+    "bapo": ("dual_clip",),
+    "dcpo": ("eps_high", "eps_low", "max_ratio"),
+    "cispo": ("high", "low"),
+    "gspo": ("high", "low"),
+    "sapo": ("tau_negative", "tau_positive"),
+    "topr": (),
+    "asymre": ("shift",),
+    "m2po": ("high", "low", "threshold"),
+    "dppo": ("delta",),
+}
+"""The options of each objective: the keyword arguments of its function in objectives.py."""
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 """The keys of ADVANTAGES in advantages.py, which needs torch."""
 

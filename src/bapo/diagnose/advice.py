@@ -16,30 +16,21 @@ Beside it stands what push once would do, if the dump says which tokens were tra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 from bapo.diagnose.checks import FEW_RESPONSES, LOW_ESS
 from bapo.diagnose.dumps import NAMES, Dump
 from bapo.diagnose.findings import Finding
+from bapo.diagnose.headline import MOST, NOTABLE, advised, clip_case, push_once_matters
 from bapo.diagnose.measure import SETTINGS, Numbers
 from bapo.diagnose.push_once import first, later, of_uses
 from bapo.diagnose.uses import Uses
 
-MOST = 2 / 3
-"""A case applies if at least this share of the updates with a signal agree."""
-MOVES = 0.02
-"""Adaptive bounds are worth it only if the whole path raises the share by at least this much."""
-NOTABLE = 0.01
-"""Blocking is mentioned only if it affects at least this share of the gradient."""
 RAISES_ENTROPY = ("low_prob_high_adv", "high_prob_low_adv")
 LOWERS_ENTROPY = ("high_prob_high_adv", "low_prob_low_adv")
-ADVISED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "ClipSettings()"}
-"""The settings of BAPO that may be advised. If both reach their target equally often, the first: it starts at
-(0.8, 1.2)."""
-
-
+SPELLED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "ClipSettings()"}
+"""How the settings that may be advised are written."""
 HOW_TO_PUSH_ONCE = (
     "To set it: in this trainer, objective.preset = 'push-once' (the default from eight passes on); in policy_loss, "
     "settings=ClipSettings.preset('push-once') with uses=; in TRL, bapo_preset='push-once'; in verl, "
@@ -84,7 +75,7 @@ def _about_uses(numbers: Numbers, uses: Uses) -> list[str]:
         ]
     if not used.gradient:
         return ["(0.8, 1.2) lets no negative token pass that was used before, so push once would change nothing."]
-    if whole.gradient - whole.kept_gradient < NOTABLE * whole.gradient:
+    if not push_once_matters(numbers, uses):
         return [
             f"Push once (used_low = 1) would change little: it blocks {1 - whole.kept_mass:.1%} of the negative "
             "gradient that (0.8, 1.2) lets pass."
@@ -103,10 +94,10 @@ def _about_uses(numbers: Numbers, uses: Uses) -> list[str]:
 
 
 def _about_the_clip(numbers: Numbers) -> list[str]:
-    signal = numbers.shares["gradient"]["unclipped"]
-    if math.isnan(signal.share):
+    signal, case = numbers.shares["gradient"]["unclipped"], clip_case(numbers)
+    if case == "no signal":
         return ["No token has an advantage. Filter groups of equal rewards, and look at an update with a signal."]
-    if not numbers.pooled.log_ratio.any():
+    if case == "all ones":
         return [
             "Every ratio is 1, so no clip does anything here. Dump later updates of a rollout batch, with the "
             "sampler's own "
@@ -125,7 +116,7 @@ def _about_the_clip(numbers: Numbers) -> list[str]:
     target = SETTINGS["bapo weak-model"].target_share
     at_start = sum(bounds.stop == "START" for bounds in weak)
     start, end = fmean(b.share_at_start for b in default), fmean(b.share_at_end for b in default)
-    if at_start >= MOST * len(weak):
+    if case == "fixed will do":
         lines += [
             f"A fixed clip will do. The positive share is {signal.share:.2f}, and in {at_start} of {updates} BAPO's "
             f"target of {target:.2f} is met at (0.8, 1.2), where its search starts, so adaptive bounds would stay "
@@ -133,7 +124,7 @@ def _about_the_clip(numbers: Numbers) -> list[str]:
             "Do not use the `paper` preset here: it would stay at (0.6, 1.2), which clips fewer negative tokens than "
             "(0.8, 1.2).",
         ]
-    elif end - start < MOVES:
+    elif case == "cannot move":
         lines += [
             f"BAPO's bounds cannot repair the balance. The positive share is {signal.share:.2f}, and their whole path "
             f"moves it only from {start:.2f} to {end:.2f}, because only {numbers.ratios['wide']:.1%} of ratios lie "
@@ -147,17 +138,13 @@ def _about_the_clip(numbers: Numbers) -> list[str]:
 
 def _about_bapo(numbers: Numbers) -> list[str]:
     """For updates whose share the bounds can move: which setting to use, and how far it gets."""
-
-    def reached(name: str) -> int:
-        return sum(bounds.reached for bounds in numbers.searched(name))
-
-    best = max(ADVISED, key=reached)
+    best = advised(numbers)
     found, settings, updates = numbers.searched(best), SETTINGS[best], _updates(numbers)
     grpo, bapo = numbers.fates["grpo"], numbers.fates[best]
-    reached_words = f"reaches its target of {settings.target_share:.2f} in {reached(best)} of {updates}"
+    reached_words = f"reaches its target of {settings.target_share:.2f} in {sum(b.reached for b in found)} of {updates}"
     lines = [
         "BAPO would change these updates. With a fixed clip of (0.8, 1.2), positive tokens hold "
-        f"{grpo.gradient.share:.2f} of the remaining gradient; with {ADVISED[best]} they would hold "
+        f"{grpo.gradient.share:.2f} of the remaining gradient; with {SPELLED[best]} they would hold "
         f"{bapo.gradient.share:.2f}.",
         f"That setting {reached_words}; the medians of its bounds are ({median(b.low for b in found):.2f}, "
         f"{median(b.high for b in found):.2f}).",

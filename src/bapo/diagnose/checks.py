@@ -15,7 +15,9 @@ with the KL. findings.py says how serious each finding is and what to do about i
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from bapo.core.anchor import FEWEST, Pairs, likely_cause, positions_of
 from bapo.core.checks import LOGPROB_SLACK
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import LoggedUpdate
@@ -36,6 +38,8 @@ PADDING_RUN = 16
 """Least length of a run of identical values, in both columns at an end of a response, that looks like padding."""
 MISMATCH_KL, MISMATCH_BEYOND = 1e-3, 0.01
 """Sampler against trainer on the same tokens: KL per token, and share of tokens more than 0.1 nats apart."""
+NOISE = 0.02
+"""The mean gap between sampler and trainer that is taken for rounding, because a dump does not say its precision."""
 FEW_RESPONSES = 64
 """With fewer a share is mostly noise: its standard deviation was 0.30 over 8 responses, 0.12 over 64, 0.02 over 256."""
 
@@ -254,14 +258,46 @@ def engine_mismatch(update: LoggedUpdate) -> str | None:
     """Sampler and trainer disagree on the log-probs of the same tokens."""
     if update.anchor is None:
         return None
-    both = usable(update) & np.isfinite(update.anchor)
-    apart = mismatch(update.behavior_logprobs[both].astype(np.float64) - update.anchor[both])
+    here = usable(update) & np.isfinite(update.anchor)
+    return _apart(update, update.anchor, here, "the sampler's log-probs and the recomputed ones")
+
+
+def fresh_mismatch(update: LoggedUpdate) -> str | None:
+    """Sampler and learner disagree on tokens that the learner's own weights sampled."""
+    if update.fresh is None:
+        return None
+    here = usable(update) & update.fresh
+    return _apart(update, update.logprobs, here, f"on {int(here.sum())} fresh tokens, both log-probs")
+
+
+def _apart(update: LoggedUpdate, learners: Array, here: Array, which: str) -> str | None:
+    """How far the sampler's log-probs are from these, and why, if that is too far."""
+    apart = mismatch(update.behavior_logprobs[here].astype(np.float64) - learners[here])
     if apart is None or (apart["kl"] < MISMATCH_KL and apart["beyond_0.1"] < MISMATCH_BEYOND):
         return None
-    return (
-        f"the sampler's log-probs and the recomputed ones are {apart['mean_abs']:.3f} nats apart on average (at most "
-        f"{apart['max_abs']:.2g}), KL {apart['kl']:.2g} per token, {apart['beyond_0.1']:.1%} of tokens beyond 0.1"
+    words = (
+        f"{which} are {apart['mean_abs']:.3f} nats apart on average (at most {apart['max_abs']:.2g}), KL "
+        f"{apart['kl']:.2g} per token, {apart['beyond_0.1']:.1%} of tokens beyond 0.1"
     )
+    if here.sum() < FEWEST:
+        return words
+    positions = None if update.sequence_ids is None else _positions(update.sequence_ids)[here]
+    pairs = Pairs(
+        torch.from_numpy(update.behavior_logprobs[here]),
+        torch.from_numpy(learners[here]),
+        None if update.entropy is None else torch.from_numpy(update.entropy[here]),
+        None if positions is None else torch.from_numpy(positions),
+    )
+    cause = likely_cause(pairs, noise=NOISE)
+    return f"{words}. Likely cause: {cause.name}; {cause.words.removesuffix('.')}"
+
+
+def _positions(sequence_ids: Array) -> Array:
+    """[tokens] where in its response each token stands, from 0, wherever the response's tokens are."""
+    order = np.argsort(sequence_ids, kind="stable")
+    found = np.empty(len(order), dtype=np.int64)
+    found[order] = positions_of(torch.from_numpy(sequence_ids[order])).numpy()
+    return found
 
 
 def copied_anchor(update: LoggedUpdate) -> str | None:

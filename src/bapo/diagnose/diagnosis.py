@@ -8,6 +8,7 @@ from typing import Any
 from bapo.diagnose.advice import advise, unknowns
 from bapo.diagnose.dumps import Dump
 from bapo.diagnose.findings import Finding, find
+from bapo.diagnose.headline import Headline, headline
 from bapo.diagnose.measure import Numbers, measure, total
 from bapo.diagnose.push_once import Pushes, first, later, of_uses
 from bapo.diagnose.uses import UNKNOWN, Uses, with_uses
@@ -26,6 +27,7 @@ class Diagnosis:
     overall: Numbers | None
     """The numbers over all of these updates; None if there is none."""
     findings: list[Finding]
+    headline: Headline
     advice: list[str]
     unknown: list[str]
 
@@ -36,7 +38,16 @@ def diagnose(dump: Dump) -> Diagnosis:
     updates = [numbers for update in dump.updates if (numbers := measure(update)) is not None]
     overall = total(updates) if updates else None
     findings = find(dump.updates)
-    return Diagnosis(dump, uses, updates, overall, findings, advise(overall, findings, uses), unknowns(dump, uses))
+    return Diagnosis(
+        dump=dump,
+        uses=uses,
+        updates=updates,
+        overall=overall,
+        findings=findings,
+        headline=headline(overall, findings, uses),
+        advice=advise(overall, findings, uses),
+        unknown=unknowns(dump, uses),
+    )
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -45,6 +56,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "columns": diagnosis.dump.columns,
         "notes": diagnosis.dump.notes,
         "uses": diagnosis.uses.source,
+        "headline": diagnosis.headline.text,
         "advice": diagnosis.advice,
         "problems": [asdict(finding) for finding in diagnosis.findings],
         "unknown": diagnosis.unknown,

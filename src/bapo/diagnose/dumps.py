@@ -75,6 +75,8 @@ class LoggedUpdate:
     """[sequences]"""
     uses: Array | None = None
     """[tokens] how often each was trained on before this update; uses.py infers it where the dump does not say."""
+    fresh: Array | None = None
+    """[tokens] whether the learner's own weights sampled it; None if the dump does not say the learner's version."""
 
     @property
     def sequences(self) -> int | None:
@@ -267,6 +269,7 @@ def _updates(
     tokens = {role: layout.spread(role, column) for role, column in columns.items() if role != "sequence_ids"}
     mask = _mask(layout, tokens)
     staleness, uses = _staleness(path, tokens, mask, notes), _uses(path, tokens, mask)
+    fresh = staleness == 0 if staleness is not None and tokens.keys() & {"staleness", "version"} else None
     per_row = rewards is not None and not isinstance(rewards, Ragged) and rewards.size in (1, layout.row_count)
     empty = 0 if layout.rows is None else layout.row_count - len(np.unique(layout.rows[mask]))
     if empty and mask.any():
@@ -299,6 +302,7 @@ def _updates(
             staleness=None if staleness is None else staleness[chosen],
             rewards=row_rewards,
             uses=None if uses is None else uses[chosen],
+            fresh=None if fresh is None else fresh[chosen],
         )
 
     if "update" not in tokens:

@@ -76,8 +76,13 @@ CHECKS: dict[str, tuple[Callable[[LoggedUpdate], str | None], bool, str]] = {
     "engine_mismatch": (
         checks.engine_mismatch,
         True,
-        "Train against the sampler's own log-probs, which the numbers here use, and find the cause: weights that are "
-        "not synchronised, another precision, attention kernel or temperature.",
+        "Train against the sampler's own log-probs, which the numbers here use, and find the cause.",
+    ),
+    "fresh_mismatch": (
+        checks.fresh_mismatch,
+        True,
+        "No update lies between sampling and these log-probs, so both must be those of one policy. Until they are, "
+        "every ratio is off by as much.",
     ),
     "future_versions": (checks.future_versions, True, "Log the learner's version when the tokens are used."),
     "one_sign": (

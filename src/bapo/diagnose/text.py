@@ -21,12 +21,14 @@ PLAIN_WIDTH = 120
 
 
 def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
-    """Print advice first, then findings, numbers, and what the dump cannot tell."""
+    """Print the headline and advice first, then findings, numbers, and what the dump cannot tell."""
     stream = stream or sys.stdout
     plain = not stream.isatty()
     # Drawn into memory first, so that a letter that the stream cannot encode becomes a question mark and not an error.
     page = io.StringIO()
     console = Console(file=page, force_terminal=not plain, width=PLAIN_WIDTH if plain else None, highlight=False)
+    console.print(Text(diagnosis.headline.text, "bold red" if diagnosis.headline.tone == "wrong" else "bold"))
+    console.print()
     console.print(Text(read_as(diagnosis), "dim"))
     for note in diagnosis.dump.notes:
         _item(console, note, "dim")

@@ -2,17 +2,20 @@
 
 config.json       everything that determines the result; written first and never changed
 responses.jsonl   one line per problem, in order; appended a chunk at a time
+chunks.jsonl      where each chunk ends, and the SHA-256 of all responses up to there
 results.json      all figures; written last, so its presence means the evaluation is complete
 report.html       the same for people
 lock              held by the process at work
 
 A chunk holds the responses of one engine call and is kept whole or not at all. If the process is killed, half a line or
 half a chunk may be left, which is cut off when the directory is opened again. Chunks do not depend on where an
-evaluation was stopped, so a continued evaluation has the same bytes as one that was never stopped.
+evaluation was stopped, so a continued evaluation has the same bytes as one that was never stopped. Saved chunks must be
+as they were written: the figures of an evaluation are computed from them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -21,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from bapo.config.errors import ConfigError, DamagedError
+from bapo.runs.files import flush, read, read_object
+from bapo.runs.files import write as write_whole
 from bapo.runs.lock import held
 
 __all__ = ["Chunk", "Directory", "opened"]
 
 FORMAT = "bapo eval 1"
+CHECKSUMS = "chunks.jsonl"
 Row = dict[str, Any]
 """A line of responses.jsonl."""
 Chunk = tuple[str, Sequence[str]]
@@ -61,25 +67,32 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.responses = path / "responses.jsonl"
+        self._size, self._hash = 0, hashlib.sha256()
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, whole or not at all."""
-        partial = self.path / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.path / name)
+        """Write a file, whole or not at all. It is on the disk afterwards."""
+        write_whole(self.path / name, text)
 
     def append(self, rows: Sequence[Row]) -> None:
         """Append the rows of one chunk. They are on the disk when this returns."""
-        with self.responses.open("ab") as file:
-            file.write(b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows))
-            file.flush()
-            os.fsync(file.fileno())
+        data = b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
+        _append(self.responses, data)
+        _append(self.path / CHECKSUMS, self._checksum(data))
+
+    def _checksum(self, data: bytes) -> bytes:
+        """The line of chunks.jsonl after these bytes."""
+        self._size += len(data)
+        self._hash.update(data)
+        return json.dumps({"bytes": self._size, "sha256": self._hash.hexdigest()}).encode() + b"\n"
 
     def complete(self, chunks: Sequence[Chunk]) -> list[Row]:
         """The rows of the complete chunks from the first on. Everything after them is cut off."""
         if not self.responses.exists():
+            (self.path / CHECKSUMS).unlink(missing_ok=True)
             return []
-        rows, ends = self._read()
+        data = read(self.responses)
+        rows, ends = self._read(data)
+        self._check(data, ends)
         expected = [(name, id) for name, ids in chunks for id in ids]
         if len(rows) > len(expected):
             raise DamagedError(
@@ -93,23 +106,41 @@ class Directory:
                     f"{row.get('id')!r} of {row.get('data')}. Somebody changed the file: restore it, or start again in "
                     "another directory."
                 )
-        kept = 0
+        kept, checksums = 0, b""
         for _, ids in chunks:
             if kept + len(ids) > len(rows):
                 break
+            checksums += self._checksum(data[ends[kept] : ends[kept + len(ids)]])
             kept += len(ids)
         os.truncate(self.responses, ends[kept])
+        self.write(CHECKSUMS, checksums.decode())
         return rows[:kept]
 
-    def _read(self) -> tuple[list[Row], list[int]]:
+    def _check(self, data: bytes, ends: Sequence[int]) -> None:
+        """Refuse saved chunks that are not as they were written. An earlier version kept no checksums."""
+        start, found = 0, hashlib.sha256()
+        for end, digest in _recorded(self.path / CHECKSUMS):
+            if not start <= end <= len(data):
+                continue
+            found.update(data[start:end])
+            if found.hexdigest() != digest:
+                line = sum(place <= start for place in ends)
+                raise DamagedError(
+                    f"{self.responses} was changed: the chunk that begins in line {line} is not as it was written, or "
+                    f"{CHECKSUMS} is not. Restore both files, or delete everything from that line on to sample it "
+                    "again."
+                )
+            start = end
+
+    def _read(self, data: bytes) -> tuple[list[Row], list[int]]:
         """The rows, and where in the file the first 0, 1, 2, … of them end. A broken last line is left out."""
         rows: list[Row] = []
         ends = [0]
-        lines = self.responses.read_bytes().splitlines(keepends=True)
+        lines = data.splitlines(keepends=True)
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
                 if number == len(lines):
@@ -136,10 +167,10 @@ class Directory:
             self.write("config.json", json.dumps(identity, indent=2) + "\n")
             return
         try:
-            there = json.loads(config.read_text(encoding="utf-8"))
-        except ValueError as error:
+            there = read_object(config)
+        except (OSError, ValueError) as error:
             raise DamagedError(f"{config} is damaged: {error}. Restore it, or choose another directory.") from None
-        if not isinstance(there, dict) or there.get("format") != FORMAT:
+        if there.get("format") != FORMAT:
             raise ConfigError(
                 f"--out {self.path}: its config.json does not describe an evaluation by this version. Choose another "
                 "directory."
@@ -162,3 +193,26 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append to a file. It is on the disk afterwards, and so is its name."""
+    new = not path.exists()
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    if new:
+        flush(path.parent)
+
+
+def _recorded(path: Path) -> list[tuple[int, str]]:
+    """Where chunks end, and the checksums up to there. A killed process may leave half a line."""
+    found = []
+    for line in read(path).splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+            found.append((int(entry["bytes"]), str(entry["sha256"])))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue
+    return found

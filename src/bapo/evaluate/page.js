@@ -1,25 +1,6 @@
-/* Sorts the tables of problems and switches between light and dark. The only text it writes is the button's. */
+/* Sorts the tables of problems. It writes no text. */
 (() => {
   "use strict";
-  const root = document.documentElement;
-  const button = document.getElementById("theme");
-  const preferred = window.matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null;
-
-  function applyTheme() {
-    const theme = chosen ?? (preferred.matches ? "dark" : "light");
-    root.dataset.theme = theme;
-    root.style.colorScheme = theme;
-    button.textContent = theme === "dark" ? "Light" : "Dark";
-  }
-  preferred.addEventListener("change", applyTheme);
-  button.addEventListener("click", () => {
-    chosen = root.dataset.theme === "dark" ? "light" : "dark";
-    applyTheme();
-  });
-  button.hidden = false;
-  applyTheme();
-
   function sort(table, column, descending) {
     const value = (body) => body.rows[0].cells[column].dataset.value;
     const compare = (a, b) => {
@@ -40,5 +21,5 @@
         sort(table, column, heading.getAttribute("aria-sort") === "ascending"));
     }
   }
-  root.dataset.drawn = "";
+  document.documentElement.dataset.drawn = "";
 })();

@@ -8,13 +8,13 @@ it and one that does not, and cuts the middle out of long ones. responses.jsonl 
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 from bapo.evaluate import SOLVED
+from bapo.pages import document
+from bapo.pages import escaped as _text
 
 __all__ = ["BUDGET", "page"]
 
@@ -22,7 +22,6 @@ BUDGET = 8_000_000
 """Most characters of responses in one page."""
 SHORTEST_CUT = 400
 """No response is cut to fewer characters than this."""
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 COLUMNS = ("Problem", "Responses", "avg", "maj", "Length", "Truncated", "Failed")
 """Headings of the table of problems."""
 
@@ -33,38 +32,17 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
     """The HTML document."""
     shown, limit, note = _within_budget(rows, budget)
     title = f"{results['model']} on {', '.join(results['data_sets'])}"
-    style = _file("report", "page.css") + _file("evaluate", "page.css")
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{_text(title)} · bapo eval</title>",
-            '<link rel="icon" href="data:,">',
-            f"<style>{style}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            _top(results, title),
-            _overview(results),
-            _failures(results),
-            *(
-                _problems(name, [r for r in shown if r["data"] == name], results, limit)
-                for name in results["data_sets"]
-            ),
-            f'<p class="note">{_text(note)}</p>' if note else "",
-            _configuration(results),
-            "</main>",
-            f"<script>{_file('evaluate', 'page.js')}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    body = [
+        "<main>",
+        _top(results, title),
+        _overview(results),
+        _failures(results),
+        *(_problems(name, [r for r in shown if r["data"] == name], results, limit) for name in results["data_sets"]),
+        f'<p class="note">{_text(note)}</p>' if note else "",
+        _configuration(results),
+        "</main>",
+    ]
+    return document(f"{title} · bapo eval", body, styles=["evaluate/page.css"], scripts=["evaluate/page.js"])
 
 
 def _top(results: dict[str, Any], title: str) -> str:
@@ -232,12 +210,3 @@ def _cut(text: str, limit: int | None) -> str:
 def _short(text: str, length: int) -> str:
     joined = " ".join(str(text).split())
     return joined if len(joined) <= length else joined[: length - 1] + "…"
-
-
-def _text(value: Any) -> str:
-    """Escaped for the page. Characters that a text file cannot hold (lone surrogates, NUL) become question marks."""
-    return html.escape(str(value).replace("\0", "?").encode("utf-8", "replace").decode("utf-8"))
-
-
-def _file(*path: str) -> str:
-    return files("bapo").joinpath(*path).read_text(encoding="utf-8")

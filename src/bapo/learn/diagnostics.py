@@ -13,6 +13,7 @@ from bapo.core.bounds import ClipBounds
 from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics, use_profile
 from bapo.core.loss import PolicyLoss, clean_tokens, weigh_negatives
 from bapo.core.objectives import Tokens
+from bapo.learn.anchor import anchor_metrics, fresh_tokens, without_nothing
 from bapo.learn.settings import LearnerSettings
 from bapo.types import TokenBatch
 
@@ -59,12 +60,14 @@ def update_metrics(
         trained=_trained_on(tokens, outputs, settings),
     )
     scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
+    fresh = fresh_tokens(batches, version=version, kept_caches=settings.kept_caches)
+    scalars |= anchor_metrics(tokens.behavior_logprobs, tokens.logprobs, fresh)
     vectors = {
         "staleness_histogram": staleness_histogram(versions, every, version=version, bins=settings.staleness_bins),
         **ratio_profile(tokens, entropy),
         **use_profile(tokens, retained),
     }
-    numbers = _read(scalars | shared, vectors)
+    numbers = without_nothing(_read(scalars | shared, vectors))
     return numbers | {"tokens": float(len(every)), "grad_norm": numbers.pop("grad_norm")}
 
 

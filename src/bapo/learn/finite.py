@@ -5,7 +5,8 @@ skipped: weights and moments stay as they are, bit for bit.
 
 A skipped update counts as a version. Its draw from the buffer has happened, and the schedule of learning rates, the
 batches of demonstrations, the ledger and checkpoints all count by versions; so a resumed run needs to know nothing
-else. Tokens count as one update older than they are, which is the safe side of the staleness bound.
+else. Tokens count as one update older than they are, which is the safe side of the staleness bound. It does not count
+as a use of its tokens, because they moved nothing.
 
     CPU             log-probs are looked at before they enter the loss, which would refuse them
     accelerators    a bad log-prob makes loss and gradient norm NaN; the host reads both anyway, before the step
@@ -31,8 +32,8 @@ from bapo.types import TokenBatch
 
 Predicted = tuple[Tensor, Tensor]
 """Log-probs and entropies of the response tokens of a micro-batch."""
-COLUMNS = ("logprobs", "entropy", "behavior_logprobs", "advantages", "versions", "uses", "sequence_ids")
-WHOLE = ("versions", "uses", "sequence_ids")
+COLUMNS = ("logprobs", "entropy", "behavior_logprobs", "advantages", "targets", "versions", "uses", "sequence_ids")
+WHOLE = ("targets", "versions", "uses", "sequence_ids")
 """Columns of integers."""
 
 
@@ -48,6 +49,8 @@ class Skipped:
     """What is known of it, as the part of a sentence."""
     tokens: dict[str, Tensor]
     """The update's tokens on all ranks, as the columns of a dump that `bapo diagnose` reads."""
+    drifted: bool = False
+    """Whether it was refused because sampler and learner do not mean the same policy (`anchor.py`)."""
 
 
 def check_logprobs(logprobs: Tensor, ranks: Ranks) -> None:
@@ -65,16 +68,16 @@ def logged_tokens(
     """The tokens of all micro-batches on all ranks, as the columns of a dump, on the host."""
     rows, sequences = [], 0
     for batch, (logprobs, entropy) in zip(batches, predicted, strict=True):
-        given = (batch.behavior_logprobs, batch.advantages, batch.versions, batch.uses, batch.sequence_ids + sequences)
-        rows.append(torch.stack([column.detach().double() for column in (logprobs, entropy, *given)]))
+        given = [getattr(batch, name) for name in COLUMNS[2:-1]]
+        columns = (logprobs, entropy, *given, batch.sequence_ids + sequences)
+        rows.append(torch.stack([column.detach().double() for column in columns]))
         sequences += len(batch.offsets) - 1
     parts = _of_all(torch.cat(rows, dim=1), ranks)
     before = 0.0
     for part in parts:
         part[-1] += before
         before = float(part[-1].max()) + 1 if part.shape[1] else before
-    columns = torch.cat(parts, dim=1).cpu()
-    named = dict(zip(COLUMNS, columns, strict=True))
+    named = dict(zip(COLUMNS, torch.cat(parts, dim=1).cpu(), strict=True))
     dump = {name: column.to(torch.int64 if name in WHOLE else torch.float32) for name, column in named.items()}
     return dump | {"version": torch.tensor(version), "update": torch.tensor(version + 1)}
 

@@ -49,8 +49,8 @@ def optimizer_for(
         kinds = ", ".join(sorted({f"{p.dtype} on {p.device.type}" for p in trained}))
         raise ValueError(
             "learn.offload_optimizer=True keeps the optimizer of 16-bit weights on one GPU in the host's memory, but "
-            f"these weights are {kinds}. Set device='cuda' and model.dtype='bfloat16', or set "
-            "learn.offload_optimizer=False."
+            f"the trained weights are {kinds}. Set device='cuda' and model.dtype='bfloat16', or set "
+            "learn.offload_optimizer=False. Low-rank additions are always float32, and need little memory."
         )
     return Optimizer(every, lr=lr, betas=betas, weight_decay=weight_decay)
 

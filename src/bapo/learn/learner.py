@@ -10,14 +10,15 @@ The model stays in eval mode: dropout would make the learner's log-probs differ 
 learner never samples and does not know what did.
 
 On a GPU the host waits once per update, for the gradient norm and all metrics together. An update whose loss or
-gradient is not finite is skipped (`finite.py`): it changes no weight, but counts as a version. Passes and loss use
-deterministic algorithms only, so that the same update gives the same weights, bit for bit.
+gradient is not finite is skipped (`finite.py`): it changes no weight, but counts as a version. So is one whose fresh
+tokens show that sampler and learner do not mean the same policy (`anchor.py`). Passes and loss use deterministic
+algorithms only, so that the same update gives the same weights, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import denominator_of
+from bapo.learn.anchor import Drift, drift, worth_a_look
 from bapo.learn.determinism import allow_deterministic_products, deterministic
 from bapo.learn.diagnostics import Output, update_metrics
 from bapo.learn.ess import response_ess
@@ -65,7 +67,9 @@ class Update:
     metrics: dict[str, float | list[float]]
     """Of the whole update, the same on all ranks."""
     skipped: Skipped | None = None
-    """Why the update was not taken, if its numbers are not finite."""
+    """Why the update was not taken, if its numbers are not finite, or if sampler and learner have drifted apart."""
+    drift: str = ""
+    """How far sampler and learner are apart on fresh tokens, and why, if that is more than rounding explains."""
 
 
 class Learns(Protocol):
@@ -97,6 +101,8 @@ class Learner:
     """The processes that take every update together; None: this one alone."""
     part: Part = ALL
     """Which part of every update's responses this rank takes."""
+    first_gap: float | None = None
+    """The mean gap of the first fresh tokens that this process has compared."""
 
     def __init__(self, model: Any, settings: LearnerSettings, *, whole: WholeModel | None = None) -> None:
         """`whole`: the same model, made ready for passes; None to do that here."""
@@ -117,6 +123,12 @@ class Learner:
     def device(self) -> torch.device:
         """Where the model is."""
         return self.whole.device
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The coarsest precision that passes compute in."""
+        kinds: set[torch.dtype] = {parameter.dtype for parameter in self.model.parameters()}
+        return max(kinds, key=lambda kind: torch.finfo(kind).eps)
 
     @property
     def packed(self) -> bool:
@@ -160,7 +172,7 @@ class Learner:
                 ]
             except NotFinite:
                 return self.skip(batches, "log-probs are not finite")
-        return self.descend(partial(self._metrics, outputs), batches)
+        return self.descend(partial(self._metrics, outputs), batches, partial(self._drift, outputs, batches))
 
     def _check(self, batches: Sequence[TokenBatch]) -> None:
         """Refuse an update that this rank cannot take, before the ranks begin it together."""
@@ -194,21 +206,38 @@ class Learner:
         self,
         metrics: Callable[[Tensor], dict[str, float | list[float]]],  # gradient norm -> what to log about the update
         batches: Sequence[TokenBatch],
+        compare: Callable[[Mapping[str, float | list[float]]], Drift | None] = lambda logged: None,
     ) -> Update:
-        """Finish an update, whatever its loss: clip the gradients, and step if they and the loss are finite."""
+        """Finish an update, whatever its loss: clip the gradients, and step if they and the loss are finite.
+
+        `compare`: says from what is logged whether sampler and learner have drifted apart.
+        """
         settings = self.settings
         logged = metrics(self.optimizer.clip(settings.clip_norm))
         for name, words in DECIDE.items():
             if not math.isfinite(value := cast(float, logged.get(name, 0.0))):
                 with failing_together(self.ranks):
                     return self.skip(batches, f"{words} is {value}")
+        with failing_together(self.ranks):
+            drifted = compare(logged)
+        if drifted is not None and drifted.refused:
+            return self._refuse(drifted, logged)
         lr = learning_rate(self.version, settings)
         if settings.ess_reference is not None and "response_ess" in logged:  # a supervised update has none
             lr *= ess_factor(cast(float, logged["response_ess"]), settings.ess_reference)
         logged["lr"] = lr
         self.optimizer.step(lr)
         self.version += 1
-        return Update(self.version, int(cast(float, logged["tokens"])), logged)
+        words = "" if drifted is None else drifted.words
+        return Update(self.version, int(cast(float, logged["tokens"])), logged, drift=words)
+
+    def _refuse(self, drifted: Drift, logged: Mapping[str, float | list[float]]) -> Update:
+        """Count an update that is not taken, because its ratios mean nothing."""
+        self.optimizer.forget_gradients()
+        self.version += 1
+        kept = {name: value for name, value in logged.items() if name == "tokens" or name.startswith("anchor_")}
+        skipped = Skipped(drifted.words, drifted.tokens, drifted=True)
+        return Update(self.version, len(drifted.tokens["logprobs"]), kept, skipped, drifted.words)
 
     @torch.no_grad()
     def skip(self, batches: Sequence[TokenBatch], seen: str) -> Update:
@@ -333,3 +362,26 @@ class Learner:
                 shared["response_ess"] = response_ess(outputs, self.ranks)
         with_tokens = [output for output in of_all_ranks(outputs, self.ranks) if len(output.batch.targets)]
         return update_metrics(with_tokens, self.settings, version=self.version, shared=shared)
+
+    def _drift(
+        self,
+        outputs: Sequence[Output],
+        batches: Sequence[TokenBatch],
+        logged: Mapping[str, float | list[float]],
+    ) -> Drift | None:
+        """What the fresh tokens of an update say about sampler and learner. Ranks decide alike: all have `logged`."""
+        settings, before = self.settings, self.first_gap
+        if before is None and "anchor_gap" in logged:
+            self.first_gap = cast(float, logged["anchor_gap"])
+        if not worth_a_look(logged, self.precision, settings.anchor_limit):
+            return None
+        predicted = [(output.logprobs, output.entropy) for output in outputs]
+        return drift(
+            logged_tokens(batches, predicted, self.ranks, version=self.version),
+            logged,
+            version=self.version,
+            dtype=self.precision,
+            kept_caches=settings.kept_caches,
+            limit=settings.anchor_limit,
+            before=before,
+        )

@@ -17,7 +17,7 @@ from bapo.learn.diagnostics import SEARCH, Output
 from bapo.learn.packing import empty_batch
 from bapo.learn.ranks import Ranks, from_all
 
-BATCH = ("behavior_logprobs", "advantages", "versions", "uses", "targets")
+BATCH = ("behavior_logprobs", "advantages", "versions", "uses", "targets", "sequence_ids")
 """The fields of a batch that metrics are made from."""
 
 

@@ -72,6 +72,11 @@ class ShardedLearner(Learner):
         shard(whole, DeviceMesh.from_group(ranks, device.type), dtype)
         super().__init__(model, settings, whole=whole)
 
+    @property
+    def precision(self) -> torch.dtype:
+        """See `Learner.precision`. Weights are kept in float32, whatever passes compute in."""
+        return self.dtype
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its usual name, whole and in the precision of passes, gathered one after the other."""
         for name, parameter in self.model.named_parameters():

@@ -54,6 +54,10 @@ class LearnerSettings:
     """Whether the logits of 16-bit weights stay in float32. The sampler must do the same."""
     offload_optimizer: bool = False
     """Whether masters and moments are kept in the host's memory. For 16-bit weights on one GPU."""
+    anchor_limit: float = math.inf
+    """The largest mean gap between both log-probs of fresh tokens, in nats, with which an update is taken."""
+    kept_caches: bool = False
+    """Whether responses that go on under newer weights keep the keys and values of older ones."""
 
     def __post_init__(self) -> None:
         for name, most in {"lr": MOST_LR, "clip_norm": MOST_CLIP_NORM, "temperature": math.inf}.items():
@@ -66,6 +70,8 @@ class LearnerSettings:
                 f"learn.weight_decay={self.weight_decay} with learn.lr={self.lr} changes a weight by their product in "
                 "every update, which must be a number from 0 to 1. Lower learn.weight_decay."
             )
+        if not self.anchor_limit > 0:
+            raise ValueError(f"anchor_limit={self.anchor_limit} must be above 0: rounding alone makes a gap.")
         for name, option in self.options.items():
             if isinstance(option, float) and not math.isfinite(option):
                 raise ValueError(

@@ -59,7 +59,7 @@ def fingerprint(weights: Iterable[Tensor], ranks: Ranks = None) -> int:
     """
     sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in weights]
     total = 0
-    for count in summed(torch.stack([one.to(sums[0].device) for one in sums]), ranks).tolist() if sums else []:
+    for count in summed(torch.stack(sums), ranks).tolist() if sums else []:
         total = (total * _LARGE_PRIME + count) % 2**63
     return total
 

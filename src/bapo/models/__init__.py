@@ -12,7 +12,7 @@
 Nothing here samples or learns.
 """
 
-from bapo.models.loading import hush, load_policy
+from bapo.models.loading import hush, load_policy, outline_policy
 from bapo.models.policy import Policy, find_stop_ids, prompt_text
 
-__all__ = ["Policy", "find_stop_ids", "hush", "load_policy", "prompt_text"]
+__all__ = ["Policy", "find_stop_ids", "hush", "load_policy", "outline_policy", "prompt_text"]

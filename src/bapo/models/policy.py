@@ -12,6 +12,8 @@ and a sampler that knows only one of them runs past the other.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -76,6 +78,15 @@ class Policy:
     def opens_thinking(self) -> bool:
         """Whether its prompts end with <think>, so that a response begins inside the thinking."""
         return self.decode(self.encode("0")).rstrip().endswith("<think>")
+
+    def vocabulary(self) -> str:
+        """A digest of how text becomes tokens: every rule of the tokenizer, the stop tokens and the chat template."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        rules: dict[str, Any] = dict(self.tokenizer.get_vocab()) if backend is None else json.loads(backend.to_str())
+        for passing in ("truncation", "padding"):  # set by the last call
+            rules.pop(passing, None)
+        known = [rules, sorted(self.stop_ids), self.tokenizer.chat_template]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
     def decode(self, tokens: list[int]) -> str:
         """The text of a response, exactly as it was sampled."""

@@ -193,14 +193,20 @@ def _grid_file(run: Run) -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
-def grid_name(arms: Sequence[Arm]) -> str | None:
-    """The name of the grid that all these runs belong to; None if there is no such grid."""
+def grid_record(arms: Sequence[Arm]) -> dict[str, Any] | None:
+    """The grid.json that all these runs belong to; None if there is no such file."""
     files = {_grid_file(run) for arm in arms for run in arm.runs}
     file = files.pop() if len(files) == 1 else None
     try:
-        name = json.loads(file.read_bytes())["name"] if file else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        record = json.loads(file.read_bytes()) if file else None
+    except (OSError, ValueError, RecursionError):
         return None
+    return record if isinstance(record, dict) else None
+
+
+def grid_name(arms: Sequence[Arm]) -> str | None:
+    """The name of the grid that all these runs belong to; None if there is no such grid."""
+    name = (grid_record(arms) or {}).get("name")
     return name if isinstance(name, str) and name else None
 
 

@@ -26,11 +26,16 @@ TOKENS: Column = ("tokens", "Tokens", "Response tokens trained on, per run; a to
 SECONDS: Column = ("seconds", "Time", "Wall-clock time of training, per run; below it, restarts on a cluster")
 
 
-def make_table(columns: Sequence[Column], rows: Sequence[tuple[int, dict[str, Cell]]]) -> Table:
-    """A table from its columns and its rows (number of the arm, cells by key)."""
+def make_table(columns: Sequence[Column], rows: Sequence[tuple[int, Arm, dict[str, Cell]]]) -> Table:
+    """A table from its columns and its rows: number of the arm, the arm, cells by key."""
+    several = any(len(arm.runs) > 1 for _, arm, _ in rows)
+    over_seeds = (
+        "Mean over seeds ± half width of its 95% interval (Student's t; wide with two seeds). " if several else ""
+    )
     return {
         "columns": [{"key": key, "label": label, "help": explanation} for key, label, explanation in columns],
-        "rows": [{"arm": index, "cells": cells} for index, cells in rows],
+        "rows": [{"arm": index, "cells": cells} for index, _, cells in rows],
+        "caption": f"{over_seeds}{'Click a heading to sort.' if len(rows) > 1 else ''}".strip(),
     }
 
 

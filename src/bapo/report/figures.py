@@ -28,27 +28,26 @@ QUADRANTS = {
 
 
 def figures(arms: Sequence[Arm]) -> list[Figure]:
-    """Every figure, in the order of the page."""
-    return [make(arms) for make in FIGURES]
+    """Every figure, in the order of the page. One arm has no figures that set arms against each other."""
+    return [make(arms) for make in FIGURES if len(arms) > 1 or make not in OF_SEVERAL]
 
 
 def held_out(arms: Sequence[Arm]) -> Figure:
-    """Figure 9: BAPO against the others."""
+    """Figure 9: success on held-out problems."""
     k = samples_per_problem(arms)
-    names = {arm.config["objective"]["name"] for arm in arms}
-    lacking = [name for name in ("bapo", "grpo") if name not in names]
+    panels = [
+        curves(arms, "eval/avg", f"avg@{k} on held-out problems", lines="evals"),
+        curves(arms, "eval/pass", f"pass@{k} on held-out problems", lines="evals"),
+        curves(arms, "eval/entropy", "Entropy on held-out problems, nats per token", lines="evals"),
+        curves(arms, "kl", "KL from sampler to learner, nats per token"),
+    ]
+    apart = any(any(series.get("apart") or ()) for panel in panels for series in panel["series"])
+    hollow = " Hollow points were measured on fewer problems, so no line joins them with the others." if apart else ""
     return figure(
         "held-out",
         ("Success on held-out problems", "figure 9"),
-        "BAPO against GRPO, evaluated before, during and after training. Evaluations during training use a quarter of "
-        "the problems, so they are noisier.",
-        [
-            curves(arms, "eval/avg", f"avg@{k}", lines="evals"),
-            curves(arms, "eval/pass", f"pass@{k}", lines="evals"),
-            curves(arms, "eval/entropy", "Entropy while sampling, nats per token", lines="evals"),
-            curves(arms, "kl", "KL from sampler to learner, nats per token"),
-        ],
-        note=f"There is no run of {' or of '.join(lacking)} to compare with." if lacking else None,
+        f"Evaluations before, during and after training.{hollow}",
+        panels,
     )
 
 
@@ -60,10 +59,10 @@ def dynamics(arms: Sequence[Arm]) -> Figure:
         "Reward of the sampled responses before filtering, entropy of the trained tokens, share of those tokens whose "
         "gradient the clip blocks, and gradient norm before it is clipped.",
         [
-            curves(arms, "reward", "Reward", lines="rollouts"),
-            curves(arms, "entropy", "Entropy, nats per token"),
-            curves(arms, "clip_fraction", "Clipped tokens, share"),
-            curves(arms, "grad_norm", "Gradient norm"),
+            curves(arms, "reward", "Reward of sampled responses", lines="rollouts"),
+            curves(arms, "entropy", "Entropy of trained tokens, nats per token"),
+            curves(arms, "clip_fraction", "Share of tokens that the clip blocks"),
+            curves(arms, "grad_norm", "Gradient norm before clipping"),
         ],
     )
 
@@ -77,7 +76,7 @@ def by_staleness(arms: Sequence[Arm]) -> Figure:
         ("Score by staleness", "figure 11"),
         "Held-out score after training against the mean staleness of the trained tokens. Small dots are seeds. Bars "
         "are 95% intervals over seeds and are drawn for three seeds or more.",
-        [] if few else scores(here, samples_per_problem(arms)),
+        [] if few else scores(here, samples_per_problem(arms), "after training"),
         reason="This figure needs runs without partial rollout whose mean staleness takes at least two values.",
     )
 
@@ -89,7 +88,7 @@ def under_partial(arms: Sequence[Arm]) -> Figure:
         "under-partial",
         ("Score under partial rollout", "figure 12"),
         "The same for runs in which long responses were parked and continued under newer weights.",
-        scores(here, samples_per_problem(arms)),
+        scores(here, samples_per_problem(arms), "after training, with partial rollout"),
         reason="This figure needs finished runs with offpolicy.partial_budget set.",
     )
 
@@ -104,10 +103,10 @@ def balance(arms: Sequence[Arm]) -> Figure:
         "Tokens with positive advantage, as a share of the signal and as a share of the tokens; the rest is negative. "
         "The clip can move the share of the signal towards BAPO's target, but not the share of the tokens.",
         [
-            curves(arms, "share_unclipped", "Positive share of the signal, unclipped", marks=marks),
-            curves(arms, "share_fixed", "The same at the fixed clip 0.8, 1.2", marks=marks),
-            curves(arms, "share", "The same at the bounds in use", marks=marks),
-            curves(arms, "positive_tokens", "Positive share of the tokens"),
+            curves(arms, "share_unclipped", "Positive share of the signal before clipping", marks=marks),
+            curves(arms, "share_fixed", "Positive share of the signal at the fixed clip (0.8, 1.2)", marks=marks),
+            curves(arms, "share", "Positive share of the signal at the bounds in use", marks=marks),
+            curves(arms, "positive_tokens", "Positive share of the trained tokens"),
         ],
     )
 
@@ -120,7 +119,10 @@ def bounds(arms: Sequence[Arm]) -> Figure:
         "The bounds on the ratio. BAPO chooses both anew for every update, unless it is given a single pair; other "
         "objectives keep theirs. Tokens that were trained on before can have a lower bound of their own (used_low), "
         "which never moves and is not drawn.",
-        [curves(arms, "clip_high", "Upper bound"), curves(arms, "clip_low", "Lower bound")],
+        [
+            curves(arms, "clip_high", "Upper clip bound on the ratio"),
+            curves(arms, "clip_low", "Lower clip bound on the ratio"),
+        ],
         reason="No objective here reports clip bounds.",
     )
 
@@ -135,9 +137,9 @@ def ratio_profile(arms: Sequence[Arm]) -> Figure:
         "and their number. Dotted lines: the fixed clip 0.8, 1.2. The outer bins are open; bins of fewer than "
         f"{FEW_TOKENS} tokens are left out.",
         [
-            profile(arms, "ratio_prob", "Token probability"),
-            profile(arms, "ratio_entropy", "Entropy, nats"),
-            profile(arms, "ratio_histogram", "Share of tokens"),
+            profile(arms, "ratio_prob", "Mean token probability, by ratio"),
+            profile(arms, "ratio_entropy", "Mean entropy, by ratio, nats"),
+            profile(arms, "ratio_histogram", "Share of tokens, by ratio"),
         ],
         reason="These runs did not log ratio_histogram: an older version of bapo made them.",
     )
@@ -154,11 +156,15 @@ def by_use(arms: Sequence[Arm]) -> Figure:
         "Trained tokens by how often they were trained on before: the mean of log r, where r is the ratio of their "
         "current probability to the probability they were sampled with, and the share of negative tokens that the "
         "update pushes further below the probability they were sampled with (r < 1, and the clip lets them through). "
-        f"Bins of fewer than {FEW_TOKENS} tokens are left out, and so are arms that used every token once.",
+        f"Bins of fewer than {FEW_TOKENS} tokens are left out, and so are runs that used every token once.",
         [
-            use_profile(arms, "use_negative", "Negative tokens, log r", only=again, marks=as_sampled),
-            use_profile(arms, "use_positive", "Positive tokens, log r", only=again, marks=as_sampled),
-            use_profile(arms, "use_below", "Negative, pushed further down, share", only=again),
+            use_profile(
+                arms, "use_negative", "log r of negative tokens, by earlier uses", only=again, marks=as_sampled
+            ),
+            use_profile(
+                arms, "use_positive", "log r of positive tokens, by earlier uses", only=again, marks=as_sampled
+            ),
+            use_profile(arms, "use_below", "Negative tokens pushed further down, share", only=again),
         ],
         reason="This figure needs runs that train on a response more than once (offpolicy.reuse, "
         "offpolicy.replay_fraction). These runs used every token once."
@@ -173,15 +179,18 @@ def quadrants(arms: Sequence[Arm]) -> Figure:
         "quadrants",
         ("Entropy-Clip Rule", None),
         "The gradient mass r|A| by probability and advantage, mean over updates: what the clip retained and what it "
-        "blocked. All eight bars of an arm sum to 1. H ↑ and H ↓ show the direction in which, according to the rule, "
+        "blocked. The eight bars of a run sum to 1. H ↑ and H ↓ show the direction in which, according to the rule, "
         "a quadrant pushes entropy. The last plot is the rule's prediction per unit step on the logits: its sign and "
         "relative size mean something, its value in nats does not.",
         [
             *(
                 bars(arms, title, list(QUADRANTS.values()), [f"{name}_{fate}" for name in QUADRANTS])
-                for fate, title in (("retained", "Retained, share of mass"), ("blocked", "Blocked, share of mass"))
+                for fate, title in (
+                    ("retained", "Gradient mass passed, by quadrant"),
+                    ("blocked", "Gradient mass blocked, by quadrant"),
+                )
             ),
-            curves(arms, "predicted_entropy_change", "Predicted change of entropy"),
+            curves(arms, "predicted_entropy_change", "Predicted entropy change"),
         ],
     )
 
@@ -194,8 +203,8 @@ def lengths(arms: Sequence[Arm]) -> Figure:
         "Mean length in tokens of the correct and of the wrong responses that finished in a step. When wrong responses "
         "are longer, there are more negative tokens.",
         [
-            curves(arms, "length_correct", "Correct, tokens", lines="rollouts"),
-            curves(arms, "length_wrong", "Wrong, tokens", lines="rollouts"),
+            curves(arms, "length_correct", "Length of correct responses, tokens", lines="rollouts"),
+            curves(arms, "length_wrong", "Length of wrong responses, tokens", lines="rollouts"),
         ],
     )
 
@@ -210,8 +219,8 @@ def fixed_clips(arms: Sequence[Arm]) -> Figure:
         ("Fixed clips, symmetric and not", "figure 7"),
         f"Only the objectives whose bounds never move{f': {listed}' if enough else ''}.",
         [
-            curves(arms, "reward", "Reward", lines="rollouts", only=fixed),
-            curves(arms, "entropy", "Entropy, nats per token", only=fixed),
+            curves(arms, "reward", "Reward with fixed clips", lines="rollouts", only=fixed),
+            curves(arms, "entropy", "Entropy with fixed clips, nats per token", only=fixed),
         ]
         if enough
         else [],
@@ -236,6 +245,8 @@ FIGURES: tuple[Callable[[Sequence[Arm]], Figure], ...] = (
     *(held_out, dynamics, by_staleness, under_partial, balance, bounds),
     *(ratio_profile, by_use, quadrants, lengths, fixed_clips, staleness),
 )
+OF_SEVERAL = (by_staleness, under_partial, fixed_clips)
+"""Those that set arms against each other."""
 
 
 def _fixed_clip(arm: Arm) -> tuple[float, float, float | None] | None:

@@ -1,32 +1,23 @@
-"""The report as one file, with values, style, script and plotly.js inline. It needs no network.
-
-Its content security policy forbids all requests except to its own origin, and only the live page makes those.
-"""
+"""The report as one file: everything that the page shows, as values for its scripts."""
 
 from __future__ import annotations
 
-import html
-import json
 import os
 import time
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import bapo
+from bapo.pages import CHARTS, document
 from bapo.report.arms import Arm, Found, find, flat, grid_name
 from bapo.report.figures import figures
 from bapo.report.panels import shared_counts
 from bapo.report.samples import samples
 from bapo.report.sft import sft_figures, sft_table
 from bapo.report.table import table
+from bapo.report.verdict import verdict
 from bapo.runs.numbers import strict
-
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'"
-)
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Found:
@@ -74,8 +65,10 @@ def contents(found: Found) -> dict[str, Any]:
         "defects": [{"path": str(d.path), "kind": d.kind, "message": d.message} for d in found.defects],
         "table": table(reinforced),
         "sft": sft_table(arms),
+        **verdict(arms),
         "counts": shared_counts(drawn),
-        "figures": drawn,
+        "figures": [one for one in drawn if one["panels"]],
+        "undrawn": [{"title": one["title"], "reason": one["note"]} for one in drawn if not one["panels"]],
         "samples": [{"arm": index} | _samples(arm) for index, arm in enumerate(arms)],
         "common": common,
     }
@@ -83,40 +76,15 @@ def contents(found: Found) -> dict[str, Any]:
 
 def page(values: dict[str, Any], *, live: bool = False) -> str:
     """The HTML document."""
-    here = files("bapo.report")
-    embedded = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return "\n".join(
-        [
-            "<!doctype html>",
-            f'<html lang="en" data-live="{str(live).lower()}">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{html.escape(values['title'])} · bapo report</title>",
-            '<link rel="icon" href="data:,">',
-            f"<style>{here.joinpath('page.css').read_text(encoding='utf-8')}</style>",
-            "</head>",
-            "<body>",
-            "<noscript>This report is drawn by a script inside this file. Allow scripts to read it.</noscript>",
-            '<main id="page"></main>',
-            f'<script type="application/json" id="values">{embedded}</script>',
-            f"<script>{plotly()}</script>",
-            *(
-                f"<script>{here.joinpath(name).read_text(encoding='utf-8')}</script>"
-                for name in ("lines.js", "page.js")
-            ),
-            "</body>",
-            "</html>",
-            "",
-        ]
+    without = "<noscript>This report is drawn by a script inside this file. Allow scripts to read it.</noscript>"
+    return document(
+        f"{values['title']} · bapo report",
+        [without, '<main id="page"></main>'],
+        styles=["report/page.css"],
+        scripts=[*CHARTS, *(f"report/{name}.js" for name in ("panels", "view", "tables", "sections", "page"))],
+        values=values,
+        live=live,
     )
-
-
-def plotly() -> str:
-    """plotly.js, as the plotly package ships it."""
-    return files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
 
 
 def _shown(config: dict[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 A panel is one plot, of one of four kinds:
 
     curves   one line per arm over updates or steps, or over sampled responses; the values of every seed, so that the
-             page can average and smooth
+             page can average and smooth; `apart` marks evaluations on other problems, which no line joins
     profile  one line per arm over fixed bins
     bars     one bar per arm and category
     points   one point per arm at its staleness, joined by objective
 
 A figure is a dict: id, title, paper (the number of the figure there), caption, note (why something is missing), panels.
-Values are rounded to six significant digits, and those that are not finite become null. page.js decides how it looks.
+Values are rounded to six significant digits, and those that are not finite become null. The scripts
+pages/charts.js and report/panels.js decide how they look.
 """
 
 from __future__ import annotations
@@ -81,16 +82,13 @@ def curves(
     for index, arm in enumerate(arms):
         if index not in chosen:
             continue
-        points = [
-            {
-                line[axis]: (line["step"], float(line[key]))
-                for line in _lines(run, lines)
-                if isinstance(line.get(key), int | float)
-            }
-            for run in arm.runs
-        ]
+        logged = [[line for line in _lines(run, lines) if isinstance(line.get(key), int | float)] for run in arm.runs]
+        points = [{line[axis]: (line["step"], float(line[key])) for line in listed} for listed in logged]
         if any(points):
-            series.append({"arm": index} | _aligned(points, [sampled_responses(run) for run in arm.runs]))
+            few = lines == "evals" and max(map(len, points)) <= MAX_POINTS
+            sampled = [sampled_responses(run) for run in arm.runs]
+            aligned = _aligned(points, sampled, width=1 if few else None)
+            series.append({"arm": index} | aligned | (_apart(logged, aligned) if lines == "evals" else {}))
     return {
         "kind": "curves",
         "title": title,
@@ -111,14 +109,27 @@ def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
     return [line for line in run.evals if line.get("eval/temperature", usual) == usual]
 
 
-def _aligned(points: Sequence[dict[int, tuple[int, float]]], sampled: Sequence[list[int] | None]) -> dict[str, Any]:
+def _apart(logged: Sequence[Sequence[dict[str, Any]]], aligned: dict[str, Any]) -> dict[str, Any]:
+    """`apart`: at each x, whether a run was evaluated on another number of problems than the first time."""
+    others = {
+        -(-line["version"] // aligned["stretch"]) * aligned["stretch"]
+        for listed in logged
+        for line in listed
+        if line.get("eval/problems") != listed[0].get("eval/problems")
+    }
+    return {"apart": [x in others for x in aligned["x"]]} if others else {}
+
+
+def _aligned(
+    points: Sequence[dict[int, tuple[int, float]]], sampled: Sequence[list[int] | None], width: int | None = None
+) -> dict[str, Any]:
     """Runs on a common x of at most MAX_POINTS: each stretch of equal length is its mean, placed at its end.
 
     `points`: x -> step and value, of each run. `sampled`: the responses of each run after each step. In the result,
     `responses` has them at each x, after the last step of the stretch; it is None if those of one run are not known.
     """
     last = max(max(values) for values in points if values)
-    width = -(-last // MAX_POINTS) or 1
+    width = width or -(-last // MAX_POINTS) or 1
     runs = []
     for values in points:
         stretches: dict[int, list[tuple[int, float]]] = {}
@@ -256,17 +267,17 @@ def age_bars(arms: Sequence[Arm]) -> Panel:
     ]
     return {
         "kind": "bars",
-        "title": "Share of tokens",
+        "title": "Share of trained tokens, by staleness",
         "x": "updates between sampling and use",
         "series": series,
         "categories": [f"{age}+" if age == most - 1 else str(age) for age in range(longest)],
     }
 
 
-def scores(arms: Sequence[Arm], k: str) -> list[Panel]:
-    """avg@k and pass@k after training against staleness, of the finished runs."""
+def scores(arms: Sequence[Arm], k: str, when: str) -> list[Panel]:
+    """avg@k and pass@k against staleness, of the finished runs."""
     panels = []
-    for key, title in (("avg", f"avg@{k} after training"), ("pass", f"pass@{k} after training")):
+    for key, title in (("avg", f"avg@{k} {when}, by staleness"), ("pass", f"pass@{k} {when}, by staleness")):
         series = []
         for arm in arms:
             values = [measures(run)[key] for run in arm.runs if run.summary]

@@ -37,7 +37,7 @@ COLUMNS = (
 
 def sft_table(arms: Sequence[Arm]) -> Table:
     """One row per supervised arm."""
-    return cells.make_table(COLUMNS, [(index, _cells(arm)) for index, arm in enumerate(arms) if arm.sft])
+    return cells.make_table(COLUMNS, [(index, arm, _cells(arm)) for index, arm in enumerate(arms) if arm.sft])
 
 
 def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
@@ -53,10 +53,10 @@ def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
             "Mean negative log-prob of response tokens: those of each update, just before the update, and those of "
             "held-out demonstrations. If the first falls while the second rises, the model is learning by heart.",
             [
-                curves(arms, "imitation/loss", "Loss of the update, nats per token", only=chosen),
+                curves(arms, "imitation/loss", "Training loss, nats per token", only=chosen),
                 held_out,
-                curves(arms, "held_out/accuracy", "Next held-out token right, share", lines="evals", only=chosen),
-                curves(arms, "grad_norm", "Gradient norm", only=chosen),
+                curves(arms, "held_out/accuracy", "Held-out tokens predicted right, share", lines="evals", only=chosen),
+                curves(arms, "grad_norm", "Gradient norm before clipping", only=chosen),
             ],
             note=None if held_out["series"] else "Nothing was held out, so there is no held-out loss.",
         )

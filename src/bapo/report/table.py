@@ -39,7 +39,7 @@ def table(arms: Sequence[Arm]) -> Table:
         ),
         cells.SECONDS,
     ]
-    return cells.make_table(columns, [(index, _cells(arm)) for index, arm in enumerate(arms)])
+    return cells.make_table(columns, [(index, arm, _cells(arm)) for index, arm in enumerate(arms)])
 
 
 def _cells(arm: Arm) -> dict[str, Cell]:

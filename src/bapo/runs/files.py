@@ -49,7 +49,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def write(path: Path, text: str) -> None:
     """Write a file, whole or not at all. It is on the disk afterwards."""
     partial = path.with_name(f"{path.name}{PARTIAL}")
-    with partial.open("w") as file:
+    with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -49,9 +49,13 @@ class Restart:
             return f"all learner ranks start again, with {again}: {self.why}"
         if not self.responses:
             return f"{self.who}, which had no responses, is replaced: {self.why}"
-        theirs = "response continues" if self.responses == 1 else f"{self.responses} responses continue"
-        streamed = "token" if self.tokens == 1 else f"{self.tokens} tokens"
-        return f"{self.who} is replaced, and its {theirs} elsewhere from the {streamed} already streamed: {self.why}"
+        one = self.responses == 1
+        theirs = "response" if one else f"{self.responses} responses"
+        goes_on = f"begin{'s' * one} elsewhere"
+        if self.tokens:
+            streamed = "token" if self.tokens == 1 else f"{self.tokens} tokens"
+            goes_on = f"continue{'s' * one} elsewhere from the {streamed} already streamed"
+        return f"{self.who} is replaced, and its {theirs} {goes_on}: {self.why}"
 
 
 def new_id() -> str:

@@ -4,6 +4,9 @@
                         \\-> filtered (no signal), or unscored (the verifier failed on it)
             \\-> dropped (too old, or a response that could not go on)
 
+An update that was skipped because its numbers are not finite (`learn/finite.py`) has used none of its groups: `skipped`
+takes `trained` back.
+
 `ledger.jsonl` has one line for each run of equal events. It is cut back to a checkpoint like every other log, so after
 a resume it tells the story of the run that counts. `balance` reads it and says what does not add up: a group that is
 lost, trained on before it was there, trained on twice in one update, or older than the staleness bound allowed.
@@ -32,9 +35,12 @@ AFTER = {
     "filtered": ("finished",),
     "unscored": ("finished",),
     "trained": ("held",),
+    "skipped": ("held", *RELEASED),
     **dict.fromkeys(RELEASED, ("held",)),
 }
-"""Each event, and the state that a group must be in before it. Training leaves the state as it is."""
+"""Each event, and the state that a group must be in before it."""
+USES = ("trained", "skipped")
+"""Events that leave the state as it is."""
 NEEDED = {"held": ("oldest",), "trained": ("uses",)}
 """Facts that an event has for each of its groups."""
 
@@ -147,9 +153,8 @@ def balance(
     state: dict[int, str] = {}
     oldest: dict[int, int] = {}
     uses: Counter[int] = Counter()
-    seen: set[tuple[int, int]] = set()
+    ages: dict[tuple[int, int], int] = {}  # of every group in every update that used it
     wrong: list[Wrong] = []
-    stalest = 0
 
     def find(group: int, what: str, where: str = "") -> None:
         wrong.append(Wrong(f"a group {what}", f"group {group} {what}{where}"))
@@ -159,14 +164,19 @@ def balance(
         for place, group in enumerate(line["groups"]):
             if state.get(group) not in AFTER[event]:
                 find(group, f"is {event}, but was {state.get(group, 'never admitted')} before")
-            if event != "trained":
+            if event not in USES:
                 state[group] = event
                 oldest |= {group: line["oldest"][place]} if event == "held" else {}
                 continue
             version = line.get("version", 0)
+            if event == "skipped":
+                if ages.pop((group, version), None) is None:
+                    find(group, "is skipped in an update that has not used it", f", at version {version}")
+                else:
+                    uses[group] -= 1
+                continue
             age = version - oldest.get(group, 0)
-            stalest = max(stalest, age)
-            if (group, version) in seen:
+            if (group, version) in ages:
                 find(group, "is trained on twice in one update", f", at version {version}")
             if line["uses"][place] != uses[group]:
                 where = f": {line['uses'][place]} instead of {uses[group]}, at version {version}"
@@ -174,7 +184,7 @@ def balance(
             if max_staleness is not None and age > max_staleness:
                 where = f": at age {age}, at version {version}"
                 find(group, f"is trained on above the staleness bound of {max_staleness}", where)
-            seen.add((group, version))
+            ages[group, version] = age
             uses[group] += 1
     for group in sorted(set(range(max(state, default=-1) + 1)) - state.keys()):
         find(group, "was never admitted")
@@ -182,12 +192,12 @@ def balance(
     for group, last in state.items():
         if last in lost:
             find(group, f"is still {_WORDS[last]} at the end")
-    return Balance(dict(Counter(state.values())), uses.total(), stalest, wrong)
+    return Balance(dict(Counter(state.values())), uses.total(), max(ages.values(), default=0), wrong)
 
 
 def in_state(lines: Iterable[dict[str, Any]], wanted: str) -> set[int]:
     """The groups whose last state is this one."""
-    state = {group: line["event"] for line in lines if line["event"] != "trained" for group in line["groups"]}
+    state = {group: line["event"] for line in lines if line["event"] not in USES for group in line["groups"]}
     return {group for group, last in state.items() if last == wanted}
 
 

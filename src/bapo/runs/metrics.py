@@ -78,6 +78,12 @@ UPDATE = {
     "use_retained": "Share of the negative tokens in each of these bins whose gradient the clip retained.",
     "use_below": "Share of the negative tokens in each of these bins that were retained although r < 1: the update "
     "pushes them further below the probability they were sampled with.",
+    "anchor_tokens": "Fresh tokens, which the weights before the update sampled. Without any, the next three are "
+    "absent.",
+    "anchor_gap": "Mean of |log b - log pi| over fresh tokens, in nats: the sampler's log-prob against the learner's. "
+    "Rounding alone should explain it; beyond learn.anchor_limit the run stops.",
+    "anchor_gap_max": "The largest of these differences.",
+    "anchor_bias": "Mean of log b - log pi over fresh tokens, with signs.",
     "groups": "Groups in the update, including replayed ones.",
 }
 
@@ -136,7 +142,8 @@ HELD_OUT = {
 
 SKIPPED = {
     "skipped/in_a_row": "Updates skipped in a row, this one included. At learn.skip_limit the run stops.",
-    "skipped/cause": "What is known of why the loss or the gradient is not finite.",
+    "skipped/cause": "What is known of why the loss or the gradient is not finite, or of why sampler and learner "
+    "differ.",
 }
 
 BUFFER = {
@@ -182,7 +189,8 @@ def markdown() -> str:
         "Every line": EVERY_LINE,
         "`rollout` lines: once per step": ROLLOUT | BUFFER,
         "`update` lines: once per optimizer step": UPDATE,
-        "`skipped` lines: updates that changed nothing": SKIPPED | {k: UPDATE[k] for k in ("tokens", "groups")},
+        "`skipped` lines: updates that changed nothing": SKIPPED
+        | {k: UPDATE[k] for k in ("tokens", "groups", *(k for k in UPDATE if k.startswith("anchor_")))},
         "`eval` lines": EVAL,
         "`imitation` lines of a supervised run: once per optimizer step": IMITATION | _SHARED,
         "`held_out` lines of a supervised run": HELD_OUT,

@@ -16,6 +16,7 @@ never raises and never repairs anything. Values are plain lists, dicts and float
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ KINDS: dict[str | None, tuple[str, str | None, str]] = {
     "sft": ("imitation", None, "held_out"),
 }
 """For each kind of run, the kinds of its lines in metrics.jsonl: updates, rollouts and evaluations."""
+NO_CLIP = 1e15
+"""The largest learn.clip_norm, which clips nothing."""
 DIGITS = 100
 """Most digits of an integer in a log. No metric is as large, and longer integers may overflow a float."""
 
@@ -204,8 +207,28 @@ def tail(path: Path, size: int = 8192) -> dict[str, Any]:
     return {}
 
 
+def logged_steps(path: Path) -> list[tuple[int, dict[str, float], dict[str, float]]]:
+    """The numbers that the logs of a run have of each step so far: its metrics and its timing.
+
+    Of several updates in a step, the last one counts, as on the screen.
+    """
+    metrics: dict[int, dict[str, float]] = {}
+    for line in _read_lines(path / "metrics.jsonl", whole=False, size=None):
+        if line["kind"] in ("rollout", "update", "imitation"):
+            metrics.setdefault(line["step"], {}).update(_numbers(line))
+    timing = _read_lines(path / "timing.jsonl", whole=False, size=None)
+    return [(line["step"], metrics.get(line["step"], {}), _numbers(line)) for line in timing]
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in line.items() if type(value) in (int, float)}
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     values = _read_object(path / "config.json")
+    learn = values.get("learn")
+    if isinstance(learn, dict) and learn.get("clip_norm") == math.inf:  # earlier versions took it for no clip at all
+        learn["clip_norm"] = NO_CLIP
     parse = parse_sft_config if values.get("kind") == "sft" else parse_config
     try:
         config: dict[str, Any] = parse(values, source="config.json").model_dump(mode="json")

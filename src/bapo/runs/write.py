@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -204,6 +205,21 @@ def _made(out: str) -> Path:
             raise ConfigError(f"out={out}: cannot create {path}: {error.strerror}. Choose another place.") from None
         return path
     raise AssertionError
+
+
+def why_not_out(out: str) -> str | None:
+    """Why no run directory can be made there; None if one can. Nothing is made."""
+    path = Path(out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
+    if path.exists() and "{time}" not in out and not (unused(path) and any(path.iterdir())):
+        return str(_exists(out, path))
+    above = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not above.is_dir():
+        reason = f"{above} is not a directory"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        reason = f"{above} may not be written to"
+    else:
+        return None
+    return f"out={out}: cannot create {path}: {reason}. Choose another place."
 
 
 def _exists(out: str, path: Path) -> ConfigError:

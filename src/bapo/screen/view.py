@@ -18,23 +18,23 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
-from threading import Lock
+from threading import Lock, Thread
 from typing import Self, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from bapo.screen.steady import SteadyLive, Unechoed
 from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
 
@@ -162,11 +162,20 @@ class View:
         if isfinite(self.now.get("seconds", nan)):
             self.seconds.append(self.now["seconds"])
 
+    def recall(self, steps: Iterable[tuple[int, Mapping[str, float], Mapping[str, float]]]) -> None:
+        """Take up the numbers of earlier steps, so that the curves of a resumed run continue. Nothing is shown."""
+        for step, metrics, timing in steps:
+            View.step(self, step, metrics, timing)
+
     def sample(self, problem: str, response: str, reward: float) -> None:
         """Show a response; called now and then."""
 
     def note(self, text: str) -> None:
         """Show a line of text, such as an evaluation, a checkpoint or a warning."""
+
+    def interrupt(self, text: str) -> None:
+        """Show a line from within a signal handler, which may have interrupted the writing of another line."""
+        Thread(target=self.note, args=(text,)).start()
 
     def actors(self, lines: Sequence[ActorLine]) -> None:
         """Show what every actor of a cluster does; called several times a second."""
@@ -217,6 +226,10 @@ class PlainView(View):
         """See `View.note`."""
         write_line(self.stream, printable(text))
 
+    def interrupt(self, text: str) -> None:
+        """See `View.interrupt`. A terminal has echoed the ^C, so the text goes on a line of its own."""
+        super().interrupt(f"\n{text}" if self.stream.isatty() else text)
+
     def actors(self, lines: Sequence[ActorLine]) -> None:
         """See `View.actors`."""
         if self.clock() - self.actors_at >= ACTOR_SECONDS:
@@ -263,20 +276,29 @@ class LiveView(View):
             expand=True,
         )
         self.task = self.progress.add_task("", total=total_steps, remaining="")
-        self.live = Live(console=console, get_renderable=self.frame, refresh_per_second=4)
+        self.live = SteadyLive(console, self.frame)
+        self.keys = Unechoed()
 
     def __enter__(self) -> Self:
+        self.keys.start()
         self.live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.live.stop()
+        self.keys.stop()
 
     def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """See `View.step`."""
         with self.lock:
             super().step(step, metrics, timing)
         self.progress.update(self.task, completed=step, remaining=self.remaining())
+
+    def recall(self, steps: Iterable[tuple[int, Mapping[str, float], Mapping[str, float]]]) -> None:
+        """See `View.recall`."""
+        with self.lock:
+            super().recall(steps)
+        self.progress.update(self.task, completed=self.current, remaining=self.remaining())
 
     def sample(self, problem: str, response: str, reward: float) -> None:
         """See `View.sample`."""

@@ -90,7 +90,7 @@ class AsyncLoop:
         groups = self._close_rollout()
         waited = time.perf_counter()
         with view.doing("learning") as tell:
-            updates = list(learn(parts, tell))
+            updates = list(learn(parts, state, tell))
         ended = time.perf_counter()
         state.step += 1
         failures, self._failures = self._failures, []

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from bapo.buffer import Buffer
-from bapo.config.base import refuse_on_cpu
+from bapo.config.base import ModelConfig, refuse_on_cpu
 from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
 from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
-from bapo.core.objectives import OBJECTIVES
 from bapo.learn.learner import Learns
 from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
+from bapo.preflight.checks import wrong_options
+from bapo.preflight.data import TaskData
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
@@ -48,6 +49,12 @@ def resolve(config: Kind) -> Kind:
     return config.model_copy(update=decided)
 
 
+def prompting(model: ModelConfig) -> dict[str, Any]:
+    """How prompts become text, for `load_policy` and `outline_policy`."""
+    chat = {"auto": None, "yes": True, "no": False}[model.chat]
+    return {"chat": chat, "system": model.system, "template_options": dict(model.template_options)}
+
+
 def make_policy(config: Config | SftConfig) -> Policy:
     """Load the model of a run, without the usual messages."""
     hush()
@@ -57,21 +64,24 @@ def make_policy(config: Config | SftConfig) -> Policy:
         dtype=model.dtype,
         device=config.device,
         attention=model.attention,
-        chat={"auto": None, "yes": True, "no": False}[model.chat],
-        system=model.system,
-        template_options=dict(model.template_options),
+        **prompting(model),
         lora=LoraSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
         seed=config.seed,
     )
 
 
-def build(config: Config, team: Team = ALONE) -> Parts:
-    """Build the parts of a run at its beginning. `config` must be resolved."""
+def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> Parts:
+    """Build the parts of a run at its beginning. `config` must be resolved, except for what the data decides.
+
+    `data`: the problems, if they were read already.
+    """
     torch.set_num_threads(max(1, config.threads // team.on_this_machine))
     policy = make_policy(on_the_cpu(config) if config.cluster.on else config)
-    prepared = make_task(config, policy)
+    prepared = make_task(config, policy, data)
     task, ledger = prepared.task, Ledger()
-    _check_fits(config, policy, task)
+    config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
+    if wrong := list(misfits(config, policy, task)):
+        raise ConfigError("\n".join(wrong))
     off = config.offpolicy
     scheduler = Scheduler(
         Sampling(config.rollout.temperature, policy.stop_ids),
@@ -190,35 +200,34 @@ LOOKED_AT = 256
 """How many prompts are measured in tokens: those with the most characters. A data set may have millions."""
 
 
-def _check_fits(config: Config, policy: Policy, task: Task) -> None:
-    """Check what depends on both model and task."""
-    if config.eval.problems > len(task.test):
-        raise ConfigError(
-            f"eval.problems={config.eval.problems}, but the task holds out only {len(task.test)} problems. Set "
-            f"eval.problems <= {len(task.test)}."
-        )
+def longest_prompt(policy: Policy, task: Task) -> int:
+    """The length of the longest prompt, in tokens."""
     prompts = heapq.nlargest(
         LOOKED_AT, (p.prompt for p in (*task.train, *task.test)), key=lambda p: len(prompt_text(p))
     )
-    longest = max(len(policy.encode(prompt)) for prompt in prompts)
+    return max(len(policy.encode(prompt)) for prompt in prompts)
+
+
+def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:
+    """What model and task cannot do together."""
+    if config.eval.problems is not None and config.eval.problems > len(task.test):
+        yield (
+            f"eval.problems={config.eval.problems}, but the task holds out only {len(task.test)} problems. Set "
+            f"eval.problems <= {len(task.test)}."
+        )
+    longest = longest_prompt(policy, task)
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     if positions is not None and longest >= positions:
-        raise ConfigError(
+        yield (
             f"the longest prompt has {longest} tokens, but {config.model.path!r} has room for {positions}, response "
             "included. Set task.max_prompt_tokens to leave such problems out, or use a model with a longer context."
         )
-    if positions is not None and longest + config.rollout.max_tokens > positions:
-        raise ConfigError(
+    elif positions is not None and longest + config.rollout.max_tokens > positions:
+        yield (
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    options = OBJECTIVES[config.objective.name].options
-    unknown = sorted(config.objective.options.keys() - set(options))
-    if unknown:
-        raise ConfigError(
-            f"objective.options.{unknown[0]} is not an option of {config.objective.name!r}, which takes: "
-            f"{', '.join(sorted(options)) or 'none'}. Remove it, or correct its name."
-        )
+    yield from wrong_options(config)
 
 
 def learner_settings(config: Config) -> LearnerSettings:
@@ -238,6 +247,8 @@ def learner_settings(config: Config) -> LearnerSettings:
         total_updates=config.steps * config.updates_per_step,
         ess_reference=learn.ess_reference,
         float32_head=config.model.float32_head,
+        anchor_limit=learn.anchor_limit,
+        kept_caches=config.offpolicy.partial_cache == "keep",
     )
 
 

@@ -82,7 +82,7 @@ def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: 
     learn, before, after = config.learn, summary["before"], summary["after"]
     facts = {
         "base model": f"`{config.model.path}`, {_trained(config)}",
-        "demonstrations": f"{', '.join(config.data.sources)}: {data}",
+        "demonstrations": f"{', '.join(config.task.train)}: {data}",
         "updates": f"{summary['updates']} ({config.epochs} epochs of batches of {learn.batch_sequences}), AdamW, "
         f"learning rate {learn.lr:g} ({learn.schedule})",
         "seed": str(config.seed),
@@ -184,10 +184,17 @@ def _interval(line: dict[str, Any], key: str) -> str:
 
 
 def _check(config: Config, *, chat: bool) -> list[str]:
-    """How to measure the scores again. Generated problems have no name that `bapo eval` could use."""
+    """How to measure the scores again."""
+    command = eval_command(config, "MODEL", chat=chat)
+    told = "To measure the scores again, with this directory as MODEL:"
+    return [] if command is None else [told, f"    {command}"]
+
+
+def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
+    """The command that evaluates a model as the run does. Generated problems have no name that it could use."""
     task, model = config.task, config.model
     if task.name == "gym":
-        return []
+        return None
     greedy = config.eval.temperature == 0
     options: list[tuple[str, object]] = [
         ("--data", ",".join(task.test) if task.name == "data" else task.name),
@@ -205,7 +212,7 @@ def _check(config: Config, *, chat: bool) -> list[str]:
         *(("--chat-option", f"{name}={json.dumps(value)}") for name, value in model.template_options.items()),
     ]
     given = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in options if value is not None)
-    return ["To measure the scores again, with this directory as MODEL:", f"    bapo eval --model MODEL {given}"]
+    return f"bapo eval --model {path} {given}"
 
 
 def _cell(text: str) -> str:

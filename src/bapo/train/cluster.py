@@ -239,6 +239,8 @@ class Cluster:
             )
         self._groups: list[PlacementGroup] = []
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        # An answer that nobody asks for any more, of a rank whose partner has died: the death itself is told.
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         if address is not None:
             os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # of this process; it would write over the screen
         else:

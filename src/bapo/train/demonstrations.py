@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bapo.config.sft import SftDataConfig
+from bapo.config.sft import SftTaskConfig
 from bapo.models import Policy
 from bapo.models.policy import end_of_turn
-from bapo.tasks.data.demonstrations import Demonstration, load_demonstrations
-from bapo.tasks.data.problems import LoadReport
+from bapo.preflight.data import Demonstrations
+from bapo.tasks.data.demonstrations import Demonstration
 from bapo.types import Message, batches_per_pass
 
 
@@ -77,25 +77,7 @@ class Batches:
         return [self.data[i] for i in self._order[begin:end]]
 
 
-Loaded = tuple[list[Demonstration], list[Demonstration], list[LoadReport]]
-
-
-def load(config: SftDataConfig) -> Loaded:
-    """Load the demonstrations to learn from and those of data.held_out; report what happened to the rows of both."""
-    options: dict[str, Any] = config.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
-    if not config.sources:
-        raise ValueError(
-            'data.sources is empty, so there is nothing to learn from. Set it, for example to ["gsm8k:train"] or to a '
-            ".jsonl file whose rows have a prompt and a response."
-        )
-    train, report = load_demonstrations(config.sources, **options)
-    if not config.held_out:
-        return train, [], [report]
-    held_out, other = load_demonstrations(config.held_out, **options)
-    return train, held_out, [report, other]
-
-
-def encode_demonstrations(loaded: Loaded, config: SftDataConfig, policy: Policy) -> SftData:
+def encode_demonstrations(loaded: Demonstrations, config: SftTaskConfig, policy: Policy) -> SftData:
     """Encode demonstrations in the model's tokens. Those that are too long for the model are left out and counted."""
     train, held_out, reports = loaded
     counts = {key: sum(asdict(report)[key] for report in reports) for key in COUNTED}
@@ -104,20 +86,20 @@ def encode_demonstrations(loaded: Loaded, config: SftDataConfig, policy: Policy)
     measured = [(question(d), encoded) for d in held_out if (encoded := encoder(d))]
     named = under_one_name(learned + measured)
     learned, measured = named[: len(learned)], named[len(learned) :]
-    if config.held_out:
+    if config.test:
         apart = {name for name, _ in measured}
         before = len(learned)
         learned = [pair for pair in learned if pair[0] not in apart]
         counts["also_held_out"] = before - len(learned)
     else:
-        apart = smallest({name for name, _ in learned}, config.held_out_share)
+        apart = smallest({name for name, _ in learned}, config.test_share)
         measured = [pair for pair in learned if pair[0] in apart]
         learned = [pair for pair in learned if pair[0] not in apart]
     counts |= {"too_long": encoder.too_long, "longest": encoder.limit or 0}
-    if not learned or (config.held_out and not measured):
-        kind = "data.held_out" if learned else "data.sources"
+    if not learned or (config.test and not measured):
+        kind = "task.test" if learned else "task.train"
         raise ValueError(
-            f"{kind} gives no demonstration that can be used: {describe(counts)}. Raise data.max_tokens if the model "
+            f"{kind} gives no demonstration that can be used: {describe(counts)}. Raise task.max_tokens if the model "
             "has enough positions, or choose other data."
         )
     counts |= {"train": len(learned), "held_out": len(measured)}
@@ -184,7 +166,7 @@ class Encoder:
         if not prompt:
             raise ValueError(
                 f"the prompt {demonstration.prompt!r} has no tokens, so nothing predicts the first token of its "
-                "response. Put text around it with data.template, or remove it from the data."
+                "response. Put text around it with task.template, or remove it from the data."
             )
         response = list(self.policy.tokenizer.encode(demonstration.response, add_special_tokens=False))
         end = next((i + 1 for i, token in enumerate(response) if token in self.policy.stop_ids), None)

@@ -1,6 +1,6 @@
 """Many engines in other processes as one engine, which goes on when some of them die.
 
-    member     a place in the cluster, with the actor that lives there now
+    member     a place in the cluster, with the actor that lives there now (`member.py`)
     call       a member has at most one call under way: start, load, work or park. It answers, dies or falls silent
     request    at most one member works on it. Its tokens stream here with every answer, so whoever continues it after
                a death begins where the last answer ended
@@ -24,50 +24,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from bapo.config.errors import ClusterError, ConfigError
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
-from bapo.rollout.worker import continued
 from bapo.runs.history import Restart
 from bapo.screen.view import ActorLine
-from bapo.train.cluster import END_SECONDS, Actor, Call, Lost, Missing, Silent, answered, end
+from bapo.train.cluster import END_SECONDS, Actor, Lost, Missing, Silent, answered, end
 from bapo.train.hosts import Hello
+from bapo.train.member import DOING, WORK_SECONDS, Member
 from bapo.train.published import Published
 from bapo.types import Status
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Doing = Literal["start", "load", "work", "park", "end", "nothing"]
-WORK_SECONDS = 0.5
-"""How long a member samples before it answers."""
 TRIES = 3
 """How often in a row an actor may fail to start, or fail at the same weights, before the run gives up."""
-
-
-@dataclass
-class Member:
-    """One place of the fleet."""
-
-    name: str
-    actor: Actor
-    call: Call | None = None
-    doing: Doing = "nothing"
-    hello: Hello | None = None
-    version: int = NOTHING_LOADED
-    asked: Published | None = None
-    """The weights that it was last asked to load."""
-    given: dict[int, Request] = field(default_factory=dict)
-    """What each request that it works on would ask for if it began elsewhere now."""
-    portion: list[Request] = field(default_factory=list)
-    """What it is given with its next call."""
-    restarts: int = -1
-    failures: int = 0
-    """Failures in a row that are not deaths."""
-    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=32))
-    """When its last answers came, and with how many tokens."""
 
 
 class Fleet:
@@ -110,7 +83,7 @@ class Fleet:
         """Why the fleet has given up. Whoever cleans up after it is told the same."""
         self._gone: Published | None = None
         """Weights that nobody can load any more: the machine that kept them is lost."""
-        self.members = [self._begin(Member(f"rollout {place}", spawn(place))) for place in range(size)]
+        self.members = [Member(f"rollout {place}", spawn(place)) for place in range(size)]
 
     # The Engine protocol.
 
@@ -175,7 +148,7 @@ class Fleet:
                 raise ClusterError(f"{names} did not park within cluster.start_seconds={self.start_seconds:g}.")
             for member in busy:
                 if member.call is None:
-                    member.call, member.doing = member.actor.call("park", what="park its responses"), "park"
+                    member.ask("park", what="park its responses")
             self._listen(WORK_SECONDS)
 
     def _recall_waiting(self) -> None:
@@ -213,18 +186,7 @@ class Fleet:
 
     def lines(self) -> list[ActorLine]:
         """What a person sees of every member."""
-        now = time.monotonic()
-        return [
-            ActorLine(
-                member.name,
-                _doing(member),
-                member.version,
-                _rate(member.recent, now),
-                len(member.given),
-                member.restarts,
-            )
-            for member in self.members
-        ]
+        return [member.line() for member in self.members]
 
     def take_gap(self) -> float:
         """The largest log-prob gap that was found by a probe since the last call."""
@@ -244,13 +206,6 @@ class Fleet:
 
     # Calls and answers.
 
-    def _begin(self, member: Member) -> Member:
-        member.call = member.actor.call("hello", what="start")
-        member.doing, member.hello, member.version = "start", None, NOTHING_LOADED
-        member.restarts += 1
-        member.recent.clear()
-        return member
-
     def _engage(self) -> None:
         """Give a call to every member that has none and can do something."""
         self._divide()
@@ -262,14 +217,9 @@ class Fleet:
                 if self.lacking:
                     member.doing = "nothing"
                     continue
-                given = (published.parcel, published.version, published.fingerprint, published.probe)
-                what, member.asked = f"load the weights of version {published.version}", published
-                member.call, member.doing = member.actor.call("load", *given, what=what), "load"
-            elif member.portion or member.given:
-                requests, member.portion = member.portion, []
-                member.given |= {request.id: request for request in requests}
-                call = member.actor.call("work", requests, self.sampling, WORK_SECONDS, what="sample")
-                member.call, member.doing = call, "work"
+                member.load(published)
+            elif member.unfinished:
+                member.work(self.sampling)
             else:
                 member.doing = "nothing"
 
@@ -292,7 +242,7 @@ class Fleet:
     def _room(self, member: Member, sharing: int) -> int:
         """How many requests it takes next: many at a time if they interrupt those under way."""
         assert member.hello is not None
-        held = len(member.given) + len(member.portion)
+        held = len(member.unfinished)
         most, few = (self.slots, self.slots - 1) if member.hello.continuous else (2 * self.slots, self.slots // 2)
         share = -(-len(self.line) // sharing)  # others want some, too
         return min(most - held, share) if held <= few else 0
@@ -312,7 +262,7 @@ class Fleet:
             if call is None or (id(call) not in heard and call.seconds < self._patience(member)):
                 continue
             if member.doing == "end":
-                self._renew(member, place)
+                member.renew(self.spawn(place))
                 continue
             try:
                 answer = call.answer(0 if id(call) not in heard else self.silence_seconds)
@@ -354,16 +304,11 @@ class Fleet:
             member.version, member.failures = answer.version, 0
             self.gap_max = max(self.gap_max, answer.gap)
         else:
-            tokens, (segments, seconds) = 0, answer
+            segments, seconds = answer
+            member.keep(segments)
+            self.known -= {id for id, segment in segments if segment.status is not None}
+            self._found += segments
             self._busy += seconds
-            for id, segment in segments:
-                member.given[id] = continued(member.given[id], segment.tokens)
-                tokens += len(segment.tokens)
-                if segment.status is not None:
-                    del member.given[id]
-                    self.known.discard(id)
-                self._found.append((id, segment))
-            member.recent.append((time.monotonic(), tokens))
 
     def _greet(self, member: Member, hello: Hello) -> None:
         """Let a member in if it runs the same code as this process."""
@@ -375,52 +320,23 @@ class Fleet:
         """A member raised an error: try another actor, but not for ever."""
         member.failures += 1
         if member.failures >= TRIES or isinstance(error, ConfigError):
-            told = f"{member.name} failed {member.failures} times while {_DOING[member.doing]}: {error}"
+            told = f"{member.name} failed {member.failures} times while {DOING[member.doing]}: {error}"
             self._broken = ClusterError(told)
             raise self._broken from error
         self._replace(member, place, error)
 
     def _replace(self, member: Member, place: int, error: Exception) -> None:
         """End the actor of a member and start another one. Its requests go to the front of the line."""
-        unfinished = [*member.given.values(), *member.portion]
+        unfinished = member.unfinished
         streamed = sum(request.position for request in unfinished)
         self.restarted(Restart(member.name, str(error), responses=len(unfinished), tokens=streamed))
         self.line.extendleft(reversed(unfinished))
-        member.given, member.portion, self._faulty = {}, [], True
-        member.hello, member.version = None, NOTHING_LOADED
-        member.call, member.doing = member.actor.kill(), "end"
+        self._faulty = True
+        member.end()
         if member.call is None:
-            self._renew(member, place)
-
-    def _renew(self, member: Member, place: int) -> None:
-        """Start another actor where one has ended, or cannot be reached."""
-        member.actor = self.spawn(place)
-        self._begin(member)
+            member.renew(self.spawn(place))
 
     def _said(self, what: str) -> bool:
         """What members have said about themselves; they are all alike. Waits until one has started."""
         self.ready()
         return all(getattr(member.hello, what) for member in self.members if member.hello is not None)
-
-
-_DOING: dict[Doing, str] = {
-    "start": "starting",
-    "load": "loading weights",
-    "work": "sampling",
-    "park": "parking",
-    "end": "being replaced",
-    "nothing": "idle",
-}
-
-
-def _doing(member: Member) -> str:
-    """What a member does, and since when if that may take long."""
-    told = _DOING[member.doing]
-    return f"{told} for {member.call.seconds:.0f} s" if member.doing == "start" and member.call is not None else told
-
-
-def _rate(recent: Sequence[tuple[float, int]], now: float) -> float:
-    """Tokens per second over the last answers."""
-    if len(recent) < 2:
-        return 0.0
-    return sum(tokens for _, tokens in list(recent)[1:]) / max(1e-9, now - recent[0][0])

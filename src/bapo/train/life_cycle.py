@@ -1,6 +1,10 @@
 """The life of a run, whatever it trains: start, resume, save, stop, summarise.
 
-    measure, save; then step after step: log, measure now and then, save now and then; measure, export, summarise
+    save, measure; then step after step: log, measure now and then, save now and then; measure, export, summarise
+
+A job may put the first measurement off until the first step is taken, so that a person sees a step soon. It then
+measures what it has set aside. In the logs the measurement comes first all the same, and until it is there nothing of
+the first step is saved: a run that is killed in between begins again.
 
 The `Job` decides what a step is, what is measured and what a checkpoint must keep besides the learner. It is either
 reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every `checkpoint_every`
@@ -17,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -30,6 +34,7 @@ from bapo.models import Policy
 from bapo.models.export import write_model
 from bapo.runs import files, history
 from bapo.runs.metrics import check_declared
+from bapo.runs.read import logged_steps
 from bapo.runs.write import CONFIG, SUMMARY, RunDirectory, unused
 from bapo.screen.view import View, make_view
 from bapo.train import checkpoint
@@ -59,6 +64,18 @@ class Log:
         for line in lines:
             check_declared(line)
         self.run.append("metrics.jsonl", *lines)
+
+
+@dataclass(frozen=True)
+class _Held(Log):
+    """Keeps the lines of metrics.jsonl until others, which belong before them, are written."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def metrics(self, *lines: dict[str, Any]) -> None:
+        for line in lines:
+            check_declared(line)
+        self.lines.extend(lines)
 
 
 class Job(ABC):
@@ -108,6 +125,13 @@ class Job(ABC):
     def measure(self, log: Log, when: When) -> None:
         """Measure how good the model is now and log it."""
 
+    def put_off(self) -> Callable[[Log], None] | None:
+        """Set aside what a measurement before training needs. Returns what measures it after the first step.
+
+        None: there is nothing to gain, or it cannot be set aside, so measure before the first step.
+        """
+        return None
+
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """Everything besides the learner that the next step depends on, as plain JSON data."""
@@ -127,6 +151,10 @@ class Job(ABC):
     @abstractmethod
     def show(self, summary: Summary, path: Path) -> None:
         """Print what training changed."""
+
+    @abstractmethod
+    def next_steps(self, path: Path) -> list[str]:
+        """Commands that a person may want to give next."""
 
     def files(self) -> dict[str, Any]:
         """More JSON files for the run directory, besides the usual ones."""
@@ -157,7 +185,7 @@ def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None
     config = resolve(config)
     with joined(config.device) as team, ExitStack() as ending:
         job = ending.enter_context(closing(_made(make, config, team)))
-        path = team.lead(lambda: ending.enter_context(RunDirectory.begun(config)).path)
+        path = team.lead(lambda: ending.enter_context(RunDirectory.begun(job.config)).path)
         return _begin(job, ending.enter_context(closing(_run(path, team))), team, plain=plain)
 
 
@@ -189,23 +217,28 @@ def resume(
         if team.lead(lambda: unused(path)):
             team.lead(run.clear)
             job = ending.enter_context(closing(_made(make, wanted, team)))
-            run.write(CONFIG, wanted.model_dump(mode="json"))
+            run.write(CONFIG, job.config.model_dump(mode="json"))
             return _begin(job, run, team, plain=plain, notes=["there is no checkpoint yet, so the run begins anew"])
         continued = team.lead(lambda: examine(run, wanted, source))
         if flaw is not None:
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
+        _check_vocabulary(job, checkpoint.read_state(continued.source), path)
         with _watched(job, run, team, plain=plain) as log:
-            state = checkpoint.load(continued.source, job.learner, team=team)
-            job.restore(state, path)
-            _check_length(job, continued.source)
-            team.lead(lambda: _go_back(run, wanted, continued, state))
-            job.resumed(path)
-            team.lead(lambda: _record(run, job, "resume", continued))
-            where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
-            notes = [*continued.notes, *team_notes(team, state.get("ranks", 1)), f"resumed {where}"]
-            summary = _live(job, log, team, notes)
+            summary = _live(job, log, team, _restored(job, run, team, continued))
         return _shown(job, run, team, summary)
+
+
+def _restored(job: Job, run: RunDirectory, team: Team, continued: Continued) -> list[str]:
+    """Take the job and its directory back to a checkpoint. Returns what a person should know about that."""
+    state = checkpoint.load(continued.source, job.learner, team=team)
+    job.restore(state, run.path)
+    _check_length(job, continued.source)
+    team.lead(lambda: _go_back(run, job.config, continued, state))
+    job.resumed(run.path)
+    team.lead(lambda: _record(run, job, "resume", continued))
+    where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
+    return [*continued.notes, *team_notes(team, state.get("ranks", 1)), f"resumed {where}"]
 
 
 def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, notes: Sequence[str] = ()) -> Summary:
@@ -217,6 +250,17 @@ def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, notes
     with _watched(job, run, team, plain=plain) as log:
         summary = _live(job, log, team, [*notes, *team_notes(team, None)])
     return _shown(job, run, team, summary)
+
+
+def _check_vocabulary(job: Job, state: dict[str, Any], path: Path) -> None:
+    """Refuse a model that reads and writes text in other tokens. An earlier version kept nothing to compare."""
+    before = state.get("vocabulary")
+    if before is not None and before != job.policy.vocabulary():
+        raise CheckpointError(
+            f"model.path={job.config.model.path!r} has another tokenizer, chat template or stop token than {path} was "
+            "trained with, so its tokens would mean something else. Nothing was changed. Put the tokenizer's files "
+            "back, or start a new run."
+        )
 
 
 def _check_length(job: Job, source: Path) -> None:
@@ -285,12 +329,21 @@ def _live(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
     stopped = False
     for note in (*job.notes(), *notes):
         log.view.note(note)
+    measure_first = None
     if job.done == 0:
         _save(job, run, team)
-        job.measure(log, "before")
-    with _stop_on_signal(stopping, team):
+        measure_first = job.put_off()
+        if measure_first is None:
+            job.measure(log, "before")
+    else:
+        log.view.recall(logged_steps(run.path))
+    with _stop_on_signal(stopping, team, log.view):
         while job.done < job.total and not stopped:
-            job.advance(log)
+            if measure_first is None:
+                job.advance(log)
+            else:
+                _advance_first(job, log, measure_first)
+                measure_first = None
             last = job.done == job.total
             if job.measure_every and job.done % job.measure_every == 0 and not last:
                 job.measure(log, "during")
@@ -311,7 +364,19 @@ def _shown(job: Job, run: RunDirectory, team: Team, summary: Summary) -> Summary
     if team.leads:
         job.show(summary, run.path)
         print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
+        for title, command in zip(("next", *[""] * 9), job.next_steps(run.path), strict=False):
+            print(f"{title:<16}{command}")
     return summary
+
+
+def _advance_first(job: Job, log: Log, measure: Callable[[Log], None]) -> None:
+    """Take the first step, and log it after the measurement of what was there before it."""
+    held = _Held(log.run, log.view)
+    try:
+        job.advance(held)
+        measure(log)
+    finally:
+        log.metrics(*held.lines)
 
 
 def _view(job: Job, title: str, team: Team, *, plain: bool | None) -> View:
@@ -326,7 +391,7 @@ def _save(job: Job, run: RunDirectory, team: Team) -> None:
     run.flush()
     state = job.state()
     check_alike(state, team, f"after {job.unit} {job.done}")
-    state |= {"run": run.id} | run.logged()
+    state |= {"run": run.id, "vocabulary": job.policy.vocabulary()} | run.logged()
     config, keep = job.config.model_dump(mode="json"), job.config.checkpoint_keep
     place = run.path / "checkpoints"
     job.saved(checkpoint.save(place, job.done, job.learner, state, config=config, keep=keep, team=team))
@@ -355,7 +420,7 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
 
 
 @contextmanager
-def _stop_on_signal(stopping: list[str], team: Team) -> Iterator[None]:
+def _stop_on_signal(stopping: list[str], team: Team, view: View) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM lets the current step finish and saves it; the second one stops at once.
 
     A signal on one rank stops all of them after the same step. torchrun passes a Ctrl-C on, which the ranks have heard
@@ -374,7 +439,7 @@ def _stop_on_signal(stopping: list[str], team: Team) -> Iterator[None]:
         heard = time.monotonic()
         stopping.append(signal.Signals(number).name)
         if team.leads:
-            print("\nstopping after this step; press Ctrl-C again to stop at once", flush=True)
+            view.interrupt("stopping after this step; press Ctrl-C again to stop at once")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

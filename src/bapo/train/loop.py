@@ -1,15 +1,11 @@
 """The synchronous loop: read this first.
 
     new problems join the parked ones; the engine loads the learner's weights and samples within its budget; finished
-    groups are scored and enter the buffer; the learner takes one update per draw until the passes over this rollout are
-    done.
+    groups are scored and enter the buffer; the learner takes one update per draw until the passes over them are done.
 
 Nothing runs in parallel, so no part waits for another. Weights move in one place, `load_weights`, once per version that
-samples. A token sampled at version v is trained on only at versions v .. v + max_staleness: after that, the buffer
-releases it.
-
-A step is a pure function of (config, weights, state): every random number comes from a seed and a counter, so a resumed
-run repeats an uninterrupted one bit for bit.
+samples. A token sampled at version v is trained on only at versions v .. v + max_staleness; then the buffer drops it.
+A step is a pure function of (config, weights, state), so a resumed run repeats an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -30,6 +26,7 @@ from bapo.screen.watch import Learned, Tell, Watching
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.scoring import Failure, response_metrics, score, unscored
+from bapo.train.skipped import ends_run
 from bapo.types import Group
 
 
@@ -42,6 +39,7 @@ class RunState:
     owed: int = 0  # groups of the last step without a signal (filtered, dropped); the next step makes up for them
     taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
     skipped: int = 0  # updates skipped in a row, up to the last one
+    drift: str = ""  # how far sampler and learner were apart when they were first found to be, in words
     windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
 
 
@@ -92,7 +90,7 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
     state.owed = len(added.filtered) + len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
     sampled = time.perf_counter()
     with watching("learning") as tell:
-        updates = list(learn(parts, tell))
+        updates = list(learn(parts, state, tell))
     ended = time.perf_counter()
     state.step += 1
     tokens = rollout.metrics.sampled_tokens + sum(update.tokens for update in updates)
@@ -135,13 +133,18 @@ def admit(parts: Parts, state: RunState, most: int = 2) -> int:
     return count
 
 
-def learn(parts: Parts, tell: Tell | None) -> Iterator[Update]:
-    """Take the updates of all passes over the groups in the buffer, and yield each one."""
-    begun, updates, tokens = parts.buffer.metrics(), 0, 0
-    while True:
+def learn(parts: Parts, state: RunState, tell: Tell | None) -> Iterator[Update]:
+    """Take the updates of all passes over the groups in the buffer, and yield each one, up to one that ends the run."""
+    begun, updates, tokens, in_a_row, ended = parts.buffer.metrics(), 0, 0, state.skipped, False
+    while not ended:
         if tell is not None and begun.to_visit:
             tell(Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens))
         if isinstance(groups := parts.buffer.draw(version=parts.learner.version), NoBatch):
             return
-        yield (update := parts.learner.step(groups))
+        update = parts.learner.step(groups)
+        if update.skipped is not None:
+            parts.buffer.skipped(groups)
+        yield update
+        in_a_row = 0 if update.skipped is None else in_a_row + 1
         updates, tokens = updates + 1, tokens + update.tokens
+        ended = ends_run(update, in_a_row=in_a_row, limit=parts.config.learn.skip_limit)

@@ -5,7 +5,7 @@ metrics.jsonl    one line per rollout, update and evaluation; a function of the 
 timing.jsonl     wall-clock figures, one line per step
 rollouts.jsonl   sample responses with rewards and versions
 ledger.jsonl     what happened to every group, from its admission to its last use (bapo/runs/ledger.py)
-skipped/         the batch of the last skipped update, if the run stopped because its numbers were not finite
+skipped/         the batch of the last skipped update, if the run stopped because of it
 failures.jsonl   responses that the verifier failed on, with the cause; exists only if there are any
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format, with a card
@@ -19,8 +19,9 @@ lock             held by the process at work
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,9 @@ from bapo.config.run import Config
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Update
 from bapo.models import prompt_text
+from bapo.preflight.data import TaskData
 from bapo.rollout.engine import Sampling
+from bapo.rollout.local.engine import LocalEngine
 from bapo.runs.ledger import FILE as LEDGER
 from bapo.runs.ledger import balance, in_state
 from bapo.runs.ledger import read as read_ledger
@@ -39,23 +42,25 @@ from bapo.screen.view import summary_table
 from bapo.tasks.data.problems import fingerprint
 from bapo.train import life_cycle
 from bapo.train.build import build
-from bapo.train.card import model_card
+from bapo.train.card import eval_command, model_card
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
-from bapo.train.skipped import skipped_line, stop_after
+from bapo.train.skipped import ends_run, skipped_line, stop_after
 from bapo.train.team import ALONE, Team
 from bapo.types import Group, Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bapo.train.async_loop import AsyncLoop
 
 SELDOM = 0.02
 """With a mean reward below this, most groups have no success at all."""
 
 
-def start(config: Config, *, plain: bool | None = None) -> Summary:
-    """Train from the beginning. Returns the summary."""
-    return life_cycle.start(Training, config, plain=plain)
+def start(config: Config, *, data: TaskData | None = None, plain: bool | None = None) -> Summary:
+    """Train from the beginning. Returns the summary. `data`: the problems, if they were read already."""
+    return life_cycle.start(partial(Training, data=data), config, plain=plain)
 
 
 def resume(
@@ -74,8 +79,8 @@ class Training(Job):
     unit = "step"
     shows_samples = True
 
-    def __init__(self, config: Config, team: Team = ALONE) -> None:
-        self.parts = build(config, team)
+    def __init__(self, config: Config, team: Team = ALONE, data: TaskData | None = None) -> None:
+        self.parts = build(config, team, data)
         self.config: Config = self.parts.config
         self.policy, self.learner = self.parts.policy, self.parts.learner
         self.temperature = self.config.rollout.temperature
@@ -126,6 +131,7 @@ class Training(Job):
             log.run.append("failures.jsonl", *({"step": record.step} | asdict(f) for f in record.failures))
             if "reward" not in record.rollout:
                 raise VerifierFailed(len(record.failures), record.failures[0].cause, f"of step {record.step}")
+        self._tell_of_drift(record, log)
         self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
         log.view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
@@ -139,12 +145,19 @@ class Training(Job):
         state.skipped += 1
         return skipped_line(update, step=step, in_a_row=state.skipped)
 
+    def _tell_of_drift(self, record: StepRecord, log: Log) -> None:
+        """Say once in a run that sampler and learner have drifted apart. A refused update says so itself."""
+        drifted = next((update for update in record.updates if update.drift and update.skipped is None), None)
+        if drifted is not None and not self.run_state.drift:
+            self.run_state.drift = f"update {drifted.version}: {drifted.drift}"
+            log.view.note(self.run_state.drift)
+
     def _stop_if_diverged(self, record: StepRecord, log: Log) -> None:
         learn, skipped = self.config.learn, self.run_state.skipped
         last = record.updates[-1] if record.updates else None
         if last is not None and last.skipped is not None:
             log.view.note(f"step {record.step}: {skipped} updates in a row were skipped: {last.skipped.cause}")
-            if skipped >= learn.skip_limit:
+            if ends_run(last, in_a_row=skipped, limit=learn.skip_limit):
                 stop_after(log.run, last, in_a_row=skipped, lr=learn.lr)
 
     def _log_samples(self, record: StepRecord, log: Log) -> None:
@@ -160,28 +173,49 @@ class Training(Job):
                     log.view.sample(prompt_text(group.problem.prompt), text, reward)
 
     def measure(self, log: Log, when: When) -> None:
-        """During training, evaluate on a quarter of the problems; before and after, on all, at every temperature."""
+        """Evaluate on the same problems every time; before and after training also at the other temperatures."""
         config = self.config.eval
-        if when == "during":
-            found = self._evaluate(log, max(1, config.problems // 4), config.temperature)
-            log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
-            return
-        log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
-        for temperature in (config.temperature, *config.also_at):
-            self._evaluate(log, config.problems, temperature)
-
-    def _evaluate(self, log: Log, problems: int, temperature: float) -> dict[str, Any]:
-        config, parts = self.config, self.parts
         if self.asynchronous is not None:
             self.asynchronous.pause()
+        load_weights(self.parts)
+        if when == "during":
+            found = self._evaluate(log, config.temperature, step=self.done)
+            log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
+        else:
+            self._evaluate_fully(log, when, step=self.done)
+
+    def put_off(self) -> Callable[[Log], None] | None:
+        """See `Job.put_off`. On a CPU an evaluation takes long, and one more copy of the weights is cheap."""
+        if self.config.device != "cpu" or not isinstance(self.parts.engine, LocalEngine):
+            return None
+        model: Any = self.policy.model
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        aside = {name: weight.clone() for name, weight in self.learner.weights() if name in trained}
+        return partial(self._evaluate_initial, aside)
+
+    def _evaluate_initial(self, aside: dict[str, Tensor], log: Log) -> None:
+        """Evaluate the weights that were set aside, and then put those of now back."""
+        learner, engine = self.learner, self.parts.engine
+        engine.load(_exchanged(learner.weights(), aside), version=0)
+        self._evaluate_fully(log, "before", step=0)
+        engine.load(_exchanged(learner.weights(), aside), version=learner.version)
+
+    def _evaluate_fully(self, log: Log, when: When, *, step: int) -> None:
+        config = self.config.eval
+        log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
+        for temperature in (config.temperature, *config.also_at):
+            self._evaluate(log, temperature, step=step)
+
+    def _evaluate(self, log: Log, temperature: float, *, step: int) -> dict[str, Any]:
+        """Evaluate the weights that the engine has: those after this step."""
+        config, parts = self.config, self.parts
         greedy_again = temperature == 0 and temperature != config.eval.temperature  # k samples would all be the same
-        load_weights(parts)
         with log.view.doing("evaluating") as tell:
             result = evaluate(
                 parts.engine,
                 parts.policy,
                 parts.task.scores,
-                list(parts.task.test)[:problems],
+                list(parts.task.test)[: config.eval.problems],
                 k=1 if greedy_again else config.eval.k,
                 sampling=Sampling(temperature, parts.policy.stop_ids),
                 max_tokens=config.rollout.max_tokens,
@@ -189,8 +223,8 @@ class Training(Job):
                 tell=tell,
             )
         if result.failures == result.problems * result.k:
-            raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {self.done}")
-        line = {"kind": "eval", "step": self.done, "version": self.learner.version}
+            raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {step}")
+        line = {"kind": "eval", "step": step, "version": parts.engine.version}
         line |= result.summary() | {"eval/problems": result.problems, "eval/temperature": temperature}
         log.metrics(line)
         return line
@@ -307,8 +341,30 @@ class Training(Job):
             print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
         if "restarts" in summary:
             print(f"restarts: {_restarts(summary['restarts'])}")
+        if self.run_state.drift:
+            print(f"sampler and learner differ since {self.run_state.drift}")
         if (path / LEDGER).exists():
             print(f"ledger: {self._balance(path)}")
+
+    def next_steps(self, path: Path) -> list[str]:
+        """See `Job.next_steps`."""
+        again = eval_command(self.config, str(path / "model"), chat=self.policy.chat)
+        further = f"bapo resume {path} --steps {2 * self.config.steps}"
+        return [f"bapo report {path}", *([] if again is None else [again]), further]
+
+
+def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights that are aside in place of those of now, for an engine that shares its weights with the learner.
+
+    When a weight has been loaded, the one of now is aside in its stead. So there is never more than one copy.
+    """
+    for name, weight in weights:
+        if name not in aside:
+            yield name, weight
+            continue
+        now = weight.clone()
+        yield name, aside[name]
+        aside[name] = now
 
 
 def _asynchronous(parts: Parts, state: RunState) -> AsyncLoop | None:

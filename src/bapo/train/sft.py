@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.learn.sft import measure_fit, sft_step
+from bapo.preflight.data import Demonstrations, load_sft
 from bapo.screen.view import summary_table
 from bapo.train import life_cycle
 from bapo.train.build import make_policy, optimizer_settings
 from bapo.train.card import sft_card
-from bapo.train.demonstrations import Batches, describe, encode_demonstrations, load
+from bapo.train.demonstrations import Batches, describe, encode_demonstrations
 from bapo.train.life_cycle import Job, Log, Summary, When
 from bapo.train.skipped import skipped_line, stop_after
 from bapo.train.team import ALONE, Team
@@ -49,9 +51,9 @@ MOST_NATS = 700.0
 """The exponential of a larger number does not fit into a float."""
 
 
-def start(config: SftConfig, *, plain: bool | None = None) -> Summary:
-    """Train from the beginning. Returns the summary."""
-    return life_cycle.start(SupervisedTraining, config, plain=plain)
+def start(config: SftConfig, *, demonstrations: Demonstrations | None = None, plain: bool | None = None) -> Summary:
+    """Train from the beginning. Returns the summary. `demonstrations`: the data, if it was read already."""
+    return life_cycle.start(partial(SupervisedTraining, demonstrations=demonstrations), config, plain=plain)
 
 
 def resume(
@@ -71,14 +73,14 @@ class SupervisedTraining(Job):
     shows_samples = False
     learner: Learner
 
-    def __init__(self, config: SftConfig, team: Team = ALONE) -> None:
+    def __init__(self, config: SftConfig, team: Team = ALONE, demonstrations: Demonstrations | None = None) -> None:
         """Load the data first, so that mistakes in it show before a model is loaded."""
-        loaded = load(config.data)
+        loaded = load_sft(config.task) if demonstrations is None else demonstrations
         torch.set_num_threads(max(1, config.threads // team.on_this_machine))
         self.config: SftConfig = config
         self.skipped = 0  # updates in a row, up to the last one
         self.policy = make_policy(config if team.size == 1 else on_the_cpu(config))
-        self.data = encode_demonstrations(loaded, config.data, self.policy)
+        self.data = encode_demonstrations(loaded, config.task, self.policy)
         self.batches = Batches(
             self.data.train, size=config.learn.batch_sequences, epochs=config.epochs, seed=config.seed
         )
@@ -98,7 +100,7 @@ class SupervisedTraining(Job):
     @property
     def measure_every(self) -> int:
         """See `Job.measure_every`."""
-        return self.config.eval_every
+        return self.config.eval.every
 
     def title(self) -> str:
         """See `Job.title`."""
@@ -128,7 +130,7 @@ class SupervisedTraining(Job):
         timing = {"seconds": seconds, "tokens_per_second": update.tokens / seconds}
         log.run.append("timing.jsonl", {"step": step} | timing)
         if self.skipped >= self.config.learn.skip_limit:
-            stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, dump=False)
+            stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, sampled=False)
         shown = {key: value for key, value in update.metrics.items() if not isinstance(value, list)}
         log.view.step(step, shown, timing)
 
@@ -158,8 +160,8 @@ class SupervisedTraining(Job):
     def restore(self, state: dict[str, Any], path: Path) -> None:
         """See `Job.restore`."""
         if state["examples"] != self.data.fingerprint:
-            data = self.config.data
-            named = ", ".join((*data.sources, *data.held_out))
+            task = self.config.task
+            named = ", ".join((*task.train, *task.test))
             raise CheckpointError(
                 f"{named} or the tokenizer of {self.config.model.path} changed since {path} began, so the run "
                 "cannot be continued. Restore them, or start a new run."
@@ -197,17 +199,21 @@ class SupervisedTraining(Job):
             print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
         print(
             f"{summary['updates']:,} updates on {summary['tokens']:,.0f} response tokens in "
-            f"{summary['training_seconds']:.0f} s of training\n"
-            f"next            bapo train RECIPE.toml --model.path {path / 'model'} "
-            f"--model.chat {self.config.model.chat}"
+            f"{summary['training_seconds']:.0f} s of training"
         )
+
+    def next_steps(self, path: Path) -> list[str]:
+        """See `Job.next_steps`."""
+        warm = f"--model.path {path / 'model'} --model.chat {self.config.model.chat}"
+        return [f"bapo train RECIPE {warm}", f"bapo report {path}"]
 
 
 def learner_settings(config: SftConfig, updates: int) -> LearnerSettings:
     """The part of the configuration that the learner needs."""
+    given = config.learn.warmup_updates
     return LearnerSettings(
         **optimizer_settings(config.learn),
-        warmup_updates=round(config.learn.warmup * updates),
+        warmup_updates=round(config.learn.warmup * updates) if given is None else given,
         total_updates=updates,
         float32_head=config.model.float32_head,
     )

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 
 from bapo.config.run import Config
 from bapo.models import Policy
+from bapo.preflight.data import TaskData, load_task
 from bapo.tasks.countdown import Countdown
-from bapo.tasks.data.problems import load_problems, within, without_overlap
+from bapo.tasks.data.problems import within, without_overlap
 from bapo.tasks.dataset import DataTask
 from bapo.tasks.task import Task
 from bapo.tasks.verify.scorers import check_answers, open_scorer
@@ -24,8 +25,11 @@ class PreparedTask:
     notes: list[str] = field(default_factory=list)
 
 
-def make_task(config: Config, policy: Policy) -> PreparedTask:
-    """Make the task that the configuration names. It does not depend on the seed: all seeds see the same problems."""
+def make_task(config: Config, policy: Policy, data: TaskData | None = None) -> PreparedTask:
+    """Make the task that the configuration names. It does not depend on the seed: all seeds see the same problems.
+
+    `data`: its problems, if they were read already.
+    """
     chosen = config.task
     if chosen.name == "countdown":
         return PreparedTask(Countdown())
@@ -47,21 +51,14 @@ def make_task(config: Config, policy: Policy) -> PreparedTask:
             memory_mb=chosen.reward_memory_mb,
         )
         return PreparedTask(gym)
-    return _from_data(config, policy)
+    return _from_data(config, policy, load_task(chosen) if data is None else data)
 
 
-def _from_data(config: Config, policy: Policy) -> PreparedTask:
+def _from_data(config: Config, policy: Policy, data: TaskData) -> PreparedTask:
     chosen = config.task
-    notes = []
+    notes = list(data.notes)
     loaded: dict[str, Sequence[Problem]] = {}
-    for name, sources in (("train", chosen.train), ("test", chosen.test)):
-        problems, report = load_problems(
-            sources,
-            prompt_column=chosen.prompt_column,
-            answer_column=chosen.answer_column,
-            template=chosen.template,
-        )
-        notes.append(f"task.{name}: {report}")
+    for name, problems in (("train", data.train), ("test", data.test)):
         if chosen.max_prompt_tokens is not None:
             problems, long = within(problems, lambda prompt: len(policy.encode(prompt)), chosen.max_prompt_tokens)
             if long:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bapo.core.kernels import blocks_of
+from bapo.core.kernels.launch import INT32, Launcher, kinds_of
 from bapo.core.kernels.ratio import limited_ratio
 
 MAX_PROGRAMS = 264
@@ -50,25 +51,24 @@ def signal_partials(
     programs = max(1, min(MAX_PROGRAMS, blocks_of(tokens, BLOCK_TOKENS)))
     high_blocks = blocks_of(highs, BLOCK_CANDIDATES)
     partials = torch.empty((highs + lows + 1, programs), dtype=torch.float64, device=ratio.device)
-    _signal_kernel[(programs, high_blocks + blocks_of(lows, BLOCK_CANDIDATES))](
-        ratio.contiguous(),
+    ratio, mask = ratio.contiguous(), mask.contiguous()
+    given = (
+        ratio,
         advantages.contiguous(),
-        mask.contiguous(),
+        mask,
         ratio if behavior_logprobs is None else behavior_logprobs.contiguous(),
         mask if uses is None else uses.contiguous(),
         low if used_low is None else used_low,
-        low,
-        high,
-        thresholds,
-        partials,
-        tokens,
-        lows,
-        highs,
-        high_blocks,
-        surrogate,
-        weighted,
-        used_low is not None,
-        log_ratio_limit,
+        *(low, high, thresholds, partials),
+    )
+    constants = surrogate, weighted, used_low is not None, log_ratio_limit
+    kinds = kinds_of(*given)
+    _fill_partials(
+        None if kinds is None else (kinds, constants, tokens < INT32),
+        (programs, high_blocks + blocks_of(lows, BLOCK_CANDIDATES), 1),
+        *given,
+        *(tokens, lows, highs, high_blocks),
+        *constants,
         BLOCK_CANDIDATES,
         BLOCK_TOKENS,
     )
@@ -85,24 +85,15 @@ def choose_bounds(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # 0-d
     """Low, high, share, share at start and at end, stop reason: what `bapo.core.bounds.bounds_from_table` returns."""
-    programs = partials.numel() // (low.numel() + high.numel() + 1)
+    lows, highs = low.numel(), high.numel()
+    programs = partials.numel() // (lows + highs + 1)
     values = torch.empty(5, dtype=dtype, device=partials.device)
     stop = torch.empty((), dtype=torch.int64, device=partials.device)
-    _choose_kernel[(1,)](
-        partials.contiguous(),
-        low,
-        high,
-        values,
-        stop,
-        programs,
-        low.numel(),
-        high.numel(),
-        target_share,
-        high_first,
-        PATH_BLOCK,
-        16 if programs <= 16 else 64,
-        num_warps=8,
-    )
+    given = partials.contiguous(), low, high, values, stop
+    constants = high_first, PATH_BLOCK, 16 if programs <= 16 else 64
+    kinds = kinds_of(*given)
+    key = None if kinds is None else (kinds, constants)
+    _choose(key, (1, 1, 1), *given, programs, lows, highs, target_share, *constants)
     low_bound, high_bound, share, share_at_start, share_at_end = values.unbind()
     return low_bound, high_bound, share, share_at_start, share_at_end, stop
 
@@ -312,3 +303,6 @@ def _choose_kernel(
     tl.store(values_ptr + 3, share_at_start + poison)
     tl.store(values_ptr + 4, share_at_end + poison)
     tl.store(stop_ptr, stop.to(tl.int64))
+
+
+_fill_partials, _choose = Launcher(_signal_kernel), Launcher(_choose_kernel, num_warps=8)

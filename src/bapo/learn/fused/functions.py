@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bapo.core.kernels.norm import norm
 from bapo.learn.fused.kernels.attention import Plan, attend, attend_backward
-from bapo.learn.fused.kernels.norm import norm, norm_backward
+from bapo.learn.fused.kernels.norm import norm_backward
 from bapo.learn.fused.kernels.rotation import rotate, rotate_backward
 from bapo.learn.fused.linear import handed_over
 

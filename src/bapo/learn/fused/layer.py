@@ -17,10 +17,10 @@ from torch.nn import Linear
 
 from bapo.learn.fused.functions import Heads, add_norm, rotated_attention
 from bapo.learn.fused.kernels.attention import LONG_FROM, Plan, attend, attend_backward, plan_of
-from bapo.learn.fused.linear import gated_project, part_of, project, strange
+from bapo.learn.fused.linear import gated_project, part_of, project
+from bapo.models.layers import strange_architecture, strange_projections
 from bapo.types import TokenBatch
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 WIDTHS = (16, 32, 64, 128)
 """Widths of heads that the kernels were made for."""
 
@@ -28,23 +28,18 @@ WIDTHS = (16, 32, 64, 128)
 def unsupported(model: Any) -> str | None:
     """The reason why the layers of a model cannot be replaced; None if they can."""
     config = model.config
-    if config.model_type not in FAMILIES:
-        return f"its architecture is {config.model_type}, not one of {', '.join(FAMILIES)}"
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return "some of its layers have a sliding window"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
+    if (reason := strange_architecture(config)) is not None:
+        return reason
     if (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0:
         return "only a part of each head is rotated"
+    projections = []
     for layer in model.base_model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         if attention.head_dim not in WIDTHS:
             return f"its heads are {attention.head_dim} wide, not one of {', '.join(map(str, WIDTHS))}"
-        linears = [getattr(attention, f"{name}_proj") for name in "qkvo"] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        reason = next((found for module in linears if (found := strange(module)) is not None), None)
-        if reason is not None:
-            return reason
-    return None
+        projections += [getattr(attention, f"{name}_proj") for name in "qkvo"]
+        projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return strange_projections(projections)
 
 
 @torch.no_grad()

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import Linear, Module
+from torch.nn import Linear
 
-from bapo.learn.fused.kernels.gate import gate, gate_backward
-
-ADAPTER = "default"
-"""The name of the one set of additions that a layer may have."""
+from bapo.core.kernels.gate import gate
+from bapo.learn.fused.kernels.gate import gate_backward
+from bapo.models.layers import ADDITION
 
 
 class Part(NamedTuple):
@@ -41,26 +40,8 @@ def part_of(module: Any) -> Part:
     if isinstance(module, Linear):
         return Part(module.weight, module.bias)
     base = module.base_layer
-    down, up = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
-    return Part(base.weight, base.bias, down, up, float(module.scaling[ADAPTER]))
-
-
-def strange(module: Module) -> str | None:
-    """Why `part_of` would not say all about a layer; None if it does."""
-    if type(module) is Linear:
-        return None
-    name = f"{type(module).__module__}.{type(module).__name__}"
-    plain = name == "peft.tuners.lora.layer.Linear" and type(module.base_layer) is Linear
-    if not plain:
-        return f"a projection is {name}, not a plain Linear"
-    additions: Any = module
-    if list(additions.lora_A) != [ADAPTER] or additions.merged or additions.disable_adapters:
-        return "its low-rank additions are several, merged or disabled"
-    if not isinstance(additions.lora_dropout[ADAPTER], torch.nn.Identity):
-        return "its low-rank additions have dropout"
-    if additions.lora_variant or additions.fan_in_fan_out or additions.lora_bias[ADAPTER]:
-        return "its low-rank additions have more parts than two matrices"
-    return None
+    down, up = module.lora_A[ADDITION].weight, module.lora_B[ADDITION].weight
+    return Part(base.weight, base.bias, down, up, float(module.scaling[ADDITION]))
 
 
 def project(states: Tensor, parts: Sequence[Part]) -> Tensor:  # [rows, inputs] -> [rows, outputs of all parts]

@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
+from bapo.core.kernels.gate import gate
+from bapo.core.kernels.norm import add_norm
 from bapo.core.wide import wide_linear
-from bapo.rollout.cuda.kernels.layers import add_norm, gate, rotate_and_store
-from bapo.rollout.cuda.low_rank import has_addition, merged, refusal, scales_of
+from bapo.models.layers import has_addition, strange_architecture, strange_projections
+from bapo.rollout.cuda.kernels.layers import rotate_and_store
+from bapo.rollout.cuda.low_rank import merged, scales_of
 from bapo.rollout.cuda.pages import PAGE
 from bapo.rollout.requests import copy_weights
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """The rotary embeddings that depend on the position alone."""
 
@@ -34,12 +36,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def unsupported(model: PreTrainedModel) -> str | None:
     """The reason why this decoder cannot run a model; None if it can."""
     config = model.config
-    if config.model_type not in FAMILIES:
-        return f"its architecture is {config.model_type}, not one of {', '.join(FAMILIES)}"
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return "some of its layers have a sliding window"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
+    if (reason := strange_architecture(config)) is not None:
+        return reason
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotation not in ROTATIONS:
         return f"its rotary embedding is {rotation}, which depends on the sequence length"
@@ -50,12 +48,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
     if type(head) is not torch.nn.Linear or type(base.embed_tokens) is not torch.nn.Embedding:
         kinds = type(head).__name__, type(base.embed_tokens).__name__
         return f"its head and embedding are {kinds[0]} and {kinds[1]}, not plain Linear and Embedding"
-    linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    strangers = [module for module in linears if type(module) is not torch.nn.Linear and not has_addition(module)]
-    if strangers:
-        types = sorted({f"{type(module).__module__}.{type(module).__name__}" for module in strangers})
-        return f"its projections are {', '.join(types)}, not plain Linear"
-    return next(filter(None, (refusal(module) for module in linears if has_addition(module))), None)
+    return strange_projections([module for name, module in model.named_modules() if name.endswith("_proj")])
 
 
 class Decoder:

@@ -59,7 +59,7 @@ class Source:
 def resolve(name: str) -> Source:
     """The source that a name leads to, as the module's docstring describes. Refuses a name that leads nowhere."""
     label, equals, rest = name.partition("=")
-    if equals and _LABEL.fullmatch(label) and not Path(name).exists():
+    if equals and _LABEL.fullmatch(label) and not _path(name).exists():
         source = replace(_unnamed(rest), label=label, named=True)
         return replace(source, template=BENCHMARKS[label].template) if label in BENCHMARKS else source
     return _unnamed(name)
@@ -98,7 +98,13 @@ def _unnamed(name: str) -> Source:
 
 def _path(name: str) -> Path:
     try:
-        return Path(name).expanduser()
+        path = Path(name).expanduser()
+        path.exists()
+        return path
+    except OSError as error:
+        raise ValueError(
+            f"data source {name[:100]!r} cannot be looked up: {error.strerror}. Give a name or a path that exists."
+        ) from error
     except RuntimeError as error:
         raise ValueError(
             f"data source {name!r} is in the home directory of a user that this machine does not know: {error} "
@@ -128,7 +134,12 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
         return Source(label=_label(path), files=(path,))
     if is_saved(path):
         return Source(label=path.name, saved=path, split=split)
-    inside = sorted(file for file in path.rglob("*") if _is_data(file, path))
+    try:
+        inside = sorted(file for file in path.rglob("*") if _is_data(file, path))
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be searched for data: {error}. Name a directory whose files you may read, or a file."
+        ) from error
     if not inside:
         present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(

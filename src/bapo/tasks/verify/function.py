@@ -54,13 +54,13 @@ class FunctionReward:
         self.name, self.concurrency, self.seconds = name, concurrency, seconds
         self._function = find_function(name)
         self._keywords = _accepted(name, self._function)
-        self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        self.is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
         self._runner = asyncio.Runner()
         self._finalizer = weakref.finalize(self, self._runner.close)
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The score that the function gives each response, in order. No response text makes it raise."""
-        if not self._is_async:
+        if not self.is_async:
             return [self._one(problem, response) for problem, response in responses]
         found: dict[int, Score] = {}
         stopped = Score(None)

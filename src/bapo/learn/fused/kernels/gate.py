@@ -1,4 +1,4 @@
-"""The gate between the matrix products of an MLP, m = silu(g) u, and its gradient.
+"""The gradient of the gate between the matrix products of an MLP, m = silu(g) u (`core/kernels/gate.py`).
 
 dg = dm u s (1 + g (1 - s)),   du = dm silu(g),   with s = 1 / (1 + exp(-g)), silu(g) = g s
 """
@@ -11,27 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-
-
-@triton.jit
-def _gate(gated, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    dtype = out.dtype.element_ty
-    opening = tl.load(gated + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gated + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    opened = (opening / (1.0 + tl.exp(-opening))).to(dtype).to(tl.float32)
-    tl.store(out + row * width + column, (opened * up).to(dtype), mask=inside)
-
-
-def gate(gated: Tensor) -> Tensor:  # [rows, 2 width] -> [rows, width]
-    """silu(first half) * second half."""
-    rows, double = gated.shape
-    width = double // 2
-    out = gated.new_empty(rows, width)
-    _gate[(rows, triton.cdiv(width, BLOCK))](gated, out, width, BLOCK=BLOCK, num_warps=4)
-    return out
 
 
 @triton.jit

@@ -1,10 +1,6 @@
-"""RMS norm over rows, with the addition before it, and its gradient.
+"""The gradient of an RMS norm over rows, n = g x / sqrt(mean(x^2) + eps) (`core/kernels/norm.py`).
 
-    n = g x / sqrt(mean(x^2) + eps),   x = residual + delta
-
-    dx = s (g dn - h mean(g dn h)),   dg = sum over rows of dn h,   with s = 1 / sqrt(mean(x^2) + eps), h = s x
-
-Values are rounded to the model's dtype where transformers rounds them.
+dx = s (g dn - h mean(g dn h)),   dg = sum over rows of dn h,   with s = 1 / sqrt(mean(x^2) + eps), h = s x
 """
 
 from __future__ import annotations
@@ -14,45 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bapo.core.kernels.norm import warps_of
+
 PROGRAMS = 512
 """Programs that share the rows of a backward pass. Each sums its part of dg."""
-
-
-@triton.jit
-def _norm(x, delta, gain, added, out, scales, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    dtype = out.dtype.element_ty
-    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        value = value.to(dtype).to(tl.float32)
-        tl.store(added + row * width + column, value.to(dtype), mask=inside)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
-    tl.store(scales + row, scale)
-    normed = (value * scale).to(dtype).to(tl.float32)
-    weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (normed * weight).to(dtype), mask=inside)
-
-
-def norm(
-    x: Tensor,  # [rows, width]
-    gain: Tensor,  # [width]
-    eps: float,
-    delta: Tensor | None = None,  # added to x first, if given
-) -> tuple[Tensor, Tensor, Tensor]:  # x + delta (x itself without delta), its norm, 1 / its size [rows] float32
-    """RMS norm of x + delta."""
-    rows, width = x.shape
-    added = x if delta is None else torch.empty_like(x)
-    out = torch.empty_like(x)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(width)
-    _norm[(rows,)](
-        *(x, x if delta is None else delta, gain, added, out, scales, width, eps),
-        ADD=delta is not None, BLOCK=block, num_warps=_warps(block),
-    )  # fmt: skip
-    return added, out, scales
 
 
 @triton.jit
@@ -93,10 +54,6 @@ def norm_backward(
     block = triton.next_power_of_2(width)
     _norm_backward[(programs,)](
         *(gradient, x, gain, scales, passed_on, out, parts, rows, width, programs),
-        BLOCK=block, num_warps=_warps(block),
+        BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     return out, parts.sum(0)
-
-
-def _warps(block: int) -> int:
-    return min(8, max(1, block // 512))

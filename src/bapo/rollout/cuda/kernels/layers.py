@@ -1,4 +1,4 @@
-"""The operations between the matrix products of a Llama layer: norm, rotation, gate. Each is one launch.
+"""The rotation of queries and keys on their way into the cache, in one launch. Norm and gate are in `core/kernels`.
 
 Every intermediate is rounded to the model's dtype where transformers rounds it, so that a sampled token's log-prob
 equals the learner's up to the order of sums inside matrix products and attention.
@@ -6,72 +6,9 @@ equals the learner's up to the order of sums inside matrix products and attentio
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-
-@triton.jit
-def _add_norm(
-    residual, residual_stride, delta, weight, out, out_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    dtype = out.dtype.element_ty
-    x = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(dtype).to(tl.float32)
-        tl.store(residual + row * residual_stride + column, x.to(dtype), mask=inside)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
-    normed = (x * scale).to(dtype).to(tl.float32)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, (normed * gain).to(dtype), mask=inside)
-
-
-def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of (residual + delta), [tokens, width]. The sum replaces the residual."""
-    tokens, width = residual.shape
-    out = torch.empty_like(residual)
-    block = triton.next_power_of_2(width)
-    _add_norm[(tokens,)](
-        residual,
-        residual.stride(0),
-        residual if delta is None else delta,
-        weight,
-        out,
-        out.stride(0),
-        width,
-        eps,
-        ADD=delta is not None,
-        BLOCK=block,
-        num_warps=min(8, max(1, block // 512)),
-    )
-    return out
-
-
-@triton.jit
-def _gate(gated, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    dtype = out.dtype.element_ty
-    gate = tl.load(gated + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gated + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * width + column, (opened * up).to(dtype), mask=inside)
-
-
-def gate(gated: Tensor) -> Tensor:  # [tokens, 2 * width] -> [tokens, width]
-    """silu(first half) * second half."""
-    tokens, double = gated.shape
-    width = double // 2
-    out = gated.new_empty(tokens, width)
-    block = min(1024, triton.next_power_of_2(width))
-    _gate[(tokens, triton.cdiv(width, block))](gated, out, width, BLOCK=block, num_warps=4)
-    return out
 
 
 @triton.jit

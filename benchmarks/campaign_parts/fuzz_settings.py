@@ -1,0 +1,138 @@
+"""Families of what people write by hand: recipes, command lines, grids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from campaign_parts.fuzz import Family, parsed
+from campaign_parts.fuzz_values import edited, json_values, scalars, strange
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+GRID_KEYS = ("name", "out", "seeds", "base", "objective", "setting", "steps", "kind")
+
+
+def families() -> dict[str, Family]:
+    """All of them."""
+    texts = [path.read_bytes() for path in sorted(RECIPES.glob("*.toml"))]
+    grids = [text for text in texts if b"[[objective]]" in text]
+    return {
+        "recipe text": Family(20, st.tuples(st.booleans(), edited(texts)), _recipe_text),
+        "recipe values": Family(40, st.tuples(st.booleans(), _recipe()), _recipe_values),
+        "command line": Family(1, _words(), _command_line, chunk=100),
+        "grid text": Family(8, edited(grids), _grid_text),
+        "grid values": Family(12, _grid(), _grid_values),
+    }
+
+
+def _keys(supervised: bool) -> list[str]:
+    from bapo.config.recipe import all_keys
+    from bapo.config.run import Config
+    from bapo.config.sft import SftConfig
+
+    return all_keys(SftConfig if supervised else Config)
+
+
+def _schema(supervised: bool) -> Any:
+    from bapo.config.run import Config
+    from bapo.config.sft import SftConfig
+
+    return SftConfig if supervised else Config
+
+
+@st.composite
+def _recipe(draw: st.DrawFn) -> dict[str, Any]:
+    """Known keys, mostly, with values that fit or do not."""
+    values: dict[str, Any] = {}
+    known = st.sampled_from([*_keys(False), *_keys(True)])
+    for _ in range(draw(st.integers(1, 5))):
+        key = draw(known) if draw(st.integers(0, 9)) else draw(st.text(max_size=12))
+        *tables, name = key.split(".")
+        inner = values
+        for table in tables:
+            inner = inner[table] if isinstance(inner.get(table), dict) else inner.setdefault(table, {})
+            if not isinstance(inner, dict):
+                return values
+        inner[name] = draw(st.one_of(scalars, strange, json_values))
+    return values
+
+
+@st.composite
+def _words(draw: st.DrawFn) -> list[str]:
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        key = draw(st.sampled_from(_keys(False))).replace("_", "-")
+        found.append(f"--{key}" if draw(st.integers(0, 9)) else draw(st.text(max_size=8)))
+        value = draw(scalars)
+        found += [str(value)[:300]] if draw(st.integers(0, 9)) else []
+    return found
+
+
+@st.composite
+def _grid(draw: st.DrawFn) -> Any:
+    entry = st.dictionaries(
+        st.sampled_from(["label", "objective", "offpolicy", "steps", "seed", "out", "learn", "x"]),
+        st.one_of(strange, json_values, st.dictionaries(st.sampled_from(["name", "reuse", "lr", "preset"]), scalars)),
+        max_size=3,
+    )
+    lists = st.lists(st.one_of(entry, entry.map(lambda given: {"label": "a"} | given)), max_size=3)
+    fitting = {
+        "name": scalars, "out": scalars, "seeds": st.one_of(scalars, st.lists(scalars, max_size=4)),
+        "base": _recipe(), "objective": lists, "setting": lists, "steps": scalars, "kind": scalars,
+    }  # fmt: skip
+    chosen = draw(st.lists(st.sampled_from(GRID_KEYS), max_size=6, unique=True))
+    return {key: draw(fitting[key]) if draw(st.integers(0, 4)) else draw(json_values) for key in chosen}
+
+
+def _recipe_text(case: tuple[bool, bytes], inside: Path) -> None:
+    from bapo.config.recipe import load
+
+    supervised, text = case
+    path = inside / "recipe.toml"
+    path.write_bytes(text)
+    load(_schema(supervised), path)
+
+
+def _recipe_values(case: tuple[bool, dict[str, Any]], inside: Path) -> None:
+    from bapo.config.recipe import load, parse
+
+    supervised, values = case
+    path = inside / "recipe.json"
+    path.write_text(json.dumps(values))
+    config = load(_schema(supervised), path)
+    kept = json.dumps(config.model_dump(mode="json"))  # as config.json keeps it
+    again = parse(_schema(supervised), json.loads(kept), source="config.json")
+    assert again == config, f"config.json does not hold the configuration: {again} and {config}"
+
+
+def _command_line(case: list[str], inside: Path) -> None:
+    from bapo.cli import _configured
+    from bapo.config.run import Config
+
+    parsed(lambda: _configured(Config, case, prog="bapo train"))
+
+
+def _grid_text(case: bytes, inside: Path) -> None:
+    path = inside / "grid.toml"
+    path.write_bytes(case)
+    _plan(path)
+
+
+def _grid_values(case: Any, inside: Path) -> None:
+    path = inside / "grid.json"
+    path.write_text(json.dumps(case))
+    _plan(path)
+
+
+def _plan(path: Path) -> None:
+    from bapo.compare.grid import load_grid
+    from bapo.compare.plan import default_parallel, make_plan
+
+    grid = load_grid(path)
+    jobs = make_plan(grid)
+    assert jobs
+    default_parallel([job.cell for job in jobs])
+    json.dumps(grid.record())

@@ -1,0 +1,201 @@
+"""`bapo doctor`: whether this machine can run what you want, and what to do about what is missing.
+
+Every check is a line: what was looked at, what was found, and a remedy where there is something to do. With a recipe or
+keys, the model and the data that they name are read too, by the same checks that `bapo train` makes before it begins.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from bapo.commands.training import asked_for
+from bapo.config.placement import available_cores, default_threads
+from bapo.config.run import Config
+from bapo.tasks.data.benchmarks import BENCHMARKS
+from bapo.tasks.data.sources import DATA_DIRECTORY
+
+GIB = 2**30
+EXTRAS = {
+    "math": (("math_verify", "reasoning_gym"), 'reward = "math" and task.name = "gym"'),
+    "lora": (("peft",), "model.lora.rank"),
+    "parquet": (("pyarrow",), "parquet files"),
+    "data": (("datasets",), "data sets from the hub"),
+    "gguf": (("gguf",), "GGUF files"),
+    "ray": (("ray",), "the cluster section"),
+    "vllm": (("vllm",), 'cluster.engine = "vllm"'),
+}
+"""Optional packages by the name of the extra that installs them, and what they are for."""
+PORTS = {6379: "Ray", 8265: "Ray's dashboard"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    found: str
+    remedy: str = ""
+    """What to do; empty if there is nothing to do."""
+    stops: bool = False
+    """Whether a run cannot start without it."""
+
+    def line(self) -> str:
+        """As it is printed."""
+        mark = "ok" if not self.remedy else "BAD" if self.stops else "note"
+        return f"{mark:<5}{self.name:<15}{self.found}" + (f"\n{'':<20}{self.remedy}" if self.remedy else "")
+
+
+def doctor(words: list[str]) -> int:
+    """Carry out `bapo doctor`."""
+    asked = asked_for(Config, words, prog="bapo doctor")
+    if asked.given.unknown:
+        asked.sound()
+    findings = [*_python(), *_torch(), *_extras(), *_machine(), *_data(), *_model(asked.draft, asked.wrong)]
+    for finding in findings:
+        print(finding.line())
+    bad = sum(finding.stops for finding in findings)
+    print(
+        "\nA run can start." if not bad else f"\n{bad} thing{'s' * (bad > 1)} must be put right before a run can start."
+    )
+    return 1 if bad else 0
+
+
+def _python() -> Iterator[Finding]:
+    found = f"{sys.version.split()[0]}, {sys.executable}"
+    old = sys.version_info < (3, 11)
+    yield Finding("Python", found, "bapo needs Python 3.11 or later." if old else "", stops=old)
+    yield Finding("bapo", _version("bapo") or "not installed: it runs from its source directory")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding(
+            "torch",
+            f"cannot be imported: {error}",
+            "Install it as https://pytorch.org says for your machine.",
+            stops=True,
+        )
+        return
+    yield Finding("torch", torch.__version__)
+    yield Finding("transformers", _version("transformers") or "missing", *_missing("transformers"))
+    card = shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*"))
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            busy = free < 0.5 * total
+            yield Finding(
+                f"GPU {index}",
+                f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free",
+                "Another process uses it; nvidia-smi shows which." if busy else "",
+            )
+    elif card:
+        yield Finding(
+            "GPU",
+            "there is an NVIDIA GPU, but torch does not see it",
+            f"This torch ({torch.__version__}) may be a build for CPUs, or the driver may be too old for it. Install a "
+            "CUDA build. Until then, runs use the CPU.",
+        )
+    else:
+        yield Finding("GPU", "none: runs use the CPU, which is enough for the embedded model")
+
+
+def _missing(package: str) -> tuple[str, bool]:
+    missing = find_spec(package) is None
+    return (f"Install it with: pip install {package}" if missing else "", missing)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, (packages, purpose) in EXTRAS.items():
+        absent = [package.replace("_", "-") for package in packages if find_spec(package) is None]
+        have = ", ".join(f"{package.replace('_', '-')} {_version(package) or ''}".strip() for package in packages)
+        if absent:
+            yield Finding(
+                f"[{extra}]", f"{', '.join(absent)} not installed", f"Needed for {purpose}: pip install 'bapo[{extra}]'"
+            )
+        else:
+            yield Finding(f"[{extra}]", have)
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("cores", f"{available_cores()}, of which a run uses {default_threads()}")
+    with_memory = Path("/proc/meminfo")
+    if with_memory.exists():
+        facts = dict(line.split(":", 1) for line in with_memory.read_text().splitlines())
+        free = int(facts["MemAvailable"].split()[0]) * 1024
+        low = free < 2 * GIB
+        yield Finding("memory", f"{free / GIB:.1f} GiB free", "Close other programs; 2 GiB is little." if low else "")
+    free = shutil.disk_usage(Path.cwd()).free
+    yield Finding(
+        "disk",
+        f"{free / GIB:.1f} GiB free in {Path.cwd()}",
+        "A checkpoint takes 14 bytes per trained parameter. Choose another disk with --out." if free < 5 * GIB else "",
+    )
+    writable = os.access(Path.cwd(), os.W_OK)
+    yield Finding(
+        "directory",
+        f"{Path.cwd()} {'can' if writable else 'cannot'} be written to",
+        "" if writable else "Work in another directory, or set out to one that can be written to.",
+        stops=not writable,
+    )
+    shared = Path("/dev/shm")  # noqa: S108 - it is only measured
+    if shared.exists():
+        free = shutil.disk_usage(shared).free
+        remedy = "Ray and vLLM pass weights through it. In a container, start with --shm-size=8g." if free < GIB else ""
+        yield Finding("shared memory", f"{free / GIB:.1f} GiB free in {shared}", remedy)
+    for port, owner in PORTS.items():
+        taken = _taken(port)
+        yield Finding(
+            f"port {port}",
+            f"{'in use' if taken else 'free'} ({owner})",
+            'If Ray runs here, join it with cluster.address = "auto"; otherwise end what uses the port.'
+            if taken
+            else "",
+        )
+
+
+def _data() -> Iterator[Finding]:
+    root = os.environ.get(DATA_DIRECTORY)
+    if not root:
+        yield Finding(f"${DATA_DIRECTORY}", "not set: benchmarks such as gsm8k come from the hub")
+        return
+    path = Path(root)
+    found = [name for name in BENCHMARKS if (path / name).is_dir()]
+    remedy = "" if found else f"Put benchmarks there as {root}/gsm8k/train.jsonl and so on, or unset it."
+    yield Finding(f"${DATA_DIRECTORY}", f"{root}: {', '.join(found) or 'no benchmark'}", remedy)
+
+
+def _model(config: Config, wrong: list[str]) -> Iterator[Finding]:
+    """The model and the data of the recipe, or of the embedded run."""
+    what = f"model {config.model.path}, task {config.task.name}"
+    if not wrong:
+        yield Finding("recipe", f"{what}: nothing wrong that can be seen without loading the model")
+    for line in wrong:
+        yield Finding("recipe", what, line, stops=True)
+
+
+def _taken(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package.replace("_", "-"))
+    except PackageNotFoundError:
+        return None

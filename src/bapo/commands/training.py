@@ -1,0 +1,177 @@
+"""`bapo train`, `bapo sft` and `bapo resume`: from the words of the command line to a run.
+
+A recipe is judged together with the keys on the command line, never alone: each may need the other.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from bapo.config.errors import ConfigError
+    from bapo.config.run import Config
+    from bapo.config.sft import SftConfig
+    from bapo.config.words import Words
+    from bapo.preflight.checks import Examined
+
+Kind = TypeVar("Kind", "Config", "SftConfig")
+
+SWITCHES = {"bapo train": ("list", "dry-run"), "bapo sft": ("list",)}
+"""Options that are not keys."""
+
+
+def train(words: list[str]) -> int:
+    """Carry out `bapo train`."""
+    from bapo.config.run import Config
+
+    asked = asked_for(Config, words)
+    if "dry-run" in asked.given.switches:
+        return show_plan(asked)
+    config = asked.sound()
+
+    from bapo.train.run import start
+
+    start(config, data=asked.found.data)
+    return 0
+
+
+def sft(words: list[str]) -> None:
+    """Carry out `bapo sft`."""
+    from bapo.config.sft import SftConfig
+
+    asked = asked_for(SftConfig, words)
+    config = asked.sound()
+
+    from bapo.train.sft import start
+
+    start(config, demonstrations=asked.found.demonstrations)
+
+
+def resume(words: list[str]) -> None:
+    """Carry out `bapo resume`."""
+    from bapo.config.command_line import parse_resume
+    from bapo.config.run import Config
+    from bapo.config.sft import SftConfig
+    from bapo.runs.write import RunDirectory
+
+    given, keys = parse_resume(words)
+    path, source = given.run, given.start
+    if RunDirectory(path).values().get("kind") == "sft":
+        changed = _changed(SftConfig, path, keys)
+
+        from bapo.train.sft import resume as resume_sft
+
+        resume_sft(path, config=changed, source=source)
+    else:
+        wanted = _changed(Config, path, keys)
+
+        from bapo.train.run import resume
+
+        resume(path, config=wanted, source=source)
+
+
+@dataclass(frozen=True)
+class Asked(Generic[Kind]):
+    """What a command line asks for, and everything that is wrong with it as far as it can be known without torch."""
+
+    given: Words
+    config: Kind | None
+    """The configuration; None if it is wrong."""
+    draft: Kind
+    """The configuration, or as much of it as can be read."""
+    wrong: list[str]
+    found: Examined
+
+    def sound(self) -> Kind:
+        """The configuration, or one error that lists everything that is wrong with it."""
+        if self.config is None or self.wrong:
+            raise _all_wrong(self.wrong, self.given)
+        return self.config
+
+
+def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) -> Asked[Kind]:
+    """The configuration that a recipe and the keys on the command line describe together."""
+    from bapo.config.recipe import COMMANDS, check, draft, read_recipe_for
+    from bapo.config.shipped import listing
+    from bapo.config.words import merged, read_words
+
+    command = COMMANDS[schema]
+    given = read_words(schema, words, switches=SWITCHES[command])
+    if "list" in given.switches:
+        print(listing(command))
+        raise SystemExit(0)
+    values = {} if given.recipe is None else read_recipe_for(command, given.recipe)
+    if "help" in given.switches:
+        show_help(schema, values, prog=f"{prog or command} [RECIPE]")
+    values = merged(values, given.values)
+    wrong: list[str]
+    config, wrong = check(schema, values)
+    readable = draft(schema, values) if config is None else config
+    found: Examined = looked_at(readable)
+    return Asked(given, config, readable, [*wrong, *found.wrong], found)
+
+
+def show_plan(asked: Asked[Config]) -> int:
+    """Print what a run would be, and everything that is wrong with it. Returns the exit code."""
+    from bapo.train.dry_run import dry_run
+
+    lines, wrong = dry_run(asked.draft, asked.found.data, asked.wrong)
+    print("\n".join(lines))
+    if wrong:
+        raise _all_wrong(wrong, asked.given)
+    print("\nNothing is wrong. Without --dry-run, the same command starts the run.")
+    return 0
+
+
+def looked_at(config: Config | SftConfig) -> Examined:
+    """What can be known of a run without torch. The first rank speaks for all."""
+    from bapo.config.sft import SftConfig
+    from bapo.preflight.checks import Examined, examine, examine_sft
+
+    if os.environ.get("RANK", "0") != "0":
+        return Examined([])
+    return examine_sft(config) if isinstance(config, SftConfig) else examine(config)
+
+
+def show_help(schema: type[BaseModel], values: dict[str, Any], *, prog: str) -> None:
+    """Print every key with its value in the recipe, and exit with 0."""
+    from bapo.config.command_line import print_help
+    from bapo.config.recipe import check
+
+    print_help(check(schema, values)[0] or schema(), prog=prog)
+
+
+def _all_wrong(wrong: list[str], given: Words) -> ConfigError:
+    """One error about everything that is wrong."""
+    from bapo.config.errors import UsageError
+    from bapo.config.recipe import listed
+
+    sources = [*([given.recipe] if given.recipe else []), *(["command line"] if given.values else [])]
+    error = listed(" with the ".join(sources) or "defaults", wrong)
+    return UsageError(str(error)) if given.unknown else error
+
+
+def _changed(schema: type[Kind], path: Path, keys: list[str]) -> Kind | None:
+    """The configuration of a run, changed by keys; None if there are none."""
+    from bapo.config.errors import UsageError
+    from bapo.config.recipe import check
+    from bapo.config.words import merged, read_words
+    from bapo.runs.write import RunDirectory
+
+    if not keys:
+        return None
+    given = read_words(schema, keys)
+    if given.recipe is not None:
+        raise UsageError(
+            f"{given.recipe!r} is neither a key nor the value of one. A resumed run takes no recipe; its settings are "
+            f"in {path / 'config.json'}. Give changed keys as options, such as --steps 80."
+        )
+    config, wrong = check(schema, merged(RunDirectory(path).config(schema).model_dump(mode="json"), given.values))
+    if config is None:
+        raise _all_wrong(wrong, given)
+    return config

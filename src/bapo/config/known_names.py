@@ -1,0 +1,147 @@
+"""What settings of TRL and verl are called here. An unknown key with such a name gets the right hint.
+
+    python -m bapo.config.known_names > docs/names.md
+
+A name is the last part of theirs: actor_rollout_ref.actor.ppo_epochs is known as ppo_epochs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Known(NamedTuple):
+    """A setting that people know under another name."""
+
+    trl: str
+    """Its names in TRL, separated by commas; empty if TRL has none."""
+    verl: str
+    """Its names in verl."""
+    key: str
+    """The key here; empty if there is none."""
+    remark: str = ""
+    """What differs, as a sentence or several."""
+
+
+BOUNDS = "The bounds are on the ratio: low = 1 - epsilon, high = 1 + epsilon. Presets of bapo have their own."
+NO_KL = "There is no penalty to a reference model here. Clip bounds and offpolicy.max_staleness limit an update."
+ONE_UPDATE = "An update is one optimizer step on the whole batch; this key only divides its work."
+
+NAMES = (
+    Known("model_name_or_path", "path", "model.path"),
+    Known("torch_dtype, dtype, bf16, fp16", "dtype, model_dtype", "model.dtype"),
+    Known("attn_implementation", "attn_implementation", "model.attention"),
+    Known("lora_r, r", "lora_rank", "model.lora.rank"),
+    Known("lora_alpha", "lora_alpha", "model.lora.alpha"),
+    Known("lora_target_modules, target_modules", "target_modules", "model.lora.targets"),
+    Known("system_prompt", "", "model.system"),
+    Known("chat_template_kwargs", "apply_chat_template_kwargs", "model.template_options"),
+    Known("dataset_name, train_dataset", "train_files", "task.train", "Files, directories, benchmarks or hub ids."),
+    Known("eval_dataset, dataset_test_split", "val_files", "task.test"),
+    Known("", "prompt_key", "task.prompt_column"),
+    Known("max_prompt_length", "max_prompt_length", "task.max_prompt_tokens", "Longer problems are left out."),
+    Known("reward_funcs", "custom_reward_function, compute_score", "task.reward", "module:function, or math."),
+    Known(
+        "mask_truncated_completions",
+        "overlong_buffer, overlong_buffer_len",
+        "task.overlong_tokens",
+        "Truncated responses stay in the batch. This key takes reward from responses that come near the limit.",
+    ),
+    Known(
+        "generation_batch_size, steps_per_generation",
+        "train_batch_size, gen_batch_size",
+        "rollout.prompts",
+        "It counts prompts, each of which gets rollout.responses.",
+    ),
+    Known("num_generations", "n", "rollout.responses"),
+    Known("max_completion_length", "max_response_length", "rollout.max_tokens"),
+    Known("", "max_num_seqs", "rollout.slots"),
+    Known("", "max_num_batched_tokens", "rollout.cache_tokens"),
+    Known("num_iterations", "ppo_epochs", "offpolicy.reuse", "Passes over each rollout."),
+    Known("", "staleness_threshold", "offpolicy.max_staleness", "It counts updates and holds for every token."),
+    Known("", "partial_rollout", "offpolicy.partial_budget", "It counts the tokens that are sampled per step."),
+    Known("", "loss_mode", "objective.name"),
+    Known("importance_sampling_level", "", "objective.name", "Ratios of whole responses: \"gspo\"."),
+    Known("epsilon, epsilon_low", "clip_ratio, clip_ratio_low", "objective.options", BOUNDS),
+    Known("epsilon_high", "clip_ratio_high", "objective.options", BOUNDS),
+    Known("delta", "clip_ratio_c", "objective.options", "The cap of objective.name = \"dual_clip\"."),
+    Known("learning_rate", "lr", "learn.lr"),
+    Known("lr_scheduler_type", "lr_scheduler_type, warmup_style", "learn.schedule"),
+    Known("warmup_steps, warmup_ratio", "lr_warmup_steps, lr_warmup_steps_ratio", "learn.warmup_updates"),
+    Known("adam_beta1, adam_beta2", "betas", "learn.betas", "A list of both."),
+    Known("max_grad_norm", "grad_clip, clip_grad", "learn.clip_norm"),
+    Known(
+        "per_device_train_batch_size",
+        "ppo_mini_batch_size",
+        "learn.batch_groups",
+        "It counts groups: one prompt with all of its responses.",
+    ),
+    Known(
+        "gradient_accumulation_steps",
+        "ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, ppo_max_token_len_per_gpu, use_dynamic_bsz",
+        "learn.micro_tokens",
+        ONE_UPDATE,
+    ),
+    Known("loss_type", "loss_agg_mode", "learn.reduction", "dapo, bnpo and token-mean are token_mean; grpo is "
+          "sequence_mean; dr_grpo is fixed_length."),
+    Known("scale_rewards", "adv_estimator, norm_adv_by_std_in_grpo", "learn.advantages"),
+    Known("gradient_checkpointing", "enable_gradient_checkpointing", "learn.activation_checkpointing"),
+    Known("torch_compile", "use_torch_compile", "learn.compile"),
+    Known("beta", "kl_coef, kl_loss_coef, use_kl_loss, use_kl_in_reward", "", NO_KL),
+    Known("", "entropy_coeff", "", "There is no entropy term here. What keeps entropy up is the clip."),
+    Known("max_steps, num_train_epochs", "total_epochs, total_training_steps", "steps", "One step samples once."),
+    Known("output_dir", "default_local_dir", "out"),
+    Known("save_steps", "save_freq", "checkpoint_every"),
+    Known("save_total_limit", "max_actor_ckpt_to_keep", "checkpoint_keep"),
+    Known("eval_steps", "test_freq", "eval.every"),
+    Known("num_generations_eval", "val_kwargs", "eval.k"),
+    Known("use_vllm, vllm_mode", "", "cluster.engine", "vllm, together with cluster.rollouts."),
+    Known("vllm_tensor_parallel_size", "tensor_model_parallel_size", "cluster.gpus_per_rollout"),
+    Known("", "n_gpus_per_node, nnodes", "cluster.learners", "cluster.rollouts says how many processes sample."),
+    Known("logging_steps, report_to, log_completions", "logger, log_val_generations", "", "Every step is logged, in "
+          "the run directory. `bapo report RUN` shows it."),
+)  # fmt: skip
+
+
+PREFACE = """\
+The keys here, beside what TRL (`GRPOConfig`, `ModelConfig`, peft's `LoraConfig`) and verl call the same thing. A recipe
+or a command line that uses one of their names gets the hint of this table. `bapo train --help` explains every key.
+
+`bapo init trl` and `bapo init verl` write a script that stays inside TRL or verl and takes only the loss from bapo; see
+[TRL](adapters/trl.md) and [verl](adapters/verl.md).
+"""
+
+
+def hint(key: str) -> str | None:
+    """What a key that does not exist is called here, in a sentence or two; None if the name is not known."""
+    last = key.rpartition(".")[2].lower().replace("-", "_")
+    for known in NAMES:
+        whose = [
+            name
+            for name, theirs in (("TRL", known.trl), ("verl", known.verl))
+            if last in map(str.strip, theirs.split(","))
+        ]
+        if whose:
+            told = f"In {' and '.join(whose)}, {last} is what {known.key} is here." if known.key else ""
+            return " ".join(filter(None, (told, known.remark)))
+    return None
+
+
+def table() -> str:
+    """docs/names.md."""
+    rows = ["| TRL | verl | here | |", "|---|---|---|---|"]
+    for known in NAMES:
+        theirs = [", ".join(f"`{name.strip()}`" for name in names.split(",") if name) for names in known[:2]]
+        rows.append(f"| {theirs[0]} | {theirs[1]} | {f'`{known.key}`' if known.key else '–'} | {known.remark} |")
+    return "\n".join(
+        [
+            "# Names that you know from TRL and verl",
+            "",
+            PREFACE,
+            *rows,
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(table())

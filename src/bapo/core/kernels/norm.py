@@ -1,0 +1,68 @@
+"""RMS norm over rows, with the addition before it: for sampling and for the forward pass of training.
+
+    n = g x / sqrt(mean(x^2) + eps),   x = residual + delta
+
+Values are rounded to the model's dtype where transformers rounds them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _norm(x, delta, gain, added, out, scales, width, eps, ADD: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    dtype = out.dtype.element_ty
+    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(dtype).to(tl.float32)
+        tl.store(added + row * width + column, value.to(dtype), mask=inside)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
+    if KEEP:
+        tl.store(scales + row, scale)
+    normed = (value * scale).to(dtype).to(tl.float32)
+    weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (normed * weight).to(dtype), mask=inside)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm of x + delta, [rows, width]. The sum replaces x."""
+    return _launched(x, delta, gain, eps, added=x, scales=None)
+
+
+def norm(
+    x: Tensor,  # [rows, width]
+    gain: Tensor,  # [width]
+    eps: float,
+    delta: Tensor | None = None,  # added to x first, if given
+) -> tuple[Tensor, Tensor, Tensor]:  # x + delta (x itself without delta), its norm, 1 / its size [rows] float32
+    """RMS norm of x + delta, and what its backward pass needs."""
+    added = x if delta is None else torch.empty_like(x)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    return added, _launched(x, delta, gain, eps, added=added, scales=scales), scales
+
+
+def _launched(
+    x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *, added: Tensor, scales: Tensor | None
+) -> Tensor:
+    assert x.is_contiguous(), "rows must lie one after the other"
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _norm[(rows,)](
+        *(x, x if delta is None else delta, gain, added, out, x if scales is None else scales, width, eps),
+        ADD=delta is not None, KEEP=scales is not None, BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+    return out
+
+
+def warps_of(block: int) -> int:
+    """Warps of a program that holds a row of this size."""
+    return min(8, max(1, block // 512))

@@ -1,0 +1,210 @@
+/* Turns panels into plots. A panel is a plain object with a kind, a title and values; `kinds` says how each kind is drawn,
+   and a page may add its own. The view of a page says which arms there are and how they are shown:
+
+     arms, objectives, settings, counts    as in the values of the report
+     title                                 of the page; stands below the title of a saved picture
+     legend                                whether plots show one; otherwise the page has chips for it
+     visible(arm), smoothing(), counted()  what the reader chose; counted: over sampled responses instead of updates
+
+   Colour shows the objective, dash and symbol show the setting. */
+const charts = (() => {
+  "use strict";
+  const COLORS = {
+    light: ["#0b63a5", "#d1490c", "#0a8a63", "#b0478d", "#a67c00", "#5b4fc4", "#4d5561", "#00889c"],
+    dark: ["#6cb6f5", "#ff9160", "#4fd1a5", "#ee8fcb", "#e8c14a", "#a99cff", "#b4bcc8", "#5fd4e6"],
+  };
+  const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+  const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
+  const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "reset" };
+  const MOST_BANDS = 2;  // with more, bands and seeds of an arm are shown only while the pointer is on it
+  const FADED = 0.25;
+
+  // What an arm looks like
+
+  const color = (at, mode) => COLORS[mode][Math.max(0, at) % COLORS.light.length];
+  const colorOf = (view, objective, mode) => color(view.objectives.indexOf(objective), mode);
+  const settingOf = (view, setting) => Math.max(0, view.settings.indexOf(setting));
+  const dashOf = (view, arm) => DASHES[settingOf(view, arm.setting) % DASHES.length];
+  const symbolOf = (view, setting) => SYMBOLS[settingOf(view, setting) % SYMBOLS.length];
+  const label = (view, arm) => [
+    view.objectives.length > 1 || view.settings.length === 1 ? arm.objective : null,
+    view.settings.length > 1 ? arm.setting : null,
+  ].filter(Boolean).join(" · ");
+  const faded = (shade, alpha) => {
+    const [r, g, b] = [1, 3, 5].map((at) => parseInt(shade.slice(at, at + 2), 16));
+    return `rgba(${r},${g},${b},${alpha})`;
+  };
+
+  // Curves. A panel without numbers of responses stays over updates.
+
+  const overResponses = (panel, view) => view.counted() && panel.series.some((series) => series.responses);
+  const windowOf = (panel, view) => panel.kind === "curves" && !panel.markers ? view.smoothing() : 1;
+  const hasDetail = (panel, view, series) => series.runs.length > 1 || windowOf(panel, view) > 1;
+  const crowded = (panel, view) => ["curves", "profile"].includes(panel.kind) && !panel.markers &&
+    panel.series.filter((series) => view.visible(view.arms[series.arm]) && hasDetail(panel, view, series)).length > MOST_BANDS;
+
+  /* The points of a series that one line may join, and those that it may not, because they were measured otherwise. */
+  function separated(series, counts) {
+    const apart = series.apart ?? [];
+    const part = (wanted) => {
+      const keep = (values) => values.filter((_, at) => Boolean(apart[at]) === wanted);
+      return { series: { x: keep(series.x), runs: series.runs.map(keep) }, counts: counts && counts.map(keep) };
+    };
+    return apart.some(Boolean) ? [part(false), part(true)] : [{ series, counts }, null];
+  }
+
+  function curves(panel, view, mode) {
+    const list = [];
+    const detail = crowded(panel, view) ? 0 : 1;
+    for (const series of panel.series) {
+      const arm = view.arms[series.arm];
+      const counts = overResponses(panel, view) ? series.responses?.map((run) => view.counts[run]) : null;
+      if (!view.visible(arm) || counts === undefined) continue;
+      const [joined, apart] = separated(series, counts);
+      list.push(...armCurves(panel, view, mode, series.arm, joined, detail));
+      if (apart) list.push(...apartPoints(view, mode, series.arm, apart));
+    }
+    return list;
+  }
+
+  function armCurves(panel, view, mode, index, { series, counts }, detail) {
+    const arm = view.arms[index];
+    const shade = colorOf(view, arm.objective, mode), dash = dashOf(view, arm), name = label(view, arm);
+    const window = windowOf(panel, view);
+    const { seeds, x, mean, low, high } = lines.drawn(series, window, counts);
+    const base = { x, type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false, meta: { arm: index, detail: true }, opacity: detail };
+    const list = [];
+    if (seeds.length > 1 && !panel.markers) {
+      const kept = mean.map((_, at) => at).filter((at) => mean[at] !== null);
+      const shape = { ...base, x: kept.map((at) => x[at]), line: { width: 0 } };
+      list.push({ ...shape, y: kept.map((at) => high[at]) });
+      list.push({ ...shape, y: kept.map((at) => low[at]), fill: "tonexty", ...band(faded(shade, 0.13), detail), meta: { arm: index, detail: true, band: faded(shade, 0.13) } });
+    }
+    if (hasDetail(panel, view, series) && !panel.markers) {
+      for (const seed of seeds) list.push({ ...base, ...seed, connectgaps: true, line: { width: 0.8, color: faded(shade, 0.35), dash } });
+    }
+    list.push({
+      ...base, y: mean, name, showlegend: true, hoverinfo: undefined, connectgaps: true, meta: { arm: index }, opacity: 1,
+      mode: panel.markers || panel.kind === "profile" || x.length < 2 ? "lines+markers" : "lines",
+      line: { width: 2.2, color: shade, dash }, cliponaxis: false,
+      marker: { size: 6, color: shade, symbol: symbolOf(view, arm.setting) },
+      ...(panel.markers && seeds.length > 1 ? { error_y: reach(mean, low, high, shade) } : {}),
+      hovertemplate: `%{y:.4g}${counts ? " after %{x:,.0f}" : ""}<extra>${dom.escaped(name)}</extra>`,
+      ...(panel.kind === "profile" ? { customdata: panel.bins, hovertemplate: `%{customdata}: %{y:.3g}<extra>${dom.escaped(name)}</extra>` } : {}),
+    });
+    return list;
+  }
+
+  const band = (shade, detail) => ({ fillcolor: detail ? shade : "rgba(0,0,0,0)" });  // opacity does not reach a fill
+
+  /* Evaluations are few and far between, so bars at them show the seeds instead of a band between them. */
+  const reach = (mean, low, high, shade) => ({
+    type: "data", symmetric: false, color: faded(shade, 0.6), thickness: 1, width: 3,
+    array: mean.map((y, at) => high[at] - y), arrayminus: mean.map((y, at) => y - low[at]),
+  });
+
+  function apartPoints(view, mode, index, { series, counts }) {
+    const arm = view.arms[index];
+    const { x, mean } = lines.drawn(series, 1, counts);
+    return [{
+      type: "scatter", mode: "markers", x, y: mean, showlegend: false, name: label(view, arm), meta: { arm: index, apart: true },
+      marker: { size: 6, color: colorOf(view, arm.objective, mode), symbol: `${symbolOf(view, arm.setting)}-open`, line: { width: 1.4 } },
+      hovertemplate: `%{y:.4g}, fewer problems<extra>${dom.escaped(label(view, arm))}</extra>`,
+    }];
+  }
+
+  function curvesLayout(result, panel, view) {
+    result.xaxis.rangemode = "tozero";
+    if (panel.ticks) Object.assign(result.xaxis, { tickvals: panel.ticks.map((tick) => tick.at), ticktext: panel.ticks.map((tick) => dom.escaped(tick.text)) });
+    if (overResponses(panel, view)) result.xaxis.hoverformat = ",.0f";
+    if (crowded(panel, view)) result.hovermode = "closest";
+  }
+
+  const kinds = { curves: { traces: curves, layout: curvesLayout } };
+
+  // The frame around any kind
+
+  const dotted = (ink, shape) => ({ type: "line", line: { color: ink, width: 1, dash: "dot" }, opacity: 0.7, ...shape });
+
+  function layout(panel, view, exported) {
+    const ink = exported ? "#1c1f24" : theme.css("--quiet");
+    const grid = exported ? "#e6e6e8" : theme.css("--grid");
+    const axis = {
+      gridcolor: grid, zerolinecolor: grid, linecolor: grid, automargin: true, fixedrange: false,
+      tickfont: { size: 11 }, title: { font: { size: 11.5 }, standoff: 6 },
+    };
+    const result = {
+      font: { family: theme.css("--body"), color: ink, size: 12 }, paper_bgcolor: exported ? "#ffffff" : "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 44, r: 10, t: exported ? 64 : 10, b: 40 }, hovermode: "x unified",
+      hoverlabel: { bgcolor: theme.css("--card"), bordercolor: theme.css("--line"), font: { size: 11.5, color: theme.css("--ink") } },
+      showlegend: exported || Boolean(view.legend), barmode: "group", bargap: 0.25,
+      xaxis: { ...axis, title: { ...axis.title, text: overResponses(panel, view) ? "sampled responses" : panel.x } },
+      yaxis: { ...axis, tickformat: "~g", nticks: 6 },
+      legend: { orientation: "h", traceorder: "normal", font: { size: 11 }, ...(exported ? { y: -0.22 } : { x: 0, y: 1.02, yanchor: "bottom" }) },
+      shapes: [], annotations: [], dragmode: "zoom",
+    };
+    if (exported) result.title = { text: dom.escaped(panel.title), font: { size: 15 }, x: 0.02, xanchor: "left", subtitle: { text: dom.escaped(subtitle(panel, view)), font: { size: 11 } } };
+    kinds[panel.kind].layout(result, panel, view, ink);
+    for (const mark of panel.marks ?? []) {
+      result.shapes.push(dotted(ink, { x0: 0, x1: 1, xref: "paper", y0: mark.value, y1: mark.value }));
+      result.annotations.push({ x: 1, xref: "paper", xanchor: "right", y: mark.value, yanchor: "bottom", showarrow: false, text: mark.text, font: { size: 10.5 }, bgcolor: faded(exported ? "#ffffff" : theme.css("--card"), 0.75) });
+    }
+    return result;
+  }
+
+  /* What a saved picture needs to say besides its title: whose runs these are, and what lines and bands are. */
+  function subtitle(panel, view) {
+    const several = ["curves", "profile"].includes(panel.kind) && panel.series.some((series) => view.visible(view.arms[series.arm]) && series.runs.length > 1);
+    const said = [view.title, several ? `mean over seeds${crowded(panel, view) ? "" : `, ${panel.markers ? "bars" : "band"} from lowest to highest`}` : null,
+      windowOf(panel, view) > 1 ? `moving mean of ${windowOf(panel, view)} points` : null].filter(Boolean).join(" · ");
+    return said.length > 118 ? `${said.slice(0, 117)}…` : said;
+  }
+
+  /* In a crowded plot, the arm under the pointer shows its band and its seeds, and the others step back. */
+  function lift(element, index) {
+    const opacity = element.data.map(({ meta }) => meta?.arm === index ? 1 : meta?.detail ? 0 : index === null ? 1 : FADED);
+    if (opacity.every((value, at) => value === (element.data[at].opacity ?? 1))) return;
+    const bands = element.data.map((_, at) => at).filter((at) => element.data[at].meta?.band);
+    Plotly.restyle(element, { opacity });
+    if (bands.length) Plotly.restyle(element, { fillcolor: bands.map((at) => band(element.data[at].meta.band, opacity[at]).fillcolor) }, bands);
+  }
+
+  async function draw(element, panel, view) {
+    await Plotly.react(element, kinds[panel.kind].traces(panel, view, theme.name()), layout(panel, view, false), CONFIG);
+    element.removeAllListeners("plotly_hover");
+    element.removeAllListeners("plotly_unhover");
+    if (crowded(panel, view)) {
+      element.on("plotly_hover", ({ points }) => lift(element, points[0].data.meta?.arm ?? null));
+      element.on("plotly_unhover", () => lift(element, null));
+    }
+  }
+
+  async function save(panel, view) {
+    const figure = { data: kinds[panel.kind].traces(panel, view, "light"), layout: layout(panel, view, true) };
+    const url = await Plotly.toImage(figure, { format: "png", width: 720, height: 460, scale: 4 });
+    dom.make("a", { href: url, download: `${panel.id}.png` }).click();
+  }
+
+  /* One after the other, so that the page stays alive; a later call ends an earlier one. */
+  let turn = 0;
+  async function drawAll(panels, view) {
+    const mine = ++turn;
+    for (const panel of panels) {
+      if (mine !== turn) return;
+      const element = document.getElementById(`plot-${panel.id}`);
+      if (element) await draw(element, panel, view);
+      await new Promise((resolve) => setTimeout(resolve));
+    }
+    if (mine === turn) document.documentElement.dataset.drawn = String(mine);
+  }
+
+  /* The card of a plot: its title, the button that saves it, and room for it. */
+  function card(panel, view, heading) {
+    return dom.make("div", { class: "panel" },
+      dom.make("header", {}, dom.make("h3", {}, panel.title),
+        dom.make("button", { class: "button", type: "button", title: "save as PNG, 2880 × 1840", "aria-label": `save ${panel.title} as PNG`, onclick: () => save(panel, view) }, "PNG")),
+      dom.make("div", { class: "plot", id: `plot-${panel.id}`, role: "img", "aria-label": `${heading}: ${panel.title}`, style: panel.height ? `height: ${panel.height}px` : null }));
+  }
+
+  return { kinds, curves, color, colorOf, settingOf, symbolOf, label, faded, dotted, overResponses, drawAll, card };
+})();

@@ -1,0 +1,195 @@
+"""Everything about a run that can be wrong and can be known without torch, found in one go.
+
+    place      the run directory can be made
+    model      a local model is there, and has room for the responses
+    parts      the optional packages that the configuration asks for are installed
+    data       the rows can be read, and have a prompt and an answer
+    reward     the verifier can be found, and gives a real row a score
+    sizes      there are as many held-out problems as are asked for
+
+Loading torch and a model takes minutes for large models, so mistakes that need neither are reported before, all of them
+in one message. The data that was read for this is handed on, so that it is not read twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bapo.config.base import ModelConfig
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
+from bapo.core.settings import OBJECTIVE_OPTIONS
+from bapo.demo import model_path
+from bapo.preflight.data import Demonstrations, TaskData, load_sft, load_task
+from bapo.runs.write import why_not_out
+from bapo.tasks.data.problems import without_overlap
+from bapo.tasks.verify.function import FunctionReward
+from bapo.tasks.verify.scorers import MATH, check_answers
+from bapo.types import Problem
+
+WRITTEN = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.")
+"""Ways to write the reference answer as a response."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What was found out about a run."""
+
+    wrong: list[str]
+    """Every mistake, in a line each."""
+    data: TaskData | None = None
+    """The problems, if the task is made of data and they could be read."""
+    demonstrations: Demonstrations | None = None
+    """The same, of supervised training."""
+
+
+def examine(config: Config) -> Examined:
+    """Look for everything that would stop a run of `bapo train`."""
+    wrong = [*_place(config.out), *_model(config.model, response=config.rollout.max_tokens), *_parts(config)]
+    wrong += wrong_options(config)
+    if config.task.name != "data":
+        return Examined(wrong)
+    data = None
+    if config.task.train and config.task.test:
+        try:
+            data = load_task(config.task)
+        except (ValueError, OSError) as error:
+            wrong += str(error).splitlines()
+    wrong += _reward(config, data)
+    if data is not None:
+        wrong += _sizes(config, data)
+    return Examined(wrong, data)
+
+
+def examine_sft(config: SftConfig) -> Examined:
+    """Look for everything that would stop a run of `bapo sft`."""
+    wrong = [*_place(config.out), *_model(config.model)]
+    try:
+        return Examined(wrong, demonstrations=load_sft(config.task))
+    except (ValueError, OSError) as error:
+        return Examined([*wrong, *str(error).splitlines()])
+
+
+def wrong_options(config: Config) -> Iterator[str]:
+    """Options that the objective does not have."""
+    name, options = config.objective.name, config.objective.options
+    known = OBJECTIVE_OPTIONS.get(name, ())
+    for option in sorted(options.keys() - set(known)) if name in OBJECTIVE_OPTIONS else ():
+        yield (
+            f"objective.options.{option} is not an option of {name!r}, which takes: {', '.join(known) or 'none'}. "
+            "Remove it, or correct its name."
+        )
+
+
+def _place(out: str) -> list[str]:
+    reason = why_not_out(out)
+    return [] if reason is None else [reason]
+
+
+def _model(model: ModelConfig, response: int = 0) -> Iterator[str]:
+    """What is wrong with a model on this machine. A name on the hub is left to the hub."""
+    path = model_path() if model.path == "demo" else Path(model.path).expanduser()
+    looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or model.path.endswith(".gguf")
+    if not path.exists():
+        if looks_local:
+            yield (
+                f"model.path={model.path!r}: there is no such file or directory. Check the path; it is relative to "
+                f"{Path.cwd()}. A name on the hub has the form owner/name."
+            )
+        return
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        yield (
+            f"model.path={model.path!r} holds no config.json, so it is not the directory of a transformers model. Give "
+            'such a directory, a GGUF file, a name on the hub, or "demo".'
+        )
+    positions = model_settings(path).get("max_position_embeddings")
+    if isinstance(positions, int) and response >= positions:
+        yield (
+            f"rollout.max_tokens={response} leaves no room for a prompt: {model.path!r} has {positions} positions. "
+            f"Set rollout.max_tokens below {positions}."
+        )
+
+
+def model_settings(path: Path) -> dict[str, Any]:
+    """The settings of a language model in a directory; none if they cannot be read."""
+    try:
+        settings = json.loads((path / "config.json").read_text())
+        return dict(settings.get("text_config") or settings)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _parts(config: Config) -> Iterator[str]:
+    """Optional packages that are asked for and not installed."""
+    wanted = [
+        (config.model.lora.rank > 0, f"model.lora.rank={config.model.lora.rank}", "peft", "lora"),
+        (config.model.path.endswith(".gguf"), f"model.path={config.model.path!r}", "gguf", "gguf"),
+        (config.task.name == "gym", "task.name='gym'", "reasoning_gym", "math"),
+        (config.cluster.on, f"cluster.rollouts={config.cluster.rollouts}", "ray", "ray"),
+        (config.cluster.on and config.cluster.engine == "vllm", "cluster.engine='vllm'", "vllm", "vllm"),
+    ]
+    for needed, key, package, extra in wanted:
+        if needed and find_spec(package) is None:
+            yield (
+                f"{key} needs {package.replace('_', '-')}, which is not installed. Install it with: pip install "
+                f"'bapo[{extra}]'"
+            )
+
+
+def _reward(config: Config, data: TaskData | None) -> Iterator[str]:
+    """What is wrong with the verifier, tried on a real row where there is one."""
+    task = config.task
+    if task.reward == MATH:
+        if find_spec("math_verify") is None:
+            yield (
+                "task.reward='math' needs math-verify, which is not installed. Install it with `pip install "
+                "'bapo[math]'`, or name a function of your own as module:function."
+            )
+        try:
+            check_answers([] if data is None else [*data.train, *data.test], task.reward)
+        except ValueError as error:
+            yield f"task.reward: {error}"
+        return
+    try:
+        function = FunctionReward(task.reward, seconds=task.reward_seconds)
+    except ValueError as error:
+        yield f"task.reward: {error}"
+        return
+    if data is not None and not function.is_async:  # its clients would stay bound to the loop of this trial
+        problem = data.train[0]
+        failures = []
+        for response in written_answers(problem):
+            (score,) = function.scores([(problem, response)])
+            if score.reward is not None:
+                break
+            failures.append(score.failure)
+        else:
+            yield (
+                f"task.reward={task.reward!r} fails on the first problem of task.train, even if the response is its "
+                f"reference answer {problem.answer!r}: {failures[0]}. Correct the function; it is called with "
+                "response, answer, prompt and extra, as far as it names them."
+            )
+    function.close()
+
+
+def written_answers(problem: Problem) -> list[str]:
+    """The reference answer, written as responses usually write theirs."""
+    first = problem.answer[0] if isinstance(problem.answer, list) and problem.answer else problem.answer
+    return [way.format(first) for way in WRITTEN]
+
+
+def _sizes(config: Config, data: TaskData) -> Iterator[str]:
+    held_out, wanted = len(data.test), config.eval.problems
+    if wanted is not None and wanted > held_out:
+        yield (
+            f"eval.problems={wanted}, but the task holds out only {held_out} problems. Set eval.problems <= "
+            f"{held_out}, or leave it out."
+        )
+    left, _ = without_overlap(data.train, data.test)
+    if not left:
+        yield ("task.train has no problem left: all of its problems are in task.test too. Give other data to train on.")

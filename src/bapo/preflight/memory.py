@@ -1,0 +1,116 @@
+"""How much memory, disk and time a run will take, by arithmetic.
+
+    states        bytes per trained parameter: 18 in bfloat16 (weight 2, master 4, gradient 4, moments 8), and 16 in
+                  float32; of a frozen one, the weight alone
+    sampler       on CUDA, the engine's own copy of the weights
+    cache         keys and values of all responses in flight: layers x 2 x key heads x head width, per token
+    activations   of one forward pass: with activation checkpointing the input of each layer and the working set of one,
+                  without it about that working set for every layer
+    disk          a checkpoint has the weights, the masters and the moments; the model is written once more at the end
+
+Times are the floating-point operations of sampling (2 per parameter and token) and learning (6, or 8 with activation
+checkpointing) at a speed that was measured, and no less than it takes to read the weights once per sampled token. They
+assume that every response has its full length, so they are rough and err upwards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bapo.config.run import Config
+
+GIB = 2**30
+EFFICIENCY = 0.4
+"""Share of the measured speed of plain matrix products that a whole model reaches."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a model."""
+
+    parameters: int
+    trained: int
+    """Those that are trained: all of them, or those of the low-rank additions."""
+    layers: int
+    hidden: int
+    intermediate: int
+    key_heads: int
+    head_width: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    states: float
+    sampler: float
+    cache: float
+    activations: float
+    disk: float
+
+    @property
+    def in_all(self) -> float:
+        """Everything that is in memory at the same time."""
+        return self.states + self.sampler + self.cache + self.activations
+
+
+def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
+    """What a resolved run holds in one process."""
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    longest = longest_prompt + config.rollout.max_tokens
+    slots = min(config.rollout.slots, config.rollout.prompts * config.rollout.responses)
+    kept = config.rollout.cache_tokens or slots * longest
+    in_update = config.learn.batch_groups * config.rollout.responses * longest
+    tokens = max(longest, min(config.learn.micro_tokens, in_update))
+    working_set = 2 * (4 * shape.hidden + 3 * shape.intermediate)
+    layers = shape.hidden * shape.layers + working_set
+    if not config.learn.activation_checkpointing:
+        layers = shape.layers * working_set
+    saved = (14 if width == 2 else 12) * shape.trained
+    return Memory(
+        states=(18 if width == 2 else 16) * shape.trained + width * (shape.parameters - shape.trained),
+        sampler=2.0 * shape.parameters if config.device == "cuda" else 0.0,
+        cache=float(kept * shape.layers * 2 * shape.key_heads * shape.head_width * width),
+        activations=float(tokens * layers * width),
+        disk=float(config.checkpoint_keep * saved + width * shape.parameters),
+    )
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """How long the parts of a run take."""
+
+    sampling: float
+    learning: float
+    evaluating: float
+
+    @property
+    def in_all(self) -> float:
+        """The whole run."""
+        return self.sampling + self.learning + self.evaluating
+
+
+def seconds(config: Config, shape: Shape, longest_prompt: int, *, flops: float, bandwidth: float) -> Seconds:
+    """How long a resolved run takes at this many operations and bytes per second, if all responses are long."""
+    rollout, evaluation = config.rollout, config.eval
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    speed = EFFICIENCY * flops
+    longest = longest_prompt + rollout.max_tokens
+
+    def sampled(responses: int) -> float:
+        together = min(rollout.slots, responses)
+        passes = math.ceil(responses / together) * rollout.max_tokens
+        return max(2 * shape.parameters * responses * longest / speed, passes * shape.parameters * width / bandwidth)
+
+    responses = rollout.prompts * rollout.responses
+    learned = config.steps * config.offpolicy.reuse * responses * longest
+    share = shape.trained / shape.parameters
+    per_token = (4 if share < 1 else 6) + (2 if config.learn.activation_checkpointing else 0)
+    during = (config.steps - 1) // evaluation.every if evaluation.every else 0
+    times = 2 + during + 2 * len(evaluation.also_at)
+    return Seconds(
+        sampling=config.steps * sampled(responses),
+        learning=per_token * shape.parameters * learned / speed,
+        evaluating=times * sampled((evaluation.problems or 1) * evaluation.k),
+    )

@@ -1,0 +1,127 @@
+"""Signs that a run did not go well, each as one sentence with its numbers. They are what a reader should look at first.
+
+The limits are rules of thumb. They are set so wide that a sound run shows no sign, and they decide nothing: the figures
+show what happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from bapo.report.arms import Arm
+from bapo.report.cells import ends
+from bapo.runs.read import Run
+from bapo.runs.statistics import mean, stop_shares
+
+COLLAPSED = 0.5
+"""A reward below this part of its best tenth has collapsed."""
+LEAST_REWARD = 0.05
+"""A best tenth below this reward cannot collapse."""
+ENTROPY_LEFT = 0.25
+"""Less than this part of the first entropy is left."""
+ENTROPY_GROWN = 2.0
+"""More than this multiple of the first entropy."""
+CLIPPED = 0.25
+"""The clip blocks more than this share of the tokens."""
+SPIKE = 10.0
+"""A gradient norm above this multiple of the median is a spike."""
+FEW = 20
+"""Fewer updates or steps have no trend."""
+CUT_OFF = 0.1
+"""The length limit cuts off so much more of the held-out responses than before training."""
+
+
+def signs(arms: Sequence[Arm]) -> list[str]:
+    """The signs of every arm; with several seeds, a sign says in how many of them it was found, and shows one."""
+    found = []
+    for arm in arms:
+        named = f"{arm.objective}, {arm.setting}: " if len(arms) > 1 else ""
+        for look in SIGNS:
+            said = [text for run in arm.runs if (text := look(run))]
+            if said:
+                where = f" ({len(said)} of {len(arm.runs)} seeds)" if len(arm.runs) > 1 else ""
+                found.append(f"{named}{said[0]}{where}.")
+    return found
+
+
+def collapse(run: Run) -> str | None:
+    """The reward at the end is far below what it was at its best."""
+    rewards = [float(line["reward"]) for line in run.rollouts if isinstance(line.get("reward"), int | float)]
+    tenth = len(rewards) // 10
+    if len(rewards) < FEW:
+        return None
+    means = [mean(rewards[at : at + tenth]) for at in range(len(rewards) - tenth + 1)]
+    best, last = max(means), means[-1]
+    if best < LEAST_REWARD or not last < COLLAPSED * best:
+        return None
+    return f"the reward collapsed from {best:.2f} at its best to {last:.2f} at the end"
+
+
+def entropy(run: Run) -> str | None:
+    """The policy has become nearly deterministic, or much more random."""
+    found = ends(run, "entropy", "entropy")
+    if len(run.updates) < FEW or not found.get("entropy_first", 0.0) > 0:
+        return None
+    before, after = found["entropy_first"], found["entropy_last"]
+    numbers = f"from {before:.3f} to {after:.3f} nats per token"
+    if after < ENTROPY_LEFT * before:
+        return f"entropy fell {numbers}, so the policy explores little"
+    if after > ENTROPY_GROWN * before:
+        return f"entropy rose {numbers}, so the policy has become more random"
+    return None
+
+
+def clipping(run: Run) -> str | None:
+    """The clip blocks much of the data."""
+    last = ends(run, "clip_fraction", "clip").get("clip_last", 0.0)
+    return f"the clip blocked {last:.0%} of the tokens in the last tenth of updates" if last > CLIPPED else None
+
+
+def spikes(run: Run) -> str | None:
+    """One update was much larger than the others."""
+    norms = [(float(line["grad_norm"]), line["version"]) for line in run.updates if "grad_norm" in line]
+    if len(norms) < FEW:
+        return None
+    largest, version = max(norms)
+    middle = median(norm for norm, _ in norms)
+    if not largest > SPIKE * middle > 0:
+        return None
+    return f"the gradient norm reached {largest:.3g} in update {version}, {largest / middle:.0f} times its median"
+
+
+def skipped(run: Run) -> str | None:
+    """Updates whose numbers were not finite."""
+    count = len(run.skipped)
+    if count == 1:
+        return "an update was skipped, because its numbers were not finite"
+    return f"{count} updates were skipped, because their numbers were not finite" if count else None
+
+
+def still(run: Run) -> str | None:
+    """BAPO's bounds never moved."""
+    if len(run.updates) < FEW or stop_shares(run).get("stop_start") != 1.0 or "clip_low" not in run.updates[-1]:
+        return None
+    low, high = run.updates[-1]["clip_low"], run.updates[-1]["clip_high"]
+    return f"the bounds never moved from ({low:g}, {high:g}), so a fixed clip would have done the same"
+
+
+def cut_off(run: Run) -> str | None:
+    """Responses have grown into the length limit."""
+    if run.sft or not run.summary:
+        return None
+    before, after = (run.summary[when].get("eval/truncated", 0.0) for when in ("before", "after"))
+    if not after > before + CUT_OFF:
+        return None
+    return f"the length limit cuts off {after:.0%} of the held-out responses, and {before:.0%} before training"
+
+
+def failures(run: Run) -> str | None:
+    """The verifier failed on held-out responses."""
+    count = 0 if run.sft or not run.summary else run.summary["after"].get("eval/failures", 0)
+    return f"the verifier failed on {count:.0f} held-out responses, which count as wrong" if count else None
+
+
+SIGNS: tuple[Callable[[Run], str | None], ...] = (
+    *(collapse, entropy, clipping, spikes, skipped, still, cut_off, failures),
+)

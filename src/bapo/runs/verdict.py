@@ -1,0 +1,267 @@
+"""The answer of a comparison in words, from the numbers of `bapo.runs.comparison`.
+
+    judge(tables, k=8, temperature=0.6) -> Verdict(["push-once beats grpo by 0.043 ± 0.011 avg@8 at temperature 0.6 …"])
+
+Every arm is judged against the first arm of its table by avg@k at each temperature. Three seeds or more decide if the
+95% interval of their difference excludes zero. Otherwise the arms cannot be told apart, and one or two seeds decide
+nothing. pass@k is mentioned where it says something else than avg@k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bapo.runs.comparison import FEWEST_SEEDS, Rows, excludes_zero, temperatures
+
+Kind = Literal["ahead", "behind", "open", "few", "one", "missing", "apart", "not a number", "not measured"]
+DECIDED = ("ahead", "behind")
+JUDGED = ("ahead", "behind", "open")
+MANY = 10
+"""From so many judged differences on, the verdict says that some stand out by chance."""
+EXAM_KEYS = (
+    *("task.name", "task.test", "task.prompt_column", "task.answer_column", "task.template", "task.max_prompt_tokens"),
+    *("task.reward", "task.gym", "task.gym_test", "rollout.max_tokens", "eval.problems", "eval.k", "eval.temperature"),
+)
+"""Keys of a configuration that decide what a score means. Runs that differ in one cannot be compared by it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison shows."""
+
+    lines: list[str]
+    """One per table, in their order; each begins with the name of its table if there are several."""
+    details: list[str]
+    """What the lines leave out, one per table: other temperatures if there are several arms, and pass@k."""
+    decided: bool
+    """Whether any difference is decided."""
+    notes: list[str] = field(default_factory=list)
+    """What limits the lines: runs that are missing, and how many differences were judged."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One arm against the first one, by one measure."""
+
+    name: str
+    kind: Kind
+    mean: float = math.nan
+    half: float | None = None
+    seeds: int = 0
+    """Seeds that both have."""
+    all_seeds: bool = True
+    """Whether both have these seeds and no others."""
+
+    @property
+    def size(self) -> str:
+        """The difference without its sign."""
+        return f"{abs(self.mean):.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
+
+    @property
+    def signed(self) -> str:
+        """The difference with its sign."""
+        return f"{self.mean:+.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
+
+
+def judge(
+    tables: Mapping[str, Rows],
+    *,
+    k: int | str,
+    temperature: float | None,  # of avg and pass; None if runs differ in it
+    unlike: Mapping[str, Sequence[str]] | None = None,  # table -> keys in which its runs were scored differently
+    missing: int = 0,  # runs that are not finished
+) -> Verdict:
+    """The verdict on each table that has at least two arms."""
+    several = sum(len(rows) > 1 for rows in tables.values()) > 1
+    lines, details, judged = [], [], []
+    for table, rows in tables.items():
+        if len(rows) < 2:
+            continue
+        if keys := (unlike or {}).get(table):
+            text = f"The scores cannot be compared, because the runs differ in {_joined(keys)}."
+        else:
+            text, more, outcomes = _on_table(rows, k, temperature)
+            if more:
+                details.append(f"{table}: {' '.join(more)}" if several else " ".join(more))
+            judged += [outcome for outcome in outcomes if outcome.kind in JUDGED]
+        lines.append(f"{table}: {text}" if several else text)
+    decided = any(outcome.kind in DECIDED for outcome in judged)
+    notes = []
+    if missing:
+        runs = "One run is" if missing == 1 else f"{missing} runs are"
+        notes.append(f"{runs} not finished, so this may change.")
+    if decided and len(judged) >= MANY:
+        notes.append(
+            f"{len(judged)} differences were judged, each at 95%, so about {max(1, round(len(judged) / 20))} may stand "
+            "out by chance."
+        )
+    return Verdict(lines, details, decided, notes)
+
+
+def differing_exam(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys in which configurations (under dotted keys) make scores mean different things."""
+    return [key for key in EXAM_KEYS if any(config.get(key) != configs[0].get(key) for config in configs)]
+
+
+def outcome(rows: Rows, name: str, measure: str) -> Outcome:
+    """One arm of a table against the first one."""
+    first, row = next(iter(rows.values())), rows[name]
+    seeds, value = row["differences"]["seeds"], row["differences"]["measures"].get(measure)
+    if not row["seeds"]:
+        return Outcome(name, "missing")
+    if not seeds:
+        return Outcome(name, "apart")
+    if value is None:
+        return Outcome(name, "not measured", seeds=len(seeds))
+    mean, half = value["mean"], value["half_width"]
+    kind: Kind = "behind" if mean < 0 else "ahead"
+    if not math.isfinite(mean):
+        kind = "not a number"
+    elif len(seeds) < FEWEST_SEEDS:
+        kind = "one" if len(seeds) == 1 else "few"
+    elif not excludes_zero(value):
+        kind = "open"
+    return Outcome(name, kind, mean, half, len(seeds), len(seeds) == row["seeds"] == first["seeds"])
+
+
+def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str, list[str], list[Outcome]]:
+    """The sentence about one table, further sentences, and every outcome by avg@k."""
+    reference, *others = rows
+    if not rows[reference]["seeds"]:
+        return f"{reference} has no finished run, so there is nothing to measure the others by.", [], []
+    further = temperatures({name for row in rows.values() for name in row["measures"]})
+    at = "" if not further or temperature is None else _at(temperature)
+    found = {
+        where: [outcome(rows, name, measure) for name in others]
+        for where, measure in {at: "avg", **{_at(t): f"avg_at_{t}" for t in further}}.items()
+    }
+    first, *elsewhere = found.items()
+    more: list[str] = []
+    if len(others) == 1:
+        line = _duel(reference, f"avg@{k}", first, elsewhere)
+    else:
+        line, more = _field(reference, f"avg@{k}", first, elsewhere)
+    if k != 1:
+        by_pass = [outcome(rows, one.name, "pass") for one in first[1]]
+        news = [by for one, by in zip(first[1], by_pass, strict=True) if by.kind in DECIDED and by.kind != one.kind]
+        more += [f"By pass@{k}{at}, {_ahead_and_behind(news, reference)}."] if news else []
+    return line + _advice(first[1]), more, [one for outcomes in found.values() for one in outcomes]
+
+
+def _at(temperature: float | str) -> str:
+    value = float(temperature)
+    return f" at temperature {value:g}" if value else " with greedy sampling"
+
+
+Found = tuple[str, list[Outcome]]  # where a score was taken (" at temperature 1"), and the outcomes there
+
+
+def _duel(reference: str, unit: str, first: Found, elsewhere: Sequence[Found]) -> str:
+    """One arm against another, at every temperature."""
+    at, (one,) = first
+    clauses = [_clause(one, reference, unit, at)]
+    together: dict[str, list[str]] = {}
+    for where, (other,) in elsewhere if one.kind in JUDGED else ():
+        words = {"ahead": f"it is ahead by {other.size}", "behind": f"it is behind by {other.size}"}
+        said = words.get(other.kind, "they cannot be told apart" if other.kind == "open" else "a score is missing")
+        together.setdefault(said, []).append(where.strip())
+    return "; ".join([*clauses, *(f"{_joined(places)} {said}" for said, places in together.items())]) + "."
+
+
+def _clause(one: Outcome, reference: str, unit: str, at: str) -> str:
+    if one.kind == "open" and one.mean == one.half == 0:
+        return f"{one.name} and {reference} have the same {unit}{at} in every one of {one.seeds} seeds"
+    over = f"over {one.seeds} seeds" if one.all_seeds else f"over the {one.seeds} seeds that both have"
+    return {
+        "ahead": f"{one.name} beats {reference} by {one.size} {unit}{at} {over}",
+        "behind": f"{one.name} falls short of {reference} by {one.size} {unit}{at} {over}",
+        "open": f"{one.name} and {reference} cannot be told apart{at} ({one.signed} {unit} {over})",
+        "few": f"Two seeds are too few to decide between {one.name} and {reference} ({one.signed} {unit}{at})",
+        "one": f"One seed decides nothing: {one.name} differs from {reference} by {one.signed} {unit}{at}",
+        "missing": f"{one.name} has no finished run, so it cannot be compared with {reference} yet",
+        "apart": f"{one.name} and {reference} have no seed in common, so they cannot be compared seed by seed",
+        "not a number": f"The {unit}{at} of {one.name} or of {reference} is not a number in at least one run",
+        "not measured": f"{one.name} or {reference} has runs without {unit}{at}",
+    }[one.kind]
+
+
+def _field(reference: str, unit: str, first: Found, elsewhere: Sequence[Found]) -> tuple[str, list[str]]:
+    """Several arms against one: the best with its numbers, the others by name; then the other temperatures."""
+    at, outcomes = first
+    groups = _by_kind(outcomes)
+    judged = [one for one in outcomes if one.kind in JUDGED]
+    clauses = []
+    if ahead := groups.get("ahead"):
+        clauses.append(_clause(ahead[0], reference, unit, at))
+        if len(ahead) > 1:
+            clauses.append(f"{_names(ahead[1:])} {'beat' if len(ahead) > 2 else 'beats'} it, too")
+    elif judged:
+        seeds = " to ".join(dict.fromkeys(str(pick(one.seeds for one in judged)) for pick in (min, max)))
+        clauses.append(f"Nothing beats {reference} in {unit}{at} over {seeds} seeds")
+    if behind := groups.get("behind"):
+        clauses.append(f"{_names(behind)} {'fall' if len(behind) > 1 else 'falls'} short of it")
+    if "open" in groups:
+        clauses.append(f"{_names(groups['open'])} cannot be told apart from it")
+    clauses += _not_judged(groups, unit, reference)
+    if not judged:
+        clauses[0] = clauses[0][0].upper() + clauses[0][1:] if groups.keys() & {"few", "one"} else clauses[0]
+    more = [
+        f"{where.strip().capitalize()}, {_ahead_and_behind(there, reference)}." for where, there in elsewhere if there
+    ]
+    return "; ".join(clauses) + ".", more
+
+
+def _not_judged(groups: Mapping[Kind, Sequence[Outcome]], unit: str, reference: str) -> list[str]:
+    """Clauses about arms whose seeds or scores do not allow a judgement."""
+    clauses = []
+    few: dict[Kind, str] = {"few": "two seeds are too few to decide", "one": "one seed decides nothing"}
+    for kind, words in few.items():
+        if kind in groups:
+            listed = ", ".join(f"{one.name} {one.signed}" for one in groups[kind])
+            clauses.append(f"{words} ({listed} {unit} against {reference})")
+    endings: dict[Kind, str] = {
+        "not a number": f"a score ({unit}) that is not a number",
+        "not measured": f"runs without {unit}",
+        "apart": f"no seed in common with {reference}",
+        "missing": "no finished run",
+    }
+    for kind, ending in endings.items():
+        if kind in groups:
+            clauses.append(f"{_names(groups[kind])} {'have' if len(groups[kind]) > 1 else 'has'} {ending}")
+    return clauses
+
+
+def _ahead_and_behind(outcomes: Sequence[Outcome], reference: str) -> str:
+    """Who is ahead of and who is behind the reference, by name."""
+    groups = _by_kind(outcomes)
+    clauses = [
+        f"{_names(group)} {'are' if len(group) > 1 else 'is'} {words} {reference}"
+        + (f" by {group[0].size}" if len(group) == 1 else "")
+        for group, words in ((groups.get("ahead"), "ahead of"), (groups.get("behind"), "behind"))
+        if group
+    ]
+    return _joined(clauses) if clauses else f"nothing can be told apart from {reference}"
+
+
+def _by_kind(outcomes: Sequence[Outcome]) -> dict[Kind, list[Outcome]]:
+    """Outcomes by kind, the largest difference first."""
+    groups: dict[Kind, list[Outcome]] = {}
+    for one in sorted(outcomes, key=lambda one: -abs(one.mean) if math.isfinite(one.mean) else math.inf):
+        groups.setdefault(one.kind, []).append(one)
+    return groups
+
+
+def _advice(outcomes: Sequence[Outcome]) -> str:
+    few = any(one.kind in ("one", "few") for one in outcomes)
+    return f" Run at least {FEWEST_SEEDS} seeds." if few else ""
+
+
+def _names(outcomes: Sequence[Outcome]) -> str:
+    return _joined([one.name for one in outcomes])
+
+
+def _joined(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# A verl script that clips with bapo: a GRPO script with three lines added (the policy_loss lines).
+#     pip install bapo               # into verl's environment
+#     MODEL=… TRAIN_FILES=… VAL_FILES=… bash FILE [more of verl's options]
+# docs/adapters/verl.md lists the options, and has fully-async training with partial rollout.
+set -euo pipefail
+
+model=${MODEL:?path or name of a transformers model}
+train_files=${TRAIN_FILES:?parquet files in verl\'s format}
+val_files=${VAL_FILES:?parquet files in verl\'s format}
+
+# Bounds act on stale tokens: raise ppo_epochs, or let ppo_mini_batch_size divide a batch into several updates. From
+# eight epochs on, use preset=push-once.
+python -m verl.trainer.main_ppo \
+    actor_rollout_ref.actor.policy_loss._target_=bapo.adapters.verl.BapoPolicyLossConfig \
+    actor_rollout_ref.actor.policy_loss.loss_mode=bapo \
+    +actor_rollout_ref.actor.policy_loss.preset=fixed \
+    \
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
+    actor_rollout_ref.actor.ppo_epochs=4 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.use_kl_loss=False \
+    actor_rollout_ref.model.path="$model" \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
+    algorithm.adv_estimator=grpo \
+    algorithm.use_kl_in_reward=False \
+    data.train_files="$train_files" \
+    data.val_files="$val_files" \
+    data.train_batch_size=256 \
+    data.max_prompt_length=1024 \
+    data.max_response_length=2048 \
+    trainer.n_gpus_per_node=1 \
+    trainer.total_epochs=1 \
+    trainer.logger='["console"]' \
+    "$@"

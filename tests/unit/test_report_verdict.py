@@ -1,0 +1,222 @@
+"""What stands on top of a report: the verdict, the differences behind it, and signs of trouble."""
+
+import json
+import shutil
+
+import pytest
+
+from bapo.compare.results import write_json
+from bapo.report import contents, find
+from bapo.report.arms import arms_of
+from bapo.report.signs import signs
+from bapo.report.verdict import places
+from bapo.runs.read import Run, read_run
+from tests.compared_runs import COMPARED
+
+ONE = COMPARED / "reuse-4/bapo/seed-0"
+
+
+def rewritten(run, change):
+    """Change the last evaluation of a run directory, in its log and in its summary."""
+    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    change(log[-1])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"after": log[-1]}))
+
+
+def copied(source, path, avg, seed):
+    """A run of another seed with another score."""
+    shutil.copytree(source, path)
+    rewritten(path, lambda line: line.update({"eval/avg": avg}))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"seed": seed}))
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """Three seeds of grpo (.1 .2 .3), then bapo (.2 .35 .4) and clip_higher (.1), as `bapo compare` lays them out."""
+    scores = {"grpo": (0.1, 0.2, 0.3), "bapo": (0.2, 0.35, 0.4), "clip_higher": (0.1,)}
+    sources = {name: f"reuse-{2 if name == 'grpo' else 4}/{name}/seed-0" for name in scores}
+    record = {"name": "g", "settings": ["s"], "objectives": list(scores), "seeds": [0, 1, 2], "runs": []}
+    for name, listed in scores.items():
+        for seed in range(3):
+            record["runs"].append({"setting": "s", "objective": name, "seed": seed, "path": f"s/{name}/seed-{seed}"})
+            if seed < len(listed):
+                copied(COMPARED / sources[name], tmp_path / "g" / "s" / name / f"seed-{seed}", listed[seed], seed)
+    write_json(tmp_path / "g/grid.json", record)
+    return tmp_path / "g"
+
+
+def top(path):
+    values = contents(find([path]))
+    return values["verdict"], values["differences"]
+
+
+def test_the_report_says_what_compare_prints(grid):
+    """.1 .15 .1 over three seeds: .117 ± .072 (4.3027 · .028868 / √3), against the first objective of the grid."""
+    verdict, differences = top(grid)
+    assert verdict["lines"] == [
+        "bapo beats grpo by 0.117 ± 0.072 avg@2 over 3 seeds; one seed decides nothing (clip_higher +0.000 avg@2 "
+        "against grpo). Run at least 3 seeds."
+    ]
+    assert verdict["notes"][-1:] == ["2 runs are not finished, so this may change."]
+    assert verdict["tone"] == "decided"
+    (table,) = differences
+    assert table["headings"][:3] == ["", "seeds", "avg@2"]
+    assert [row[:3] for row in table["rows"]] == [["bapo - grpo", "3", "+0.117 ± 0.072*"]]
+
+
+def test_the_record_of_a_grid_may_be_damaged(grid):
+    for record in ({"runs": 3}, {"runs": [None, {"setting": [], "objective": {}, "seed": "x"}], "objectives": 5}, []):
+        (grid / "grid.json").write_text(json.dumps(record))
+        assert "bapo beats grpo by 0.117" in top(grid)[0]["lines"][0]  # grpo comes first without a grid, too
+
+
+def test_several_settings_share_one_table_of_differences(grid):
+    shutil.copytree(grid / "s", grid / "other")
+    verdict, (table,) = top(grid)
+    assert [line.split(":")[0] for line in verdict["lines"]] == ["other", "s"]
+    assert [row[0] for row in table["rows"]] == ["other: bapo - grpo", "s: bapo - grpo"]
+
+
+def test_arms_meet_in_their_setting_or_in_their_objective_or_all_of_them(tmp_path):
+    def named(*labels):
+        base = read_run(ONE)
+        listed = []
+        for number, (setting, objective) in enumerate(labels):
+            path = tmp_path / setting / objective / "seed-0"
+            config = base.config | {"seed": 0, "steps": 100 + number}
+            listed.append(Run(**{**vars(base), "path": path, "config": config}))
+        (tmp_path / "grid.json").write_text("{}")
+        return list(places(arms_of(listed)))
+
+    assert named(("s", "a"), ("s", "b"), ("t", "a")) == [("s", "a"), ("s", "b"), ("t", "a")]
+    assert named(("s", "a"), ("t", "a")) == [("a", "s"), ("a", "t")]
+    assert named(("s", "a"), ("t", "b")) == [("", "a, s"), ("", "b, t")]
+
+
+def test_one_run_tells_from_where_to_where_it_got(tmp_path):
+    verdict, differences = top(ONE)
+    summary = json.loads((ONE / "summary.json").read_text())
+    before, after = summary["before"], summary["after"]
+    said = [
+        f"{line['eval/avg']:.3f} [{line['eval/avg_low']:.3f}, {line['eval/avg_high']:.3f}]" for line in (before, after)
+    ]
+    assert verdict["lines"] == [f"avg@2 went from {said[0]} to {said[1]}, which may be chance."]
+    assert (verdict["tone"], differences) == ("open", [])
+    assert verdict["notes"][0] == "In brackets: 95% intervals over 4 held-out problems."
+    for low, high, word, tone in ((0.8, 0.9, "rose", "decided"), (0.0, 0.1, "fell", "wrong")):
+        run = shutil.copytree(ONE, tmp_path / word)
+        score = {"eval/avg": (low + high) / 2, "eval/avg_low": low, "eval/avg_high": high}
+        rewritten(run, lambda line, score=score: line.update(score))
+        verdict, _ = top(run)
+        assert verdict["lines"][0].startswith(f"avg@2 {word} from 0.375 [0.137, 0.694] to {score['eval/avg']:.3f} [")
+        assert verdict["tone"] == tone
+
+
+def test_other_temperatures_of_one_run_have_a_clause_each(tmp_path):
+    run = shutil.copytree(ONE, tmp_path / "run")
+    summary = json.loads((run / "summary.json").read_text())
+    greedy = {"temperature": 0.0, "before": summary["before"], "after": summary["before"]}
+    (run / "summary.json").write_text(json.dumps(summary | {"also_at": [greedy]}))
+    line = top(run)[0]["lines"][0]
+    assert line.startswith("avg@2 at temperature 1 went from 0.375")
+    assert "; with greedy sampling went from 0.375 [0.137, 0.694] to 0.375 [0.137, 0.694], which may be chance." in line
+
+
+def test_seeds_of_one_configuration_are_not_a_comparison(tmp_path):
+    """From .375 to .5 .55 .6: gains .125 .175 .225, mean .175, ± 4.3027 · .05 / √3 = .124."""
+    for seed, avg in enumerate((0.5, 0.55, 0.6)):
+        copied(ONE, tmp_path / f"run{seed}", avg, seed)
+    verdict, differences = top(tmp_path)
+    assert verdict["lines"] == ["avg@2 rose from 0.375 to 0.550 (+0.175 ± 0.124 over 3 seeds)."]
+    assert (verdict["tone"], verdict["notes"], differences) == ("decided", [], [])
+    shutil.rmtree(tmp_path / "run2")
+    two = top(tmp_path)[0]  # gains .125 .175: .15 ± 12.706 · .025 = .318
+    assert two["lines"] == ["avg@2 went from 0.375 to 0.525 (+0.150 ± 0.318 over 2 seeds)."]
+    assert (two["tone"], two["notes"]) == ("open", ["Two seeds are too few to say what another one would give."])
+
+
+def test_an_unfinished_run_says_how_far_it_got(tmp_path):
+    run = shutil.copytree(ONE, tmp_path / "run")
+    (run / "summary.json").unlink()
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in logged if line["kind"] == "rollout"]
+    assert top(run)[0]["lines"] == [
+        f"After 3 of 3 steps, the reward of sampled responses has gone from {rewards[0]:.3f} to {rewards[-1]:.3f}. The "
+        "score on held-out problems comes at the end."
+    ]
+
+
+# Signs
+
+
+def with_log(rollouts=(), updates=(), **more):
+    """A run of forty steps with these metrics."""
+    run = read_run(ONE)
+    listed = [{"kind": "rollout", "step": i + 1, "reward": value} for i, value in enumerate(rollouts)]
+    logged = [{"kind": "update", "step": i + 1, "version": i + 1} | line for i, line in enumerate(updates)]
+    return Run(**{**vars(run), "rollouts": listed, "updates": logged, "summary": {}} | more)
+
+
+def said(run):
+    return signs(arms_of([run]))
+
+
+def test_a_sound_run_shows_no_sign():
+    calm = [{"entropy": 0.5, "clip_fraction": 0.1, "grad_norm": 1.0 + i % 3, "stop": i % 2} for i in range(40)]
+    assert said(with_log([0.3 + 0.01 * i for i in range(40)], calm)) == []
+    assert said(with_log([0.9, 0.0], [{"entropy": 1.0, "grad_norm": 1.0}, {"entropy": 0.0, "grad_norm": 99.0}])) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (
+            with_log([0.2] * 10 + [0.8] * 10 + [0.1] * 20),
+            "the reward collapsed from 0.80 at its best to 0.10 at the end.",
+        ),
+        (
+            with_log(updates=[{"entropy": 0.8}] * 20 + [{"entropy": 0.1}] * 20),
+            "entropy fell from 0.800 to 0.100 nats per token, so the policy explores little.",
+        ),
+        (
+            with_log(updates=[{"entropy": 0.5}] * 20 + [{"entropy": 1.5}] * 20),
+            "entropy rose from 0.500 to 1.500 nats per token, so the policy has become more random.",
+        ),
+        (
+            with_log(updates=[{"clip_fraction": 0.0}] * 36 + [{"clip_fraction": 0.4}] * 4),
+            "the clip blocked 40% of the tokens in the last tenth of updates.",
+        ),
+        (
+            with_log(updates=[{"grad_norm": 2.0}] * 30 + [{"grad_norm": 50.0}] + [{"grad_norm": 2.0}] * 9),
+            "the gradient norm reached 50 in update 31, 25 times its median.",
+        ),
+        (
+            with_log(updates=[{"stop": 0, "clip_low": 0.8, "clip_high": 1.2}] * 40),
+            "the bounds never moved from (0.8, 1.2), so a fixed clip would have done the same.",
+        ),
+        (with_log(skipped=[{"step": 3}] * 2), "2 updates were skipped, because their numbers were not finite."),
+        (
+            with_log(summary={"before": {"eval/truncated": 0.2}, "after": {"eval/truncated": 0.6}}),
+            "the length limit cuts off 60% of the held-out responses, and 20% before training.",
+        ),
+        (
+            with_log(summary={"before": {}, "after": {"eval/failures": 7.0}}),
+            "the verifier failed on 7 held-out responses, which count as wrong.",
+        ),
+    ],
+)
+def test_signs_of_trouble(run, text):
+    assert said(run) == [text]
+
+
+def test_a_sign_of_several_seeds_is_said_once():
+    bad = with_log([0.8] * 20 + [0.1] * 20)
+    good = with_log([0.8] * 40)
+    seeds = [
+        Run(**{**vars(run), "path": run.path.with_name(f"run-{n}"), "config": run.config | {"seed": n}})
+        for n, run in enumerate((good, bad, bad))
+    ]
+    assert signs(arms_of(seeds)) == ["the reward collapsed from 0.80 at its best to 0.10 at the end (2 of 3 seeds)."]

@@ -1,0 +1,80 @@
+"""A run on a handful of problems: it evaluates on what is held out, always the same, and goes on where it stopped."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+
+import pytest
+
+from bapo.config.recipe import parse_config
+from bapo.train.run import resume, start
+
+TEST = ["3,4,2=14:", "2,5,3=13:", "6,2,3=15:"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two steps on data with three held-out problems, evaluated after each, then resumed for two more."""
+    root = tmp_path_factory.mktemp("small")
+    for name, prompts in (("train", ["1,2,3=6:", "2,3,4=9:", "4,5,6=15:", "7,2,1=10:"]), ("test", TEST)):
+        lines = [json.dumps({"prompt": prompt, "answer": "="}) + "\n" for prompt in prompts]
+        (root / f"{name}.jsonl").write_text("".join(lines))
+    (root / "small_reward.py").write_text("def score(response, answer):\n    return float(len(response) % 2)\n")
+    values = {
+        "steps": 2,
+        "threads": 1,
+        "device": "cpu",
+        "out": str(root / "run"),
+        "task": {
+            "train": [str(root / "train.jsonl")],
+            "test": [str(root / "test.jsonl")],
+            "reward": "small_reward:score",
+        },
+        "rollout": {"prompts": 4, "responses": 4, "max_tokens": 16},
+        "learn": {"batch_groups": 4},
+        "eval": {"k": 2, "every": 1},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(root))
+        with redirect_stdout(StringIO()) as said:
+            start(parse_config(values, source="test"), plain=True)
+        config = json.loads((root / "run" / "config.json").read_text())
+        longer = parse_config(config | {"steps": 4}, source="test")
+        told = []
+        patch.setattr("bapo.screen.view.PlainView.recall", lambda self, steps: told.extend(steps))
+        resume(root / "run", config=longer, plain=True)
+    return root / "run", config, told, said.getvalue()
+
+
+def test_an_open_number_of_problems_becomes_what_is_held_out(finished):
+    run, config, _, _ = finished
+    assert config["eval"]["problems"] == 3
+    (checkpoint, *_) = sorted((run / "checkpoints").glob("step-??????"))
+    assert json.loads((checkpoint / "config.json").read_text())["eval"]["problems"] == 3
+
+
+def test_every_evaluation_has_the_same_problems(finished):
+    run, *_ = finished
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [(line["step"], line["eval/problems"]) for line in lines if line["kind"] == "eval"]
+    assert evaluations[:1] == [(0, 3)]
+    assert {problems for _, problems in evaluations} == {3}
+    assert {step for step, _ in evaluations} == {0, 1, 3, 4}  # the one after step 2 was cut off with the end
+
+
+def test_a_resumed_view_is_told_what_the_first_one_was(finished):
+    run, _, told, _ = finished
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in lines if line["kind"] == "rollout"]
+    assert [(step, metrics["reward"]) for step, metrics, _ in told] == list(enumerate(rewards[:2], start=1))
+    assert all(timing["seconds"] > 0 for _, _, timing in told)
+    assert not any("kind" in metrics for _, metrics, _ in told)
+
+
+def test_a_run_ends_with_what_to_do_next(finished):
+    run, _, _, said = finished
+    lines = said.splitlines()
+    assert lines[-3] == f"next            bapo report {run}"
+    assert lines[-2].strip().startswith(f"bapo eval --model {run / 'model'} --data {run.parent / 'test.jsonl'} --k 2")
+    assert "--reward small_reward:score" in lines[-2]
+    assert lines[-1].strip() == f"bapo resume {run} --steps 4"

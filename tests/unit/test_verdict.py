@@ -1,0 +1,220 @@
+"""The verdict on a comparison, with numbers by hand."""
+
+from math import nan, sqrt
+
+import pytest
+
+from bapo.runs.comparison import compared, difference_cells, meeting_by, scores
+from bapo.runs.verdict import differing_exam, judge
+
+T4, T2 = 2.7764451, 4.3026527  # Student's t for five and for three seeds
+
+
+def runs(objective, *, setting="s", **measures):
+    """Runs of one arm; each measure is a list over seeds 0, 1, …, or a dict by seed."""
+    by_seed = {name: v if isinstance(v, dict) else dict(enumerate(v)) for name, v in measures.items()}
+    seeds = next(iter(by_seed.values()))
+    return [
+        {
+            **{"setting": setting, "objective": objective, "seed": seed},
+            "measures": {name: values[seed] for name, values in by_seed.items()},
+        }
+        for seed in seeds
+    ]
+
+
+def verdict(listed, objectives, settings=("s",), *, k=8, temperature=1.0, **more):
+    return judge(compared(listed, settings, objectives), k=k, temperature=temperature, **more)
+
+
+GRPO = [0.40, 0.41, 0.42, 0.43, 0.44]
+
+
+def shifted(base, *by):
+    return [value + more for value, more in zip(base, by, strict=True)]
+
+
+def test_an_interval_that_excludes_zero_decides():
+    """Differences .03 .04 .05 .04 .04: mean .04, s = √(.0002 / 4) = .0070711, ± 2.776 · s / √5 = .00878."""
+    push = shifted(GRPO, 0.03, 0.04, 0.05, 0.04, 0.04)
+    assert T4 * sqrt(0.0002 / 4) / sqrt(5) == pytest.approx(0.00878, abs=1e-5)
+    found = verdict(runs("grpo", avg=GRPO) + runs("push-once", avg=push), ["grpo", "push-once"])
+    assert found.lines == ["push-once beats grpo by 0.040 ± 0.009 avg@8 over 5 seeds."]
+    assert found.decided
+    assert found.notes == []
+    turned = verdict(runs("grpo", avg=GRPO) + runs("push-once", avg=push), ["push-once", "grpo"])
+    assert turned.lines == ["grpo falls short of push-once by 0.040 ± 0.009 avg@8 over 5 seeds."]
+
+
+def test_an_interval_that_contains_zero_does_not():
+    """Differences .02 -.02 .01: mean .00333, s = .0208167, ± 4.3027 · s / √3 = .05171."""
+    listed = runs("grpo", avg=GRPO[:3]) + runs("bapo", avg=shifted(GRPO[:3], 0.02, -0.02, 0.01))
+    found = verdict(listed, ["grpo", "bapo"])
+    assert found.lines == ["bapo and grpo cannot be told apart (+0.003 ± 0.052 avg@8 over 3 seeds)."]
+    assert not found.decided
+    same = verdict(runs("grpo", avg=GRPO) + runs("bapo", avg=GRPO), ["grpo", "bapo"])
+    assert same.lines == ["bapo and grpo have the same avg@8 in every one of 5 seeds."]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "line"),
+    [
+        (1, "One seed decides nothing: bapo differs from grpo by +0.200 avg@8. Run at least 3 seeds."),
+        (2, "Two seeds are too few to decide between bapo and grpo (+0.200 ± 0.000 avg@8). Run at least 3 seeds."),
+    ],
+)
+def test_one_or_two_seeds_decide_nothing(seeds, line):
+    listed = runs("grpo", avg=[0.25, 0.5][:seeds]) + runs("bapo", avg=[0.45, 0.7][:seeds])
+    found = verdict(listed, ["grpo", "bapo"])
+    assert found.lines == [line]
+    assert not found.decided
+
+
+def test_only_seeds_that_both_have_count():
+    listed = runs("grpo", avg={0: 0.4, 1: 0.5, 2: 0.6, 7: 0.0}) + runs("bapo", avg={2: 0.7, 1: 0.6, 0: 0.5, 9: 1.0})
+    found = verdict(listed, ["grpo", "bapo"])
+    assert found.lines == ["bapo beats grpo by 0.100 ± 0.000 avg@8 over the 3 seeds that both have."]
+    apart = verdict(runs("grpo", avg={0: 0.4}) + runs("bapo", avg={1: 0.5}), ["grpo", "bapo"])
+    assert apart.lines == ["bapo and grpo have no seed in common, so they cannot be compared seed by seed."]
+
+
+def test_runs_that_are_missing_are_said():
+    one = verdict(runs("grpo", avg=GRPO), ["grpo", "bapo"], missing=5)
+    assert one.lines == ["bapo has no finished run, so it cannot be compared with grpo yet."]
+    assert one.notes == ["5 runs are not finished, so this may change."]
+    reference = verdict(runs("bapo", avg=GRPO), ["grpo", "bapo"], missing=1)
+    assert reference.lines == ["grpo has no finished run, so there is nothing to measure the others by."]
+    assert reference.notes == ["One run is not finished, so this may change."]
+
+
+def test_every_temperature_has_its_clause():
+    """At 1: differences 0; at 0.6: .05 each; greedy: -.1 each; at 0.3 a score is missing from one run."""
+    lower = [value - 0.1 for value in GRPO]
+    listed = runs("grpo", **{"avg": GRPO, "avg_at_0.6": GRPO, "avg_at_0": GRPO})
+    listed += runs("push-once", **{"avg": GRPO, "avg_at_0.6": shifted(GRPO, *[0.05] * 5), "avg_at_0": lower})
+    assert verdict(listed, ["grpo", "push-once"]).lines == [
+        "push-once and grpo have the same avg@8 at temperature 1 in every one of 5 seeds; with greedy sampling it is "
+        "behind by 0.100 ± 0.000; at temperature 0.6 it is ahead by 0.050 ± 0.000."
+    ]
+
+
+def test_temperatures_with_the_same_outcome_share_a_clause():
+    listed = runs("grpo", **{"avg": GRPO, "avg_at_0.6": GRPO, "avg_at_0": GRPO})
+    open_ = shifted(GRPO, 0.1, -0.1, 0, 0, 0)
+    listed += runs("push-once", **{"avg": shifted(GRPO, *[0.05] * 5), "avg_at_0.6": open_, "avg_at_0": open_})
+    assert verdict(listed, ["grpo", "push-once"]).lines == [
+        "push-once beats grpo by 0.050 ± 0.000 avg@8 at temperature 1 over 5 seeds; with greedy sampling and at "
+        "temperature 0.6 they cannot be told apart."
+    ]
+
+
+def test_several_arms_the_best_has_numbers_and_the_others_names():
+    listed = runs("grpo", avg=GRPO) + runs("bapo", avg=shifted(GRPO, 0.1, -0.1, 0, 0, 0))
+    listed += runs("push-once", avg=shifted(GRPO, *[0.05] * 5)) + runs("dcpo", avg=shifted(GRPO, *[0.02] * 5))
+    listed += runs("sapo", avg=shifted(GRPO, *[-0.03] * 5)) + runs("topr", avg=[0.5]) + runs("cispo", avg={8: 0.5})
+    names = ["grpo", "bapo", "dcpo", "push-once", "sapo", "topr", "cispo", "gspo"]
+    assert verdict(listed, names).lines == [
+        "push-once beats grpo by 0.050 ± 0.000 avg@8 over 5 seeds; dcpo beats it, too; sapo falls short of it; bapo "
+        "cannot be told apart from it; one seed decides nothing (topr +0.100 avg@8 against grpo); cispo has no seed in "
+        "common with grpo; gspo has no finished run. Run at least 3 seeds."
+    ]
+    assert verdict(listed, ["grpo", "sapo", "bapo"]).lines == [
+        "Nothing beats grpo in avg@8 over 5 seeds; sapo falls short of it; bapo cannot be told apart from it."
+    ]
+
+
+def test_several_arms_at_several_temperatures():
+    up, down = shifted(GRPO, *[0.05] * 5), shifted(GRPO, *[-0.02] * 5)
+    listed = runs("grpo", **{"avg": GRPO, "avg_at_0.6": GRPO, "avg_at_0": GRPO, "pass": GRPO})
+    listed += runs("a", **{"avg": GRPO, "avg_at_0.6": up, "avg_at_0": GRPO, "pass": up})
+    listed += runs("b", **{"avg": up, "avg_at_0.6": down, "avg_at_0": GRPO, "pass": up})
+    found = verdict(listed, ["grpo", "a", "b"])
+    assert found.lines == [
+        "b beats grpo by 0.050 ± 0.000 avg@8 at temperature 1 over 5 seeds; a cannot be told apart from it."
+    ]
+    assert found.details == [
+        "With greedy sampling, nothing can be told apart from grpo. At temperature 0.6, a is ahead of grpo by 0.050 ± "
+        "0.000 and b is behind grpo by 0.020 ± 0.000. By pass@8 at temperature 1, a is ahead of grpo by 0.050 ± 0.000."
+    ]
+
+
+def test_several_arms_of_few_seeds():
+    listed = runs("grpo", avg=GRPO) + runs("a", avg=[0.5]) + runs("b", avg=[0.3, 0.31]) + runs("c", avg=GRPO[:3])
+    assert verdict(listed, ["grpo", "a", "z"]).lines == [
+        "One seed decides nothing (a +0.100 avg@8 against grpo); z has no finished run. Run at least 3 seeds."
+    ]
+    assert verdict(listed, ["grpo", "a", "b", "c"]).lines == [
+        "Nothing beats grpo in avg@8 over 3 seeds; c cannot be told apart from it; two seeds are too few to decide (b "
+        "-0.100 ± 0.000 avg@8 against grpo); one seed decides nothing (a +0.100 avg@8 against grpo). Run at least 3 "
+        "seeds."
+    ]
+    differing = runs("d", avg=shifted(GRPO[:4], *[-0.1] * 4)) + runs("e", avg=shifted(GRPO, *[-0.2] * 5))
+    assert verdict(listed + differing, ["grpo", "d", "e"]).lines == [
+        "Nothing beats grpo in avg@8 over 4 to 5 seeds; e and d fall short of it."
+    ]
+
+
+def test_settings_have_a_line_each_and_chance_is_named():
+    listed = []
+    for setting in "abcde":
+        listed += runs("grpo", setting=setting, **{"avg": GRPO, "avg_at_0.6": GRPO})
+        up = shifted(GRPO, *[0.05] * 5)
+        listed += runs("bapo", setting=setting, **{"avg": up, "avg_at_0.6": up})
+    found = verdict(listed, ["grpo", "bapo"], "abcde")
+    assert [line.split(" by ")[0] for line in found.lines] == [f"{setting}: bapo beats grpo" for setting in "abcde"]
+    assert found.notes == ["10 differences were judged, each at 95%, so about 1 may stand out by chance."]
+
+
+def test_a_score_that_is_not_a_number_decides_nothing():
+    broken = [nan, 0.9, 0.9, 0.9, 0.9]
+    found = verdict(runs("grpo", avg=GRPO) + runs("bapo", avg=broken), ["grpo", "bapo"])
+    assert found.lines == ["The avg@8 of bapo or of grpo is not a number in at least one run."]
+    assert not found.decided
+    several = runs("grpo", avg=GRPO) + runs("bapo", avg=broken) + runs("dcpo", avg=GRPO)
+    assert verdict(several, ["grpo", "bapo", "dcpo"]).lines == [
+        "Nothing beats grpo in avg@8 over 5 seeds; dcpo cannot be told apart from it; bapo has a score (avg@8) that is "
+        "not a number."
+    ]
+
+
+def test_pass_is_mentioned_where_it_says_something_else():
+    """avg cannot be told apart, pass is .05 higher in every seed; where both agree, avg is enough."""
+    up = shifted(GRPO, *[0.05] * 5)
+    listed = runs("grpo", **{"avg": GRPO, "pass": GRPO}) + runs("bapo", **{"avg": GRPO, "pass": up})
+    assert verdict(listed, ["grpo", "bapo"]).details == ["By pass@8, bapo is ahead of grpo by 0.050 ± 0.000."]
+    agreed = runs("grpo", **{"avg": GRPO, "pass": GRPO}) + runs("bapo", **{"avg": up, "pass": up})
+    assert verdict(agreed, ["grpo", "bapo"]).details == verdict(listed, ["grpo", "bapo"], k=1).details == []
+
+
+def test_scores_of_different_exams_are_not_compared():
+    one = {"eval.k": 8, "eval.temperature": 1.0, "learn.lr": 1e-4}
+    keys = differing_exam([one, one | {"eval.temperature": 0.6, "learn.lr": 1e-5}, one])
+    assert keys == ["eval.temperature"]
+    listed = runs("grpo", avg=GRPO) + runs("bapo", avg=shifted(GRPO, *[0.3] * 5))
+    found = verdict(listed, ["grpo", "bapo"], unlike={"s": keys})
+    assert found.lines == ["The scores cannot be compared, because the runs differ in eval.temperature."]
+    assert not found.decided
+
+
+def test_settings_meet_where_there_is_one_objective():
+    assert meeting_by(["a", "b"], ["grpo"]) == ("objective", "setting")
+    assert meeting_by(["a"], ["grpo"]) == meeting_by(["a", "b"], ["grpo", "bapo"]) == ("setting", "objective")
+    listed = runs("grpo", setting="a", avg=GRPO) + runs("grpo", setting="b", avg=shifted(GRPO, *[0.1] * 5))
+    tables = compared(listed, ["grpo"], ["a", "b"], ("objective", "setting"))
+    assert judge(tables, k=4, temperature=None).lines == ["b beats a by 0.100 ± 0.000 avg@4 over 5 seeds."]
+    assert judge(compared(listed, ["a", "b"], ["grpo"]), k=4, temperature=None).lines == []  # nothing to compare
+
+
+def test_the_table_of_differences_marks_what_the_verdict_decides():
+    push = shifted(GRPO, 0.03, 0.04, 0.05, 0.04, 0.04)
+    listed = runs("grpo", **{"avg": GRPO, "pass": GRPO}) + runs("push-once", **{"avg": push, "pass": GRPO})
+    listed += runs("bapo", **{"avg": push[:2], "pass": GRPO[:2]}) + runs("dcpo", **{"avg": push[:1], "pass": GRPO[:1]})
+    rows = compared(listed, ["s"], ["grpo", "push-once", "bapo", "dcpo"])["s"]
+    assert difference_cells(rows, {"avg@8": "avg", "pass@8": "pass", "entropy": "entropy"}) == [
+        ["", "seeds", "avg@8", "pass@8", "entropy"],
+        ["push-once - grpo", "5", "+0.040 ± 0.009*", "+0.000 ± 0.000 ", "–"],
+        ["bapo - grpo", "2", "+0.035 ± 0.064 ", "+0.000 ± 0.000 ", "–"],  # 12.706 · .0070711 / √2 = .0635
+    ]
+    assert list(scores(8, {"avg", "avg_at_0", "avg_at_0.6"})) == [
+        *("avg@8", "pass@8", "avg, temp. 0", "avg, temp. 0.6", "pass, temp. 0.6", "entropy")
+    ]
