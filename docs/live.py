@@ -1,10 +1,9 @@
-"""Draws docs/live.svg: the live view of a run as it was at its last step.
+"""Draws docs/live.svg: the live view of a run as it was when three quarters of it were done.
 
-    bapo train --steps 40 --rollout.prompts 6 --learn.batch-groups 6 --objective.preset None --offpolicy.reuse 8 \
-        --learn.lr 6e-5 --sample-every 1 --out runs/live
+    bapo train --out runs/live
     python docs/live.py runs/live
 
-The numbers are those of the run's logs, and the view is the one that trains people see. The picture names no font that
+The numbers are those of the run's logs, and the view is the one that a terminal shows. The picture names no font that
 would have to be fetched.
 """
 
@@ -14,7 +13,6 @@ import io
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
 from rich.console import Console
@@ -27,12 +25,15 @@ HERE = Path(__file__).parent
 
 def live_picture(run: Path) -> str:
     """The view of a run, as SVG."""
-    steps = logged_steps(run)
-    total = json.loads((run / "config.json").read_text())["steps"]
-    group = json.loads((run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    logged = logged_steps(run)
+    steps = logged[: 3 * len(logged) // 4]
+    groups = [json.loads(line) for line in (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    group = [group for group in groups if group["step"] <= steps[-1][0]][-1]
     best = max(range(len(group["responses"])), key=lambda place: group["trajectories"][place]["reward"])
     console = Console(record=True, file=io.StringIO(), force_terminal=True, width=96, height=18, legacy_windows=False)
-    view = LiveView(total, title="bapo · demo · runs/live", console=console, clock=time.monotonic)
+    now = 0.0
+    view = LiveView(len(logged), title="bapo · demo · runs/live", console=console, clock=lambda: now)
+    now = sum(timing["seconds"] for _, _, timing in steps)
     view.recall(steps)
     response = group["responses"][best].removesuffix("<eos>")
     view.sample(group["problem"]["prompt"], response, group["trajectories"][best]["reward"])
