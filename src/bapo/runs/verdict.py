@@ -141,7 +141,7 @@ def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str,
     first, *elsewhere = found.items()
     more: list[str] = []
     if len(others) == 1:
-        line = _duel(reference, f"avg@{k}", first, elsewhere)
+        line = _duel(reference, k, list(found.items()))
     else:
         line, more = _field(reference, f"avg@{k}", first, elsewhere)
     if k != 1:
@@ -159,16 +159,22 @@ def _at(temperature: float | str) -> str:
 Found = tuple[str, list[Outcome]]  # where a score was taken (" at temperature 1"), and the outcomes there
 
 
-def _duel(reference: str, unit: str, first: Found, elsewhere: Sequence[Found]) -> str:
-    """One arm against another, at every temperature."""
-    at, (one,) = first
-    clauses = [_clause(one, reference, unit, at)]
+def _duel(reference: str, k: int | str, found: Sequence[Found]) -> str:
+    """One arm against another: first the temperature that decides something, then the others."""
+    lead = next((place for place, (_, (one,)) in enumerate(found) if one.kind in DECIDED), 0)
+    at, (one,) = found[lead]
+    clauses = [_clause(one, reference, _unit(at, k), at)]
     together: dict[str, list[str]] = {}
-    for where, (other,) in elsewhere if one.kind in JUDGED else ():
+    for where, (other,) in [*found[:lead], *found[lead + 1 :]] if one.kind in JUDGED else ():
         words = {"ahead": f"it is ahead by {other.size}", "behind": f"it is behind by {other.size}"}
         said = words.get(other.kind, "they cannot be told apart" if other.kind == "open" else "a score is missing")
         together.setdefault(said, []).append(where.strip())
     return "; ".join([*clauses, *(f"{_joined(places)} {said}" for said, places in together.items())]) + "."
+
+
+def _unit(at: str, k: int | str) -> str:
+    """Greedy samples of a problem are all the same, so there is one."""
+    return "avg@1" if at == _at(0) else f"avg@{k}"
 
 
 def _clause(one: Outcome, reference: str, unit: str, at: str) -> str:
