@@ -176,6 +176,13 @@ def test_settings_have_a_line_each_and_chance_is_named():
     assert found.notes == ["10 differences were judged, each at 95%, so about 1 may stand out by chance."]
 
 
+def test_more_seeds_are_asked_for_once():
+    listed = [run for setting in "ab" for name in ("grpo", "bapo") for run in runs(name, setting=setting, avg=[0.5])]
+    found = verdict(listed, ["grpo", "bapo"], "ab")
+    assert found.lines == [f"{s}: One seed decides nothing: bapo differs from grpo by +0.000 avg@8." for s in "ab"]
+    assert found.notes == ["Run at least 3 seeds to decide more."]
+
+
 def test_a_score_that_is_not_a_number_decides_nothing():
     broken = [nan, 0.9, 0.9, 0.9, 0.9]
     found = verdict(runs("grpo", avg=GRPO) + runs("bapo", avg=broken), ["grpo", "bapo"])

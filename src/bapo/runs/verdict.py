@@ -77,6 +77,7 @@ def judge(
     """The verdict on each table that has at least two arms."""
     several = sum(len(rows) > 1 for rows in tables.values()) > 1
     lines, details, judged = [], [], []
+    short = False
     for table, rows in tables.items():
         if len(rows) < 2:
             continue
@@ -87,9 +88,12 @@ def judge(
             if more:
                 details.append(f"{table}: {' '.join(more)}" if several else " ".join(more))
             judged += [outcome for outcome in outcomes if outcome.kind in JUDGED]
+            if any(outcome.kind in ("one", "few") for outcome in outcomes):
+                short = True
+                text += "" if several else f" Run at least {FEWEST_SEEDS} seeds."
         lines.append(f"{table}: {text}" if several else text)
     decided = any(outcome.kind in DECIDED for outcome in judged)
-    notes = []
+    notes = [f"Run at least {FEWEST_SEEDS} seeds to decide more."] if short and several else []
     if missing:
         runs = "One run is" if missing == 1 else f"{missing} runs are"
         notes.append(f"{runs} not finished, so this may change.")
@@ -148,7 +152,7 @@ def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str,
         by_pass = [outcome(rows, one.name, "pass") for one in first[1]]
         news = [by for one, by in zip(first[1], by_pass, strict=True) if by.kind in DECIDED and by.kind != one.kind]
         more += [f"By pass@{k}{at}, {_ahead_and_behind(news, reference)}."] if news else []
-    return line + _advice(first[1]), more, [one for outcomes in found.values() for one in outcomes]
+    return line, more, [one for outcomes in found.values() for one in outcomes]
 
 
 def _at(temperature: float | str) -> str:
@@ -258,11 +262,6 @@ def _by_kind(outcomes: Sequence[Outcome]) -> dict[Kind, list[Outcome]]:
     for one in sorted(outcomes, key=lambda one: -abs(one.mean) if math.isfinite(one.mean) else math.inf):
         groups.setdefault(one.kind, []).append(one)
     return groups
-
-
-def _advice(outcomes: Sequence[Outcome]) -> str:
-    few = any(one.kind in ("one", "few") for one in outcomes)
-    return f" Run at least {FEWEST_SEEDS} seeds." if few else ""
 
 
 def _names(outcomes: Sequence[Outcome]) -> str:
