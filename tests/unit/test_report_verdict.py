@@ -199,7 +199,9 @@ def test_a_sound_run_shows_no_sign():
         ),
         (with_log(skipped=[{"step": 3}] * 2), "2 updates were skipped, because their numbers were not finite."),
         (
-            with_log(summary={"before": {"eval/truncated": 0.2}, "after": {"eval/truncated": 0.6}}),
+            with_log(
+                summary={"before": {"eval/truncated": 0.2}, "after": {"eval/truncated": 0.6, "eval/problems": 50}}
+            ),
             "the length limit cuts off 60% of the held-out responses, and 20% before training.",
         ),
         (

@@ -89,7 +89,7 @@ def headline(numbers: Numbers | None, findings: Sequence[Finding], uses: Uses) -
         )
     text, tone = _about_the_clip(numbers, case), "open" if case == "cannot move" else "decided"
     if push_once_matters(numbers, uses):
-        text += f" Push once would take that to {of_uses(numbers.pushes).share_then:.2f}."
+        text += f" Push once alone would take it to {of_uses(numbers.pushes).share_then:.2f}."
         tone = "decided"
     return Headline(text, tone)  # type: ignore[arg-type]
 

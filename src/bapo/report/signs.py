@@ -28,6 +28,8 @@ SPIKE = 10.0
 """A gradient norm above this multiple of the median is a spike."""
 FEW = 20
 """Fewer updates or steps have no trend."""
+FEW_RESPONSES = 100
+"""Fewer held-out responses say little about a share of them."""
 CUT_OFF = 0.1
 """The length limit cuts off so much more of the held-out responses than before training."""
 
@@ -75,7 +77,9 @@ def entropy(run: Run) -> str | None:
 def clipping(run: Run) -> str | None:
     """The clip blocks much of the data."""
     last = ends(run, "clip_fraction", "clip").get("clip_last", 0.0)
-    return f"the clip blocked {last:.0%} of the tokens in the last tenth of updates" if last > CLIPPED else None
+    if len(run.updates) < FEW or not last > CLIPPED:
+        return None
+    return f"the clip blocked {last:.0%} of the tokens in the last tenth of updates"
 
 
 def spikes(run: Run) -> str | None:
@@ -111,7 +115,8 @@ def cut_off(run: Run) -> str | None:
     if run.sft or not run.summary:
         return None
     before, after = (run.summary[when].get("eval/truncated", 0.0) for when in ("before", "after"))
-    if not after > before + CUT_OFF:
+    responses = run.config["eval"]["k"] * run.summary["after"].get("eval/problems", 0)
+    if responses < FEW_RESPONSES or not after > before + CUT_OFF:
         return None
     return f"the length limit cuts off {after:.0%} of the held-out responses, and {before:.0%} before training"
 
