@@ -26,6 +26,8 @@ from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "four_tensors.ipynb"
+WORDS = {type(None): "none", bool: "true or false", int: "whole number", float: "number", str: "text"}
+"""What a type is called on a page."""
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -107,8 +109,8 @@ def _default(field: FieldInfo) -> str:
 
 def _kind(annotation: Any) -> str:
     """A type in words."""
-    if annotation is type(None):
-        return "none"
+    if annotation in WORDS:
+        return WORDS[annotation]
     inner = get_args(annotation)
     origin = get_origin(annotation)
     if origin is None:
@@ -153,7 +155,8 @@ def objectives() -> str:
     lines = [
         "# Objectives and their options",
         "",
-        "Choose one with `--objective.name NAME`, and give its options with `--objective.options KEY VALUE`. Recipe:",
+        "Choose one with `--objective.name NAME`, and give its options with `--objective.options KEY VALUE`. In a "
+        "recipe that is",
         "",
         '    [objective]\n    name = "grpo"\n    options = {high = 1.28}',
         "",

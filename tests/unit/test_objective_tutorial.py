@@ -18,12 +18,14 @@ def put_before(file, mark, text):
 
 
 def test_the_new_objective_passes_its_own_test(tmp_path):
-    function, entry, test = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    function, entries, test = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     shutil.copytree(ROOT / "src" / "bapo", tmp_path / "bapo")
     core = tmp_path / "bapo" / "core"
     put_before(core / "objectives.py", "@dataclass(frozen=True)\nclass Objective:", f"{function}\n\n")
-    put_before(core / "objectives.py", '    "dppo": Objective(dppo),', f"    {entry.splitlines()[2].strip()}\n")
+    objective, options = (line for line in entries.splitlines(keepends=True) if "log_clip" in line)
+    put_before(core / "objectives.py", '    "dppo": Objective(dppo),', objective)
     put_before(core / "settings.py", '"dppo"\n', '"log_clip", ')
+    put_before(core / "settings.py", '    "dppo": ("delta",),', options)
     (tmp_path / "test_page.py").write_text(f"import math\n\nimport torch\nfrom bapo import policy_loss\n\n\n{test}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "test_page.py"]
     surroundings = {"PYTHONPATH": str(tmp_path)}
