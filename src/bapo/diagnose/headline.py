@@ -109,6 +109,6 @@ def _about_the_clip(numbers: Numbers, case: Case) -> str:
             f"and the bounds of {best} get it to {reached:.2f}, with a target of {target:.2f}."
         )
     return (
-        f"BAPO would move the positive share of the gradient from {share:.2f} to {reached:.2f} with the setting {best}, "
+        f"BAPO would move the positive share of the gradient from {share:.2f} to {reached:.2f} with {best}, "
         f"whose target is {target:.2f}."
     )
