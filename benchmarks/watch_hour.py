@@ -9,7 +9,8 @@ Memory swings with every step, between sampling and learning, so what counts is 
 the time, at most 10 minutes) the rest is cut into 20 equal parts, and a straight line is fitted to the least value in
 each part. A curve is flat if the line rises by less than its allowance in an hour: 5% of the mean for memory and for
 the disk without logs, half a descriptor, half a thread. The exit code is 1 if a curve is not flat or the run does not
-stop as it should. `--judge FILE` only judges samples that were taken before.
+stop as it should. `--judge FILE` only judges samples that were taken before. Other options, such as
+`--rollout.max-tokens 16` for more and shorter steps, are passed on to `bapo train`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=10, help="seconds between samples")
     parser.add_argument("--out", type=Path, default=Path("runs/watched"), help="a new directory for run and curves")
     parser.add_argument("--judge", type=Path, help="samples.csv of an earlier watch")
-    given = parser.parse_args()
+    given, keys = parser.parse_known_args()
     if given.judge is not None:
         with given.judge.open(newline="") as file:
             samples = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
@@ -50,6 +51,7 @@ def main() -> int:
     given.out.mkdir(parents=True)
     run = given.out / "run"
     command = [sys.executable, "-m", "bapo.cli", "train", "--steps", "1000000", "--threads", "1", "--out", str(run)]
+    command += keys
     with (given.out / "log").open("wb") as log:
         process = subprocess.Popen(  # noqa: S603
             command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}

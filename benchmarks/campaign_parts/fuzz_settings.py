@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,43 @@ def _schema(supervised: bool) -> Any:
 def _recipe(draw: st.DrawFn) -> dict[str, Any]:
     """Known keys, mostly, with values that fit or do not."""
     values: dict[str, Any] = {}
-    known = st.sampled_from([*_keys(False), *_keys(True)])
+    mild = draw(st.booleans())
+    defaults = _defaults()
     for _ in range(draw(st.integers(1, 5))):
-        key = draw(known) if draw(st.integers(0, 9)) else draw(st.text(max_size=12))
+        key = draw(st.sampled_from(sorted(defaults))) if draw(st.integers(0, 19)) else draw(st.text(max_size=12))
         *tables, name = key.split(".")
         inner = values
         for table in tables:
             inner = inner[table] if isinstance(inner.get(table), dict) else inner.setdefault(table, {})
             if not isinstance(inner, dict):
                 return values
-        inner[name] = draw(st.one_of(scalars, strange, json_values))
+        near = _near(defaults.get(key))
+        inner[name] = draw(near) if mild else draw(st.one_of(near, scalars, strange, json_values))
     return values
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Every key of both configurations, with its default."""
+    found: dict[str, Any] = {}
+    for supervised in (True, False):
+        for key in _keys(supervised):
+            value = _schema(supervised)().model_dump(mode="json")
+            for part in key.split("."):
+                value = value[part]
+            found[key] = value
+    return found
+
+
+def _near(default: Any) -> st.SearchStrategy[Any]:
+    """Values that are like a default."""
+    if isinstance(default, bool):
+        return st.booleans()
+    if isinstance(default, int):
+        return st.sampled_from([default, default + 1, 2 * default, max(0, default - 1)])
+    if isinstance(default, float):
+        return st.sampled_from([default, default / 2, 2 * default])
+    return st.just(default) if default is not None else st.sampled_from([None, 1, 0.5, "auto"])
 
 
 @st.composite
@@ -84,6 +111,11 @@ def _grid(draw: st.DrawFn) -> Any:
         "base": _recipe(), "objective": lists, "setting": lists, "steps": scalars, "kind": scalars,
     }  # fmt: skip
     chosen = draw(st.lists(st.sampled_from(GRID_KEYS), max_size=6, unique=True))
+    if draw(st.booleans()):
+        arm = st.sampled_from(["grpo", "bapo", "clip_higher", "gspo", "x"])
+        labelled = {"label": draw(st.sampled_from(["a", "b.1", "", "/"])), "objective": {"name": draw(arm)}}
+        usual = {"objective": [labelled], "seeds": draw(st.integers(0, 4)), "base": {"steps": draw(st.integers(0, 9))}}
+        return usual | {key: draw(fitting[key]) for key in chosen[:1]}
     return {key: draw(fitting[key]) if draw(st.integers(0, 4)) else draw(json_values) for key in chosen}
 
 

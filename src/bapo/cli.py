@@ -45,8 +45,8 @@ class Command:
     summary: str
     """One line for `bapo --help`."""
     remedy: Remedy
-    defined_by: str
-    """module:name of the dataclass or configuration whose fields are its arguments."""
+    defined_by: str = ""
+    """module:name of the dataclass or configuration whose fields are its arguments, for shell completion."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -72,7 +72,7 @@ def test_a_learner_rank_that_dies_costs_nothing_but_time(tmp_path):
     assert send(ranks[1])
     disturbed.finished()
     assert "all learner ranks start again" in disturbed.said()
-    assert "restarts: learner 1 time; history.jsonl says when and why" in disturbed.said()
+    assert "restarts: learner (1); history.jsonl says when and why" in disturbed.said()
     assert disturbed.summary()["restarts"] == {"learner": 1}
     (restart,) = [line for line in history.read(disturbed.path) if line["event"] == "restart"]
     assert "died while it was asked to" in restart["why"]

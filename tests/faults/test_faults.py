@@ -108,13 +108,16 @@ def test_a_run_killed_before_its_first_step_or_after_its_export_can_be_completed
     assert_same_run(early, uninterrupted)
 
 
-def test_a_run_killed_in_the_evaluation_after_its_first_step_begins_again(uninterrupted, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_stopped_in_the_evaluation_after_its_first_step_begins_again(uninterrupted, tmp_path, number):
     out = tmp_path / "run"
     process = started(out)
     wait_for_steps(process, out, 1)
-    process.kill()
-    process.join()
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000000"]
+    os.kill(process.pid, number)
+    process.join(processes.PATIENCE)
+    assert process.exitcode == (130 if number == signal.SIGINT else -number)
+    if number == signal.SIGKILL:  # Ctrl-C may come before the step has quite ended, which is then saved
+        assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000000"]
     assert bapo("resume", out).returncode == 0
     assert_same_run(out, uninterrupted)
 

@@ -69,7 +69,7 @@ def test_the_run_directory_tells_what_happened(learned):
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["before"], summary["after"]) == (measured[0], measured[-1])
     assert "100 rows read, 95 to learn from, 5 held out" in output
-    assert f"bapo train RECIPE.toml --model.path {run / 'model'}" in output
+    assert f"bapo train RECIPE --model.path {run / 'model'}" in output
 
 
 def test_the_run_is_read_and_reported(learned, tmp_path):

@@ -53,7 +53,7 @@ def test_the_headline_says_what_push_once_would_do():
     """Its share comes from the same sums as the table: at (0.8, 1.2), and with a lower bound of 1 in later uses."""
     result = diagnosed(again(FAR))
     expected = as_json(result)["overall"]["push_once"]["share_push_once"]
-    assert result.headline.text.endswith(f"Push once would take that to {expected:.2f}.")
+    assert result.headline.text.endswith(f"Push once alone would take it to {expected:.2f}.")
     fresh = diagnosed(replace(FAR, uses=np.zeros(len(FAR.logprobs), dtype=np.int64)))
     assert "ush once" not in fresh.headline.text
 

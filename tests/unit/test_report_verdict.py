@@ -115,6 +115,14 @@ def test_one_run_tells_from_where_to_where_it_got(tmp_path):
         assert verdict["tone"] == tone
 
 
+def test_an_evaluation_without_intervals_is_shown_without_them(tmp_path):
+    run = shutil.copytree(ONE, tmp_path / "run")
+    rewritten(run, lambda line: line.update({"eval/avg": 0.5, "eval/avg_low": None, "eval/truncated": None}))
+    verdict, _ = top(run)
+    assert verdict["lines"] == ["avg@2 went from 0.375 to 0.500."]
+    assert (verdict["tone"], verdict["notes"]) == ("plain", ["This is one run. Another seed may end elsewhere."])
+
+
 def test_other_temperatures_of_one_run_have_a_clause_each(tmp_path):
     run = shutil.copytree(ONE, tmp_path / "run")
     summary = json.loads((run / "summary.json").read_text())
@@ -199,7 +207,9 @@ def test_a_sound_run_shows_no_sign():
         ),
         (with_log(skipped=[{"step": 3}] * 2), "2 updates were skipped, because their numbers were not finite."),
         (
-            with_log(summary={"before": {"eval/truncated": 0.2}, "after": {"eval/truncated": 0.6}}),
+            with_log(
+                summary={"before": {"eval/truncated": 0.2}, "after": {"eval/truncated": 0.6, "eval/problems": 50}}
+            ),
             "the length limit cuts off 60% of the held-out responses, and 20% before training.",
         ),
         (

@@ -88,13 +88,24 @@ def test_runs_that_are_missing_are_said():
 
 
 def test_every_temperature_has_its_clause():
-    """At 1: differences 0; at 0.6: .05 each; greedy: -.1 each; at 0.3 a score is missing from one run."""
+    """At 1: differences 0; at 0.6: .05 each; greedy: -.1 each."""
     lower = [value - 0.1 for value in GRPO]
     listed = runs("grpo", **{"avg": GRPO, "avg_at_0.6": GRPO, "avg_at_0": GRPO})
     listed += runs("push-once", **{"avg": GRPO, "avg_at_0.6": shifted(GRPO, *[0.05] * 5), "avg_at_0": lower})
     assert verdict(listed, ["grpo", "push-once"]).lines == [
-        "push-once and grpo have the same avg@8 at temperature 1 in every one of 5 seeds; with greedy sampling it is "
-        "behind by 0.100 ± 0.000; at temperature 0.6 it is ahead by 0.050 ± 0.000."
+        "push-once falls short of grpo by 0.100 ± 0.000 avg@1 with greedy sampling over 5 seeds; at temperature 1 they "
+        "cannot be told apart; at temperature 0.6 it is ahead by 0.050 ± 0.000."
+    ]
+
+
+def test_the_temperature_that_decides_comes_first():
+    """At 0.6: .03 .04 .05 .04 .04, so .040 ± .009; at 1: .02 -.02 .01 0 0, so .002 ± .018."""
+    at_one, lower = shifted(GRPO, 0.02, -0.02, 0.01, 0, 0), shifted(GRPO, 0.03, 0.04, 0.05, 0.04, 0.04)
+    listed = runs("grpo", **{"avg": GRPO, "avg_at_0.6": GRPO})
+    listed += runs("push-once", **{"avg": at_one, "avg_at_0.6": lower})
+    assert verdict(listed, ["grpo", "push-once"]).lines == [
+        "push-once beats grpo by 0.040 ± 0.009 avg@8 at temperature 0.6 over 5 seeds; at temperature 1 they cannot be "
+        "told apart."
     ]
 
 
@@ -163,6 +174,13 @@ def test_settings_have_a_line_each_and_chance_is_named():
     found = verdict(listed, ["grpo", "bapo"], "abcde")
     assert [line.split(" by ")[0] for line in found.lines] == [f"{setting}: bapo beats grpo" for setting in "abcde"]
     assert found.notes == ["10 differences were judged, each at 95%, so about 1 may stand out by chance."]
+
+
+def test_more_seeds_are_asked_for_once():
+    listed = [run for setting in "ab" for name in ("grpo", "bapo") for run in runs(name, setting=setting, avg=[0.5])]
+    found = verdict(listed, ["grpo", "bapo"], "ab")
+    assert found.lines == [f"{s}: One seed decides nothing: bapo differs from grpo by +0.000 avg@8." for s in "ab"]
+    assert found.notes == ["Run at least 3 seeds to decide more."]
 
 
 def test_a_score_that_is_not_a_number_decides_nothing():

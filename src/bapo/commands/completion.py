@@ -62,6 +62,8 @@ def completion(words: list[str], definitions: Mapping[str, str]) -> int:
 
 def completed(command: str, definition: str) -> Completed:
     """What the definition of a command says can follow it."""
+    if not definition:
+        return Completed({"--help": ()}, ())
     module, _, name = definition.partition(":")
     kind = getattr(importlib.import_module(module), name)
     if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -34,8 +34,9 @@ __all__ = ["ADVANTAGE_NAMES", "OBJECTIVE_NAMES", "Config", "TaskConfig"]
 class Config(Section):
     """Train a model on problems by reinforcement learning.
 
-    Keys on the command line override those of the recipe, a TOML or JSON file. Without a recipe, the embedded model
-    learns the embedded task: offline, on a CPU, in minutes.
+    Keys on the command line override those of the recipe: a TOML or JSON file, or the name of one that comes with bapo
+    (--list shows them). Without a recipe, the embedded model learns the embedded task: offline, on a CPU, in minutes.
+    --dry-run shows what would happen and everything that is wrong, and starts nothing.
     """
 
     steps: int = Field(60, ge=1)

@@ -89,7 +89,8 @@ class SftEvalConfig(Section):
 class SftConfig(Section):
     """Train a model to imitate responses (supervised fine-tuning): the warm start before reinforcement learning.
 
-    Keys on the command line override those of the recipe, a TOML or JSON file. task.train must be set.
+    Keys on the command line override those of the recipe: a TOML or JSON file, or the name of one that comes with bapo
+    (--list shows them). task.train must be set.
     """
 
     kind: Literal["sft"] = "sft"

@@ -37,12 +37,13 @@ def charts(diagnosis: Diagnosis) -> dict[str, Any]:
     updates, overall = diagnosis.updates, diagnosis.overall
     figures: list[dict[str, Any]] = []
     if overall is not None:
+        dotted = "the fixed clip (0.8, 1.2)" if len(updates) > 1 else "a ratio of 1"
         first = over_updates(updates) if len(updates) > 1 else [shares(overall), ranges(overall)]
         figures = [
             {
                 "title": "Share and bounds",
                 "caption": "The share of the gradient that tokens of positive advantage hold, and the bounds on the "
-                "ratio that each setting of BAPO would choose. Dotted: BAPO's target, and the fixed clip (0.8, 1.2).",
+                f"ratio that each setting of BAPO would choose. Dotted: BAPO's target, and {dotted}.",
                 "panels": [{"id": f"share-{place}"} | panel for place, panel in enumerate(first)],
             },
             {

@@ -89,7 +89,7 @@ def headline(numbers: Numbers | None, findings: Sequence[Finding], uses: Uses) -
         )
     text, tone = _about_the_clip(numbers, case), "open" if case == "cannot move" else "decided"
     if push_once_matters(numbers, uses):
-        text += f" Push once would take that to {of_uses(numbers.pushes).share_then:.2f}."
+        text += f" Push once alone would take it to {of_uses(numbers.pushes).share_then:.2f}."
         tone = "decided"
     return Headline(text, tone)  # type: ignore[arg-type]
 
@@ -106,9 +106,9 @@ def _about_the_clip(numbers: Numbers, case: Case) -> str:
     if case == "cannot move":
         return (
             f"BAPO's bounds cannot repair the balance: positive tokens hold {share:.2f} of the gradient at (0.8, 1.2), "
-            f"and the bounds get it to {reached:.2f}, with a target of {target:.2f}."
+            f"and the bounds of {best} get it to {reached:.2f}, with a target of {target:.2f}."
         )
     return (
-        f"BAPO would move the positive share of the gradient from {share:.2f} to {reached:.2f}, with a target of "
-        f"{target:.2f}."
+        f"BAPO would move the positive share of the gradient from {share:.2f} to {reached:.2f} with {best}, "
+        f"whose target is {target:.2f}."
     )

@@ -28,6 +28,8 @@ SPIKE = 10.0
 """A gradient norm above this multiple of the median is a spike."""
 FEW = 20
 """Fewer updates or steps have no trend."""
+FEW_RESPONSES = 100
+"""Fewer held-out responses say little about a share of them."""
 CUT_OFF = 0.1
 """The length limit cuts off so much more of the held-out responses than before training."""
 
@@ -75,12 +77,15 @@ def entropy(run: Run) -> str | None:
 def clipping(run: Run) -> str | None:
     """The clip blocks much of the data."""
     last = ends(run, "clip_fraction", "clip").get("clip_last", 0.0)
-    return f"the clip blocked {last:.0%} of the tokens in the last tenth of updates" if last > CLIPPED else None
+    if len(run.updates) < FEW or not last > CLIPPED:
+        return None
+    return f"the clip blocked {last:.0%} of the tokens in the last tenth of updates"
 
 
 def spikes(run: Run) -> str | None:
     """One update was much larger than the others."""
-    norms = [(float(line["grad_norm"]), line["version"]) for line in run.updates if "grad_norm" in line]
+    logged = [line for line in run.updates if isinstance(line.get("grad_norm"), int | float)]
+    norms = [(float(line["grad_norm"]), line["version"]) for line in logged]
     if len(norms) < FEW:
         return None
     largest, version = max(norms)
@@ -100,9 +105,9 @@ def skipped(run: Run) -> str | None:
 
 def still(run: Run) -> str | None:
     """BAPO's bounds never moved."""
-    if len(run.updates) < FEW or stop_shares(run).get("stop_start") != 1.0 or "clip_low" not in run.updates[-1]:
+    if len(run.updates) < FEW or stop_shares(run).get("stop_start") != 1.0 or not run.series("clip_high"):
         return None
-    low, high = run.updates[-1]["clip_low"], run.updates[-1]["clip_high"]
+    low, high = run.series("clip_low")[-1], run.series("clip_high")[-1]
     return f"the bounds never moved from ({low:g}, {high:g}), so a fixed clip would have done the same"
 
 
@@ -110,16 +115,23 @@ def cut_off(run: Run) -> str | None:
     """Responses have grown into the length limit."""
     if run.sft or not run.summary:
         return None
-    before, after = (run.summary[when].get("eval/truncated", 0.0) for when in ("before", "after"))
-    if not after > before + CUT_OFF:
+    before, after = (_evaluated(run, when, "eval/truncated") for when in ("before", "after"))
+    responses = run.config["eval"]["k"] * _evaluated(run, "after", "eval/problems")
+    if responses < FEW_RESPONSES or not after > before + CUT_OFF:
         return None
     return f"the length limit cuts off {after:.0%} of the held-out responses, and {before:.0%} before training"
 
 
 def failures(run: Run) -> str | None:
     """The verifier failed on held-out responses."""
-    count = 0 if run.sft or not run.summary else run.summary["after"].get("eval/failures", 0)
+    count = 0.0 if run.sft or not run.summary else _evaluated(run, "after", "eval/failures")
     return f"the verifier failed on {count:.0f} held-out responses, which count as wrong" if count else None
+
+
+def _evaluated(run: Run, when: str, key: str) -> float:
+    """A number of the evaluation before or after training; 0 if it is missing."""
+    value = run.summary[when].get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 SIGNS: tuple[Callable[[Run], str | None], ...] = (

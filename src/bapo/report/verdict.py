@@ -138,16 +138,20 @@ def _of_one(arm: Arm) -> tuple[list[str], list[str], str]:
         said, tone = _from_to(first, last, name + where)
         clauses.append(said)
         tones.append(tone)
-    known = "eval/avg_low" in after and "eval/avg_low" in before
+    known = _has_interval(before) and _has_interval(after)
     problems = f" over {after['eval/problems']} held-out problems" if "eval/problems" in after else ""
     notes = [f"In brackets: 95% intervals{problems}."] if known else []
     notes.append("This is one run. Another seed may end elsewhere.")
     return [f"{'; '.join(clauses)}."], notes, tones[0]
 
 
+def _has_interval(line: Mapping[str, Any]) -> bool:
+    return all(isinstance(line.get(key), int | float) for key in ("eval/avg_low", "eval/avg_high"))
+
+
 def _from_to(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> tuple[str, str]:
     """From where to where the score got, and the tone of that."""
-    if "eval/avg_low" not in before or "eval/avg_low" not in after:
+    if not (_has_interval(before) and _has_interval(after)):
         return f"{name.strip()} went from {before['eval/avg']:.3f} to {after['eval/avg']:.3f}", "plain"
     one, two = (
         f"{line['eval/avg']:.3f} [{line['eval/avg_low']:.3f}, {line['eval/avg_high']:.3f}]" for line in (before, after)

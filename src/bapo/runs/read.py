@@ -54,8 +54,8 @@ class Run:
     rollouts: list[dict[str, Any]]
     """One per step: reward (absent if no response finished), length, truncated, rollout/…, buffer/…"""
     evals: list[dict[str, Any]]
-    """eval/avg, eval/pass, eval/entropy, …; step 0 is before training. Evaluations during training use fewer problems
-    (eval/problems). eval/temperature marks the evaluations at the temperatures of eval.also_at."""
+    """eval/avg, eval/pass, eval/entropy, …; step 0 is before training. eval/problems: on how many problems; an earlier
+    version used fewer of them during training. eval/temperature marks the temperatures of eval.also_at."""
     timing: list[dict[str, Any]]
     """One per step: seconds, rollout_seconds, learn_seconds, tokens_per_second."""
     summary: dict[str, Any]

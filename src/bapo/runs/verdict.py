@@ -77,6 +77,7 @@ def judge(
     """The verdict on each table that has at least two arms."""
     several = sum(len(rows) > 1 for rows in tables.values()) > 1
     lines, details, judged = [], [], []
+    short = False
     for table, rows in tables.items():
         if len(rows) < 2:
             continue
@@ -87,9 +88,12 @@ def judge(
             if more:
                 details.append(f"{table}: {' '.join(more)}" if several else " ".join(more))
             judged += [outcome for outcome in outcomes if outcome.kind in JUDGED]
+            if any(outcome.kind in ("one", "few") for outcome in outcomes):
+                short = True
+                text += "" if several else f" Run at least {FEWEST_SEEDS} seeds."
         lines.append(f"{table}: {text}" if several else text)
     decided = any(outcome.kind in DECIDED for outcome in judged)
-    notes = []
+    notes = [f"Run at least {FEWEST_SEEDS} seeds to decide more."] if short and several else []
     if missing:
         runs = "One run is" if missing == 1 else f"{missing} runs are"
         notes.append(f"{runs} not finished, so this may change.")
@@ -141,14 +145,14 @@ def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str,
     first, *elsewhere = found.items()
     more: list[str] = []
     if len(others) == 1:
-        line = _duel(reference, f"avg@{k}", first, elsewhere)
+        line = _duel(reference, k, list(found.items()))
     else:
         line, more = _field(reference, f"avg@{k}", first, elsewhere)
     if k != 1:
         by_pass = [outcome(rows, one.name, "pass") for one in first[1]]
         news = [by for one, by in zip(first[1], by_pass, strict=True) if by.kind in DECIDED and by.kind != one.kind]
         more += [f"By pass@{k}{at}, {_ahead_and_behind(news, reference)}."] if news else []
-    return line + _advice(first[1]), more, [one for outcomes in found.values() for one in outcomes]
+    return line, more, [one for outcomes in found.values() for one in outcomes]
 
 
 def _at(temperature: float | str) -> str:
@@ -159,16 +163,22 @@ def _at(temperature: float | str) -> str:
 Found = tuple[str, list[Outcome]]  # where a score was taken (" at temperature 1"), and the outcomes there
 
 
-def _duel(reference: str, unit: str, first: Found, elsewhere: Sequence[Found]) -> str:
-    """One arm against another, at every temperature."""
-    at, (one,) = first
-    clauses = [_clause(one, reference, unit, at)]
+def _duel(reference: str, k: int | str, found: Sequence[Found]) -> str:
+    """One arm against another: first the temperature that decides something, then the others."""
+    lead = next((place for place, (_, (one,)) in enumerate(found) if one.kind in DECIDED), 0)
+    at, (one,) = found[lead]
+    clauses = [_clause(one, reference, _unit(at, k), at)]
     together: dict[str, list[str]] = {}
-    for where, (other,) in elsewhere if one.kind in JUDGED else ():
+    for where, (other,) in [*found[:lead], *found[lead + 1 :]] if one.kind in JUDGED else ():
         words = {"ahead": f"it is ahead by {other.size}", "behind": f"it is behind by {other.size}"}
         said = words.get(other.kind, "they cannot be told apart" if other.kind == "open" else "a score is missing")
         together.setdefault(said, []).append(where.strip())
     return "; ".join([*clauses, *(f"{_joined(places)} {said}" for said, places in together.items())]) + "."
+
+
+def _unit(at: str, k: int | str) -> str:
+    """Greedy samples of a problem are all the same, so there is one."""
+    return "avg@1" if at == _at(0) else f"avg@{k}"
 
 
 def _clause(one: Outcome, reference: str, unit: str, at: str) -> str:
@@ -252,11 +262,6 @@ def _by_kind(outcomes: Sequence[Outcome]) -> dict[Kind, list[Outcome]]:
     for one in sorted(outcomes, key=lambda one: -abs(one.mean) if math.isfinite(one.mean) else math.inf):
         groups.setdefault(one.kind, []).append(one)
     return groups
-
-
-def _advice(outcomes: Sequence[Outcome]) -> str:
-    few = any(one.kind in ("one", "few") for one in outcomes)
-    return f" Run at least {FEWEST_SEEDS} seeds." if few else ""
 
 
 def _names(outcomes: Sequence[Outcome]) -> str:

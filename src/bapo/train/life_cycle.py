@@ -50,6 +50,8 @@ Summary = dict[str, Any]
 When = Literal["before", "during", "after"]
 PASSED_ON_SECONDS = 2.0
 """How long after the first signal torchrun may pass it on."""
+AT_ONCE = "at once"
+"""Stands where the first signal would, while there is nothing to finish: the next one does not wait."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +344,7 @@ def _live(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
             if measure_first is None:
                 job.advance(log)
             else:
-                _advance_first(job, log, measure_first)
+                _advance_first(job, log, measure_first, stopping)
                 measure_first = None
             last = job.done == job.total
             if job.measure_every and job.done % job.measure_every == 0 and not last:
@@ -369,12 +371,14 @@ def _shown(job: Job, run: RunDirectory, team: Team, summary: Summary) -> Summary
     return summary
 
 
-def _advance_first(job: Job, log: Log, measure: Callable[[Log], None]) -> None:
+def _advance_first(job: Job, log: Log, measure: Callable[[Log], None], stopping: list[str]) -> None:
     """Take the first step, and log it after the measurement of what was there before it."""
     held = _Held(log.run, log.view)
     try:
         job.advance(held)
+        stopping.append(AT_ONCE)
         measure(log)
+        stopping.remove(AT_ONCE)
     finally:
         log.metrics(*held.lines)
 
@@ -426,7 +430,8 @@ def _stop_on_signal(stopping: list[str], team: Team, view: View) -> Iterator[Non
     A signal on one rank stops all of them after the same step. torchrun passes a Ctrl-C on, which the ranks have heard
     already, so what follows at once counts as the same signal.
 
-    Measurements before and after training are not covered: they change nothing, so a signal stops them at once.
+    A signal stops measurements before and after training at once: they change nothing. Those after training are not
+    covered by this.
     """
     heard = time.monotonic()
 

@@ -393,7 +393,7 @@ def _restarts(counts: dict[str, int]) -> str:
     """How often actors of the cluster were restarted, in words."""
     if not counts:
         return "none"
-    times = ", ".join(f"{who} {count} time{'s' * (count != 1)}" for who, count in counts.items())
+    times = ", ".join(f"{who} ({count})" for who, count in counts.items())
     return f"{times}; history.jsonl says when and why"
 
 
