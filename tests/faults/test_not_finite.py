@@ -110,7 +110,7 @@ def test_a_supervised_run_that_only_skips_keeps_what_is_known_of_its_tokens(tmp_
     source = ["--model.path", str(saved_model(tmp_path / "model")), "--device", "cpu", "--learn.batch-sequences", "4"]
     data = write_rows(tmp_path / "sums.jsonl", sums()[:12])
     out = tmp_path / "run"
-    assert run(["sft", *source, "--data.sources", str(data), "--learn.skip-limit", "2", "--out", str(out)]) == 1
+    assert run(["sft", *source, "--task.train", str(data), "--learn.skip-limit", "2", "--out", str(out)]) == 1
     dump = out / "skipped/update-000002.safetensors"
     assert f"see logprobs in {dump}" in capsys.readouterr().err
     kept = load_file(dump)

@@ -109,7 +109,7 @@ def test_changed_data_and_damaged_checkpoints_are_refused(sources, uninterrupted
 
     def resumed_with(rows):
         data = write_rows(tmp_path / "other.jsonl", rows)
-        changed = config | {"data": config["data"] | {"sources": [str(data)]}}
+        changed = config | {"task": config["task"] | {"train": [str(data)]}}
         (out / "config.json").write_text(json.dumps(changed))
         return bapo("resume", out)
 

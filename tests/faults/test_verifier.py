@@ -16,9 +16,16 @@ def sometimes(response, answer):
 def never(response, answer):
     raise KeyError("never")
 
+def never_on_samples(response, answer):
+    if response != answer:
+        raise KeyError("never")
+    return 1.0
+
 def leaves(response, answer):
     import sys
-    sys.exit()
+    if response != answer:
+        sys.exit()
+    return 1.0
 """
 
 
@@ -47,11 +54,17 @@ def test_failed_responses_are_logged_with_their_cause_and_not_trained_on(here, c
 
 
 def test_a_verifier_that_always_fails_stops_the_run_and_says_why(here, capsys):
-    assert run(["train", "recipe.toml", "--task.reward", "own_rewards:never", "--out", "none"]) == 1
+    assert run(["train", "recipe.toml", "--task.reward", "own_rewards:never_on_samples", "--out", "none"]) == 1
     told = capsys.readouterr().err
     assert "the verifier failed on all 32 responses of step 1" in told
     assert "KeyError" in told
     assert not (here / "none/summary.json").exists()
+
+
+def test_a_verifier_that_fails_on_a_reference_answer_is_refused_before_the_run(here, capsys):
+    assert run(["train", "recipe.toml", "--task.reward", "own_rewards:never", "--out", "none"]) == 2
+    assert "fails on the first problem of task.train, even if the response is its reference" in capsys.readouterr().err
+    assert not (here / "none").exists()
 
 
 def test_a_reward_that_exits_is_a_failed_verifier_not_the_end_of_the_program(here, capsys):

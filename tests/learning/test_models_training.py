@@ -44,7 +44,7 @@ class Capitals:
 
 
 def test_a_chat_model_learns_from_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config, policy: PreparedTask(Capitals()))
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: PreparedTask(Capitals()))
     out = run(
         tmp_path / "run",
         steps=12,
@@ -104,7 +104,7 @@ class Products:
 
 
 def test_additions_to_the_embedded_model_learn(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config, policy: PreparedTask(Products()))
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: PreparedTask(Products()))
     out = run(
         tmp_path / "run",
         steps=8,
@@ -139,7 +139,7 @@ def test_the_card_says_what_the_run_did(with_lora):
 
 
 def test_a_published_model_without_a_token_to_pad_with_trains_and_is_exported(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config, policy: PreparedTask(Capitals()))
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: PreparedTask(Capitals()))
     out = run(
         tmp_path / "run",
         steps=1,

@@ -156,7 +156,8 @@ def test_one_seed_is_one_result_bit_for_bit_watched_or_not(plain, tmp_path, monk
     identical(plain, run(tmp_path, "watched", steps=2))
     told = capsys.readouterr().out
     asked = [("sampling", str(4 * line["rollout/admitted"])) for line in rollouts(plain[0])]
-    asked = [("evaluating", "8"), *asked, ("evaluating", "8")]  # 4 problems, 2 responses each
+    evaluated = ("evaluating", "8")  # 4 problems, 2 responses each
+    asked = [asked[0], evaluated, *asked[1:], evaluated]  # the first step comes before the evaluation of what was there
     assert re.findall(r"^(\w+): 0/(\d+) responses, 0 tokens, 0 tokens/s$", told, re.MULTILINE) == asked
     for what, count in asked:
         assert f"{what}: {count}/{count} responses" in told

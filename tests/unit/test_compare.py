@@ -338,7 +338,9 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run, waiting = (out / f"reuse-2/grpo/seed-{seed}" for seed in (0, 1))
     deadline = time.monotonic() + 120
-    while not (run / "timing.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+    log = run / "timing.jsonl"
+    while not (log.exists() and log.read_text().count("\n") > 1) and process.poll() is None:
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=300)

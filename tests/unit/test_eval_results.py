@@ -153,9 +153,10 @@ def test_nothing_a_model_or_a_data_set_says_becomes_markup():
     rows = [row(evil, hostile, failed, data=evil, prompt=evil, reference={evil: evil})]
     document = page(rows, results(rows, {**IDENTITY, "model": evil}))
     assert "alert(1)" in document
-    tags = Tags()
+    tags, harmless = Tags(), Tags()
     tags.feed(document.encode("utf-8").decode("utf-8"))  # a lone surrogate would not survive
-    assert tags.tags.count("script") == 1
+    harmless.feed(page([EASY], results([EASY], IDENTITY)))
+    assert tags.tags.count("script") == harmless.tags.count("script")
     assert "img" not in tags.tags
     assert not [name for name, _ in tags.attributes if name.startswith("on")]
     assert "\0" not in document

@@ -24,11 +24,15 @@ def test_a_machine_without_cuda_imports_no_kernel():
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_only_dispatch_knows_the_kernels():
+LAYERS = {"learn/fused/functions.py", "learn/fused/kernels/norm.py", "learn/fused/linear.py", "rollout/cuda/decoder.py"}
+"""Layers of sampler and learner, which run on CUDA only and share the kernels of norm and gate."""
+
+
+def test_only_dispatch_and_the_fused_layers_know_the_kernels():
     users = {
         path.relative_to(SOURCES).as_posix()
         for path in SOURCES.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bapo.core.kernels")
     }
-    assert {user for user in users if not user.startswith("core/kernels/")} == {"core/dispatch.py"}
+    assert {user for user in users if not user.startswith("core/kernels/")} == {"core/dispatch.py", *LAYERS}

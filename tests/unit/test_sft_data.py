@@ -159,5 +159,5 @@ def test_every_demonstration_once_per_epoch_in_even_batches():
 
 
 def test_a_prompt_without_tokens_is_named():
-    with pytest.raises(ValueError, match=r"the prompt '' has no tokens.*data\.template"):
+    with pytest.raises(ValueError, match=r"the prompt '' has no tokens.*task\.template"):
         Encoder(policy(), None)(Demonstration("q-r", "", "y"))

@@ -237,11 +237,11 @@ def test_a_sound_machine_gets_a_clean_bill(here, capsys):
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
-    (here / "rewards.py").write_text(
+    (here / "planned_rewards.py").write_text(
         "def score(response, answer):\n    return 0.5 * (response == f'<answer>{answer}</answer>')\n"
     )
     before = sorted(here.iterdir())
-    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "rewards:score"]
+    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "planned_rewards:score"]
     words += ["--offpolicy.reuse", "3", "--steps", "5", "--device", "cpu", "--out", "runs/x"]
     assert run(["train", "--dry-run", *words]) == 0
     said = capsys.readouterr().out
