@@ -270,6 +270,11 @@ def test_a_saved_response_that_somebody_changed_is_noticed(whole, tmp_path, caps
     (out / "responses.jsonl").write_bytes(b"".join(lines[:4]))  # as the message advises
     assert run([*ARGUMENTS, "--out", str(out)]) == 0
     assert contents(out) == contents(whole)
+    shorter = json.loads(lines[-1])
+    del shorter["source"]
+    (out / "responses.jsonl").write_bytes(b"".join([*lines[:-1], json.dumps(shorter).encode() + b"\n"]))
+    assert run([*ARGUMENTS, "--out", str(out)]) == 0  # a chunk that was cut is sampled again
+    assert contents(out) == contents(whole)
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,8 @@ class Directory:
         if not self.responses.exists():
             (self.path / CHECKSUMS).unlink(missing_ok=True)
             return []
-        data = read(self.responses)
+        data = self._verified(read(self.responses))
         rows, ends = self._read(data)
-        self._check(data, ends)
         expected = [(name, id) for name, ids in chunks for id in ids]
         if len(rows) > len(expected):
             raise DamagedError(
@@ -116,21 +115,25 @@ class Directory:
         self.write(CHECKSUMS, checksums.decode())
         return rows[:kept]
 
-    def _check(self, data: bytes, ends: Sequence[int]) -> None:
-        """Refuse saved chunks that are not as they were written. An earlier version kept no checksums."""
+    def _verified(self, data: bytes) -> bytes:
+        """The saved responses, which must be as they were written. A chunk that was cut is left out.
+
+        What follows the last checksum was saved just before a kill, or by an earlier version, which kept none.
+        """
         start, found = 0, hashlib.sha256()
         for end, digest in _recorded(self.path / CHECKSUMS):
-            if not start <= end <= len(data):
-                continue
+            if end > len(data):
+                return data[:start]
             found.update(data[start:end])
             if found.hexdigest() != digest:
-                line = sum(place <= start for place in ends)
+                line = data[:start].count(b"\n") + 1
                 raise DamagedError(
                     f"{self.responses} was changed: the chunk that begins in line {line} is not as it was written, or "
                     f"{CHECKSUMS} is not. Restore both files, or delete everything from that line on to sample it "
                     "again."
                 )
             start = end
+        return data
 
     def _read(self, data: bytes) -> tuple[list[Row], list[int]]:
         """The rows, and where in the file the first 0, 1, 2, … of them end. A broken last line is left out."""
