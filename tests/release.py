@@ -45,7 +45,7 @@ def main() -> None:
             subprocess.run(list(map(str, words)), cwd=work, env=outside, check=True)
 
         print(f"installing {wheel.name} into an empty environment", flush=True)
-        call(binaries / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+        call(binaries / "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", wheel)
         call(binaries / "pip", "check")
         for title, words in COMMANDS.items():
             print(f"{title}: bapo {' '.join(words)}", flush=True)

@@ -72,7 +72,8 @@ def test_keys_objectives_and_functions_are_there(site, watched):
 
 def test_search_finds_a_page(site, watched):
     page = watched(f"{site}index.html", (site, "data:"), viewport=WIDE)
-    page.locator("[data-md-component=search-query]").fill("partial_budget")
-    found = page.locator(".md-search-result__item")
-    found.first.wait_for(timeout=30_000)
+    query = page.locator("[data-md-component=search-query]")
+    query.click()
+    query.press_sequentially("partial_budget")
+    page.locator(".md-search-result__item").first.wait_for(timeout=120_000)
     assert "training" in page.locator(".md-search-result__list").inner_text().lower()
