@@ -1,6 +1,7 @@
 """Attack `bapo` and compare with what an undisturbed run gives: python benchmarks/campaign.py --minutes 10.
 
-    --minutes N      kills, signals and damage to files, for that long (campaign_parts/kills.py, damage.py, lost.py)
+    --minutes N      kills, signals and damage to files, for that long (kills, damage and lost_writes of
+                     campaign_parts)
     --fuzz CASES     random recipes, grids, data, models, checkpoints, dumps and answers (campaign_parts/fuzz.py); with
                      --minutes, at most for that long
 

@@ -11,6 +11,8 @@ from tests.compared_runs import COMPARED
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+PATIENCE = 180_000
+"""Milliseconds. Pages of several MB are slow to draw on two busy cores, and nothing here is about speed."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,7 @@ class Pages:
         viewport = options.pop("viewport", {"width": 1280, "height": 900})
         self.contexts.append(self.browser.new_context(viewport=viewport, **options))
         page = self.contexts[-1].new_page()
+        page.set_default_timeout(PATIENCE)
         page.on("console", self.listen)
         page.on("pageerror", lambda error: self.wrong.append(str(error)))
         page.on("request", lambda request: request.url.startswith(allowed) or self.wrong.append(request.url))

@@ -7,6 +7,7 @@ import pytest
 from bapo.diagnose.diagnosis import diagnose
 from bapo.diagnose.dumps import Dump
 from bapo.diagnose.page import html_page
+from tests.browser.conftest import PATIENCE
 from tests.unit.test_diagnose import batch
 
 EVIL = "<img src=x onerror=\"document.title='gone'\">"
@@ -34,7 +35,7 @@ def opened(watched):
 
     def open_page(url, **options):
         page = watched(url, ALLOWED, **options)
-        page.wait_for_selector("html[data-drawn]", timeout=60_000)
+        page.wait_for_selector("html[data-drawn]", timeout=PATIENCE)
         return page
 
     return open_page

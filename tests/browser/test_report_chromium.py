@@ -10,6 +10,7 @@ import pytest
 
 from bapo.report import write_report
 from bapo.report.live import serve
+from tests.browser.conftest import PATIENCE
 from tests.compared_runs import COMPARED
 
 
@@ -47,7 +48,7 @@ ALLOWED = ("file:", "data:", "blob:", "http://127.0.0.1")
 
 
 def drawn(page):
-    page.wait_for_selector("html[data-drawn]", timeout=60_000)
+    page.wait_for_selector("html[data-drawn]", timeout=PATIENCE)
 
 
 def redrawn(page, action):
@@ -320,10 +321,10 @@ def test_the_live_page_follows_without_reloading(opened, tmp_path):
             assert plot(page, name, "plot.data.at(-1).x.at(-1)") == 8
             (run / "metrics.jsonl").write_text("".join(logged["metrics.jsonl"]))
             (run / "timing.jsonl").write_text("".join(logged["timing.jsonl"]))
-            page.get_by_text("following, step 3 of 3").wait_for(timeout=60_000)
+            page.get_by_text("following, step 3 of 3").wait_for(timeout=PATIENCE)
             assert plot(page, name, "plot.data.at(-1).x.at(-1)") == 12
             (run / "summary.json").write_text(summary)
-            page.get_by_text("complete", exact=True).wait_for(timeout=60_000)
+            page.get_by_text("complete", exact=True).wait_for(timeout=PATIENCE)
             assert page.evaluate("window.kept")
         finally:
             server.shutdown()

@@ -194,7 +194,11 @@ def test_sound_updates_in_bfloat16_are_never_reported():
 
 def test_in_bfloat16_a_temperature_shows_below_what_rounding_explains():
     ours = learner(tiny().bfloat16())
-    update = ours.step(sampled(ours.model, temperature=0.94, contexts=CONTEXTS))
+    few = learner(tiny().bfloat16()).step(sampled(ours.model, temperature=0.94, contexts=CONTEXTS))
+    assert few.drift == ""  # 255 tokens prove nothing about so small a gap
+    contexts = [[4 + number % 8, 5 + number % 6, 6 + number % 5] for number in range(48)]
+    update = ours.step(sampled(ours.model, temperature=0.94, contexts=contexts))
+    assert update.metrics["anchor_tokens"] > 1000
     assert update.metrics["anchor_gap"] < 0.1
     assert "Likely cause: temperature;" in update.drift
     assert "at about 0.9" in update.drift
@@ -257,3 +261,13 @@ def test_the_temperature_of_a_softmax_is_found_by_its_signature():
         cause = likely_cause(pairs, noise=1e-3)
         assert cause.name == "temperature"
         assert f"at about {temperature:.2g} times" in cause.words
+
+
+def test_gaps_that_are_independent_of_the_token_are_not_the_heads():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(15):
+        tokens = torch.multinomial(1 / torch.arange(1.0, 501), 1000, replacement=True, generator=generator)
+        logprobs = -torch.log(tokens + 1.0) - 2 * torch.rand(1000, generator=generator)
+        gaps = 0.5 * torch.randn(1000, generator=generator) * (tokens + 1.0).log()  # rare tokens have larger ones
+        pairs = Pairs(logprobs + gaps, logprobs, None, None, tokens)
+        assert likely_cause(pairs, noise=1e-3).name != "head"

@@ -261,6 +261,8 @@ def test_what_needs_the_cuda_engine_is_refused_on_cpu():
     assert "learn.compile=true is for CUDA" in refused({"device": "cpu", "learn": {"compile": True}})
     vllm = {"model": {"float32_head": True}, "cluster": {"rollouts": 1, "engine": "vllm"}}
     assert "model.float32_head=true, but cluster.engine='vllm'" in refused(vllm)
+    offloaded = {"learn": {"offload_optimizer": True}, "model": {"lora": {"rank": 4}}}
+    assert "is for all weights on one GPU, but model.lora.rank=4" in refused(offloaded)
 
 
 def test_a_grid_is_no_recipe(tmp_path):

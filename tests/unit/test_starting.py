@@ -83,6 +83,8 @@ def test_a_verl_script_to_start_from_is_a_script(here):
     assert run(["init", "verl"]) == 0
     text = (here / "train_verl.sh").read_text()
     assert subprocess.run(["bash", "-n", "train_verl.sh"], check=False).returncode == 0
+    assert "${TRAIN_FILES:?" in text
+    assert "bash train_verl.sh" in text
     page = (ROOT / "docs" / "adapters" / "verl.md").read_text()
     for line in text.splitlines():
         if "policy_loss." in line and not line.startswith("#"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,7 +54,7 @@ def init(words: list[str]) -> int:
         )
     arguments.dir.mkdir(parents=True, exist_ok=True)
     for path, starter in written.items():
-        path.write_text(starter.read_text().replace("FILE", str(path)))
+        path.write_text(re.sub(r"\bFILE\b", str(path).replace("\\", r"\\"), starter.read_text()))
         print(f"wrote {path}")
     first = next(iter(written))
     print(f"next  {NEXT[arguments.kind].format(first)}")

@@ -95,6 +95,12 @@ class Config(Section):
             refuse_on_cpu(self.device, self.learn)
         except ConfigError as error:
             yield str(error)
+        if self.learn.offload_optimizer and (self.model.lora.rank or self.cluster.on):
+            why = f"model.lora.rank={self.model.lora.rank}" if self.model.lora.rank else "the run is on a cluster"
+            yield (
+                f"learn.offload_optimizer=true is for all weights on one GPU, but {why}. Set "
+                "learn.offload_optimizer=false: low-rank additions and the shards of ranks need little memory."
+            )
 
     def _check_task(self) -> Iterator[str]:
         missing = [f"task.{name}" for name in ("train", "test") if not getattr(self.task, name)]

@@ -92,6 +92,8 @@ def _read_option(
         _put(found.values, name.replace("-", "_"), texts[0] if len(texts) == 1 else texts or "")
         return
     kinds = leaf_types(known[key])
+    if negated and texts is not None:
+        raise UsageError(f"--{name} takes no value. Leave out ={texts[0]}, or give --{key}={texts[0]}.")
     if negated or (kinds == {bool} and texts is None):
         given = rest.pop(0).lower() if rest and rest[0].lower() in SWITCH and not negated else "true"
         _put(found.values, key, SWITCH[given] is not negated)

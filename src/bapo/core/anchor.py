@@ -40,6 +40,8 @@ STRAIGHT, ALIKE = 0.6, 0.85
 OWN, AKIN = 0.4, 0.8
 """Head: the share of the variance of the gaps that must belong to tokens wherever they stand, and the correlation of
 both log-probs. Trials: a trained model 0.45 to 0.47, other causes up to 0.37. Tiny random models do not show it."""
+COMMON = 4
+"""Head: how often a token must stand in an update to count."""
 FIRST, STEEP, LARGE = 4, 2.0, 0.3
 """Prompt: so many tokens at the beginning of responses must have so many times the gap of the others, and so many nats.
 Trials: 7 times for a prompt without its last token, 1.7 for another problem's prompt, at most 1.5 for other weights."""
@@ -120,7 +122,7 @@ def _truncation(pairs: Pairs, noise: float) -> str | None:
     mean, size = float(gaps.mean()), float(gaps.abs().mean())
     if mean < ONE_SIDED * size or (gaps < -2 * noise).sum() > NEGATIVE * (gaps.abs() > 2 * noise).sum():
         return None
-    kept = math.exp(-float(gaps.quantile(0.99)))
+    kept = math.exp(-float(gaps.kthvalue(math.ceil(0.99 * len(gaps))).values))
     return (
         f"the sampler's log-probs are never lower than the learner's, but for rounding, and {mean:.2g} higher in the "
         f"mean: it left out a part of the vocabulary and kept as little as {kept:.2f} of the probability, as top-p, "
@@ -149,10 +151,12 @@ def _head(pairs: Pairs, noise: float) -> str | None:
     """Gaps that belong to tokens."""
     if pairs.targets is None or not _correlation(pairs) >= AKIN:
         return None
-    _, kinds = torch.unique(pairs.targets, return_inverse=True)
-    gaps, count = pairs.gaps, int(kinds.max()) + 1
-    if len(gaps) < 4 * count:
+    _, kinds, counts = torch.unique(pairs.targets, return_inverse=True, return_counts=True)
+    common = counts[kinds] >= COMMON  # a rare token has a mean near its own gap, whatever the cause is
+    if int(common.sum()) < FEWEST:
         return None
+    _, kinds = torch.unique(pairs.targets[common], return_inverse=True)
+    gaps, count = pairs.gaps[common], int(kinds.max()) + 1
     means = torch.zeros(count, dtype=gaps.dtype).index_add(0, kinds, gaps) / torch.bincount(kinds)
     within = float(((gaps - means[kinds]) ** 2).sum()) / (len(gaps) - count)
     own = 1 - within / max(float(gaps.var()), 1e-300)
@@ -206,7 +210,7 @@ SIGNS: dict[str, Callable[[Pairs, float], str | None]] = {
     "rounding": _rounding,
 }
 """What may be the cause -> how it shows, in the order in which they are looked for."""
-SHARP = ("truncation", "temperature")
-"""Causes whose signature rounding never has, however small the gaps are."""
+SHARP, MANY = ("truncation", "temperature"), 1000
+"""Causes whose signature rounding does not have over so many tokens, however small the gaps are."""
 LASTING = ("prompt", "rounding")
 """Causes that are there from the beginning or not at all."""

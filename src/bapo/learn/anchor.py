@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bapo.core.anchor import FEWEST, SHARP, Pairs, likely_cause, positions_of
+from bapo.core.anchor import FEWEST, MANY, SHARP, Pairs, likely_cause, positions_of
 from bapo.types import TokenBatch
 
 EXPLAINED = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -106,7 +106,7 @@ def drift(
     noise = EXPLAINED[dtype]
     cause = likely_cause(pairs, noise=noise, before=before)
     gap, most = cast(float, metrics["anchor_gap"]), cast(float, metrics["anchor_gap_max"])
-    if gap <= min(noise, limit) and cause.name not in SHARP:
+    if gap <= min(noise, limit) and (cause.name not in SHARP or len(pairs.gaps) < MANY):
         return None
     words = (
         f"on {len(pairs.gaps)} fresh tokens, the sampler's log-probs and the learner's are {gap:.2g} nats apart in the "

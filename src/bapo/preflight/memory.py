@@ -1,7 +1,7 @@
 """How much memory, disk and time a run will take, by arithmetic.
 
-    states        bytes per trained parameter: 18 in bfloat16 (weight 2, master 4, gradient 4, moments 8), and 16 in
-                  float32; of a frozen one, the weight alone
+    states        bytes per trained parameter: 18 in bfloat16 (weight 2, master 4, gradient 4, moments 8), 6 with
+                  learn.offload_optimizer, and 16 in float32; of a frozen one, the weight alone
     sampler       on CUDA, the engine's own copy of the weights
     cache         keys and values of all responses in flight: layers x 2 x key heads x head width, per token
     activations   of one forward pass: with activation checkpointing the input of each layer and the working set of one,
@@ -67,10 +67,11 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
     layers = shape.hidden * shape.layers + working_set
     if not config.learn.activation_checkpointing:
         layers = shape.layers * working_set
+    on_device = 6 if config.learn.offload_optimizer else 18
     saved = (14 if width == 2 else 12) * shape.trained
     return Memory(
-        states=(18 if width == 2 else 16) * shape.trained + width * (shape.parameters - shape.trained),
-        sampler=2.0 * shape.parameters if config.device == "cuda" else 0.0,
+        states=(on_device if width == 2 else 16) * shape.trained + width * (shape.parameters - shape.trained),
+        sampler=float(width * shape.parameters) if config.device == "cuda" else 0.0,
         cache=float(kept * shape.layers * 2 * shape.key_heads * shape.head_width * width),
         activations=float(tokens * layers * width),
         disk=float(config.checkpoint_keep * saved + width * shape.parameters),
