@@ -196,6 +196,7 @@ def resume(
         job.restore(state, path)
         _check_length(job, continued.source)
         team.lead(lambda: _go_back(run, wanted, continued, state))
+        _write_files(job, run)  # nothing else would notice that they were damaged
         job.resumed(path)
         team.lead(lambda: _record(run, job, "resume", continued))
         return _live(job, run, team, plain=plain, notes=continued.notes, ranks_before=state.get("ranks", 1))
@@ -204,10 +205,14 @@ def resume(
 def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None) -> Summary:
     """Train from the beginning, in a directory that holds nothing but the configuration."""
     run.id = team.lead(history.new_id)
-    for name, value in job.files().items():
-        run.write(name, value)
+    _write_files(job, run)
     team.lead(lambda: _record(run, job, "start"))
     return _live(job, run, team, plain=plain)
+
+
+def _write_files(job: Job, run: RunDirectory) -> None:
+    for name, value in job.files().items():
+        run.write(name, value)
 
 
 def _check_length(job: Job, source: Path) -> None:
