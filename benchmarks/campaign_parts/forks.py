@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -54,24 +54,36 @@ class Running:
     log: Path
     bell: int
     """A descriptor that becomes readable when the process reaches its trap or ends."""
-    began: float = field(default_factory=time.monotonic)
     code: int | None = None
     """The exit code; negative for a signal."""
+    cpu: float = 0.0
+    """Seconds of CPU that it used, once it has ended."""
 
     def poll(self) -> int | None:
         """The exit code, if the process has ended."""
         if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            pid, status, used = os.wait4(self.pid, os.WNOHANG)
             if pid:
-                self._ended(status)
+                self.code, self.cpu = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+                os.close(self.bell)
         return self.code
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for the end; None if it does not come in time."""
-        until = time.monotonic() + seconds
-        while self.poll() is None and time.monotonic() < until:
+        """Wait for the end; None if it does not come in time. Time in which it waits for a free CPU does not count."""
+        began, queued = time.monotonic(), self._queued()
+        while self.poll() is None:
+            passed = time.monotonic() - began
+            if passed >= seconds and passed - (self._queued() - queued) >= seconds:
+                break
             time.sleep(0.01)
         return self.code
+
+    def _queued(self) -> float:
+        """For how many seconds it was ready to run and had no CPU. 0 where the system does not say."""
+        try:
+            return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) / 1e9
+        except (OSError, IndexError):
+            return 0.0
 
     def rings(self, seconds: float) -> bool:
         """Wait for the trap. False: it was not reached in time."""
@@ -87,10 +99,6 @@ class Running:
     def said(self) -> str:
         """All that it has written so far."""
         return self.log.read_text(errors="replace")
-
-    def _ended(self, status: int) -> None:
-        self.code = os.waitstatus_to_exitcode(status)
-        os.close(self.bell)
 
 
 def prepare() -> None:

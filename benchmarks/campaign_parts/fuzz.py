@@ -33,8 +33,10 @@ from campaign_parts import forks
 from campaign_parts.outcomes import Failed, Kind, Tally, tail
 
 CASE_SECONDS = 20
-"""How long a case may take in Python."""
-STUCK_SECONDS = 90
+"""How much CPU time a case may take."""
+WALL_SECONDS = 240
+"""How long a case may take, though it may have to wait for a CPU."""
+STUCK_SECONDS = 400
 """How long a fork may be silent before it is killed: a case that hangs where Python cannot interrupt it."""
 MEMORY = 6 << 30
 """How much address space a fork may use on top of what it begins with."""
@@ -181,6 +183,7 @@ def _cases(family: Family, count: int, number: int, pipe: int, scratch: Path, un
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     inside = scratch / "files"
 
     @seed(number)
@@ -213,17 +216,19 @@ def _too_long(_number: int, _frame: Any) -> None:
 
 def _outcome(run: Callable[[Any, Path], None], case: Any, inside: Path, told: str) -> list[str]:
     """How a case ended: ["result"], ["ours"], or a kind of failure with what happened."""
-    signal.setitimer(signal.ITIMER_REAL, CASE_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
     try:
         run(case, inside)
     except TooLong:
-        return [Kind.HANG, f"longer than {CASE_SECONDS} s:\n{told[:3000]}"]
+        return [Kind.HANG, f"longer than {CASE_SECONDS} s of CPU, or {WALL_SECONDS} s:\n{told[:3000]}"]
     except BaseException as error:
         if _is_ours(error):
             return ["ours"]
         shown = "".join(traceback.format_exception(error))
         return [Kind.TRACEBACK, f"{tail(shown, 14)}\n  of the case:\n{told[:3000]}"]
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
     return ["result"]
 

@@ -143,7 +143,7 @@ def _at_some_moment(case: Case, words: tuple[str, ...], number: int) -> tuple[fo
     if kills and reached:
         process.wait(30)
         return None, f"at operation {operation}"
-    if not reached and process.wait(0.1) is None and time.monotonic() - process.began > case.twin.deadline:
+    if not reached and process.wait(case.twin.deadline) is None:
         forks.end(process)
         raise Failed(Kind.HANG, f"`{shlex.join(words)}` did not end in time")
     delay = 0.0 if how == "operation" else case.choose.uniform(0, SOON)

@@ -78,6 +78,8 @@ def planted(case, _inside):
         time.sleep(30)
     if case == 4:
         os._exit(3)
+    while case == 5:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -88,11 +90,13 @@ def planted(case, _inside):
         (2, (0, 0, "FOREIGN TRACEBACK")),
         (3, (0, 0, "HANG")),
         (4, (0, 0, "SILENT EXIT")),
-        (5, (1, 0, None)),
+        (5, (0, 0, "HANG")),
+        (6, (1, 0, None)),
     ],
 )
 def test_fuzzing_tells_results_and_errors_of_ours_from_every_kind_of_failure(case, counted, tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "CASE_SECONDS", 1)
+    monkeypatch.setattr(fuzz, "WALL_SECONDS", 2)
     tally = outcomes.Tally(0)
     family = fuzz.Family(1, st.just(case), planted)
     fuzz.fuzz({"numbers": family}, 1, tally, tmp_path, until=time.monotonic() + 60, only="")

@@ -91,6 +91,14 @@ def test_a_run_killed_after_its_export_can_be_completed(uninterrupted, tmp_path)
     assert_same_run(out, uninterrupted)
 
 
+def test_a_damaged_account_of_the_data_is_written_again(uninterrupted, tmp_path):
+    out = shutil.copytree(uninterrupted, tmp_path / "run")
+    (out / "summary.json").unlink()
+    (out / "data.json").write_text('{"updates": 7}')
+    assert bapo("resume", out).returncode == 0
+    assert (out / "data.json").read_bytes() == (uninterrupted / "data.json").read_bytes()
+
+
 def test_a_run_at_work_is_not_resumed(uninterrupted, tmp_path):
     out = shutil.copytree(uninterrupted, tmp_path / "run")
     (out / "summary.json").unlink()

@@ -237,6 +237,7 @@ def _restored(job: Job, run: RunDirectory, team: Team, continued: Continued) -> 
     job.restore(state, run.path)
     _check_length(job, continued.source)
     team.lead(lambda: _go_back(run, job.config, continued, state))
+    _write_files(job, run)  # nothing else would notice that they were damaged
     job.resumed(run.path)
     team.lead(lambda: _record(run, job, "resume", continued))
     where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
@@ -246,8 +247,7 @@ def _restored(job: Job, run: RunDirectory, team: Team, continued: Continued) -> 
 def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, notes: Sequence[str] = ()) -> Summary:
     """Train from the beginning, in a directory that holds nothing but the configuration."""
     run.id = team.lead(history.new_id)
-    for name, value in job.files().items():
-        run.write(name, value)
+    _write_files(job, run)
     team.lead(lambda: _record(run, job, "start"))
     with _watched(job, run, team, plain=plain) as log:
         summary = _live(job, log, team, [*notes, *team_notes(team, None)])
@@ -263,6 +263,11 @@ def _check_vocabulary(job: Job, state: dict[str, Any], path: Path) -> None:
             "trained with, so its tokens would mean something else. Nothing was changed. Put the tokenizer's files "
             "back, or start a new run."
         )
+
+
+def _write_files(job: Job, run: RunDirectory) -> None:
+    for name, value in job.files().items():
+        run.write(name, value)
 
 
 def _check_length(job: Job, source: Path) -> None:
