@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from campaign_parts.fuzz import Family, parsed
 from campaign_parts.fuzz_values import edited, json_values, scalars, strange
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SHIPPED = Path(__file__).resolve().parents[2] / "src" / "bapo"
 GRID_KEYS = ("name", "out", "seeds", "base", "objective", "setting", "steps", "kind")
 
 
 def families() -> dict[str, Family]:
     """All of them."""
-    texts = [path.read_bytes() for path in sorted(RECIPES.glob("*.toml"))]
-    grids = [text for text in texts if b"[[objective]]" in text]
+    grids = [path.read_bytes() for path in sorted(SHIPPED.glob("grids/*.toml"))]
+    texts = [path.read_bytes() for path in sorted(SHIPPED.glob("recipes/*.toml"))] + grids
     return {
         "recipe text": Family(20, st.tuples(st.booleans(), edited(texts)), _recipe_text),
         "recipe values": Family(40, st.tuples(st.booleans(), _recipe()), _recipe_values),
@@ -141,10 +141,10 @@ def _recipe_values(case: tuple[bool, dict[str, Any]], inside: Path) -> None:
 
 
 def _command_line(case: list[str], inside: Path) -> None:
-    from bapo.cli import _configured
+    from bapo.commands.training import asked_for
     from bapo.config.run import Config
 
-    parsed(lambda: _configured(Config, case, prog="bapo train"))
+    parsed(lambda: asked_for(Config, case).sound())
 
 
 def _grid_text(case: bytes, inside: Path) -> None:
