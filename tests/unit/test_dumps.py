@@ -349,3 +349,15 @@ def test_rows_without_tokens_are_counted(tmp_path):
     dump = read(tmp_path / "a.npz", COLUMNS | {"mask": MASK * [[0], [1]]})
     assert dump.updates[0].sequence_ids.tolist() == [0, 0, 0]
     assert "1 of 2 responses have no token" in dump.notes[0]
+
+
+@pytest.mark.parametrize("byte", [6, 8])  # of the header of a member: its flags (encrypted), its compression
+def test_an_npz_with_a_damaged_member_is_refused_in_words(byte, tmp_path):
+    path = tmp_path / "dump.npz"
+    np.savez(path, logprobs=np.zeros((2, 3)))
+    data = bytearray(path.read_bytes())
+    for header, place in ((b"PK\3\4", byte), (b"PK\1\2", byte + 2)):
+        data[data.index(header) + place] |= 1
+    path.write_bytes(data)
+    with pytest.raises(DumpError, match=r"cannot be read: .* It is damaged, cut short, or not a npz file"):
+        read_dump([path])

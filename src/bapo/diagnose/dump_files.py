@@ -91,7 +91,7 @@ def read_columns(path: Path) -> dict[str, Column]:
                 return _read_parquet(path)
     except DumpError:
         raise
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise DumpError(
             f"{path} cannot be read: {error}. It is damaged, cut short, or not a {path.suffix[1:]} file. Write it "
             "again."
