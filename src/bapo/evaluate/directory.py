@@ -106,6 +106,7 @@ class Directory:
                     "another directory."
                 )
         kept, checksums = 0, b""
+        self._size, self._hash = 0, hashlib.sha256()
         for _, ids in chunks:
             if kept + len(ids) > len(rows):
                 break
