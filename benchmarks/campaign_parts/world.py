@@ -186,11 +186,19 @@ def _contents(run: Path) -> Iterator[tuple[str, Any]]:
         if not path.is_file() or path.name in NOT_COMPARED or path.suffix == ".log" or ".aside" in name:
             continue
         if path.name in ("state.json", "summary.json", "results.json"):
-            yield name, _without_times(json.loads(path.read_text()))
+            yield name, _json_without_times(path)
         elif path.name in ("manifest.json", "model.sha256", "README.md"):  # made from the others
             yield name, None
         else:
             yield name, path.read_bytes()
+
+
+def _json_without_times(path: Path) -> Any:
+    """The values in a file, or its bytes: a checkpoint that was damaged and then not needed stays as it is."""
+    try:
+        return _without_times(json.loads(path.read_bytes()))
+    except ValueError:
+        return path.read_bytes()
 
 
 def _without_times(value: Any) -> Any:

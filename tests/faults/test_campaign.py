@@ -66,6 +66,20 @@ def test_one_different_byte_or_one_missing_file_is_a_mismatch_and_times_are_not(
         world.check_equal(less, twin)
 
 
+def test_a_damaged_checkpoint_may_stay_if_it_is_an_older_one(tmp_path):
+    for name in ("case", "twin"):
+        for step in (1, 2):
+            place = tmp_path / name / "run" / "checkpoints" / f"step-00000{step}"
+            place.mkdir(parents=True)
+            (place / "state.json").write_text('{"a": 1}')
+    damaged = tmp_path / "case" / "run" / "checkpoints"
+    (damaged / "step-000001" / "state.json").write_bytes(bytes(8))
+    world.check_equal(tmp_path / "case", tmp_path / "twin")
+    (damaged / "step-000002" / "state.json").write_bytes(bytes(8))
+    with pytest.raises(outcomes.Failed, match="step-000002/state.json differs"):
+        world.check_equal(tmp_path / "case", tmp_path / "twin")
+
+
 def planted(case, _inside):
     """What a defect could do with a number."""
     if case == 0:

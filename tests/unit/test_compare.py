@@ -181,6 +181,9 @@ def test_everything_wrong_with_any_cell_is_listed_at_once(tmp_path):
             ["[base]: seed differs from run to run", "Set seeds at the top", "no.toml"],
         ),
         ("[[objective]]\nlabel = '../up'", ["label = '../up' cannot name a directory"]),
+        (f"[[objective]]\nlabel = '{'a' * 81}'", ["cannot name a directory", "at most 80"]),
+        (f"out = '{'a' * 300}'\n[[objective]]\nlabel = 'a'", ["is too long for a path"]),
+        ('out = "a\\u0000b"\n[[objective]]\nlabel = "a"', ["holds a NUL"]),
         (
             "[[objective]]\nlabel = 'a'\nout = 'b'\n[[objective]]\nlabel = 'a'",
             ["out differs from run to run", "'a' is already used"],

@@ -110,6 +110,15 @@ def test_a_template_that_fails_is_quoted(model):
         policy.encode("Hi")
 
 
+@pytest.mark.parametrize("length", ["many", {}])
+def test_settings_with_which_a_tokenizer_cannot_work_are_quoted(model, length):
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": length}))
+    told = refused(model)
+    assert "cannot encode a text: TypeError: '>' not supported" in told
+    assert "correct tokenizer_config.json" in told
+
+
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", "two"), ("hidden_size", -3)])
 def test_a_config_that_makes_no_sense_is_quoted(model, key, value):
     path = model / "config.json"

@@ -11,7 +11,7 @@ from bapo.config.run import Config
 from bapo.runs import files, history
 from bapo.runs.logs import Log
 from bapo.runs.read import Defect, read_run
-from bapo.runs.write import RunDirectory, unused
+from bapo.runs.write import RunDirectory, unused, why_not_out
 
 
 def begun(out):
@@ -49,6 +49,19 @@ def test_only_a_directory_without_a_checkpoint_and_without_logs_is_used_again(tm
     run.close()
     with pytest.raises(ConfigError, match="exists already"):
         begun(tmp_path / "run")
+
+
+def test_an_empty_directory_is_used_and_one_with_something_else_is_not(tmp_path):
+    """A power cut can leave an empty one: its name is on the disk, and what was in it is not."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    assert why_not_out(str(tmp_path / "empty")) is None
+    assert begun(tmp_path / "empty").path == tmp_path / "empty"
+    with pytest.raises(ConfigError, match="exists already"):
+        begun(tmp_path / "other")
+    assert "exists already" in why_not_out(str(tmp_path / "other"))
+    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
 
 
 def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

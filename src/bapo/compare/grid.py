@@ -29,6 +29,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from bapo.config.base import possible_path
 from bapo.config.errors import ConfigError
 from bapo.config.recipe import KINDS, check, command_for, listed, read_recipe
 from bapo.config.run import Config
@@ -36,7 +37,7 @@ from bapo.config.words import merged
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")
 MOST_SEEDS = 10_000
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{,79}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ def load_grid(path: str | Path) -> Grid:
     wrong = [f"{key} is not a key of a grid. Its keys are {', '.join(KEYS)}." for key in values if key not in KEYS]
     name, out = values.get("name", path.stem), values.get("out", f"runs/{path.stem}")
     wrong += [f"{key} = {value!r}: give a string." for key, value in (("name", name), ("out", out)) if not _text(value)]
-    if _text(out) and Path(out).exists() and not Path(out).is_dir():
+    if _text(out) and not possible_path(out):
+        wrong.append(f"out = {out[:40]!r}… is too long for a path, or holds a NUL. Give a shorter one.")
+    elif _text(out) and Path(out).exists() and not Path(out).is_dir():
         wrong.append(f"out = {out!r} exists and is not a directory. Give the runs a directory of their own.")
     seeds = _seeds(values.get("seeds", 1), wrong)
     settings = _entries(values.get("setting", [{"label": "default"}]), "setting", wrong)
@@ -126,7 +129,7 @@ def _entries(value: Any, kind: str, wrong: list[str]) -> dict[str, dict[str, Any
         label, place = entry.get("label"), f"[[{kind}]] {number}"
         if not isinstance(label, str) or not _LABEL.fullmatch(label):
             found_as = "there is no label" if label is None else f"label = {label!r} cannot name a directory"
-            wrong.append(f"{place}: {found_as}. Give a label of letters, digits and . _ + -")
+            wrong.append(f"{place}: {found_as}. Give a label of letters, digits and . _ + -, at most 80.")
             label = place
         elif label in found:
             wrong.append(f"{place}: label = {label!r} is already used. Give every {kind} its own.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from bapo.config.errors import ConfigError
@@ -31,6 +31,25 @@ class Section(BaseModel):
         return value
 
 
+def possible_path(text: str) -> bool:
+    """Whether a file system could hold this path. Merely looking for one that is too long raises an OSError."""
+    data = text.encode(errors="surrogatepass")
+    return (
+        b"\0" not in data and len(data) < LONGEST_PATH and all(len(part) <= LONGEST_NAME for part in data.split(b"/"))
+    )
+
+
+def _checked_path(text: str) -> str:
+    if not possible_path(text):
+        raise PydanticCustomError("path", "give a path that a file system can hold")
+    return text
+
+
+LONGEST_NAME = 240
+"""Bytes of one name in a path. File systems hold 255, and a file that is being written has a longer name."""
+LONGEST_PATH = 3500
+"""Bytes of a whole path. Linux holds 4,095, and there are paths below a run directory."""
+PathText = Annotated[str, AfterValidator(_checked_path)]
 Seed = Annotated[
     int,
     Field(
@@ -40,8 +59,11 @@ Seed = Annotated[
     ),
 ]
 Out = Annotated[
-    str,
-    Field(description="The run directory. {time} is replaced by the start time. The directory must not exist yet."),
+    PathText,
+    Field(
+        description="The run directory. {time} is replaced by the start time. The directory must be new or empty, or "
+        "belong to a run that was stopped before its first checkpoint."
+    ),
 ]
 Device = Annotated[
     DeviceName,
@@ -139,7 +161,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: str = "demo"
+    path: PathText = "demo"
     """A transformers model directory or hub id, a GGUF file, or "demo" for the embedded model."""
     dtype: Precision = "auto"
     """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA. With bfloat16 the optimizer keeps a float32

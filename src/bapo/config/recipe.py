@@ -46,6 +46,7 @@ WORDS = {
     "int_parsing_size": "give a smaller number",
     "invalid_key": "give keys that are text",
     "switch": "give a number, not a switch",
+    "path": "give a path that a file system can hold; a name in it can have 240 bytes",
 }
 """What to do about each kind of pydantic error. A test tries bad values on every key and finds no other kind."""
 PLAIN = {"bool": "a switch", "int": "a number", "float": "a number", "str": "text"}

@@ -90,6 +90,13 @@ def outline_policy(
 
 def _check_tokenizer(path: str, tokenizer: Any, *, chat: bool | None, system: str, options: dict[str, Any]) -> None:
     """Refuse a tokenizer that cannot do what is asked of it."""
+    try:
+        tokenizer.encode("0")
+    except Exception as error:  # its settings are read only now
+        raise ValueError(
+            f"the tokenizer of {path!r} cannot encode a text: {type(error).__name__}: {error}. Get its files again, or "
+            "correct tokenizer_config.json."
+        ) from error
     _check_template(path, tokenizer.chat_template)
     if chat and tokenizer.chat_template is None:
         raise ValueError(

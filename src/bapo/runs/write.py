@@ -182,7 +182,7 @@ class RunDirectory:
 
 
 def unused(path: Path) -> bool:
-    """Whether a directory holds nothing but what a run writes before its first checkpoint is complete."""
+    """Whether a directory is empty, or holds only what a run writes before its first checkpoint is complete."""
     if not path.is_dir():
         return False
     names = {entry.name.removesuffix(files.PARTIAL) for entry in path.iterdir()}
@@ -199,7 +199,7 @@ def _made(out: str) -> Path:
             if "{time}" in out:  # another run started in the same second
                 path = first.with_name(f"{first.name}-{number}")
                 continue
-            if not (unused(path) and any(path.iterdir())):
+            if not unused(path):
                 raise _exists(out, path) from None
         except OSError as error:
             raise ConfigError(f"out={out}: cannot create {path}: {error.strerror}. Choose another place.") from None
@@ -210,7 +210,7 @@ def _made(out: str) -> Path:
 def why_not_out(out: str) -> str | None:
     """Why no run directory can be made there; None if one can. Nothing is made."""
     path = Path(out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
-    if path.exists() and "{time}" not in out and not (unused(path) and any(path.iterdir())):
+    if path.exists() and "{time}" not in out and not unused(path):
         return str(_exists(out, path))
     above = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not above.is_dir():
