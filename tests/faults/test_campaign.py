@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_may_stay_if_it_is_an_older_one(tmp_path):
     (damaged / "step-000001" / "state.json").write_bytes(bytes(8))
     world.check_equal(tmp_path / "case", tmp_path / "twin")
     (damaged / "step-000002" / "state.json").write_bytes(bytes(8))
-    with pytest.raises(outcomes.Failed, match="step-000002/state.json differs"):
+    with pytest.raises(outcomes.Failed, match=r"step-000002/state\.json differs"):
         world.check_equal(tmp_path / "case", tmp_path / "twin")
 
 

@@ -34,9 +34,8 @@ class Section(BaseModel):
 def possible_path(text: str) -> bool:
     """Whether a file system could hold this path. Merely looking for one that is too long raises an OSError."""
     data = text.encode(errors="surrogatepass")
-    return (
-        b"\0" not in data and len(data) < LONGEST_PATH and all(len(part) <= LONGEST_NAME for part in data.split(b"/"))
-    )
+    longest = max(len(name) for name in data.split(b"/"))
+    return b"\0" not in data and len(data) <= LONGEST_PATH and longest <= LONGEST_NAME
 
 
 def _checked_path(text: str) -> str:
