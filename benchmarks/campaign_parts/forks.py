@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,21 +174,29 @@ def call(work: Callable[[], None], *, seconds: float = 300) -> int | None:
     return process.code
 
 
-def orphans() -> list[int]:
-    """Living processes that commands left behind, which are our children now. Dead ones are reaped here."""
-    found = []
+def children() -> dict[int, str]:
+    """The processes whose parent we are, living or dead, with their state."""
+    found = {}
     for name in os.listdir("/proc"):
         try:
             parent, state = _parent_and_state(int(name))
         except (ValueError, OSError):
             continue
-        if parent != os.getpid():
-            continue
-        if state == "Z":
-            os.waitpid(int(name), os.WNOHANG)
-        else:
-            found.append(int(name))
+        if parent == os.getpid():
+            found[int(name)] = state
     return found
+
+
+def orphans(spared: Collection[int] = ()) -> list[int]:
+    """Living processes that commands left behind, which are our children now. Dead ones are reaped here.
+
+    `spared`: children that are not the campaign's.
+    """
+    ours = {pid: state for pid, state in children().items() if pid not in spared}
+    for pid, state in ours.items():
+        if state == "Z":
+            os.waitpid(pid, os.WNOHANG)
+    return [pid for pid, state in ours.items() if state != "Z"]
 
 
 def descendants(pid: int) -> list[int]:
@@ -206,10 +214,10 @@ def descendants(pid: int) -> list[int]:
     return below
 
 
-def clear_orphans(seconds: float) -> list[str]:
+def clear_orphans(seconds: float, spared: Collection[int] = ()) -> list[str]:
     """Wait for the processes that were left behind, and kill what stays. Returns the command lines of those killed."""
     until = time.monotonic() + seconds
-    while (left := orphans()) and time.monotonic() < until:
+    while (left := orphans(spared)) and time.monotonic() < until:
         time.sleep(0.05)
     names = []
     for pid in left:

@@ -109,6 +109,7 @@ def _chunk(name: str, family: Family, count: int, tally: Tally, root: Path, numb
     ours, theirs = os.pipe()
     scratch = root / f"chunk-{number}"
     scratch.mkdir()
+    not_ours = forks.children()
     pid = os.fork()
     if pid == 0:
         try:
@@ -140,7 +141,7 @@ def _chunk(name: str, family: Family, count: int, tally: Tally, root: Path, numb
         problem = Failed(Kind.SILENT, f"the process died with code {code} in this case:\n{_last(scratch)}")
     if problem is not None:
         tally.fail(name, problem, place)
-    forks.clear_orphans(5)
+    forks.clear_orphans(5, spared=not_ours)
     shutil.rmtree(scratch, ignore_errors=True)
 
 

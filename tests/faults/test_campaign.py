@@ -113,12 +113,16 @@ def test_fuzzing_tells_results_and_errors_of_ours_from_every_kind_of_failure(cas
     monkeypatch.setattr(fuzz, "WALL_SECONDS", 2)
     tally = outcomes.Tally(0)
     family = fuzz.Family(1, st.just(case), planted)
+    other = subprocess.Popen(["sleep", "60"])
     fuzz.fuzz({"numbers": family}, 1, tally, tmp_path, until=time.monotonic() + 60, only="")
     row = tally.row("fuzz numbers")
     results, ours, kind = counted
     assert (row.tries, row.equal, row.our_errors) == (1, results, ours)
     assert [failure["kind"] for failure in tally.failed] == ([kind] if kind else [])
     assert tally.end(None) == (1 if kind else 0)
+    assert other.poll() is None  # a process that the fuzzing did not start lives on
+    other.kill()
+    other.wait()
 
 
 def test_a_power_cut_keeps_what_was_synced_and_may_lose_the_rest(tmp_path):
