@@ -26,6 +26,10 @@ GIB = 2**30
 EXTRAS = {
     "math": (("math_verify", "reasoning_gym"), 'reward = "math" and task.name = "gym"'),
     "lora": (("peft",), "model.lora.rank"),
+    "tensorboard": (("tensorboard",), "log.to"),
+    "wandb": (("wandb",), "log.to"),
+    "trackio": (("trackio",), "log.to"),
+    "mlflow": (("mlflow", "sqlalchemy", "alembic"), "log.to"),
     "parquet": (("pyarrow",), "parquet files"),
     "data": (("datasets",), "data sets from the hub"),
     "gguf": (("gguf",), "GGUF files"),

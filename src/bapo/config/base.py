@@ -157,6 +157,16 @@ class LoraConfig(Section):
         return self
 
 
+class LogConfig(Section):
+    """Where metrics go, besides the files of the run."""
+
+    to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    """Trackers that get every number of metrics.jsonl and timing.jsonl. Nothing leaves this machine unless the
+    environment variables of a tracker say so. Each is a package of its own: pip install 'bapo[wandb]'."""
+    project: str = Field("bapo", min_length=1, max_length=100)
+    """The project, or experiment, under which wandb, trackio and mlflow list the run."""
+
+
 class ModelConfig(Section):
     """The model that is trained."""
 

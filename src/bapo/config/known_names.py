@@ -98,8 +98,10 @@ NAMES = (
     Known("use_vllm, vllm_mode", "", "cluster.engine", "vllm, together with cluster.rollouts."),
     Known("vllm_tensor_parallel_size", "tensor_model_parallel_size", "cluster.gpus_per_rollout"),
     Known("", "n_gpus_per_node, nnodes", "cluster.learners", "cluster.rollouts says how many processes sample."),
-    Known("logging_steps, report_to, log_completions", "logger, log_val_generations", "", "Every step is logged, in "
-          "the run directory. `bapo report RUN` shows it."),
+    Known("report_to", "logger", "log.to"),
+    Known("", "project_name", "log.project"),
+    Known("logging_steps, log_completions", "log_val_generations", "", "Every step is logged, in the run directory. "
+          "`bapo report RUN` shows it."),
 )  # fmt: skip
 
 

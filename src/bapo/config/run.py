@@ -12,7 +12,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from bapo.config.base import CheckpointKeep, Device, ModelConfig, Out, Section, Seed, Threads, refuse_on_cpu
+from bapo.config.base import CheckpointKeep, Device, LogConfig, ModelConfig, Out, Section, Seed, Threads, refuse_on_cpu
 from bapo.config.cluster import ClusterConfig
 from bapo.config.errors import ConfigError
 from bapo.config.sections import (
@@ -58,6 +58,7 @@ class Config(Section):
     learn: LearnConfig = LearnConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
+    log: LogConfig = LogConfig()
 
     @property
     def max_batches(self) -> int:

@@ -18,6 +18,7 @@ from bapo.config.base import (
     Compile,
     Device,
     LearningRate,
+    LogConfig,
     MicroTokens,
     ModelConfig,
     OffloadOptimizer,
@@ -108,6 +109,7 @@ class SftConfig(Section):
     task: SftTaskConfig = SftTaskConfig()
     learn: SftLearnConfig = SftLearnConfig()
     eval: SftEvalConfig = SftEvalConfig()
+    log: LogConfig = LogConfig()
 
     @model_validator(mode="before")
     @classmethod

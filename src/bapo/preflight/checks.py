@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bapo.config.base import ModelConfig
+from bapo.config.base import LogConfig, ModelConfig
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.core.settings import OBJECTIVE_OPTIONS
@@ -51,6 +51,7 @@ class Examined:
 def examine(config: Config) -> Examined:
     """Look for everything that would stop a run of `bapo train`."""
     wrong = [*_place(config.out), *_model(config.model, response=config.rollout.max_tokens), *_parts(config)]
+    wrong += _trackers(config.log)
     wrong += wrong_options(config)
     if config.task.name != "data":
         return Examined(wrong)
@@ -68,7 +69,7 @@ def examine(config: Config) -> Examined:
 
 def examine_sft(config: SftConfig) -> Examined:
     """Look for everything that would stop a run of `bapo sft`."""
-    wrong = [*_place(config.out), *_model(config.model)]
+    wrong = [*_place(config.out), *_model(config.model), *_trackers(config.log)]
     try:
         return Examined(wrong, demonstrations=load_sft(config.task))
     except (ValueError, OSError) as error:
@@ -134,11 +135,24 @@ def _parts(config: Config) -> Iterator[str]:
         (config.cluster.on and config.cluster.engine == "vllm", "cluster.engine='vllm'", "vllm", "vllm"),
     ]
     for needed, key, package, extra in wanted:
-        if needed and find_spec(package) is None:
-            yield (
-                f"{key} needs {package.replace('_', '-')}, which is not installed. Install it with: pip install "
-                f"'bapo[{extra}]'"
-            )
+        if needed:
+            yield from _missing(key, package, extra)
+
+
+def _trackers(log: LogConfig) -> Iterator[str]:
+    """Trackers that are asked for and not installed, or asked for twice."""
+    for name in sorted(set(log.to)):
+        yield from _missing(f"log.to={name!r}", name, name)
+        if log.to.count(name) > 1:
+            yield f"log.to names {name!r} twice. Name it once."
+
+
+def _missing(key: str, package: str, extra: str) -> Iterator[str]:
+    if find_spec(package) is None:
+        yield (
+            f"{key} needs {package.replace('_', '-')}, which is not installed. Install it with: pip install "
+            f"'bapo[{extra}]'"
+        )
 
 
 def _reward(config: Config, data: TaskData | None) -> Iterator[str]:

@@ -31,7 +31,7 @@ MAY_CHANGE = (
     *("steps", "out", "threads", "checkpoint_every", "checkpoint_keep", "sample_every", "eval.every"),
     *("learn.micro_tokens", "learn.activation_checkpointing", "learn.compile", "learn.offload_optimizer"),
     *("rollout.slots", "rollout.cache_tokens", "learn.anchor_limit"),
-    *("model.path", "task.train", "task.test", "cluster.address"),
+    *("model.path", "task.train", "task.test", "cluster.address", "log.to", "log.project"),
 )
 """Settings that may change on the way: how long, how often, where things are, and how the work is divided. Data that
 moved must still be the same data, which its fingerprint shows."""

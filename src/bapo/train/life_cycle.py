@@ -21,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -33,7 +33,6 @@ from bapo.learn.learner import Learner, Learns
 from bapo.models import Policy
 from bapo.models.export import write_model
 from bapo.runs import files, history
-from bapo.runs.metrics import check_declared
 from bapo.runs.read import logged_steps
 from bapo.runs.write import CONFIG, SUMMARY, RunDirectory, unused
 from bapo.screen.view import View, make_view
@@ -42,8 +41,10 @@ from bapo.train.build import make_policy, resolve
 from bapo.train.card import UNFINISHED_CARD, with_changes
 from bapo.train.continuing import Continued, examine
 from bapo.train.environment import differences, environment
+from bapo.train.log import Held, Log
 from bapo.train.team import Team, check_alike, team_notes
 from bapo.train.together import Onlooker, gather_into, joined, on_the_cpu
+from bapo.train.trackers import Tracked, tracking
 
 Kind = TypeVar("Kind", Config, SftConfig)
 Summary = dict[str, Any]
@@ -52,32 +53,6 @@ PASSED_ON_SECONDS = 2.0
 """How long after the first signal torchrun may pass it on."""
 AT_ONCE = "at once"
 """Stands where the first signal would, while there is nothing to finish: the next one does not wait."""
-
-
-@dataclass(frozen=True)
-class Log:
-    """Where a job reports what it did: the files of its run, and the screen."""
-
-    run: RunDirectory
-    view: View
-
-    def metrics(self, *lines: dict[str, Any]) -> None:
-        """Append lines to metrics.jsonl. Every key must be declared."""
-        for line in lines:
-            check_declared(line)
-        self.run.append("metrics.jsonl", *lines)
-
-
-@dataclass(frozen=True)
-class _Held(Log):
-    """Keeps the lines of metrics.jsonl until others, which belong before them, are written."""
-
-    lines: list[dict[str, Any]] = field(default_factory=list)
-
-    def metrics(self, *lines: dict[str, Any]) -> None:
-        for line in lines:
-            check_declared(line)
-        self.lines.extend(lines)
 
 
 class Job(ABC):
@@ -330,7 +305,22 @@ def _watched(job: Job, run: RunDirectory, team: Team, *, plain: bool | None) -> 
 
 
 def _live(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
-    """Everything that is left to do, from the present state to the summary."""
+    """Everything that is left to do, from the present state to the summary, under the eyes of the trackers."""
+    run, config = log.run, job.config
+    tracked = Tracked(
+        path=run.path.absolute(),
+        id=run.id or run.path.name,
+        project=config.log.project,
+        config=config.model_dump(mode="json"),
+        step=job.done,
+        version=job.learner.version,
+    )
+    with tracking(config.log.to if team.leads else (), tracked, log.view.note) as trackers:
+        return _finished(job, replace(log, trackers=trackers), team, notes)
+
+
+def _finished(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
+    """Take the steps that are left, then measure, export and summarise."""
     run = log.run
     stopping: list[str] = []
     stopped = False
@@ -378,7 +368,7 @@ def _shown(job: Job, run: RunDirectory, team: Team, summary: Summary) -> Summary
 
 def _advance_first(job: Job, log: Log, measure: Callable[[Log], None], stopping: list[str]) -> None:
     """Take the first step, and log it after the measurement of what was there before it."""
-    held = _Held(log.run, log.view)
+    held = Held(log.run, log.view, log.trackers)
     try:
         job.advance(held)
         stopping.append(AT_ONCE)

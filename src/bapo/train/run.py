@@ -43,7 +43,8 @@ from bapo.tasks.data.problems import fingerprint
 from bapo.train import life_cycle
 from bapo.train.build import build
 from bapo.train.card import eval_command, model_card
-from bapo.train.life_cycle import Job, Log, Summary, When
+from bapo.train.life_cycle import Job, Summary, When
+from bapo.train.log import Log
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
 from bapo.train.skipped import ends_run, skipped_line, stop_after
 from bapo.train.team import ALONE, Team
@@ -124,7 +125,7 @@ class Training(Job):
         version = self.learner.version
         rollout = {"kind": "rollout", "step": record.step, "version": version} | record.rollout
         log.metrics(rollout, *(self._update_line(record.step, update) for update in record.updates))
-        log.run.append("timing.jsonl", {"step": record.step} | record.timing)
+        log.timing({"step": record.step} | record.timing)
         log.run.append(LEDGER, *self.parts.ledger.take())
         self._log_samples(record, log)
         if record.failures:

@@ -42,7 +42,8 @@ from bapo.train import life_cycle
 from bapo.train.build import make_policy, optimizer_settings
 from bapo.train.card import sft_card
 from bapo.train.demonstrations import Batches, describe, encode_demonstrations
-from bapo.train.life_cycle import Job, Log, Summary, When
+from bapo.train.life_cycle import Job, Summary, When
+from bapo.train.log import Log
 from bapo.train.skipped import skipped_line, stop_after
 from bapo.train.team import ALONE, Team
 from bapo.train.together import make_learner, on_the_cpu
@@ -128,7 +129,7 @@ class SupervisedTraining(Job):
             log.view.note(f"update {step} was skipped: {update.skipped.cause}")
         log.metrics(line | update.metrics | {"imitation/sequences": len(batch)})
         timing = {"seconds": seconds, "tokens_per_second": update.tokens / seconds}
-        log.run.append("timing.jsonl", {"step": step} | timing)
+        log.timing({"step": step} | timing)
         if self.skipped >= self.config.learn.skip_limit:
             stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, sampled=False)
         shown = {key: value for key, value in update.metrics.items() if not isinstance(value, list)}

@@ -1,0 +1,273 @@
+"""Sends the metrics of a run to the trackers that people already use, besides the run's own files.
+
+    log.to = ["tensorboard", "wandb", "trackio", "mlflow"]
+
+Every tracker gets the same points: finite numbers with a name and a place on one of two axes. What happens once per
+update stands at the version that the update made; everything else stands at the step. Nothing leaves this machine
+unless the tracker's own environment variables say so (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID).
+
+The files of the run are the record. So a tracker that fails on the way is named once and gets nothing more, and the run
+goes on. A resumed run continues its curves under the same identity. The steps after its checkpoint are repeated, so
+their points are sent again, with the same values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from bapo.config.errors import ConfigError
+
+Axis = Literal["step", "update"]
+OF_UPDATES = ("update", "skipped")
+"""Kinds of lines that stand at a version."""
+PLACE = ("kind", "step", "version", "eval/temperature")
+"""Keys that say where a line belongs, and not what was measured."""
+MLFLOW_TAG = "bapo.run"
+
+
+@dataclass(frozen=True)
+class Points:
+    """What one line of a log measured."""
+
+    axis: Axis
+    at: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What a tracker is told about a run."""
+
+    path: Path
+    id: str
+    """The identity of the run. A resumed run has the same one."""
+    project: str
+    config: dict[str, Any]
+    step: int
+    """How many steps are completed."""
+    version: int
+    """How many updates are completed."""
+
+    @property
+    def name(self) -> str:
+        """What people call the run: its path, as far as it is not the same for all."""
+        return "/".join(part for part in self.path.parts[-3:] if part not in ("/", "runs"))
+
+
+class Tracker(Protocol):
+    """One of them, for one run."""
+
+    def send(self, points: Points) -> None:
+        """Take the points of one line."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+def points(line: Mapping[str, Any]) -> Points:
+    """The points in a line of metrics.jsonl, or of timing.jsonl with the kind "timing"."""
+    kind = line["kind"]
+    axis: Axis = "update" if kind in OF_UPDATES else "step"
+    numbers = {
+        _name(key, kind, line): float(value)
+        for key, value in line.items()
+        if key not in PLACE and isinstance(value, int | float) and math.isfinite(value)
+    }
+    return Points(axis, line["version" if axis == "update" else "step"], numbers)
+
+
+def _name(key: str, kind: str, line: Mapping[str, Any]) -> str:
+    """A name that no other kind of line has. Evaluations at different temperatures are different curves."""
+    if kind == "eval":
+        return f"eval/{line['eval/temperature']:g}/{key.removeprefix('eval/')}"
+    return key if "/" in key else f"{kind}/{key}"
+
+
+class TensorBoard:
+    """Event files in the run directory, one directory per axis: what a resumed run repeats is hidden per axis."""
+
+    def __init__(self, run: Tracked) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        done: dict[Axis, int] = {"step": run.step, "update": run.version}
+        self._writers = {
+            axis: SummaryWriter(str(run.path / "tensorboard" / axis), purge_step=count + 1 if run.step else None)
+            for axis, count in done.items()
+        }
+
+    def send(self, points: Points) -> None:
+        """See `Tracker.send`."""
+        writer = self._writers[points.axis]
+        for name, value in points.values.items():
+            writer.add_scalar(name, value, points.at)
+        writer.flush()
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        for writer in self._writers.values():
+            writer.close()
+
+
+class WeightsAndBiases:
+    """Offline in the run directory, unless WANDB_MODE says otherwise."""
+
+    def __init__(self, run: Tracked) -> None:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        self._run = wandb.init(
+            project=run.project,
+            id=run.id,
+            name=run.name,
+            dir=str(run.path),
+            config=run.config,
+            mode=mode,
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(silent=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("update/*", step_metric="update")
+        self._run.define_metric("skipped/*", step_metric="update")
+
+    def send(self, points: Points) -> None:
+        """See `Tracker.send`."""
+        self._run.log({**points.values, points.axis: points.at})
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._run.finish()
+
+
+class Trackio:
+    """The local store of trackio, which its own environment variables move."""
+
+    def __init__(self, run: Tracked) -> None:
+        import trackio
+
+        self._end: Callable[[], Any] = trackio.finish
+        with _silent():
+            self._run = trackio.init(
+                project=run.project, name=f"{run.name} {run.id}", resume="allow", config=run.config, auto_log_gpu=False
+            )
+
+    def send(self, points: Points) -> None:
+        """See `Tracker.send`."""
+        self._run.log(points.values, step=points.at)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        with _silent():
+            self._end()  # not that of the run, after which trackio would end it again at exit
+
+
+class MLflow:
+    """The store that MLflow itself would choose. A run is found again by a tag with its identity."""
+
+    def __init__(self, run: Tracked) -> None:
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self._client = MlflowClient()
+        experiment = self._client.get_experiment_by_name(run.project)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        found = self._client.search_runs([place], filter_string=f"tags.`{MLFLOW_TAG}` = '{run.id}'", max_results=1)
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = self._client.create_run(place, run_name=run.name, tags={MLFLOW_TAG: run.id}).info.run_id
+        for key, value in _flat(run.config):
+            self._client.log_param(self._id, key, str(value)[:500])
+
+    def send(self, points: Points) -> None:
+        """See `Tracker.send`."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, [Metric(name, value, now, points.at) for name, value in points.values.items()])
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._client.set_terminated(self._id)
+
+
+MAKERS: dict[str, Callable[[Tracked], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}
+
+
+@dataclass
+class Trackers:
+    """All trackers of a run."""
+
+    tell: Callable[[str], None] = lambda text: None
+    """Shows a sentence to the person who watches."""
+    open: dict[str, Tracker] = field(default_factory=dict)
+
+    def send(self, *lines: Mapping[str, Any]) -> None:
+        """Send the points of these lines."""
+        for found in map(points, lines):
+            for name in list(self.open):
+                self._try(name, lambda tracker, found=found: tracker.send(found))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Close all of them."""
+        for name in list(self.open):
+            self._try(name, lambda tracker: tracker.close())
+
+    def _try(self, name: str, work: Callable[[Tracker], None]) -> None:
+        try:
+            work(self.open[name])
+        except Exception as error:  # whatever another library raises must not end the run
+            del self.open[name]
+            self.tell(
+                f"log.to: {name} failed, so it gets nothing more: {type(error).__name__}: {error}. The run goes on, "
+                "and its own files have everything."
+            )
+
+
+@contextlib.contextmanager
+def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) -> Iterator[Trackers]:
+    """Open the trackers with these names, and close them at the end, whatever happens."""
+    trackers = Trackers(tell)
+    try:
+        for name in names:
+            try:
+                trackers.open[name] = MAKERS[name](run)
+            except Exception as error:
+                raise ConfigError(
+                    f"log.to: {name} cannot start: {type(error).__name__}: {error}. Correct its settings, or leave it "
+                    f"out of log.to; then `bapo resume {run.path}` goes on."
+                ) from error
+        yield trackers
+    finally:
+        trackers.close()
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of nested tables, joined by dots."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What trackio prints would tear the live view."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

@@ -1,0 +1,224 @@
+"""A run tells trackers what its own files say, and goes on when one fails: read back with the real libraries."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+from bapo.config.errors import ConfigError
+from bapo.config.recipe import parse_config
+from bapo.preflight import checks
+from bapo.train.trackers import MAKERS, Points, Tracked, Trackers, points, tracking
+from tests.processes import bapo
+
+NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
+SMALL = [
+    *("--device", "cpu", "--threads", "1", "--rollout.prompts", "8", "--rollout.responses", "4"),
+    *("--rollout.max-tokens", "56", "--eval.problems", "4", "--eval.k", "2", "--eval.every", "0"),
+    *("--offpolicy.reuse", "2", "--objective.preset", "none"),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """A run of two steps that all trackers followed, then resumed for a third one."""
+    root = tmp_path_factory.mktemp("told")
+    env = {**os.environ, "TRACKIO_DIR": str(root / "trackio"), "MLFLOW_TRACKING_URI": f"sqlite:///{root / 'mlflow.db'}"}
+    out = root / "run"
+    first = bapo("train", *SMALL, "--steps", "2", "--log.to", *NAMES, "--log.project", "mine", "--out", out, env=env)
+    assert first.returncode == 0, first.stderr
+    again = bapo("resume", out, "--steps", "3", env=env)
+    assert again.returncode == 0, again.stderr
+    for said in (first, again):
+        assert "wandb:" not in said.stdout + said.stderr
+        assert "Trackio" not in said.stdout + said.stderr
+        assert "mlflow" not in said.stdout + said.stderr
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(told):
+    """The curves in the files of the run: name -> place -> value. A literal reading of them."""
+    curves = defaultdict(dict)
+    for line in map(json.loads, (told / "run" / "metrics.jsonl").read_text().splitlines()):
+        kind = line["kind"]
+        at = line["version"] if kind == "update" else line["step"]
+        for key, value in line.items():
+            if key in ("kind", "step", "version", "eval/temperature") or isinstance(value, list):
+                continue
+            if kind == "eval":
+                curves[f"eval/{line['eval/temperature']:g}/{key[5:]}"][at] = value
+            else:
+                curves[key if "/" in key else f"{kind}/{key}"][at] = value
+    for line in map(json.loads, (told / "run" / "timing.jsonl").read_text().splitlines()):
+        for key in line.keys() - {"step"}:
+            curves[f"timing/{key}"][line["step"]] = line[key]
+    assert list(curves["rollout/reward"]) == [1, 2, 3]
+    assert len(curves["update/loss"]) >= 3
+    assert len(curves) > 60
+    return curves
+
+
+def assert_curves(found, expected, *, rel=1e-12):
+    """`found`: name -> (place, value), in the order in which they were sent."""
+    assert set(found) == set(expected)
+    for name, curve in expected.items():
+        assert dict(found[name]) == pytest.approx(curve, rel=rel), name
+
+
+def test_tensorboard_has_every_curve_once(told, expected):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    for axis in ("step", "update"):
+        events = EventAccumulator(str(told / "run" / "tensorboard" / axis), size_guidance={"scalars": 0})
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            found[name] = [(event.step, event.value) for event in events.Scalars(name)]
+    assert_curves(found, expected, rel=1e-6)  # its values are 32-bit
+    assert [at for at, _ in found["rollout/reward"]] == [1, 2, 3]
+
+
+def test_wandb_has_every_curve_under_one_identity_and_offline(told, expected):
+    found, runs = defaultdict(list), set()
+    files = sorted((told / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2  # the start and the resume
+    for file in files:
+        for record in wandb_records(file):
+            if record.WhichOneof("record_type") == "run":
+                runs.add((record.run.project, record.run.run_id, record.run.display_name))
+            if record.WhichOneof("record_type") == "history":
+                values = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
+                axis = "update" if "update" in values else "step"
+                at = values.pop(axis)
+                for name, value in values.items():
+                    if not name.startswith("_"):
+                        found[name].append((at, value))
+    (identity,) = runs
+    assert identity[0] == "mine"
+    assert identity[1] == json.loads((told / "run" / "history.jsonl").read_text().splitlines()[0])["id"]
+    assert_curves(found, expected)
+
+
+def wandb_records(path):
+    """The records of W&B's file: a header of seven bytes, then LevelDB's log format with a protobuf in each record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, []
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(b"".join(parts))
+            parts = []
+            yield record
+
+
+def test_trackio_has_every_curve_in_one_run(told, expected):
+    script = (
+        "import json, sys\nfrom trackio.sqlite_storage import SQLiteStorage\n"
+        "(name,) = SQLiteStorage.get_runs('mine')\nprint(json.dumps(SQLiteStorage.get_logs('mine', name)))\n"
+    )
+    found = defaultdict(list)
+    for line in json.loads(read_with_trackio(script, told)):
+        for name, value in line.items():
+            if name in expected:
+                found[name].append((line["step"], value))
+    assert_curves(found, expected)
+
+
+def read_with_trackio(script, root):
+    """What a program prints that reads trackio's store. trackio looks for its store when it is imported."""
+    env = {**os.environ, "TRACKIO_DIR": str(root / "trackio")}
+    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_mlflow_has_every_curve_in_one_run_with_its_settings(told, expected):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{told / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["offpolicy.reuse"] == "2"
+    found = {
+        name: [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+        for name in run.data.metrics
+    }
+    assert_curves(found, expected)
+
+
+def test_only_finite_numbers_become_points_and_updates_have_an_axis_of_their_own():
+    line = {
+        "kind": "update",
+        "step": 3,
+        "version": 9,
+        "loss": 0.5,
+        "low": [0.8],
+        "grad_norm": float("nan"),
+        "tokens": 7,
+    }
+    assert points(line) == Points("update", 9, {"update/loss": 0.5, "update/tokens": 7.0})
+    assert points({"kind": "timing", "step": 3, "seconds": 2.0}) == Points("step", 3, {"timing/seconds": 2.0})
+    cold = {"kind": "eval", "step": 0, "version": 0, "eval/avg": 0.25, "eval/temperature": 0.0}
+    assert points(cold) == Points("step", 0, {"eval/0/avg": 0.25})
+
+
+class Breaks:
+    """A tracker whose disk is full after one line."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def send(self, points):
+        self.taken += 1
+        if self.taken > 1:
+            raise OSError(28, "No space left on device")
+
+    def close(self):
+        raise AssertionError("it was left alone")
+
+
+def test_a_tracker_that_fails_is_named_once_and_the_others_go_on():
+    said, broken, sound = [], Breaks(), Breaks()
+    sound.taken = -10
+    sound.close = lambda: said.append("closed")
+    trackers = Trackers(said.append, {"wandb": broken, "mlflow": sound})
+    lines = [{"kind": "timing", "step": step, "seconds": 1.0} for step in (1, 2, 3)]
+    trackers.send(*lines)
+    trackers.close()
+    assert (broken.taken, sound.taken) == (2, -7)
+    assert len(said) == 2
+    assert said[0].startswith("log.to: wandb failed, so it gets nothing more: OSError: [Errno 28] No space left")
+    assert said[1] == "closed"
+
+
+def test_a_tracker_that_cannot_start_stops_the_run_before_its_first_step(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file where a directory should be")
+    run = Tracked(tmp_path, "id", "mine", {}, step=0, version=0)
+    cannot = pytest.raises(ConfigError, match=r"log\.to: tensorboard cannot start: .*bapo resume")
+    with cannot, tracking(["tensorboard"], run, print):
+        raise AssertionError("it must not come to this")
+
+
+def test_what_is_not_installed_is_said_before_anything_is_loaded(monkeypatch):
+    config = parse_config({"log": {"to": ["wandb", "mlflow", "wandb"]}}, source="recipe")
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    wrong = checks.examine(config).wrong
+    assert "log.to='wandb' needs wandb, which is not installed. Install it with: pip install 'bapo[wandb]'" in wrong
+    assert any(line.startswith("log.to='mlflow' needs mlflow") for line in wrong)
+    assert "log.to names 'wandb' twice. Name it once." in wrong
+    with pytest.raises(ConfigError, match=r"log\.to.*choose 'tensorboard', 'wandb', 'trackio' or 'mlflow'"):
+        parse_config({"log": {"to": ["tensorbord"]}}, source="recipe")
+    assert set(MAKERS) == set(NAMES)
