@@ -18,7 +18,7 @@ SMOLLM2 := .smollm2
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
-run: $(STAMP)  ## set up, then train the embedded model off-policy: offline, CPU, about 4 minutes
+run: $(STAMP)  ## set up, then train the embedded model off-policy: offline, CPU, 4 to 8 minutes
 	$(BIN)/bapo train $(ARGS)
 
 example: $(STAMP)  ## set up, then the whole idea in one file: a toy policy on stale data (seconds)

@@ -53,6 +53,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.minutes is None and given.fuzz is None:
         parser.error("give --minutes N or --fuzz CASES")
+    if given.fuzz is not None and given.case is not None:
+        parser.error("--case repeats a case of --minutes. To repeat cases of --fuzz, give the same --seed and --only.")
     if given.out is not None and given.out.exists():
         parser.error(f"--out {given.out} exists already. Choose a new directory.")
     root = (given.out or Path(tempfile.mkdtemp(prefix="bapo-campaign-")) / "cases").resolve()

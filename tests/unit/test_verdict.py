@@ -236,3 +236,10 @@ def test_the_table_of_differences_marks_what_the_verdict_decides():
     assert list(scores(8, {"avg", "avg_at_0", "avg_at_0.6"})) == [
         *("avg@8", "pass@8", "avg, temp. 0", "avg, temp. 0.6", "pass, temp. 0.6", "entropy")
     ]
+
+
+def test_several_arms_with_greedy_sampling_first_are_measured_by_one_response():
+    arms = {"grpo": GRPO, "a": shifted(GRPO, *[0.05] * 5), "b": GRPO}
+    listed = [run for name, avg in arms.items() for run in runs(name, avg=avg, **{"avg_at_1": GRPO})]
+    found = verdict(listed, list(arms), temperature=0.0)
+    assert found.lines[0].startswith("a beats grpo by 0.050 ± 0.000 avg@1 with greedy sampling over 5 seeds")

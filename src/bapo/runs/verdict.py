@@ -147,7 +147,7 @@ def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str,
     if len(others) == 1:
         line = _duel(reference, k, list(found.items()))
     else:
-        line, more = _field(reference, f"avg@{k}", first, elsewhere)
+        line, more = _field(reference, _unit(at, k), first, elsewhere)
     if k != 1:
         by_pass = [outcome(rows, one.name, "pass") for one in first[1]]
         news = [by for one, by in zip(first[1], by_pass, strict=True) if by.kind in DECIDED and by.kind != one.kind]
