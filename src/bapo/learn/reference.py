@@ -27,7 +27,7 @@ from bapo.learn.packing import pack_demonstrations
 from bapo.learn.settings import LearnerSettings
 from bapo.learn.weights import fingerprint, frozen_weights
 from bapo.learn.whole import WholeModel
-from bapo.models.lora import without_additions
+from bapo.models.layers import without_additions
 from bapo.types import Group, Trajectory
 
 

@@ -12,7 +12,6 @@ Head and embedding get no additions: the learner multiplies by the head itself, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,23 +114,6 @@ def merging(weights: Iterable[tuple[str, Tensor]], settings: LoraSettings) -> It
         else:
             yield name, tensor
     assert not held, f"layers without additions: {sorted(held)}"
-
-
-@contextmanager
-def without_additions(model: Any) -> Iterator[None]:
-    """Inside, the model computes what it computed before anything was added: every addition is multiplied by 0.
-
-    A switch of peft would do the same in its own forward pass only; the fused layers read the factor.
-    """
-    layers = [layer for _, layer in _layers(model)]
-    before = [layer.scaling[NAME] for layer in layers]
-    try:
-        for layer in layers:
-            layer.scaling[NAME] = 0.0
-        yield
-    finally:
-        for layer, factor in zip(layers, before, strict=True):
-            layer.scaling[NAME] = factor
 
 
 def save_adapter(adapters: Any, directory: Path, *, base: str) -> None:
