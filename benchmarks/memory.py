@@ -1,9 +1,10 @@
-"""What a model needs on one GPU, by arithmetic: python benchmarks/memory.py [--slots N] [--tokens N] [--rank N].
+"""What a model needs on one GPU, by arithmetic: python benchmarks/memory.py [--slots N] [--tokens N] [--rank N] [--kl].
 
 For several GPUs: python benchmarks/memory.py --cluster, which benchmarks/cluster_sizes.py computes.
 
     states        18 bytes per trained parameter (bfloat16 weight 2, float32 master 4, gradient 4, moments 8), else 2
                   with learn.offload_optimizer 6 of the 18 bytes, and two parts that come and go; the rest on the host
+                  with learn.kl (--kl) 2 more per parameter where all are trained: the copy of the initial weights
     sampler       2 bytes per parameter: the CUDA engine's own copy of the weights, with low-rank additions merged
     keys, values  layers x 2 x key heads x head width x 2 bytes, per token in flight
     activations   with learn.activation_checkpointing: one input per layer, tokens x hidden x 2 bytes, and the working
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=9216, help="tokens of the longest prompt and response")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="learn.micro_tokens")
     parser.add_argument("--rank", type=int, default=64, help="rank of the LoRA rows")
+    parser.add_argument("--kl", action="store_true", help="with learn.kl, which keeps a copy of the initial weights")
     parser.add_argument("--cluster", action="store_true", help="several GPUs: memory, weight transfer, time of a step")
     chosen = parser.parse_args()
     if chosen.cluster:
@@ -128,9 +130,11 @@ def main() -> None:
         keys = shape.keys_per_token() * chosen.slots * chosen.tokens
         active = shape.activations(chosen.micro_tokens)
         copy = 2 * shape.parameters()
+        reference = copy if chosen.kl else 0
+        on_device, on_host = offloaded(shape)
         for trained, held, host in (
-            ("all", states(shape, 0), 0),
-            ("all, offloaded", *offloaded(shape)),
+            ("all", states(shape, 0) + reference, 0),
+            ("all, offloaded", on_device + reference, on_host),
             (f"LoRA {chosen.rank}", states(shape, chosen.rank), 0),
         ):
             total = held + copy + keys + active + GIB

@@ -39,8 +39,8 @@ groups does not change with the order in which they arrive or are held, or when 
 
 Memory. At most `capacity` groups are held; the oldest (by oldest token, then id) are evicted first, fresh or not. A
 group that no draw can return any more is released at once. Groups are handed out without being copied, so callers must
-not change them. Advantages, packing and weighting by age are the learner's task. Nothing here waits or runs in
-parallel.
+not change them; only the learner may add the log-probs of its reference, which are then kept with the group.
+Advantages, packing and weighting by age are the learner's task. Nothing here waits or runs in parallel.
 """
 
 from __future__ import annotations

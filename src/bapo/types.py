@@ -100,6 +100,9 @@ class Trajectory:
     """Set once, by the verifier, after the response is finished."""
     shaping: float = 0.0
     """The penalty for long responses. It is added to the reward when advantages are computed, and nowhere else."""
+    reference_logprobs: list[float] = field(default_factory=list)
+    """With learn.kl: log-prob of each token under the weights with which the run began, at the temperature of sampling.
+    Set once, by the learner, when it first sees the response; empty before, and without learn.kl."""
 
     @property
     def learning_reward(self) -> float | None:
@@ -160,11 +163,15 @@ def group_state(group: Group) -> dict[str, Any]:
     return {
         "id": group.id,
         "problem": dict(vars(group.problem)),
-        "trajectories": [
-            {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
-            for trajectory in group.trajectories
-        ],
+        "trajectories": [_trajectory_state(trajectory) for trajectory in group.trajectories],
     }
+
+
+def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
+    state = {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
+    if not trajectory.reference_logprobs:
+        del state["reference_logprobs"]
+    return state
 
 
 def group_from_state(state: dict[str, Any]) -> Group:
@@ -202,3 +209,5 @@ class TokenBatch:
     """[tokens]"""
     uses: Tensor
     """[tokens] how often each was trained on before this update"""
+    reference_logprobs: Tensor | None = None
+    """[tokens] under the weights with which the run began; None if a response has none"""

@@ -15,6 +15,7 @@ from bapo.learn.fused.kernels import attention
 from bapo.learn.fused.kernels.attention import Tile, Tiles, attend, attend_backward, blocks_of, plan_of
 from bapo.learn.fused.layer import fused_forwards, try_attention, unsupported
 from bapo.learn.fused.linear import adjacent, stacked
+from bapo.models.layers import without_additions
 from bapo.models.lora import LoraSettings, add_lora
 from tests.tiny.batches import flat_batch
 from tests.tiny.models import tiny
@@ -64,6 +65,22 @@ def test_low_rank_additions_are_part_of_a_fused_pass():
             torch.nn.init.normal_(parameter, std=0.3)
     assert unsupported(model) is None
     assert_same_pass(model.to(DEVICE), on(flat_batch([7, 5])))
+
+
+@torch.no_grad()
+def test_low_rank_additions_can_be_left_out_of_a_fused_pass():
+    """As the reference of learn.kl does."""
+    model, batch = tiny("qwen2", hidden_size=64, num_hidden_layers=1).to(DEVICE), on(flat_batch([7, 5]))
+    plain = hidden_states(model, batch, packed=True)
+    add_lora(model, LoraSettings(rank=3, alpha=5), seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    with without_additions(model):
+        left_out = hidden_states(model, batch, packed=True, forwards=fused_forwards(model, batch))
+    assert_close(left_out, plain, rtol=1e-4, atol=2e-5)
+    added = hidden_states(model, batch, packed=True, forwards=fused_forwards(model, batch))
+    assert (added - plain).abs().max() > 0.1
 
 
 def test_gradients_go_where_main_grad_says():

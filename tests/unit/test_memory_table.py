@@ -13,8 +13,8 @@ from tests.processes import script
 ROOT = Path(__file__).parents[2]
 
 
-def table():
-    result = script(ROOT / "benchmarks" / "memory.py")
+def table(*options):
+    result = script(ROOT / "benchmarks" / "memory.py", *options)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -24,6 +24,12 @@ def test_the_page_shows_what_the_script_prints():
     assert printed in (ROOT / "docs" / "hardware.md").read_text()
     # 0.494 billion parameters, 18 bytes each, in GiB
     assert "| Qwen2.5-0.5B | 0.49 B | 12 KiB | 6.8 GiB | all | 8.3 GiB |" in printed
+
+
+def test_a_reference_takes_two_more_bytes_where_all_weights_are_trained():
+    printed = table("--kl")
+    for trained, held in (("all", "9.2 GiB"), ("all, offloaded", "4.1 GiB"), ("LoRA 64", "1.5 GiB")):  # 0.92 GiB more
+        assert f"| Qwen2.5-0.5B | 0.49 B | 12 KiB | 6.8 GiB | {trained} | {held} |" in printed
 
 
 def test_a_trained_16_bit_weight_takes_18_bytes():

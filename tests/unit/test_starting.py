@@ -285,6 +285,12 @@ def test_memory_is_the_arithmetic_of_the_page():
     assert round(found.activations / GIB, 1) == 1.8
     adapted = memory(Config.model_validate(values), Shape(100, 10, 1, 1, 1, 1, 1), longest_prompt=0)
     assert adapted.states == 18 * 10 + 2 * 90
+    near = {**values, "learn": {**values["learn"], "kl": 0.1}}
+    held = memory(Config.model_validate(near), shape, longest_prompt=1024)
+    assert (found.reference, held.reference) == (0, 2 * 494_032_768)
+    assert held.in_all == found.in_all + held.reference
+    near["model"] = {"dtype": "bfloat16", "lora": {"rank": 4}}
+    assert memory(Config.model_validate(near), shape, longest_prompt=1024).reference == 0
 
 
 def test_time_is_operations_over_speed_or_bytes_over_bandwidth():
@@ -296,5 +302,8 @@ def test_time_is_operations_over_speed_or_bytes_over_bandwidth():
     assert busy.sampling == pytest.approx(10 * 8 * 100 * 2000 / 1e6)
     assert busy.learning == pytest.approx(10 * 3 * 8 * 100 * 6000 / 1e6)
     assert busy.evaluating == pytest.approx(2 * 8 * 100 * 2000 / 1e6)
+    near = config.model_copy(update={"learn": config.learn.model_copy(update={"kl": 0.1})})
+    more = seconds(near, shape, 10, flops=2.5e6, bandwidth=1e12)  # every response passes once more
+    assert more.learning == pytest.approx(busy.learning + 10 * 8 * 100 * 2000 / 1e6)
     waiting = seconds(config, shape, 10, flops=1e15, bandwidth=4000)  # a second to read the weights once
     assert waiting.sampling == pytest.approx(10 * 2 * 90)  # eight responses, four at a time, ninety tokens each

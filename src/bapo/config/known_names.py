@@ -24,7 +24,8 @@ class Known(NamedTuple):
 
 
 BOUNDS = "The bounds are on the ratio: low = 1 - epsilon, high = 1 + epsilon. Presets of bapo have their own."
-NO_KL = "There is no penalty to a reference model here. Clip bounds and offpolicy.max_staleness limit an update."
+KL = "It is the k3 estimate (low_var_kl), in the loss; the reference is always the weights with which the run began."
+NO_KL_IN_REWARD = "No penalty is taken from rewards here. learn.kl adds one to the loss."
 ONE_UPDATE = "An update is one optimizer step on the whole batch; this key only divides its work."
 
 NAMES = (
@@ -87,7 +88,8 @@ NAMES = (
     Known("scale_rewards", "adv_estimator, norm_adv_by_std_in_grpo", "learn.advantages"),
     Known("gradient_checkpointing", "enable_gradient_checkpointing", "learn.activation_checkpointing"),
     Known("torch_compile", "use_torch_compile", "learn.compile"),
-    Known("beta", "kl_coef, kl_loss_coef, use_kl_loss, use_kl_in_reward", "", NO_KL),
+    Known("beta", "kl_loss_coef, use_kl_loss, kl_loss_type", "learn.kl", KL),
+    Known("", "kl_coef, use_kl_in_reward", "", NO_KL_IN_REWARD),
     Known("", "entropy_coeff", "", "There is no entropy term here. What keeps entropy up is the clip."),
     Known("max_steps, num_train_epochs", "total_epochs, total_training_steps", "steps", "One step samples once."),
     Known("output_dir", "default_local_dir", "out"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
 from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics, use_profile
+from bapo.core.kl import k3
 from bapo.core.loss import PolicyLoss, clean_tokens, weigh_negatives
 from bapo.core.objectives import Tokens
 from bapo.learn.anchor import anchor_metrics, fresh_tokens, without_nothing
@@ -62,6 +63,9 @@ def update_metrics(
     scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
     fresh = fresh_tokens(batches, version=version, kept_caches=settings.kept_caches)
     scalars |= anchor_metrics(tokens.behavior_logprobs, tokens.logprobs, fresh)
+    if settings.kl:
+        references = torch.cat([cast(Tensor, batch.reference_logprobs) for batch in batches])
+        scalars["kl_reference"] = k3(tokens.logprobs, references).double().mean()
     vectors = {
         "staleness_histogram": staleness_histogram(versions, every, version=version, bins=settings.staleness_bins),
         **ratio_profile(tokens, entropy),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -31,9 +31,10 @@ from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.checks import check_finite
+from bapo.core.kl import k3
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
-from bapo.core.reduction import denominator_of
+from bapo.core.reduction import denominator_of, reduce_tokens
 from bapo.learn.anchor import Drift, drift, worth_a_look
 from bapo.learn.determinism import allow_deterministic_products, deterministic
 from bapo.learn.diagnostics import Output, update_metrics
@@ -45,6 +46,7 @@ from bapo.learn.head import Predicted
 from bapo.learn.outputs import of_all_ranks
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
+from bapo.learn.reference import Reference
 from bapo.learn.settings import LearnerSettings, ess_factor, learning_rate
 from bapo.learn.sharded import is_sharded, load_sharded
 from bapo.learn.weights import fingerprint, restore_weights, trained_weights
@@ -101,6 +103,8 @@ class Learner:
     """The processes that take every update together; None: this one alone."""
     part: Part = ALL
     """Which part of every update's responses this rank takes."""
+    reference: Reference | None = None
+    """The weights that learn.kl keeps the policy near; None without it."""
     first_gap: float | None = None
     """The mean gap of the first fresh tokens that this process has compared."""
 
@@ -140,6 +144,8 @@ class Learner:
         settings = self.settings
         options: dict[str, Any] = {"micro_tokens": settings.micro_tokens, "padded": not self.packed}
         with self.telling_others():
+            if self.reference is not None:
+                self.reference.add_logprobs(groups)
             batches = pack(groups, estimator=settings.advantages, device=self.device, part=self.part, **options)
         update = self.step_on(batches)
         update.metrics["groups"] = float(len(groups))
@@ -182,6 +188,11 @@ class Learner:
             raise ValueError(
                 f"objective {name} finds its bounds over all tokens of an update, but this one is {where}. Raise "
                 "learn.micro_tokens until it fits into one, on one rank."
+            )
+        if self.settings.kl and any(batch.reference_logprobs is None for batch in batches):
+            raise ValueError(
+                f"learn.kl={self.settings.kl:g}, but some tokens have no log-prob under the reference. Give the "
+                "learner its reference before the first step."
             )
         for batch in batches if self.ranks is not None else ():
             every = torch.ones_like(batch.targets, dtype=torch.bool)
@@ -352,8 +363,17 @@ class Learner:
                 process_group=self.ranks if solves and settings.solves_over_update else None,
                 **settings.options,
             )
+            if settings.kl:
+                result = replace(result, loss=result.loss + self._penalty(batch, logprobs, denominator))
             result.loss.backward()  # type: ignore[no-untyped-call]
         return Output(batch, logprobs.detach(), entropy.detach(), result)
+
+    def _penalty(self, batch: TokenBatch, logprobs: Tensor, denominator: Tensor) -> Tensor:
+        """What leaving the reference costs: k3 of the same tokens, weighted and divided as the policy loss is."""
+        settings, every = self.settings, torch.ones_like(batch.targets, dtype=torch.bool)
+        values = k3(logprobs, cast(Tensor, batch.reference_logprobs))
+        ids = batch.sequence_ids
+        return settings.kl * reduce_tokens(values, every, settings.reduction, denominator=denominator, sequence_ids=ids)
 
     def _metrics(self, outputs: Sequence[Output], grad_norm: Tensor) -> dict[str, float | list[float]]:
         shared = {"grad_norm": grad_norm.double()}  # the same on all ranks

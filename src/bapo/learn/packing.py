@@ -158,10 +158,13 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
         device,
     )
     input_ids, position_ids, offsets, predicts, targets, sequence_ids, versions, uses = integers
-    behavior_logprobs, advantages = _ship(
+    referred = all(len(t.reference_logprobs) == len(t.tokens) for t in trajectories)
+    known = [t.reference_logprobs for t in trajectories] if referred else []
+    behavior_logprobs, advantages, reference_logprobs = _ship(
         [
             _array(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
             np.repeat(np.array([advantage for _, advantage, _ in rows], dtype=np.float32), counts),
+            _array(chain.from_iterable(known), np.float32, int(counts.sum()) if referred else 0),
         ],
         device,
     )
@@ -177,6 +180,7 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
         advantages=advantages,
         versions=versions,
         uses=uses,
+        reference_logprobs=reference_logprobs if referred else None,
     )
 
 

@@ -56,6 +56,8 @@ class LearnerSettings:
     """Whether masters and moments are kept in the host's memory. For 16-bit weights on one GPU."""
     anchor_limit: float = math.inf
     """The largest mean gap between both log-probs of fresh tokens, in nats, with which an update is taken."""
+    kl: float = 0.0
+    """The weight of the penalty for leaving the reference (`reference.py`), which is added to the policy loss."""
     kept_caches: bool = False
     """Whether responses that go on under newer weights keep the keys and values of older ones."""
 
@@ -72,6 +74,8 @@ class LearnerSettings:
             )
         if not self.anchor_limit > 0:
             raise ValueError(f"anchor_limit={self.anchor_limit} must be above 0: rounding alone makes a gap.")
+        if not (self.kl >= 0 and math.isfinite(self.kl)):
+            raise ValueError(f"learn.kl={self.kl} must be a finite number, 0 or above. 0 turns the penalty off.")
         for name, option in self.options.items():
             if isinstance(option, float) and not math.isfinite(option):
                 raise ValueError(

@@ -1,11 +1,14 @@
 """Which models have layers that our own kernels compute, in the sampler on CUDA and in the learner's fused layers.
 
 Llama, Qwen2 and Qwen3, with plain linear layers or with plain low-rank additions to them, as `bapo train` makes them.
-peft is not imported here: its layers are recognised by name.
+Also, how the additions are left out of a pass, whoever computes it. peft is not imported here: its layers are
+recognised by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -30,6 +33,23 @@ def strange_architecture(config: Any) -> str | None:
 def has_addition(module: nn.Module) -> bool:
     """Whether a module is a linear layer with low-rank additions."""
     return _name(module) == LAYER
+
+
+@contextmanager
+def without_additions(model: Any) -> Iterator[None]:
+    """Inside, the model computes what it computed before anything was added: every addition is multiplied by 0.
+
+    A switch of peft would do the same in its own forward pass only; the fused layers read the factor.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    before = [layer.scaling[ADDITION] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[ADDITION] = 0.0
+        yield
+    finally:
+        for layer, factor in zip(layers, before, strict=True):
+            layer.scaling[ADDITION] = factor
 
 
 def strange_projections(modules: list[nn.Module]) -> str | None:

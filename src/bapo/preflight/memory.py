@@ -3,14 +3,16 @@
     states        bytes per trained parameter: 18 in bfloat16 (weight 2, master 4, gradient 4, moments 8), 6 with
                   learn.offload_optimizer, and 16 in float32; of a frozen one, the weight alone
     sampler       on CUDA, the engine's own copy of the weights
+    reference     with learn.kl, a copy of the weights, unless low-rank additions are trained
     cache         keys and values of all responses in flight: layers x 2 x key heads x head width, per token
     activations   of one forward pass: with activation checkpointing the input of each layer and the working set of one,
                   without it about that working set for every layer
     disk          a checkpoint has the weights, the masters and the moments; the model is written once more at the end
 
 Times are the floating-point operations of sampling (2 per parameter and token) and learning (6, or 8 with activation
-checkpointing) at a speed that was measured, and no less than it takes to read the weights once per sampled token. They
-assume that every response has its full length, so they are rough and err upwards.
+checkpointing) at a speed that was measured, and no less than it takes to read the weights once per sampled token. With
+learn.kl, every response passes once more (2). They assume that every response has its full length, so they are rough
+and err upwards.
 """
 
 from __future__ import annotations
@@ -48,11 +50,12 @@ class Memory:
     cache: float
     activations: float
     disk: float
+    reference: float = 0.0
 
     @property
     def in_all(self) -> float:
         """Everything that is in memory at the same time."""
-        return self.states + self.sampler + self.cache + self.activations
+        return self.states + self.sampler + self.reference + self.cache + self.activations
 
 
 def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
@@ -75,6 +78,7 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
         cache=float(kept * shape.layers * 2 * shape.key_heads * shape.head_width * width),
         activations=float(tokens * layers * width),
         disk=float(config.checkpoint_keep * saved + width * shape.parameters),
+        reference=float(width * shape.parameters) if config.learn.kl and not config.model.lora.rank else 0.0,
     )
 
 
@@ -108,10 +112,11 @@ def seconds(config: Config, shape: Shape, longest_prompt: int, *, flops: float, 
     learned = config.steps * config.offpolicy.reuse * responses * longest
     share = shape.trained / shape.parameters
     per_token = (4 if share < 1 else 6) + (2 if config.learn.activation_checkpointing else 0)
+    referred = 2 * config.steps * responses * longest if config.learn.kl else 0
     during = (config.steps - 1) // evaluation.every if evaluation.every else 0
     times = 2 + during + 2 * len(evaluation.also_at)
     return Seconds(
         sampling=config.steps * sampled(responses),
-        learning=per_token * shape.parameters * learned / speed,
+        learning=shape.parameters * (per_token * learned + referred) / speed,
         evaluating=times * sampled((evaluation.problems or 1) * evaluation.k),
     )

@@ -17,6 +17,7 @@ from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.learn.learner import Learns
+from bapo.learn.reference import Reference, initial
 from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
@@ -135,6 +136,12 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
         policy.model.to("meta")  # this process only needs to know its shape
         return start_cluster(config, policy, task)
     model = policy.model
+    if config.learn.kl and team.size > 1:
+        raise ConfigError(
+            f"learn.kl={config.learn.kl:g} is for one process, but torchrun started {team.size} ranks, which keep no "
+            "reference. Set learn.kl=0, or start the run without torchrun."
+        )
+    kept = initial(model) if config.learn.kl else None
     engine: Engine = engine_for(
         model,
         slots=config.rollout.slots,
@@ -145,7 +152,10 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
     if team.size > 1:
         engine = SharedEngine(engine, team)
         model = make_policy(on_the_cpu(config)).model  # the learner's own
-    return engine, make_learner(model, learner_settings(config), config, team), lambda: None
+    learner = make_learner(model, learner_settings(config), config, team)
+    if kept is not None:
+        learner.reference = Reference(kept, learner.whole, learner.settings)
+    return engine, learner, lambda: None
 
 
 def engine_notes(engine: Engine) -> list[str]:
@@ -248,6 +258,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         ess_reference=learn.ess_reference,
         float32_head=config.model.float32_head,
         anchor_limit=learn.anchor_limit,
+        kl=learn.kl,
         kept_caches=config.offpolicy.partial_cache == "keep",
     )
 

@@ -142,9 +142,10 @@ def _off_policy(config: Config, summary: dict[str, Any]) -> str:
 
 def _learning(config: Config) -> str:
     learn = config.learn
+    penalty = f", KL penalty to the initial weights {learn.kl:g}" if learn.kl else ""
     return (
         f"AdamW, learning rate {learn.lr:g} ({learn.schedule}), {learn.batch_groups} groups per update, "
-        f"{learn.reduction} loss, {learn.advantages} advantages"
+        f"{learn.reduction} loss, {learn.advantages} advantages{penalty}"
     )
 
 

@@ -178,6 +178,7 @@ def _told_memory(config: Config, held: Memory) -> str:
     parts = (
         ("weights and optimizer", held.states),
         ("sampler's copy", held.sampler),
+        ("copy of the initial weights", held.reference),
         ("keys and values", held.cache),
         ("activations", held.activations),
     )

@@ -30,7 +30,7 @@ from bapo import __version__
 from bapo.config.errors import CheckpointError, VerifierFailed
 from bapo.config.run import Config
 from bapo.evaluate import evaluate
-from bapo.learn.learner import Update
+from bapo.learn.learner import Learner, Update
 from bapo.models import prompt_text
 from bapo.preflight.data import TaskData
 from bapo.rollout.engine import Sampling
@@ -240,6 +240,7 @@ class Training(Job):
             "cursor": self.parts.stream.cursor,
             "scheduler": self.parts.scheduler.state_dict(),
             "buffer": self.parts.buffer.state_dict(),
+            **self._reference(),
         } | waiting
 
     def restore(self, state: dict[str, Any], path: Path) -> None:
@@ -248,6 +249,12 @@ class Training(Job):
             raise CheckpointError(
                 f"the problems to train or test on (task.name={self.config.task.name!r}) changed since {path} began, "
                 "so the run cannot be continued. Restore the data, or start a new run."
+            )
+        if self._reference() != {key: value for key, value in state.items() if key == "reference"}:
+            raise CheckpointError(
+                f"learn.kl={self.config.learn.kl:g} keeps the policy near the weights with which {path} began, but "
+                f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
+                "back, or start a new run."
             )
         self.parts.stream.cursor = state["cursor"]
         self.parts.scheduler.load_state_dict(state["scheduler"])
@@ -292,6 +299,11 @@ class Training(Job):
         if self.asynchronous is not None:
             self.asynchronous.close()
         self.parts.close()
+
+    def _reference(self) -> dict[str, int]:
+        """The fingerprint of the weights that learn.kl refers to, if it does."""
+        reference = self.learner.reference if isinstance(self.learner, Learner) else None
+        return {} if reference is None else {"reference": reference.fingerprint}
 
     def _fingerprint(self) -> str:
         return fingerprint([*self.parts.task.train, *self.parts.task.test])
@@ -378,9 +390,11 @@ def _asynchronous(parts: Parts, state: RunState) -> AsyncLoop | None:
 
 
 def _recorded(group: Group) -> dict[str, Any]:
-    """A group as it was sampled. Uses belong to updates."""
+    """A group as it was sampled. Uses and the log-probs of a reference belong to updates."""
     sampled = asdict(group)
     del sampled["uses"]
+    for trajectory in sampled["trajectories"]:
+        del trajectory["reference_logprobs"]
     return sampled
 
 
