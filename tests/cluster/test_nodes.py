@@ -85,8 +85,7 @@ def test_rollout_actors_are_cut_off_and_come_back(make_nodes, tmp_path):
     cut = time.monotonic()
     until_said(run, "is replaced: rollout", cut)
     until_said(run, f"({nodes[2].address}) has not answered for", cut)
-    until_said(run, "died while it was asked to start", cut)
-    until_steps(run, 3, cut)
+    until_steps(run, 3, cut)  # those that take their place find no room, or are put on the lost node and die there
     nodes[2].stop()
     nodes[2].connect()
     nodes[2].start(cpus=2)
