@@ -93,15 +93,12 @@ def test_every_group_gets_the_log_probs_of_the_weights_with_which_the_run_began(
 
 @pytest.mark.parametrize("make", [model, with_additions])
 @pytest.mark.parametrize(
-    "options", [{"activation_checkpointing": True}, {"float32_head": True, "dtype": torch.bfloat16}, {"compile": True}]
+    "options", [{"activation_checkpointing": True}, {"float32_head": True, "dtype": torch.bfloat16}]
 )
-def test_the_reference_is_passed_as_the_learner_passes(make, options, monkeypatch):
+def test_the_reference_is_passed_as_the_learner_passes(make, options):
     """At the start the policy is its reference, so both have the same log-probs, bit for bit."""
     options = dict(options)
     start = make().to(options.pop("dtype", torch.float32))
-    if options.get("compile"):
-        compiled = torch.compile
-        monkeypatch.setattr(torch, "compile", lambda forward, **given: compiled(forward, backend="eager", **given))
     learner = learner_of(start, replace(SETTINGS, micro_tokens=10_000, **options))
     groups = sampled_groups(start)
     assert learner.step(groups).metrics["kl_reference"] == 0
@@ -120,7 +117,7 @@ def test_additions_are_back_after_the_pass_and_still_trained():
     learner.reference.add_logprobs(groups)
     assert torch.equal(start(ids).logits, before)
     assert {name for name, p in start.named_parameters() if p.requires_grad} == trained
-    assert learner.reference.whole is learner.whole  # nothing was copied
+    assert learner.reference.whole.model is start  # nothing was copied
     learner.step(groups)
     assert not torch.equal(start(ids).logits, before)
 

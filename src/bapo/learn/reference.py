@@ -5,7 +5,8 @@
 
 When the learner first sees a group, the reference passes over its responses once, without gradients. The log-probs are
 kept with the group, so later visits and replays cost no pass, and a resumed run has them from its checkpoint. They are
-computed as the learner computes its own: the same way of passing, the same temperature, the same head.
+computed as the learner computes its own, at the same temperature, packed or padded alike; only learn.compile is left
+out, because one pass per group does not repay a compilation.
 
 A resumed run makes the reference from model.path again, before its checkpoint is loaded. The fingerprint shows whether
 these are still the weights with which the run began.
@@ -17,6 +18,7 @@ import copy
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -42,7 +44,7 @@ class Reference:
     def __init__(self, kept: Any, whole: WholeModel, settings: LearnerSettings) -> None:
         """`kept`: what `initial` gave before the first update. `whole`: the learner's own model, ready for passes."""
         self.additions = kept is whole.model
-        self.whole = whole if self.additions else WholeModel(kept, settings, packed=whole.packed)
+        self.whole = WholeModel(kept, replace(settings, compile=False), packed=whole.packed)
         self.settings = settings
         self.fingerprint = fingerprint(frozen_weights(kept).values())
 
