@@ -13,7 +13,7 @@ VLLM   := .venv-vllm
 SMOLLM2 := .smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test lint types docs unit test-integrations campaign test-commands test-release dist bench clean
+.PHONY: help run example test lint types docs unit environments test-integrations campaign test-commands test-release dist bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -39,8 +39,10 @@ docs: $(STAMP)  ## set up, then build the documentation into site/; a broken lin
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=15
 
+environments: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SMOLLM2)  ## set up all that test-integrations needs
+
 # Warnings of the libraries that an adapter drives are not ours to fix: -W default.
-test-integrations: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SMOLLM2)  ## a real model on CPU, vLLM, Ray, and the adapters inside TRL, verl and others, in environments of their own
+test-integrations: environments  ## a real model on CPU, vLLM, Ray, and the adapters inside TRL, verl and others, in environments of their own
 	HF_HUB_OFFLINE=1 BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/smollm2
 	BAPO_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/vllm/test_export.py
 	HF_HUB_OFFLINE=1 BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(VLLM)/bin/pytest -q -W default tests/vllm --ignore tests/vllm/test_export.py

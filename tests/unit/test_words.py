@@ -109,6 +109,7 @@ def test_words_become_what_their_key_asks_for():
 
 
 BAD = [
+    *("", "a" * 5000),
     *(None, True, -1, 0, 1.5, -1.0, 1e30, float("nan"), "x", "", [], [1], [1, 2, 3, 4], ["a"], [None], [[1]], {}),
     *({"a": 1}, {"a": {"b": [1]}}, {"a": "x"}, {"a": float("inf")}, {1: 2}, datetime.date(2020, 1, 1), 10**18),
     *("\ud800", {"a": {"b": None}}, [0.5, "q"], [5.0, 0.1]),

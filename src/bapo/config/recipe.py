@@ -36,6 +36,8 @@ WORDS = {
     "bool_type": "give true or false",
     "bool_parsing": "give true or false",
     "string_type": "give text, in quotes",
+    "string_too_short": "give some text",
+    "string_too_long": "give at most {max_length} letters",
     "literal_error": "choose {expected}",
     "tuple_type": "give a list, in brackets",
     "too_long": "give at most {max_length} values",
