@@ -254,7 +254,7 @@ def test_the_evaluation_before_training_scores_the_untouched_model(tmp_path, ran
         tmp_path, "put off", steps=1, eval={"problems": 5, "k": 2, "also_at": [0.0], "every": 0}, **lora
     )
     shown = capsys.readouterr().out
-    assert shown.index("step 1/1") < shown.index("held-out problems before training")
+    assert shown.index("step 1/1") < shown.index("evaluating the weights from before step 1")
     assert [line["kind"] for line in lines[:3]] == ["eval", "eval", "rollout"]
     parts = build(resolve(RunDirectory(out).config(Config)))
     assert parts.learner.version == 0

@@ -172,6 +172,13 @@ def said(run):
     return signs(arms_of([run]))
 
 
+def test_push_once_blocks_used_tokens_by_design():
+    blocked = with_log(updates=[{"clip_fraction": 0.4}] * 40)
+    assert len(said(blocked)) == 1
+    push_once = {**blocked.config, "objective": {"name": "bapo", "preset": "push-once"}}
+    assert said(Run(**{**vars(blocked), "config": push_once})) == []
+
+
 def test_a_sound_run_shows_no_sign():
     calm = [{"entropy": 0.5, "clip_fraction": 0.1, "grad_norm": 1.0 + i % 3, "stop": i % 2} for i in range(40)]
     assert said(with_log([0.3 + 0.01 * i for i in range(40)], calm)) == []

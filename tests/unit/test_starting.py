@@ -255,11 +255,40 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
         "5 steps of 16 prompts x 8 responses = 640 responses",
         "3 per step, 15 in all",
         "tokens grow 2 updates old",
+        "lower bound 0.8, upper bound 1.2; preset fixed",
         "runs/x, a checkpoint every 10 steps",
         "Nothing is wrong.",
     ):
         assert part in said
     assert {path.name for path in here.iterdir() if path not in before} <= {"__pycache__"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("--offpolicy.reuse", "8"),
+            "upper bound 1.2, and 1 below for negative tokens that were used before (push once)",
+        ),
+        (("--objective.preset", "weak-model"), "upper bound 1.2 to 2, chosen anew in every update (BAPO)"),
+        (("--objective.name", "clip_higher", "--objective.options", "high", "1.3"), "clip       clip_higher, high 1.3"),
+    ],
+)
+def test_a_dry_run_says_which_bounds_a_token_has(words, told, capsys):
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_prompts_that_the_model_cannot_read_are_refused_before_training(here, capsys):
+    for name, numbers in (("train.jsonl", range(1, 9)), ("test.jsonl", range(9, 12))):
+        rows = [{"prompt": f"Gus has {n} apples and gets {n} more.", "answer": str(2 * n)} for n in numbers]
+        (here / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "planned_rewards.py").write_text(
+        "def score(response, answer):\n    return float(str(answer) in response)\n"
+    )
+    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "planned_rewards:score"]
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 2
+    assert "of the tokens of the prompts are unknown to 'demo', so it cannot read them." in capsys.readouterr().err
 
 
 def test_a_dry_run_lists_every_mistake_after_what_it_knows(capsys):

@@ -116,6 +116,12 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.toml", f"steps = {'[' * 5000}"), ("a.json", "[" * 100_000)])
+def test_a_recipe_that_is_nested_too_deeply_is_refused_in_words(name, text, tmp_path, capsys):
+    assert run(["train", recipe(tmp_path, text, name)]) == 2
+    assert "levels deep" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("schema", [Config, SftConfig])
 def test_no_message_has_the_words_of_the_validator(schema):
     keys = [*leaves(schema), *schema.model_fields]

@@ -76,7 +76,7 @@ def compare(
         _say(stream, f"{job.cell.name}: {job.describe()}")
     if any(job.state is State.DAMAGED for job in bad):
         _say(stream, "damaged runs are left alone; repair them as described above, or start them again with --retry")
-    _say(stream, f"results   {grid.out / 'results.json'}")
+    _say(stream, f"results   {grid.out / 'results.json'}", f"next      bapo report {grid.out}")
     if stopped:
         _say(stream, f"stopped; the same command continues: bapo compare {path}")
         return 130

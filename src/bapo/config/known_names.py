@@ -23,7 +23,19 @@ class Known(NamedTuple):
     """What differs, as a sentence or several."""
 
 
-BOUNDS = "The bounds are on the ratio: low = 1 - epsilon, high = 1 + epsilon. Presets of bapo have their own."
+BOUNDS = (
+    "The bounds are on the ratio: low = 1 - epsilon, high = 1 + epsilon. They are options of objective.name = "
+    '"clip_higher" or "grpo"; presets of bapo have their own.'
+)
+GROUPS = (
+    "It counts groups: one prompt with all of its responses. From TRL: per_device_train_batch_size x "
+    "gradient_accumulation_steps x processes / num_generations."
+)
+PROMPTS = (
+    "It counts prompts, each of which gets rollout.responses. If a TRL script sets neither, it samples for one update: "
+    "as many prompts as learn.batch_groups."
+)
+STEPS = "TRL counts optimizer steps. Here one step samples once and makes all updates on it."
 KL = "It is the k3 estimate (low_var_kl), in the loss; the reference is always the weights with which the run began."
 NO_KL_IN_REWARD = "No penalty is taken from rewards here. learn.kl adds one to the loss."
 ONE_UPDATE = "An update is one optimizer step on the whole batch; this key only divides its work."
@@ -38,10 +50,11 @@ NAMES = (
     Known("system_prompt", "", "model.system"),
     Known("chat_template_kwargs", "apply_chat_template_kwargs", "model.template_options"),
     Known("dataset_name, train_dataset", "train_files", "task.train", "Files, directories, benchmarks or hub ids."),
-    Known("eval_dataset, dataset_test_split", "val_files", "task.test"),
+    Known("eval_dataset, dataset_test_split", "val_files", "task.test", "It must be set: every run is evaluated."),
     Known("", "prompt_key", "task.prompt_column"),
     Known("max_prompt_length", "max_prompt_length", "task.max_prompt_tokens", "Longer problems are left out."),
-    Known("reward_funcs", "custom_reward_function, compute_score", "task.reward", "module:function, or math."),
+    Known("reward_funcs", "custom_reward_function, compute_score", "task.reward",
+          "module:function, or math. The function scores one response, and not a list of them."),
     Known(
         "mask_truncated_completions",
         "overlong_buffer, overlong_buffer_len",
@@ -52,10 +65,13 @@ NAMES = (
         "generation_batch_size, steps_per_generation",
         "train_batch_size, gen_batch_size",
         "rollout.prompts",
-        "It counts prompts, each of which gets rollout.responses.",
+        PROMPTS,
     ),
     Known("num_generations", "n", "rollout.responses"),
     Known("max_completion_length", "max_response_length", "rollout.max_tokens"),
+    Known("top_p, top_k, min_p, repetition_penalty", "top_p, top_k", "", "Responses are sampled from the whole "
+          "distribution, so that the recorded log-probs are those of the policy. rollout.temperature may be set."),
+    Known("reward_weights", "", "task.reward", "Add the parts up in one function."),
     Known("", "max_num_seqs", "rollout.slots"),
     Known("", "max_num_batched_tokens", "rollout.cache_tokens"),
     Known("num_iterations", "ppo_epochs", "offpolicy.reuse", "Passes over each rollout."),
@@ -72,13 +88,10 @@ NAMES = (
     Known("adam_beta1, adam_beta2", "betas", "learn.betas", "A list of both."),
     Known("max_grad_norm", "grad_clip, clip_grad", "learn.clip_norm"),
     Known(
-        "per_device_train_batch_size",
-        "ppo_mini_batch_size",
-        "learn.batch_groups",
-        "It counts groups: one prompt with all of its responses.",
+        "per_device_train_batch_size, gradient_accumulation_steps", "ppo_mini_batch_size", "learn.batch_groups", GROUPS
     ),
     Known(
-        "gradient_accumulation_steps",
+        "",
         "ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, ppo_max_token_len_per_gpu, use_dynamic_bsz",
         "learn.micro_tokens",
         ONE_UPDATE,
@@ -91,11 +104,11 @@ NAMES = (
     Known("beta", "kl_loss_coef, use_kl_loss, kl_loss_type", "learn.kl", KL),
     Known("", "kl_coef, use_kl_in_reward", "", NO_KL_IN_REWARD),
     Known("", "entropy_coeff", "", "There is no entropy term here. What keeps entropy up is the clip."),
-    Known("max_steps, num_train_epochs", "total_epochs, total_training_steps", "steps", "One step samples once."),
+    Known("max_steps, num_train_epochs", "total_epochs, total_training_steps", "steps", STEPS),
     Known("output_dir", "default_local_dir", "out"),
-    Known("save_steps", "save_freq", "checkpoint_every"),
+    Known("save_steps", "save_freq", "checkpoint_every", STEPS),
     Known("save_total_limit", "max_actor_ckpt_to_keep", "checkpoint_keep"),
-    Known("eval_steps", "test_freq", "eval.every"),
+    Known("eval_steps", "test_freq", "eval.every", STEPS),
     Known("num_generations_eval", "val_kwargs", "eval.k"),
     Known("use_vllm, vllm_mode", "", "cluster.engine", "vllm, together with cluster.rollouts."),
     Known("vllm_tensor_parallel_size", "tensor_model_parallel_size", "cluster.gpus_per_rollout"),

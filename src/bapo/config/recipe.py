@@ -114,6 +114,10 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         values = json.loads(text) if language == "JSON" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Check the path.") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{path} has lists or tables inside one another, hundreds of levels deep. Remove what is not meant."
+        ) from None
     except ValueError as error:
         again = language == "TOML" and any(word in str(error) for word in ("twice", "overwrite"))
         hint = (

@@ -37,6 +37,9 @@ from bapo.train.together import SharedEngine, SharedTask, make_learner, on_the_c
 
 Kind = TypeVar("Kind", Config, SftConfig)
 
+UNKNOWN = 0.2
+"""The share of unknown tokens above which a model cannot read its prompts."""
+
 
 def resolve(config: Kind) -> Kind:
     """Decide everything in the configuration that depends on this machine, and which preset `auto` is."""
@@ -237,7 +240,19 @@ def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
+    if (unknown := _unknown_share(policy, task)) > UNKNOWN:
+        yield (
+            f"{unknown:.0%} of the tokens of the prompts are unknown to {config.model.path!r}, so it cannot read them. "
+            "Use a model that can; the embedded demo reads countdown problems only: digits and a few signs."
+        )
     yield from wrong_options(config)
+
+
+def _unknown_share(policy: Policy, task: Task) -> float:
+    """Which part of the tokens of the first prompts stands for text that the tokenizer does not know."""
+    unknown = policy.tokenizer.unk_token_id
+    tokens = [token for problem in list(task.train)[:8] for token in policy.encode(problem.prompt)]
+    return tokens.count(unknown) / max(1, len(tokens)) if unknown is not None else 0.0
 
 
 def learner_settings(config: Config) -> LearnerSettings:

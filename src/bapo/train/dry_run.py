@@ -52,7 +52,8 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
             prepared = make_task(config, policy, data)
             task, facts["notes"] = prepared.task, "; ".join(prepared.notes)
         except (ValueError, OSError) as error:
-            wrong.append(str(error))
+            if not any(str(error) in line for line in wrong):
+                wrong.append(str(error))
     if policy is not None and task is not None:
         config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
         wrong += misfits(config, policy, task)
@@ -146,18 +147,34 @@ def _steps(config: Config) -> Iterator[str]:
         f"{config.steps * responses:,} responses of up to {rollout.max_tokens:,} tokens, temperature "
         f"{rollout.temperature:g}",
     )
-    preset = f", preset {config.objective.preset}" if config.objective.name == "bapo" else ""
     yield _line(
         "updates",
         f"{per_step} per step, {config.steps * per_step:,} in all, of {config.learn.batch_groups} groups each; "
-        f"{config.objective.name}{preset}, learning rate {config.learn.lr:g}",
+        f"learning rate {config.learn.lr:g} ({config.learn.schedule}), {config.learn.reduction}",
     )
+    yield _line("clip", _clip(config))
     oldest = per_step - 1 + config.cluster.ahead * per_step * config.cluster.on
     sources = [f"{off.reuse} passes over each rollout"]
     sources += [f"{off.replay_fraction:.0%} replay"] if off.replay_fraction else []
     sources += [f"partial rollout of {off.partial_budget:,} tokens a step"] if off.partial_budget else []
     grows = "" if len(sources) > 1 else f"; tokens grow {oldest} updates old"
     yield _line("staleness", f"at most {off.max_staleness} updates, enforced; {', '.join(sources)}{grows}")
+
+
+def _clip(config: Config) -> str:
+    """Which rule decides what a token may change."""
+    objective = config.objective
+    if objective.name != "bapo":
+        options = ", ".join(f"{name} {value}" for name, value in objective.options.items())
+        return objective.name + (f", {options}" if options else "")
+    clip = objective.clip
+    low, high = (" to ".join(f"{bound:g}" for bound in dict.fromkeys(pair)) for pair in (clip.low, clip.high))
+    told = f"lower bound {low}, upper bound {high}"
+    if clip.used_low is not None:
+        told += f", and {clip.used_low:g} below for negative tokens that were used before (push once)"
+    elif clip.low[0] != clip.low[1] or clip.high[0] != clip.high[1]:
+        told += ", chosen anew in every update (BAPO)"
+    return f"{told}; preset {objective.preset}"
 
 
 def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:

@@ -132,6 +132,8 @@ class Training(Job):
             log.run.append("failures.jsonl", *({"step": record.step} | asdict(f) for f in record.failures))
             if "reward" not in record.rollout:
                 raise VerifierFailed(len(record.failures), record.failures[0].cause, f"of step {record.step}")
+        if not record.updates and "reward" in record.rollout:
+            log.view.note(f"step {record.step}: no update, because the responses to each problem have equal rewards")
         self._tell_of_drift(record, log)
         self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
@@ -183,7 +185,8 @@ class Training(Job):
             found = self._evaluate(log, config.temperature, step=self.done)
             log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
         else:
-            self._evaluate_fully(log, when, step=self.done)
+            log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
+            self._evaluate_fully(log, step=self.done)
 
     def put_off(self) -> Callable[[Log], None] | None:
         """See `Job.put_off`. On a CPU an evaluation takes long, and one more copy of the weights is cheap."""
@@ -198,12 +201,13 @@ class Training(Job):
         """Evaluate the weights that were set aside, and then put those of now back."""
         learner, engine = self.learner, self.parts.engine
         engine.load(_exchanged(learner.weights(), aside), version=0)
-        self._evaluate_fully(log, "before", step=0)
+        problems = self.config.eval.problems
+        log.view.note(f"evaluating the weights from before step 1 on {problems} held-out problems")
+        self._evaluate_fully(log, step=0)
         engine.load(_exchanged(learner.weights(), aside), version=learner.version)
 
-    def _evaluate_fully(self, log: Log, when: When, *, step: int) -> None:
+    def _evaluate_fully(self, log: Log, *, step: int) -> None:
         config = self.config.eval
-        log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
         for temperature in (config.temperature, *config.also_at):
             self._evaluate(log, temperature, step=step)
 
