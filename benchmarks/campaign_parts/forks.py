@@ -93,7 +93,10 @@ class Running:
         """Send a signal to the whole process group. False if the process had ended before."""
         if self.poll() is not None:
             return False
-        os.killpg(self.pid, number)
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:  # it is so young that it has no group of its own yet
+            os.kill(self.pid, number)
         return True
 
     def said(self) -> str:
