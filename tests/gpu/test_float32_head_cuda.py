@@ -74,7 +74,7 @@ def test_the_gap_between_sampler_and_learner_shrinks(architecture):
         ]
         gaps[float32] = float(torch.tensor(differences).square().mean().sqrt())
     print(f"{architecture}: root mean square of the gap {gaps[False]:.5f} without, {gaps[True]:.5f} with float32 head")
-    assert gaps[True] < 0.9 * gaps[False]
+    assert gaps[True] < 0.9 * gaps[False]  # measured on an H200: 0.82 and 0.84 times for Llama and Qwen3
 
 
 def test_updates_with_a_float32_head_are_as_near_to_exact_gradients():

@@ -27,6 +27,13 @@ def learner_of(start, settings=SETTINGS):
     return learner
 
 
+def test_a_frozen_weight_without_additions_does_not_make_the_model_its_own_reference():
+    start, added = model(0), with_additions()
+    next(start.parameters()).requires_grad_(False)
+    assert initial(start) is not start
+    assert initial(added) is added
+
+
 def with_additions(seed=0):
     start = model(seed)
     add_lora(start, LoraSettings(rank=4), seed=1)

@@ -369,7 +369,7 @@ class Learner:
         return Output(batch, logprobs.detach(), entropy.detach(), result)
 
     def _penalty(self, batch: TokenBatch, logprobs: Tensor, denominator: Tensor) -> Tensor:
-        """What leaving the reference costs: k3 of the same tokens, weighted and divided as the policy loss is."""
+        """What leaving the reference costs: k3 of the same tokens, averaged as the policy loss is."""
         settings, every = self.settings, torch.ones_like(batch.targets, dtype=torch.bool)
         values = k3(logprobs, cast(Tensor, batch.reference_logprobs))
         ids = batch.sequence_ids

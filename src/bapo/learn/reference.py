@@ -35,7 +35,8 @@ from bapo.types import Group, Trajectory
 
 def initial(model: Any) -> Any:
     """The model that stays as this one is now: a frozen copy, or itself if its weights are frozen below additions."""
-    return model if frozen_weights(model) else copy.deepcopy(model).requires_grad_(False)
+    has_additions = any(hasattr(module, "lora_A") for module in model.modules())
+    return model if has_additions else copy.deepcopy(model).requires_grad_(False)
 
 
 class Reference:

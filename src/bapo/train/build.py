@@ -114,7 +114,12 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         config=config,
         task=task if team.size == 1 else SharedTask(task, team),
         policy=policy,
-        notes=[*prepared.notes, *(cluster_notes(config) or engine_notes(engine)), *clip_notes(config)],
+        notes=[
+            *prepared.notes,
+            *(cluster_notes(config) or engine_notes(engine)),
+            *clip_notes(config),
+            *unreadable(config, policy, task),
+        ],
         overlong=_overlong(config),
         engine=engine,
         stream=stream,
@@ -240,19 +245,22 @@ def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    if (unknown := _unknown_share(policy, task)) > UNKNOWN:
-        yield (
-            f"{unknown:.0%} of the tokens of the prompts are unknown to {config.model.path!r}, so it cannot read them. "
-            "Use a model that can; the embedded demo reads countdown problems only: digits and a few signs."
-        )
     yield from wrong_options(config)
 
 
-def _unknown_share(policy: Policy, task: Task) -> float:
-    """Which part of the tokens of the first prompts stands for text that the tokenizer does not know."""
-    unknown = policy.tokenizer.unk_token_id
+def unreadable(config: Config, policy: Policy, task: Task) -> Iterator[str]:
+    """Says so if a model knows too few of the tokens of its first prompts to read them."""
+    tokenizer = policy.tokenizer
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return
     tokens = [token for problem in list(task.train)[:8] for token in policy.encode(problem.prompt)]
-    return tokens.count(unknown) / max(1, len(tokens)) if unknown is not None else 0.0
+    share = tokens.count(unknown) / max(1, len(tokens))
+    if share > UNKNOWN:
+        yield (
+            f"{share:.0%} of the tokens of the prompts are unknown to {config.model.path!r}, so it cannot read them. "
+            "Use a model that can; the embedded demo reads countdown problems only: digits and a few signs."
+        )
 
 
 def learner_settings(config: Config) -> LearnerSettings:

@@ -25,7 +25,7 @@ from bapo.preflight.memory import GIB, Memory, Seconds, Shape, memory, seconds
 from bapo.screen.terminal import duration, printable
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.task import Task
-from bapo.train.build import longest_prompt, misfits, prompting, resolve
+from bapo.train.build import longest_prompt, misfits, prompting, resolve, unreadable
 from bapo.train.tasks import make_task
 from bapo.types import Problem
 
@@ -52,11 +52,11 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
             prepared = make_task(config, policy, data)
             task, facts["notes"] = prepared.task, "; ".join(prepared.notes)
         except (ValueError, OSError) as error:
-            if not any(str(error) in line for line in wrong):
+            if not str(error) or not any(str(error) in line for line in wrong):
                 wrong.append(str(error))
     if policy is not None and task is not None:
         config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
-        wrong += misfits(config, policy, task)
+        wrong += [*misfits(config, policy, task), *unreadable(config, policy, task)]
     lines = [*_model(config, policy), *_task(config, policy, task, facts), *_steps(config)]
     if policy is not None and task is not None:
         lines += _needs(config, policy, task)
@@ -172,7 +172,7 @@ def _clip(config: Config) -> str:
     told = f"lower bound {low}, upper bound {high}"
     if clip.used_low is not None:
         told += f", and {clip.used_low:g} below for negative tokens that were used before (push once)"
-    elif clip.low[0] != clip.low[1] or clip.high[0] != clip.high[1]:
+    if clip.low[0] != clip.low[1] or clip.high[0] != clip.high[1]:
         told += ", chosen anew in every update (BAPO)"
     return f"{told}; preset {objective.preset}"
 

@@ -315,6 +315,8 @@ def _live(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
         step=job.done,
         version=job.learner.version,
     )
+    if job.done == 0:
+        _save(job, run, team)  # first, so that a run whose tracker cannot start can be resumed
     with tracking(config.log.to if team.leads else (), tracked, log.view.note) as trackers:
         return _finished(job, replace(log, trackers=trackers), team, notes)
 
@@ -328,7 +330,6 @@ def _finished(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
         log.view.note(note)
     measure_first = None
     if job.done == 0:
-        _save(job, run, team)
         measure_first = job.put_off()
         if measure_first is None:
             job.measure(log, "before")

@@ -133,7 +133,7 @@ class Training(Job):
             if "reward" not in record.rollout:
                 raise VerifierFailed(len(record.failures), record.failures[0].cause, f"of step {record.step}")
         if not record.updates and "reward" in record.rollout:
-            log.view.note(f"step {record.step}: no update, because the responses to each problem have equal rewards")
+            log.view.note(f"step {record.step}: no update. A group teaches only if its rewards differ, and none did.")
         self._tell_of_drift(record, log)
         self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})

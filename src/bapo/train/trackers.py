@@ -14,10 +14,12 @@ their points are sent again, with the same values.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ OF_UPDATES = ("update", "skipped")
 PLACE = ("kind", "step", "version", "eval/temperature")
 """Keys that say where a line belongs, and not what was measured."""
 MLFLOW_TAG = "bapo.run"
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""How long a server may keep a run waiting, unless the environment says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Tracker(Protocol):
     def send(self, points: Points) -> None:
         """Take the points of one line."""
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, ok: bool) -> None:
+        """Write what is left. `ok`: whether the run came to its end."""
 
 
 def points(line: Mapping[str, Any]) -> Points:
@@ -100,7 +104,7 @@ class TensorBoard:
 
         done: dict[Axis, int] = {"step": run.step, "update": run.version}
         self._writers = {
-            axis: SummaryWriter(str(run.path / "tensorboard" / axis), purge_step=count + 1 if run.step else None)
+            axis: SummaryWriter(str(run.path / "tensorboard" / axis), purge_step=count + 1 if run.step else 0)
             for axis, count in done.items()
         }
 
@@ -111,7 +115,7 @@ class TensorBoard:
             writer.add_scalar(name, value, points.at)
         writer.flush()
 
-    def close(self) -> None:
+    def close(self, ok: bool) -> None:
         """See `Tracker.close`."""
         for writer in self._writers.values():
             writer.close()
@@ -143,9 +147,9 @@ class WeightsAndBiases:
         """See `Tracker.send`."""
         self._run.log({**points.values, points.axis: points.at})
 
-    def close(self) -> None:
+    def close(self, ok: bool) -> None:
         """See `Tracker.close`."""
-        self._run.finish()
+        self._run.finish(exit_code=0 if ok else 1)
 
 
 class Trackio:
@@ -164,7 +168,7 @@ class Trackio:
         """See `Tracker.send`."""
         self._run.log(points.values, step=points.at)
 
-    def close(self) -> None:
+    def close(self, ok: bool) -> None:
         """See `Tracker.close`."""
         with _silent():
             self._end()  # not that of the run, after which trackio would end it again at exit
@@ -177,17 +181,24 @@ class MLflow:
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self._client = MlflowClient()
+        for limit, value in MLFLOW_PATIENCE.items():
+            os.environ.setdefault(limit, value)
+        with _one_at_a_time("mlflow"):  # two processes cannot make its tables at the same time
+            self._client = MlflowClient()
+            self._id = self._found_or_made(run)
+
+    def _found_or_made(self, run: Tracked) -> str:
         experiment = self._client.get_experiment_by_name(run.project)
         place = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         found = self._client.search_runs([place], filter_string=f"tags.`{MLFLOW_TAG}` = '{run.id}'", max_results=1)
         if found:
-            self._id = found[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        self._id = self._client.create_run(place, run_name=run.name, tags={MLFLOW_TAG: run.id}).info.run_id
+            known: str = found[0].info.run_id
+            self._client.update_run(known, status="RUNNING")
+            return known
+        made: str = self._client.create_run(place, run_name=run.name, tags={MLFLOW_TAG: run.id}).info.run_id
         for key, value in _flat(run.config):
-            self._client.log_param(self._id, key, str(value)[:500])
+            self._client.log_param(made, key, str(value)[:500])
+        return made
 
     def send(self, points: Points) -> None:
         """See `Tracker.send`."""
@@ -196,9 +207,9 @@ class MLflow:
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, [Metric(name, value, now, points.at) for name, value in points.values.items()])
 
-    def close(self) -> None:
+    def close(self, ok: bool) -> None:
         """See `Tracker.close`."""
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, "FINISHED" if ok else "FAILED")
 
 
 MAKERS: dict[str, Callable[[Tracked], Tracker]] = {
@@ -219,20 +230,24 @@ class Trackers:
 
     def send(self, *lines: Mapping[str, Any]) -> None:
         """Send the points of these lines."""
+        if not self.open:
+            return
         for found in map(points, lines):
             for name in list(self.open):
                 self._try(name, lambda tracker, found=found: tracker.send(found))  # type: ignore[misc]
 
-    def close(self) -> None:
-        """Close all of them."""
+    def close(self, ok: bool) -> None:
+        """Close all of them. `ok`: whether the run came to its end."""
         for name in list(self.open):
-            self._try(name, lambda tracker: tracker.close())
+            self._try(name, lambda tracker: tracker.close(ok))
 
     def _try(self, name: str, work: Callable[[Tracker], None]) -> None:
         try:
             work(self.open[name])
-        except Exception as error:  # whatever another library raises must not end the run
+        except BaseException as error:  # whatever another library raises must not end the run
             del self.open[name]
+            if not isinstance(error, Exception):  # a person has waited long enough for it
+                raise
             self.tell(
                 f"log.to: {name} failed, so it gets nothing more: {type(error).__name__}: {error}. The run goes on, "
                 "and its own files have everything."
@@ -242,7 +257,7 @@ class Trackers:
 @contextlib.contextmanager
 def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) -> Iterator[Trackers]:
     """Open the trackers with these names, and close them at the end, whatever happens."""
-    trackers = Trackers(tell)
+    trackers, ok = Trackers(tell), False
     try:
         for name in names:
             try:
@@ -253,8 +268,9 @@ def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) ->
                     f"out of log.to; then `bapo resume {run.path}` goes on."
                 ) from error
         yield trackers
+        ok = True
     finally:
-        trackers.close()
+        trackers.close(ok)
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -264,6 +280,14 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+@contextlib.contextmanager
+def _one_at_a_time(name: str) -> Iterator[None]:
+    """Wait until no other process of this user is in the same place."""
+    with open(Path(tempfile.gettempdir()) / f"bapo-{name}-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
