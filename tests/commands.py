@@ -18,6 +18,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ PAGES = (
     "docs/quickstart.md",
     *sorted(f"docs/tutorials/{p.name}" for p in (ROOT / "docs/tutorials").glob("*.md")),
 )
+NOT_COPIED = (".venv*", ".smollm2", "runs", "site", "dist", "build", "__pycache__", ".*_cache", ".hypothesis")
 BLOCK = re.compile(
     r"^(?:<!-- ci: (?P<rule>[^\n]*?) -->\n+)?```(?P<kind>\w+)(?:[ ]+title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -88,8 +90,14 @@ def script(page: str) -> tuple[str, list[str]]:
 
 
 def clone(target: Path, environment: Path) -> None:
-    """A clone of the last commit, whose environment is a link. make finds old files, so it does not install anew."""
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(target)], check=True)
+    """A clone of the last commit, whose environment is a link. make finds old files, so it does not install anew.
+
+    Where the checkout is not a repository, it is copied.
+    """
+    if (ROOT / ".git").exists():
+        subprocess.run(["git", "-c", "safe.directory=*", "clone", "--quiet", str(ROOT), str(target)], check=True)
+    else:
+        shutil.copytree(ROOT, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
     (target / ".venv").symlink_to(environment.resolve())
     for name in ("pyproject.toml", *(path.name for path in target.glob("constraints*.txt"))):
         os.utime(target / name, (0, 0))
