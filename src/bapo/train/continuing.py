@@ -11,7 +11,6 @@ configuration. It is accepted with a note, and its logs must at least be readabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import COMMANDS, parse
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.config.words import flat
 from bapo.runs import history
 from bapo.runs.history import Changes
 from bapo.runs.write import RunDirectory
@@ -100,16 +100,8 @@ def _changes(run: RunDirectory, source: Path, config: Config | SftConfig) -> Cha
         raise CheckpointError(
             f"{error}\nIt is not a configuration of this version of bapo. Resume with the version that wrote it."
         ) from None
-    old, new = (dict(_flat(kept.model_dump(mode="json"))) for kept in (before, config))
+    old, new = (dict(flat(kept.model_dump(mode="json"))) for kept in (before, config))
     return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _refusal(run: Path, source: Path, refused: Changes, config: Config | SftConfig) -> str:

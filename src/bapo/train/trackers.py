@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from bapo.config.errors import ConfigError
+from bapo.config.words import flat
 
 Axis = Literal["step", "update"]
 OF_UPDATES = ("update", "skipped")
@@ -196,7 +197,7 @@ class MLflow:
             self._client.update_run(known, status="RUNNING")
             return known
         made: str = self._client.create_run(place, run_name=run.name, tags={MLFLOW_TAG: run.id}).info.run_id
-        for key, value in _flat(run.config):
+        for key, value in flat(run.config):
             self._client.log_param(made, key, str(value)[:500])
         return made
 
@@ -271,15 +272,6 @@ def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) ->
         ok = True
     finally:
         trackers.close(ok)
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of nested tables, joined by dots."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 @contextlib.contextmanager
