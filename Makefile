@@ -6,22 +6,27 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.installed
+LEAN   := .venv-lean
 TRL    := .venv-trl
 VERL   := .venv-verl
 VLLM   := .venv-vllm
 SMOLLM2 := .smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test lint types docs unit environments test-integrations campaign test-commands test-release dist bench clean
+.PHONY: help install run example test lint types docs unit environments test-integrations campaign test-commands test-release dist bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
-run: $(STAMP)  ## set up, then train the embedded model off-policy: offline, CPU, 4 to 8 minutes
+install: $(READY)  ## set up .venv with what a run needs
+	@echo "bapo is installed in $(VENV); next: . $(BIN)/activate && bapo --help"
+
+run: $(READY)  ## set up, then train the embedded model off-policy: offline, CPU, 4 to 8 minutes
 	$(BIN)/bapo train $(ARGS)
 
-example: $(STAMP)  ## set up, then the whole idea in one file: a toy policy on stale data (seconds)
+example: $(READY)  ## set up, then the whole idea in one file: a toy policy on stale data (seconds)
 	$(BIN)/python examples/minimal_loop.py
 
 test: lint types docs unit  ## set up, lint, type-check, build the documentation, run every CPU test
@@ -50,8 +55,9 @@ test-integrations: environments  ## a real model on CPU, vLLM, Ray, and the adap
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl tests/adapters/test_parity.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters --ignore tests/adapters/trl
 
-test-commands: $(STAMP)  ## run every command of README, quickstart and tutorials in a fresh clone
-	$(BIN)/python tests/commands.py --environment $(VENV)
+test-commands:  ## run every command of README, quickstart and tutorials in a fresh clone, with what make run installs
+	$(MAKE) VENV=$(LEAN) $(LEAN)/.ready
+	$(LEAN)/bin/python tests/commands.py --environment $(LEAN)
 
 dist: $(STAMP)  ## build sdist and wheel into dist/
 	rm -rf dist
@@ -60,7 +66,7 @@ dist: $(STAMP)  ## build sdist and wheel into dist/
 test-release: dist  ## build sdist and wheel, install the wheel into an empty environment, use it elsewhere
 	$(PYTHON) tests/release.py dist/*.whl
 
-$(SMOLLM2): $(STAMP)
+$(SMOLLM2): $(READY)
 	test -d $@ || $(BIN)/bapo fetch-smollm2 $@
 	@touch $@
 
@@ -75,14 +81,20 @@ bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/engine.py
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) $(TRL) $(VERL) $(VLLM) $(SMOLLM2) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LEAN) $(TRL) $(VERL) $(VLLM) $(SMOLLM2) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# constraints.txt pins what was tested. torch goes first and pinned, so that nothing else decides which build it is.
-$(STAMP): pyproject.toml constraints.txt constraints-docs.txt
+# What a run needs, and what its tests need besides. constraints.txt pins what was tested. torch goes first and pinned, so
+# that nothing else decides which build it is.
+$(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "bapo needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch, then bapo and what it needs: 1 to 3 minutes, once"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,lora,math]'
+	@touch $@
+
+$(STAMP): $(READY) constraints-docs.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-docs.txt -e '.[dev,docs]'
 	@touch $@
 

@@ -149,7 +149,7 @@ def passes_picture() -> str:
     before = rows["before training", ""][0]
     plot = Plot(64, 86, 600, 246, (-0.15, len(PASSES) - 0.85), (0.4, 0.75))
     parts = [
-        text(24, 32, "Eight passes over the same responses ruin GRPO. Push once stays sound.", "headline"),
+        text(24, 32, "At a large learning rate, eight passes ruin GRPO. Push once stays sound.", "headline"),
         text(24, 56, "Right answers to held-out problems after training, with 95% intervals over five seeds", "label"),
     ]
     places = {float(place): f"{number}×" for place, number in enumerate(PASSES)}

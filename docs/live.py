@@ -30,7 +30,7 @@ def live_picture(run: Path) -> str:
     groups = [json.loads(line) for line in (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
     group = [group for group in groups if group["step"] <= steps[-1][0]][-1]
     best = max(range(len(group["responses"])), key=lambda place: group["trajectories"][place]["reward"])
-    console = Console(record=True, file=io.StringIO(), force_terminal=True, width=96, height=18, legacy_windows=False)
+    console = Console(record=True, file=io.StringIO(), force_terminal=True, width=96, height=22, legacy_windows=False)
     now = 0.0
     view = LiveView(len(logged), title="bapo · demo · runs/live", console=console, clock=lambda: now)
     now = sum(timing["seconds"] for _, _, timing in steps)

@@ -4,14 +4,16 @@ mkdocs calls the functions that begin with `on_` while it builds the site (`hook
 pages of configuration keys, of objectives, of the notebook, and those that are files of the repository's root. They are
 made anew for every build, so they cannot be out of date.
 
-A link of a page that leads out of docs/, such as one to a source file, becomes the path as text, because a site does
-not hold the repository.
+Pages link to files of the repository, so that every link also works in a clone. A link to a file that a generated page
+is made from leads to that page here. Any other link out of docs/, such as one to a source file, becomes the path as
+text, because a site does not hold the repository.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import posixpath
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,19 +41,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Name files outside of docs/ instead of linking to them."""
-    folder = (ROOT / "docs" / page.file.src_uri).parent
-    return LINK.sub(lambda link: _within_site(link, folder), markdown)
+    """Turn links out of docs/ into links to generated pages, or into names of files."""
+    return LINK.sub(lambda link: _within_site(link, posixpath.dirname(page.file.src_uri)), markdown)
 
 
-def _within_site(link: re.Match[str], folder: Path) -> str:
+def _within_site(link: re.Match[str], folder: str) -> str:
     words, target = link.groups()
     if "://" in target or target.startswith(("#", "mailto:")):
         return link[0]
-    path = (folder / target.split("#")[0]).resolve()
+    path = (ROOT / "docs" / folder / target.split("#")[0]).resolve()
     if path.is_relative_to(ROOT / "docs"):
         return link[0]
     named = path.relative_to(ROOT).as_posix()
+    if named in MADE_FROM:
+        return f"[{words}]({posixpath.relpath(MADE_FROM[named], folder or '.')})"
     return f"`{named}`" if words.strip("`") == named else f"{words} (`{named}`)"
 
 
@@ -221,3 +224,12 @@ PAGES: dict[str, Callable[[], str]] = {
     "contributing.md": at_root("CONTRIBUTING.md"),
 }
 """Where a generated page is, and what makes it."""
+MADE_FROM = {
+    "src/bapo/config/sections.py": "reference/train.md",
+    "src/bapo/config/sft.py": "reference/sft.md",
+    "src/bapo/core/objectives.py": "reference/objectives.md",
+    "examples/four_tensors.ipynb": "tutorials/notebook.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+"""The file that a page of the repository links to, and the generated page that the site shows instead."""

@@ -165,11 +165,13 @@ def test_a_picture_needs_no_caption(page):
         const names = data.filter((trace) => trace.showlegend).map((trace) => trace.name);
         return [layout.title.text, layout.title.subtitle.text, layout.showlegend, names];
     }"""
-    title, below, legend, names = page.evaluate(saved, "Positive share of the signal at the bounds in use")
-    assert title == "Positive share of the signal at the bounds in use"
+    title, below, legend, names = page.evaluate(saved, "Share of tokens that the clip blocks")
+    assert title == "Share of tokens that the clip blocks"
     assert below == "compared · mean over seeds, band from lowest to highest"
     assert legend
     assert "bapo · reuse-2" in names
+    _, below, _, _ = page.evaluate(saved, "Entropy of trained tokens, nats per token")
+    assert below == "compared · mean over seeds"  # the bands would cover each other
     _, below, _, _ = page.evaluate(saved, "avg@2 on held-out problems")
     assert below == "compared · mean over seeds, bars from lowest to highest"
 
@@ -216,9 +218,38 @@ def crowd(tmp_path_factory):
     return (root / "r.html").as_uri()
 
 
+def test_a_quantity_that_never_changes_has_a_readable_axis(opened, tmp_path):
+    """Forty updates at the same bounds: their moving mean is 0.8 up to rounding, which is not a range for an axis."""
+    run = shutil.copytree(COMPARED / "reuse-4/push-once/seed-0", tmp_path / "run")
+    (run / "summary.json").unlink()
+    *_, last = (
+        line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "update"
+    )
+    still = {"clip_low": 0.8, "clip_high": 1.2, "clip_fraction": 0.0, "step": 1}
+    logged = [last | still | {"version": n, "grad_norm": 0.5 + 0.001 * n} for n in range(1, 161)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged))
+    (run / "timing.jsonl").write_text("")
+    write_report([run], tmp_path / "r.html")
+    page = opened((tmp_path / "r.html").as_uri())
+    names = {
+        panel["key"]: panel["id"]
+        for figure in embedded(page)["figures"]
+        for panel in figure["panels"]
+        if "key" in panel
+    }
+    ticks = "[...plot.querySelectorAll('.ytick text')].map(text => Number(text.textContent.replace('−', '-')))"
+    for key, value in (("clip_low", 0.8), ("clip_high", 1.2), ("clip_fraction", 0.0), ("grad_norm", 0.58)):
+        shown = plot(page, names[key], ticks)
+        assert len(shown) == len(set(shown)) >= 3, key
+        assert min(shown) <= value <= max(shown), key
+    low, high = plot(page, names["clip_low"], "plot._fullLayout.yaxis.range")
+    assert (low, high) == pytest.approx((0.72, 0.88))
+
+
 def test_many_bands_appear_for_the_arm_under_the_pointer(opened, crowd):
     page = opened(crowd)
-    name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "entropy")
+    names = {p["key"]: p["id"] for f in embedded(page)["figures"] for p in f["panels"] if "key" in p}
+    name = names["clip_fraction"]
     detail = "plot.data.filter(trace => trace.meta.detail).map(trace => [trace.meta.arm, trace.opacity])"
     bold = "plot.data.filter(trace => trace.showlegend).map(trace => [trace.meta.arm, trace.opacity])"
     filled = """[...plot.querySelectorAll('.fills path.js-fill')].filter(path => path.style.fillOpacity > 0).length"""
@@ -242,6 +273,8 @@ def test_many_bands_appear_for_the_arm_under_the_pointer(opened, crowd):
     redrawn(page, lambda: page.locator(".chip", has_text="third").click())
     assert {opacity for _, opacity in plot(page, name, detail)} == {1}  # two bands can be told apart
     assert plot(page, name, filled) == 2
+    assert {opacity for _, opacity in plot(page, names["entropy"], detail)} == {0}  # not if one covers the other
+    assert plot(page, names["entropy"], filled) == 0
 
 
 def test_a_page_of_one_run_has_a_verdict_and_no_comparison(opened, tmp_path):

@@ -68,6 +68,19 @@ def assert_same_run(out, expected):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_the_screen_shows_the_step_of_the_checkpoint_before_it_is_loaded(stopped, monkeypatch):
+    shown = []
+    watched = Training.watched
+
+    def look(job, log):
+        shown.append((log.view.current, job.done))
+        watched(job, log)
+
+    monkeypatch.setattr(Training, "watched", look)
+    resume(stopped, plain=True, source="step-000002")
+    assert shown == [(2, 0)]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -51,7 +51,7 @@ def lines(out, kind):
 def test_a_run_goes_on_after_skipped_updates_and_is_resumed_bit_for_bit(tmp_path, spoil, capsys):
     spoil({1, 2, 4})
     assert train(tmp_path / "run") == 0
-    assert "3 updates were skipped, because their loss or gradient was not finite" in capsys.readouterr().out
+    assert "3 updates were skipped, because the loss or the gradient was not finite" in capsys.readouterr().out
     skipped = lines(tmp_path / "run", "skipped")
     assert [(line["version"], line["skipped/in_a_row"]) for line in skipped] == [(2, 1), (3, 2), (5, 1)]
     assert all(line["skipped/cause"].startswith("the gradient norm is nan") for line in skipped)

@@ -47,7 +47,8 @@ def test_failed_responses_are_logged_with_their_cause_and_not_trained_on(here, c
     assert run(["train", "recipe.toml", "--task.reward", "own_rewards:sometimes", "--out", "some"]) == 0
     failures = [json.loads(line) for line in (here / "some/failures.jsonl").read_text().splitlines()]
     assert all("KeyError" in failure["cause"] and len(failure["response"]) % 2 for failure in failures)
-    assert f"{len(failures)} responses were left out because the verifier failed on them" in capsys.readouterr().out
+    told = "1 response was" if len(failures) == 1 else f"{len(failures)} responses were"
+    assert f"{told} left out, because the verifier failed: " in capsys.readouterr().out
     lines = [json.loads(line) for line in (here / "some/metrics.jsonl").read_text().splitlines()]
     told = sum(line["reward_failures"] for line in lines if line["kind"] == "rollout")
     assert told == len(failures) > 0

@@ -2,14 +2,12 @@
 
 import copy
 import dataclasses
-import shutil
 import warnings
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.config.recipe import parse_config
 from bapo.learn.determinism import deterministic
 from bapo.learn.flat import FlatOptimizer, _can_be_flat
 from bapo.learn.forward import can_fuse, can_pack, hidden_states
@@ -19,6 +17,7 @@ from bapo.learn.settings import LearnerSettings
 from bapo.models.lora import LoraSettings, add_lora
 from tests.tiny.batches import batch_of, flat_batch, on_cuda
 from tests.tiny.models import tiny
+from tests.tiny.runs import assert_resumes_bit_for_bit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -147,27 +146,14 @@ def test_one_update_waits_for_the_device_once():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_resumed_run_is_the_uninterrupted_one(dtype, tmp_path):
-    from bapo.train.run import resume, start
-
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    values = {
-        "steps": 4,
-        "device": "cuda",
-        "checkpoint_every": 2,
-        "out": str(whole),
-        "model": {"dtype": dtype},
-        "rollout": {"prompts": 8, "responses": 4},
-        "learn": {"batch_groups": 8, "micro_tokens": 1000},
-        "offpolicy": {"reuse": 2, "partial_budget": 800, "replay_fraction": 0.3},
-        "eval": {"problems": 8, "k": 2, "every": 0},
-    }
-    start(parse_config(values, source="test"), plain=True)
-    shutil.copytree(whole, killed)  # as if killed after the checkpoint of step 2
-    (killed / "summary.json").unlink()
-    shutil.rmtree(killed / "checkpoints" / "step-000004")
-    resume(killed, plain=True)
-    for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    assert_resumes_bit_for_bit(
+        tmp_path,
+        device="cuda",
+        model={"dtype": dtype},
+        rollout={"prompts": 8},
+        learn={"batch_groups": 8, "micro_tokens": 1000},
+        eval={"problems": 8},
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])

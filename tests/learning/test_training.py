@@ -246,6 +246,16 @@ def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path):
         assert (out / name).read_bytes() == (whole[2] / name).read_bytes(), name
 
 
+def test_responses_that_the_limit_cuts_off_are_told_of_once(tmp_path, capsys):
+    run(tmp_path, "few", steps=2, rollout={"prompts": 4, "responses": 4, "max_tokens": 6})
+    assert "cut off" not in capsys.readouterr().out  # 32 responses are few
+    run(tmp_path, "short", steps=3, rollout={"prompts": 16, "responses": 4, "max_tokens": 6})
+    told = re.findall(r"rollout.max_tokens=6 cut off 100% of the first \d+ responses", capsys.readouterr().out)
+    assert len(told) == 1
+    run(tmp_path, "long", steps=2, rollout={"prompts": 16, "responses": 4})
+    assert "cut off" not in capsys.readouterr().out  # half of them are
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_evaluation_before_training_scores_the_untouched_model(tmp_path, rank, capsys):
     """It is taken after the first step, and logged before it."""

@@ -1,5 +1,7 @@
 """The configuration of a tiny run: the embedded model, four steps, sixteen responses in each."""
 
+import shutil
+
 from bapo.config.recipe import parse_config
 
 SMALL = {
@@ -18,3 +20,18 @@ def configured(out, **sections):
     for name, section in sections.items():
         values[name] = {**values[name], **section} if name in values and isinstance(section, dict) else section
     return parse_config(values, source="test")
+
+
+def assert_resumes_bit_for_bit(place, **sections):
+    """A run of four steps that goes on from its checkpoint after two is the run that was never killed."""
+    from bapo.train.run import resume, start
+
+    whole, killed = place / "whole", place / "killed"
+    off_policy = {"reuse": 2, "partial_budget": 800, "replay_fraction": 0.3}
+    start(configured(whole, steps=4, checkpoint_every=2, offpolicy=off_policy, **sections), plain=True)
+    shutil.copytree(whole, killed)
+    (killed / "summary.json").unlink()
+    shutil.rmtree(killed / "checkpoints" / "step-000004")
+    resume(killed, plain=True)
+    for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name

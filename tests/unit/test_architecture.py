@@ -33,13 +33,13 @@ MAY_IMPORT = {
     },
     "diagnose": {"core", "config.errors", "pages", "runs.numbers", "screen.terminal"},
     "compare": {"config", "runs", "screen.terminal"},
-    "report": {"types", "config", "pages", "runs"},
+    "report": {"types", "config", "pages", "runs", "screen.terminal"},
     "preflight": {"types", "config", "core.settings", "demo", "runs", "tasks"},
     "train": {
         *("__version__", "types", "buffer", "tasks", "rollout", "learn", "models", "config", "runs"),
         *("screen", "evaluate", "preflight"),
     },
-    "commands": {"config", "runs", "tasks.data", "train", "preflight"},
+    "commands": {"config", "runs", "screen.terminal", "tasks.data", "train", "preflight"},
     "cli": {"__version__", "commands", "config", "evaluate", "compare", "report", "runs", "diagnose", "models.smollm2"},
 }
 # The core is pure: torch and these parts of the standard library.

@@ -509,7 +509,7 @@ def test_differences_are_taken_within_a_seed(first, tmp_path):
 
 
 def test_the_verdict_follows_the_tables_and_is_kept(first, tmp_path):
-    """grpo .1 .2 .3 and bapo .2 .35 .4, as above: + .117 ± .072."""
+    """grpo .1 .2 .3 and bapo .2 .35 .4, as above: + .117 ± .072. Every run started at .5."""
     text = write_grid(tmp_path / "grid.toml", tmp_path / "out", seeds="[3, 4, 5]").read_text()
     (tmp_path / "grid.toml").write_text(text + '[[objective]]\nlabel = "bapo"\nobjective.name = "bapo"\n')
     grid = load_grid(tmp_path / "grid.toml")
@@ -517,11 +517,13 @@ def test_the_verdict_follows_the_tables_and_is_kept(first, tmp_path):
     for cell in grid.cells:
         scored(first[0] / "out/reuse-2/grpo/seed-3", cell.path, scores[cell.objective][cell.seed])
     results = collect(grid)
-    assert results["verdict"] == ["bapo beats grpo by 0.117 ± 0.072 avg@2 over 3 seeds."]
-    assert table_lines(results)[-2] == results["verdict"][0]
+    fell = "Both arms ended below where they started: grpo from 0.500 to 0.200 and bapo from 0.500 to 0.317 avg@2."
+    assert results["verdict"] == ["bapo beats grpo by 0.117 ± 0.072 avg@2 over 3 seeds.", fell]
+    assert table_lines(results)[-3:-1] == results["verdict"]
     shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 4)))
     assert collect(grid)["verdict"] == [
-        "Two seeds are too few to decide between bapo and grpo (+0.100 ± 0.000 avg@2). Run at least 3 seeds.",
+        "Two seeds are too few to decide between bapo and grpo (+0.100 avg@2). Run at least 3 seeds.",
+        fell,
         "One run is not finished, so this may change.",
     ]
 

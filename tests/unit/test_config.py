@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from bapo.cli import run
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores, placed
-from bapo.config.recipe import all_keys, load, parse, parse_config, parse_sft_config
+from bapo.config.recipe import all_keys, check, load, parse, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 from bapo.config.sections import TAKE_USED_LOW, PresetChoice
 from bapo.config.sft import SftConfig
@@ -337,3 +337,13 @@ def test_a_cluster_is_refused_what_it_cannot_do():
     assert "needs cluster.engine='vllm'" in refused(cluster(gpus_per_rollout=2))
     kept = {"rollout": {"cache_tokens": 4096}}
     assert "rollout.cache_tokens=4096 does nothing with cluster.engine='vllm'" in refused(cluster(engine="vllm") | kept)
+
+
+def test_a_task_of_one_file_is_told_how_to_make_a_second():
+    told = "copy some of them into a second file and name that in task.test; a problem that is in both is left out"
+    (only_train,) = check(Config, {"task": {"name": "data", "train": ["all.jsonl"]}})[1]
+    assert "Set task.test, for example" in only_train
+    assert told in only_train
+    (only_test,) = check(Config, {"task": {"name": "data", "test": ["all.jsonl"]}})[1]
+    assert "Set task.train, for example" in only_test
+    assert told not in only_test

@@ -165,6 +165,18 @@ def test_a_member_may_die_at_any_call(alone, lives, after, even):
     assert [(restart.who, restart.why) for restart in ours.restarts] == [("rollout 0", "rollout 0 died")]
 
 
+def test_a_member_that_has_nothing_to_do_has_no_speed():
+    ours = made(Member("rollout 0"))
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(id) for id in range(4)], SAMPLING)
+    speeds = []
+    ours.fleet.watch = lambda: speeds.append(ours.fleet.lines()[0].tokens_per_second)
+    collected(ours.fleet)
+    assert max(speeds) > 0
+    assert ours.fleet.lines()[0].tokens_per_second == 0
+    assert ours.fleet.lines()[0].doing == "idle"
+
+
 @pytest.mark.parametrize("lives", [1, 2, 5])
 def test_a_silent_member_is_replaced_like_a_dead_one(alone, lives):
     ours = made(Member("rollout 0", lives, how="is silent"), Member("rollout 1"))

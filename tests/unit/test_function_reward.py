@@ -1,7 +1,9 @@
 import asyncio
 import itertools
+import re
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +134,119 @@ def test_what_cannot_be_found_or_called_is_explained(written):
         written("def reward(response): return 1", concurrency=0)
     with pytest.raises(ValueError, match=r"importing reward_\w+ failed: SystemExit: 3\..*__main__"):
         written("import sys\nsys.exit(3)")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("grading.py:exact", r"For the function exact in grading.py, write grading:exact\."),
+        ("grading.py", r"For the function exact or loose in grading.py, write grading:exact or grading:loose\."),
+        ("grading", r"For the function exact or loose in grading.py, write grading:exact or grading:loose\."),
+        ("sub/other.py:exact", r"For the function exact in sub/other.py, write sub.other:exact\."),
+        ("/far/other.py:exact", r"start in the directory /far and write other:exact\."),
+        ("nowhere.py", r"such as grading:exact\."),
+        (":exact", r"such as grading:exact\."),
+        ("marking:exact", r"no module 'marking' in .*Did you mean grading:exact\? Otherwise, start"),
+    ],
+)
+def test_the_hint_names_the_file_and_the_function_that_are_there(written, given, hint):
+    Path("grading.py").write_text("import nothing_of_that_name\ndef exact(response): ...\ndef loose(response): ...\n")
+    Path("broken.py").write_text("def exact(:")
+    with pytest.raises(ValueError, match=hint):
+        FunctionReward(given)
+
+
+TRL = {
+    "plain": "{}def reward(completions, **kwargs):\n    return [float('4' in one) for one in completions]",
+    "columns": "{}def reward(prompts, completions, solution, level, **kwargs):\n"
+    "    return [level[0] * float(gold in one) for one, gold in zip(completions, solution)]",
+    "gold": "{}def reward(completions, gold, **kwargs):\n"
+    "    return [float(right in one) for one, right in zip(completions, gold)]",
+    "ids": "{}def score(prompts, completions, completion_ids, answer, **kwargs):\n"
+    "    return [float(gold in one) for one, gold in zip(completions, answer)]",
+}
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+@pytest.mark.parametrize("style", TRL)
+def test_a_function_of_trl_is_recognised_and_the_wrapper_that_is_shown_works(written, kind, style):
+    code, called = TRL[style].format(kind), "score" if style == "ids" else "reward"
+    with pytest.raises(ValueError, match=f"'.*:{called}' has the signature of TRL") as refused:
+        written(code, called)
+    said = str(refused.value)
+    assert ("Token ids are not known here" in said) == (style == "ids")
+    wrapper = "\n".join(line[4:] for line in said.splitlines() if line.startswith("    "))
+    assert wrapper.count("\n") == 3
+    name = re.search(r':(\w+)":', said)[1]
+    reward = written(f"{code}\n\n{wrapper}", name)
+    assert scores(reward, "it is 4", "5") == [Score(3.0 if style == "columns" else 1.0), Score(0.0)]
+
+
+@pytest.mark.parametrize(
+    ("code", "called", "extra"),
+    [
+        (
+            "def eqn(completions, nums, target, **kw):\n"
+            "    return [float(one == str(sum(n) - t)) for one, n, t in zip(completions, nums, target)]",
+            "eqn",
+            {"nums": [1, 5], "target": 2},
+        ),
+        (
+            "def diff(prompts, completions, difficulty, **kw):\n"
+            "    return [float(one == str(hard)) for one, hard in zip(completions, difficulty)]",
+            "diff",
+            {"difficulty": 4},
+        ),
+        (
+            "def acc(completions, answer, **kw):\n    return [float(a == b) for a, b in zip(completions, answer)]",
+            "acc",
+            {"answer": "2+2 is 5", "prompts": "not ours", "index": 0},
+        ),
+        (
+            "class Judge:\n"
+            "    async def __call__(self, completions, answer, **kw):\n"
+            "        return [float(a == b) for a, b in zip(completions, answer)]\n"
+            "judge = Judge()",
+            "judge",
+            {},
+        ),
+        ("def bare(completions):\n    return [float(one == '4') for one in completions]", "bare", {"level": 3}),
+        (
+            "def few(completions, solution, level=(9,)):\n"
+            "    return [float(a == b) * c / 3 for a, b, c in zip(completions, solution, level)]",
+            "few",
+            {"level": 3, "other": 1},
+        ),
+        (
+            "def opt(completions=None, answer=None, **kw):\n    return [float(completions == answer)]",
+            "opt",
+            {"level": 3},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_the_wrapper_fits_the_parameters_and_the_columns(written, code, called, extra):
+    with pytest.raises(ValueError, match="signature of TRL") as refused:
+        written(code, called)
+    wrapper = "\n".join(line[4:] for line in str(refused.value).splitlines() if line.startswith("    "))
+    assert wrapper.count("\n") <= 4
+    problem = Problem("p", "2+2=", "4", extra=extra)
+    reward = written(f"{code}\n\n{wrapper}", "score")
+    assert reward.scores([(problem, "4"), (problem, "5")]) == [Score(1.0), Score(0.0)]
+
+
+def test_the_wrapper_gives_messages_where_the_prompt_is_a_chat(written):
+    code = "def reward(completions, **kwargs):\n    return [float(one[0]['content'] == '4') for one in completions]"
+    with pytest.raises(ValueError, match="signature of TRL") as refused:
+        written(code)
+    wrapper = "\n".join(line[4:] for line in str(refused.value).splitlines() if line.startswith("    "))
+    chat = Problem("p", [{"role": "user", "content": "2+2="}], "4")
+    assert written(f"{code}\n\n{wrapper}", "score").scores([(chat, "4"), (chat, "5")]) == [Score(1.0), Score(0.0)]
+
+
+def test_a_function_that_takes_a_response_may_have_parameters_of_trl_besides(written):
+    reward = written("def reward(response, completions=None, prompts=()):\n    return completions is None")
+    assert scores(reward, "") == [Score(1.0)]
 
 
 def test_a_task_of_an_async_function_that_exits_fails_its_batch_and_the_next_batch_is_scored(written):

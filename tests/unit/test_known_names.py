@@ -1,5 +1,6 @@
 """Names from TRL and verl lead to the right keys, and the page about them is up to date."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from bapo.cli import run
 from bapo.config.known_names import NAMES, hint, table
 from bapo.config.run import Config
-from bapo.config.words import leaves
+from bapo.config.words import flat, leaves
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,3 +58,22 @@ def test_a_name_that_another_table_has_is_meant_itself(capsys):
 
 def test_the_page_is_what_the_table_says():
     assert (ROOT / "docs" / "names.md").read_text() == table() + "\n"
+
+
+def test_the_page_names_the_defaults_that_are_ours():
+    values = dict(flat(Config().model_dump()))
+    page = (ROOT / "docs" / "names.md").read_text().split("## What differs if you set nothing")[1].split("## Names")[0]
+    told = re.findall(r"`([a-z_.]+)` ([^`|]+?)(?:,? *(?=[`|]))", page.replace('`model.chat = "no"`', ""))
+    shown = {key: text for key, text in told if key in values}
+    assert shown.keys() >= {
+        "learn.lr",
+        "learn.schedule",
+        "learn.betas",
+        "offpolicy.reuse",
+        "rollout.max_tokens",
+        "seed",
+    }
+    for key, text in shown.items():
+        value = values[key]
+        parts = [float(part) if part.strip()[0].isdigit() else part for part in text.split(", ")]
+        assert parts == (list(value) if isinstance(value, tuple | list) else [value]), key

@@ -202,6 +202,8 @@ def test_somebody_else_works_while_the_ranks_do(monkeypatch):
     assert turns[0] == "starting"
     assert "loading the model" in turns
     assert learner.lines()[0].doing == "waiting"
+    assert learner.rate > 0
+    assert learner.lines()[0].tokens_per_second == 0
 
 
 def test_weights_that_come_out_different_are_said(tmp_path):

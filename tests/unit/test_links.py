@@ -1,4 +1,7 @@
-"""Every link between files of the repository leads to a file, and to a heading if it names one."""
+"""Every link between files of the repository leads to a file of a clone, and to a heading if it names one.
+
+Pages that only the site has (docs/site_pages.py makes them) are not files of a clone, so no page may link to them.
+"""
 
 import re
 from functools import cache
@@ -12,9 +15,6 @@ FILES = sorted(
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")]
     if "site" not in path.parts
 )
-GENERATED = {"reference/train.md", "reference/sft.md", "reference/objectives.md", "tutorials/notebook.md"}
-"""Pages that docs/site_pages.py makes for the site. `mkdocs build --strict` checks links to them and their headings."""
-AT_ROOT = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 
 
 def without_code(text):
@@ -38,10 +38,6 @@ def broken(path):
             continue
         name, _, anchor = target.partition("#")
         file = (path.parent / name).resolve() if name else path
-        page = file.relative_to(ROOT / "docs").as_posix() if file.is_relative_to(ROOT / "docs") else ""
-        if page in GENERATED:
-            continue
-        file = ROOT / AT_ROOT[page] if page in AT_ROOT else file
         if not file.exists():
             yield f"{target}: no such file"
         elif anchor and anchor not in anchors(file):

@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from bapo.cli import run
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import check, parse_config
+from bapo.config.run import Config
+from bapo.demo import model_path
 from bapo.preflight.checks import examine
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(8)]
@@ -131,3 +134,38 @@ def test_a_place_that_may_not_be_written_to_is_found(place):
     (place / "closed").mkdir(mode=0o500)
     (wrong,) = examine(of_data(out="closed/run")).wrong
     assert "may not be written to" in wrong
+
+
+def test_a_reward_of_trl_is_refused_without_torch_and_its_wrapper_keeps_its_shape(place):
+    (place / "graded.py").write_text(
+        "def accuracy(completions, answer, **kwargs):\n    return [1.0 for _ in completions]\n"
+    )
+    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "graded:accuracy"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "train", *words],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert (
+        'Add this to graded.py and set the reward to "graded:score":\n'
+        "      def score(response, prompt, answer, extra):\n"
+        '          completion = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]\n'
+        '          given = {**extra, "answer": answer, "prompts": prompt, "completions": completion}\n'
+        "          return accuracy(**{name: [given[name]] for name in given})[0]\n"
+    ) in done.stderr
+
+
+def test_a_model_may_have_as_long_a_name_as_the_file_system_takes(place):
+    for length, wrong in ((255, 0), (256, 1)):
+        name = "m" * length
+        if not wrong:
+            shutil.copytree(model_path(), place / name)
+        config, said = check(Config, {"model": {"path": f"./{name}"}})
+        assert len(said) == wrong
+        assert config is None if wrong else examine(config).wrong == []
+    assert "a name in it can have 255 bytes" in said[0]
+    (line,) = check(Config, {"out": "o" * 241})[1]
+    assert "a name in it can have 240 bytes" in line

@@ -16,6 +16,7 @@ from statistics import fmean
 import pytest
 
 from bapo.cli import run as cli
+from bapo.compare.results import table_lines
 from bapo.config.recipe import parse_config
 from bapo.report import contents, find, write_report
 from bapo.report.arms import arms_of
@@ -25,8 +26,11 @@ from bapo.report.live import serve
 from bapo.report.panels import MAX_POINTS, curves
 from bapo.report.samples import samples
 from bapo.report.table import table
+from bapo.runs.comparison import compared as by_seed
+from bapo.runs.history import Restart, record_restart
 from bapo.runs.metrics import METRICS
 from bapo.runs.read import Run, read_run
+from bapo.runs.statistics import measures
 from tests.compared_runs import COMPARED, TINY
 
 
@@ -90,11 +94,85 @@ def test_the_table_is_the_mean_of_the_summaries(report, compared):
     assert (row["responses"]["text"], row["responses"]["below"]) == ("58", f"{tokens / 1000:.3g} k tokens")  # 56 and 60
 
 
+def test_of_two_evaluations_of_one_version_the_one_on_more_problems_is_drawn(compared, tmp_path):
+    """A first step without an update leaves the version at 0, where the evaluation of all problems was."""
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    at = next(index for index, line in enumerate(lines) if line["kind"] == "eval")
+    small = lines[at] | {"step": 1, "eval/problems": 1, "eval/avg": 0.99}
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [*lines[: at + 1], small, *lines[at + 1 :]])
+    )
+    write_report([run], tmp_path / "report.html")
+    figures = {figure["id"]: figure for figure in embedded(tmp_path / "report.html")["figures"]}
+    (series,) = figures["held-out"]["panels"][0]["series"]
+    assert series["x"][0] == 0
+    assert series["runs"][0][0] == lines[at]["eval/avg"]
+    assert not series.get("apart", [False])[0]
+
+
+def test_the_positive_share_is_the_one_that_compare_prints(report, compared):
+    """The mean over all updates, then over seeds; below it the first and the last tenth, here one update each."""
+    values = embedded(report)
+    row = values["table"]["rows"][arm_number(values, "reuse-2", "bapo")]["cells"]
+    shares = [[line["share"] for line in lines(compared / f"reuse-2/bapo/seed-{s}", "update")] for s in (0, 1)]
+    assert row["share"]["text"] == estimate([fmean(run) for run in shares])
+    first, last = (fmean(run[at] for run in shares) for at in (0, -1))
+    assert row["share"]["below"] == f"{first:.3f} → {last:.3f}"
+    runs = [
+        {
+            "setting": "s",
+            "objective": "bapo",
+            "seed": s,
+            "measures": measures(read_run(compared / f"reuse-2/bapo/seed-{s}")),
+        }
+        for s in (0, 1)
+    ]
+    results = {"name": "g", "k": 2, "settings": by_seed(runs, ["s"], ["bapo"]), "across_settings": None, "verdict": []}
+    _, _, headings, printed, *_ = table_lines(results)
+    assert "positive share" in headings
+    assert row["share"]["text"] in printed
+
+
 def test_restarts_on_a_cluster_stand_below_the_time(compared):
     run = read_run(compared / "reuse-2/grpo/seed-0")
     assert table(arms_of([run]))["rows"][0]["cells"]["seconds"]["below"] == ""
     run.summary["restarts"] = {"learner": 1, "rollout 0": 2}
     assert table(arms_of([run]))["rows"][0]["cells"]["seconds"]["below"] == "3 restarts of actors"
+
+
+def test_only_runs_on_a_cluster_have_a_section_about_it(compared, tmp_path):
+    assert contents(find([compared]))["cluster"] is None
+    run = shutil.copytree(compared / "reuse-2/grpo/seed-0", tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["cluster"] = {"rollouts": 2, "ahead": 1}
+    (run / "config.json").write_text(json.dumps(config))
+    logged = [(1, 10.0, 4.0, 0.5, 100.0), (2, 30.0, 6.0, 0.1, 300.0), (3, 60.0, 0.0, 0.2, 0.0)]
+    keys = ("step", "seconds", "rollout_seconds", "sampling_share", "tokens_per_second")
+    (run / "timing.jsonl").write_text("".join(json.dumps(dict(zip(keys, v, strict=True))) + "\n" for v in logged))
+    quiet = contents(find([run]))["cluster"]
+    assert quiet["caption"].endswith("No actor was restarted.")
+    (table,) = quiet["tables"]
+    shown = dict(zip([heading for heading, _ in table["headings"]], table["rows"][0], strict=True))
+    assert shown == {
+        "Rollout actors": "2 × in-process", "Learner ranks": "1", "Ahead": "1", "Restarts": "0", "Log-prob gap": "–",
+        "Actors sampled": "20%",  # (5 + 3 + 12) of 100 seconds
+        "Learner waited": "10%",  # (4 + 6 + 0) of 100 seconds
+        "Tokens/s": "100",  # (1000 + 9000) tokens in 100 seconds
+    }  # fmt: skip
+    for restart, step in (
+        (Restart("rollout 1", "it was silent for 60 s", responses=3, tokens=40), 1),
+        (Restart("rollout 1", "the actor died:\n" + "x" * 500, responses=2), 2),
+        (Restart("learner", "rank 0 hangs", updates=4), 2),
+    ):
+        record_restart(run, restart, step=step)
+    broken = contents(find([run]))["cluster"]
+    assert broken["tables"][0]["rows"][0][-1] == "3"
+    learner, actor = broken["tables"][1]["rows"]
+    assert learner == ["learner ranks", "1", "2", "", "4", "rank 0 hangs"]
+    assert actor[:5] == ["rollout 1", "2", "1, 2", "5", ""]
+    assert actor[5].startswith("the actor died: xxx")
+    assert len(actor[5]) == 240
 
 
 def test_an_interval_needs_two_seeds():
@@ -381,10 +459,14 @@ def test_a_copy_of_a_run_is_no_further_seed(compared, tmp_path, capsys):
     (first / "summary.json").unlink()  # so that it comes first, and is not the one to show
     assert cli(["report", str(tmp_path)]) == 0
     values = embedded(tmp_path / "report.html")
+    printed = capsys.readouterr()
+    assert values["verdict"]["lines"]
+    for line in values["verdict"]["lines"]:
+        assert f"\n  {line}\n" in printed.out
     assert values["arms"][0]["runs"] == [str(tmp_path / "b")]
     assert "±" not in values["table"]["rows"][0]["cells"]["avg"]["text"]
     assert [(p["kind"], p["path"]) for p in values["defects"]] == [("duplicate", str(first)), ("duplicate", str(last))]
-    assert f"{last}: duplicate: it has the same configuration and seed as {tmp_path / 'b'}" in capsys.readouterr().err
+    assert f"{last}: duplicate: it has the same configuration and seed as {tmp_path / 'b'}" in printed.err
 
 
 def test_only_runs_of_a_grid_are_named_by_their_directories(compared, tmp_path):

@@ -115,6 +115,38 @@ def test_one_run_tells_from_where_to_where_it_got(tmp_path):
         assert verdict["tone"] == tone
 
 
+def test_a_score_that_is_the_same_in_the_digits_shown_did_not_change(tmp_path):
+    def after(name, **score):
+        run = shutil.copytree(ONE, tmp_path / name)
+        rewritten(run, lambda line: line.update({f"eval/{key}": value for key, value in score.items()}))
+        return top(run)[0]
+
+    same = after("same", avg=0.3752, avg_low=0.1374, avg_high=0.6938)
+    assert same["lines"] == ["avg@2 did not change: it is 0.375 [0.137, 0.694], as before training."]
+    wider = after("wider", avg=0.375, avg_low=0.1, avg_high=0.7)
+    assert wider["lines"] == [
+        "avg@2 did not change: it was 0.375 [0.137, 0.694] before training and is 0.375 [0.100, 0.700] after it."
+    ]
+    bare = after("bare", avg=0.375, avg_low=None)
+    assert bare["lines"] == ["avg@2 did not change: it is 0.375, as before training."]
+    assert [found["tone"] for found in (same, wider, bare)] == ["open", "open", "plain"]
+    for seed, avg in enumerate((0.36, 0.37, 0.395)):  # gains -.015 -.005 .02: 0 ± 4.3027 · .018028 / √3 = .045
+        copied(ONE, tmp_path / f"seeds/run{seed}", avg, seed)
+    seeds = top(tmp_path / "seeds")[0]
+    assert seeds["lines"] == ["avg@2 is 0.375 on average, as before training (+0.000 ± 0.045 over 3 seeds)."]
+    assert seeds["tone"] == "open"
+
+
+def test_a_reward_that_stays_where_it_was_has_not_gone_anywhere(tmp_path):
+    run = shutil.copytree(ONE, tmp_path / "run")
+    (run / "summary.json").unlink()
+    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"reward": 0.25} if line["kind"] == "rollout" else line for line in log]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (line,) = top(run)[0]["lines"]
+    assert line.startswith("After 3 of 3 steps, the reward of sampled responses has stayed at 0.250. ")
+
+
 def test_an_evaluation_without_intervals_is_shown_without_them(tmp_path):
     run = shutil.copytree(ONE, tmp_path / "run")
     rewritten(run, lambda line: line.update({"eval/avg": 0.5, "eval/avg_low": None, "eval/truncated": None}))
@@ -130,7 +162,7 @@ def test_other_temperatures_of_one_run_have_a_clause_each(tmp_path):
     (run / "summary.json").write_text(json.dumps(summary | {"also_at": [greedy]}))
     line = top(run)[0]["lines"][0]
     assert line.startswith("avg@2 at temperature 1 went from 0.375")
-    assert "; with greedy sampling went from 0.375 [0.137, 0.694] to 0.375 [0.137, 0.694], which may be chance." in line
+    assert line.endswith("; with greedy sampling it did not change: it is 0.375 [0.137, 0.694], as before training.")
 
 
 def test_seeds_of_one_configuration_are_not_a_comparison(tmp_path):
@@ -141,8 +173,8 @@ def test_seeds_of_one_configuration_are_not_a_comparison(tmp_path):
     assert verdict["lines"] == ["avg@2 rose from 0.375 to 0.550 (+0.175 ± 0.124 over 3 seeds)."]
     assert (verdict["tone"], verdict["notes"], differences) == ("decided", [], [])
     shutil.rmtree(tmp_path / "run2")
-    two = top(tmp_path)[0]  # gains .125 .175: .15 ± 12.706 · .025 = .318
-    assert two["lines"] == ["avg@2 went from 0.375 to 0.525 (+0.150 ± 0.318 over 2 seeds)."]
+    two = top(tmp_path)[0]  # gains .125 .175
+    assert two["lines"] == ["avg@2 went from 0.375 to 0.525 (+0.150 over 2 seeds)."]
     assert (two["tone"], two["notes"]) == ("open", ["Two seeds are too few to say what another one would give."])
 
 
@@ -227,6 +259,57 @@ def test_a_sound_run_shows_no_sign():
 )
 def test_signs_of_trouble(run, text):
     assert said(run) == [text]
+
+
+def counted(rewards, *, groups=5, kept=0, filtered=0):
+    """A run with these rewards, four responses to a group, and the groups that the buffer kept and refused so far."""
+    run = with_log(rewards)
+    more = {"rollout/finished_groups": groups, "rollout/dropped": 0, "buffer/added": kept, "buffer/filtered": filtered}
+    return Run(**{**vars(run), "rollouts": [line | more for line in run.rollouts]})
+
+
+def test_a_run_that_earns_no_reward_is_told_what_to_do():
+    (text,) = said(counted([0.0] * 10, filtered=50))  # 200 responses
+    assert text.startswith("the reward was 0 in all 10 steps, so there was next to nothing to learn from; warm-start")
+    assert "(docs/sft.md)" in text
+    (text,) = said(counted([0.0] * 9 + [0.05], kept=1, filtered=49))
+    assert text.startswith("the reward was 0 in 9 of 10 steps,")
+    assert said(counted([0.0] * 8 + [0.05] * 2)) == []
+    assert said(counted([0.0] * 4)) == []  # 80 responses are few
+    assert said(counted([-1.0] + [0.0] * 39)) == []  # 0 is the best that it can earn
+    assert said(counted([0.0] * 10, kept=30, filtered=20)) == []  # rewards of both signs, whose mean is 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "advice"),
+    [
+        (0.1, "or easier problems, or a warm start (docs/sft.md)."),
+        (0.9, "or harder problems."),
+        (3.0, "or easier or harder problems."),
+        (-0.2, "or easier or harder problems."),
+    ],
+)
+def test_groups_without_a_signal_are_counted(reward, advice):
+    (text,) = said(counted([reward] * 10, kept=15, filtered=35))
+    assert text.startswith(
+        "70% of the groups carried no signal, because all responses of a group earned the same reward"
+    )
+    assert text.endswith(advice)
+    assert said(counted([reward] * 10, kept=20, filtered=40)) == []  # two thirds are the limit
+    assert said(counted([reward] * 10, kept=1, filtered=18)) == []  # few groups
+
+
+def test_responses_that_are_cut_off_from_the_start_are_told():
+    def cut(share, **more):
+        run = counted([0.5] * 10, **more)
+        return Run(**{**vars(run), "rollouts": [line | {"truncated": share} for line in run.rollouts]})
+
+    (text,) = said(cut(0.8))
+    limit = read_run(ONE).config["rollout"]["max_tokens"]
+    assert text.startswith("the length limit cut off 80% of the responses, so the reward is mostly one of unfinished")
+    assert f"raise rollout.max_tokens, which is {limit}," in text
+    assert said(cut(0.75)) == []
+    assert said(cut(1.0, groups=2)) == []  # 80 responses are few
 
 
 def test_a_sign_of_several_seeds_is_said_once():

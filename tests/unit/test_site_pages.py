@@ -63,8 +63,15 @@ def test_links_out_of_the_site_become_names(pages):
 
     assert rendered("[examples/a.py](../../examples/a.py)") == "`examples/a.py`"
     assert rendered("[one file](../../examples/a.py)") == "one file (`examples/a.py`)"
+    assert rendered("[keys](../../src/bapo/config/sections.py)") == "[keys](../reference/train.md)"
+    assert rendered("[changes](../CHANGELOG.md#0)", at="versions.md") == "[changes](changelog.md)"
     for kept in ("[a](../algorithm.md#x)", "[b](#here)", "[c](https://example.org/x)", "![d](../live.svg)"):
         assert rendered(kept) == kept
+
+
+def test_links_to_what_a_page_is_made_from_lead_to_that_page(pages):
+    assert all((ROOT / file).is_file() for file in pages.MADE_FROM)
+    assert set(pages.MADE_FROM.values()) == set(pages.PAGES)
 
 
 def test_the_notebook_becomes_a_page_with_its_outputs(pages):

@@ -39,7 +39,7 @@ def test_data_is_loaded_cleaned_of_test_problems_and_scored_by_math_verify(polic
     prepared = made(policy, name="data", reward_workers=1, **files)
     task = prepared.task
     assert [problem.answer for problem in task.train] == ["5", "24"]
-    assert "task.train: 1 problems were left out because they are in task.test too" in prepared.notes
+    assert "task.train: left out 1 problem that task.test has too" in prepared.notes
     first, second = task.train
     scores = task.scores([(first, r"So \boxed{5}"), (first, "6"), (second, "It is 24.")])
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
@@ -47,7 +47,7 @@ def test_data_is_loaded_cleaned_of_test_problems_and_scored_by_math_verify(polic
 
 def test_long_prompts_are_left_out_and_counted(policy, files):
     prepared = made(policy, name="data", max_prompt_tokens=43, reward_workers=1, **files)
-    assert "task.train: 1 prompts over 43 tokens were left out" in prepared.notes
+    assert "task.train: left out 1 prompt over 43 tokens" in prepared.notes
     with pytest.raises(ValueError, match=r"task\.train has no problem left.*Raise task.max_prompt_tokens"):
         made(policy, name="data", max_prompt_tokens=1, reward_workers=1, **files)
 

@@ -60,7 +60,7 @@ def test_an_interval_that_contains_zero_does_not():
     ("seeds", "line"),
     [
         (1, "One seed decides nothing: bapo differs from grpo by +0.200 avg@8. Run at least 3 seeds."),
-        (2, "Two seeds are too few to decide between bapo and grpo (+0.200 ± 0.000 avg@8). Run at least 3 seeds."),
+        (2, "Two seeds are too few to decide between bapo and grpo (+0.200 avg@8). Run at least 3 seeds."),
     ],
 )
 def test_one_or_two_seeds_decide_nothing(seeds, line):
@@ -156,7 +156,7 @@ def test_several_arms_of_few_seeds():
     ]
     assert verdict(listed, ["grpo", "a", "b", "c"]).lines == [
         "Nothing beats grpo in avg@8 over 3 seeds; c cannot be told apart from it; two seeds are too few to decide (b "
-        "-0.100 ± 0.000 avg@8 against grpo); one seed decides nothing (a +0.100 avg@8 against grpo). Run at least 3 "
+        "-0.100 avg@8 against grpo); one seed decides nothing (a +0.100 avg@8 against grpo). Run at least 3 "
         "seeds."
     ]
     differing = runs("d", avg=shifted(GRPO[:4], *[-0.1] * 4)) + runs("e", avg=shifted(GRPO, *[-0.2] * 5))
@@ -179,7 +179,7 @@ def test_settings_have_a_line_each_and_chance_is_named():
 def test_more_seeds_are_asked_for_once():
     listed = [run for setting in "ab" for name in ("grpo", "bapo") for run in runs(name, setting=setting, avg=[0.5])]
     found = verdict(listed, ["grpo", "bapo"], "ab")
-    assert found.lines == [f"{s}: One seed decides nothing: bapo differs from grpo by +0.000 avg@8." for s in "ab"]
+    assert found.lines == [f"{s}: One seed decides nothing: bapo and grpo have the same avg@8." for s in "ab"]
     assert found.notes == ["Run at least 3 seeds to decide more."]
 
 
@@ -202,6 +202,23 @@ def test_pass_is_mentioned_where_it_says_something_else():
     assert verdict(listed, ["grpo", "bapo"]).details == ["By pass@8, bapo is ahead of grpo by 0.050 ± 0.000."]
     agreed = runs("grpo", **{"avg": GRPO, "pass": GRPO}) + runs("bapo", **{"avg": up, "pass": up})
     assert verdict(agreed, ["grpo", "bapo"]).details == verdict(listed, ["grpo", "bapo"], k=1).details == []
+
+
+def test_arms_that_all_ended_below_their_start_are_named():
+    """bapo beats grpo, and yet both lost something: .50 to .42 and .50 to .47."""
+    start = [0.5] * 5
+    listed = runs("grpo", avg=GRPO, avg_before=start) + runs("bapo", avg=shifted(GRPO, *[0.05] * 5), avg_before=start)
+    found = verdict(listed, ["grpo", "bapo"])
+    assert found.lines == ["bapo beats grpo by 0.050 ± 0.000 avg@8 over 5 seeds."]
+    said = "Both arms ended below where they started: grpo from 0.500 to 0.420 and bapo from 0.500 to 0.470 avg@8."
+    assert found.details == [said]
+    third = runs("dcpo", avg=GRPO[:1], avg_before=start[:1])
+    (all_three,) = verdict(listed + third, ["grpo", "bapo", "dcpo"]).details
+    assert all_three.startswith("All 3 arms ended below where they started: grpo from 0.500 to 0.420, bapo from")
+    for level in (0.42, 0.4204, 0.3, nan):  # one arm that did not fall, in the digits shown, is enough
+        other = runs("dcpo", avg=[level], avg_before=[0.42])
+        assert bool(verdict(listed + other, ["grpo", "bapo", "dcpo"]).details) == (level == 0.3)
+    assert verdict(listed, ["grpo", "bapo"], unlike={"s": ["eval.k"]}).details == []
 
 
 def test_scores_of_different_exams_are_not_compared():

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from bapo.rollout.engine import Sampled
+from bapo.screen.columns import MEANINGS, SHOWN, ActorLine
 from bapo.screen.terminal import duration
-from bapo.screen.view import SHOWN, ActorLine, LiveView, PlainView, eta, make_view, sparkline, summary_table
+from bapo.screen.view import LiveView, PlainView, eta, make_view, sparkline, summary_table
 
 METRICS = {
     "reward": 0.4321, "entropy": 0.49, "share": 0.41, "clip_low": 0.8, "clip_high": 1.25,
@@ -61,8 +62,12 @@ def test_plain_line_shows_every_known_value_once_and_nothing_else():
     view, stream = plain_view()
     with view:
         view.step(12, METRICS, TIMING)
-    title, line = stream.getvalue().splitlines()
+    title, explained, line = stream.getvalue().splitlines()
     assert title == "bapo · countdown"
+    assert explained == (
+        "  share: positive part of the signal; low, high: bounds of the clip; clipped+, clipped-: clipped share of "
+        "positive and negative tokens; stale, stalest: mean and largest age of tokens, in updates"
+    )
     assert line.startswith("step 12/60  reward 0.432  ")
     assert line.endswith("  eta 1:36")  # 48 steps of 2 seconds
     shown = dict(re.findall(r"(\S+) (\S+)(?:  |$)", line))
@@ -82,6 +87,18 @@ def test_plain_lines_are_aligned_and_keep_the_place_of_what_is_missing():
         "step   9/100  reward 0.500  eval 0.250  entropy 1.000",
         "step  10/100  reward 1.000              entropy 0.100",
     ]
+
+
+def test_plain_view_explains_its_columns_once_and_only_those_it_has():
+    clock = Clock()
+    view, stream = plain_view(clock=clock)
+    for step in (1, 2, 3):
+        clock.time += 5
+        view.step(step, {"reward": 0.5, "clip_low": 0.8, "staleness_max": 3}, {})
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "  low: bounds of the clip; stalest: mean and largest age of tokens, in updates"
+    assert [line[:4] for line in lines[1:]] == ["step"] * 3
+    assert {key for keys in MEANINGS for key in keys} <= SHOWN.keys()
 
 
 def test_plain_lines_are_throttled_except_first_last_and_notes():
@@ -160,8 +177,10 @@ def test_eta_by_hand():
     assert eta(0, [5.0]) == "0:00"
     assert eta(-3, [5.0]) == "0:00"
     assert eta(1000, [3.725]) == "1:02:05"
-    assert eta(100_000, [3.6]) == "100:00:00"
+    assert eta(100_000, [3.6]) == "4 days"
     assert [duration(seconds) for seconds in (0, 59.6, 3723, -5, inf)] == ["0:00", "1:00", "1:02:03", "0:00", "?"]
+    hours = (47.9997, 48, 635.5, 24 * 1500)
+    assert [duration(3600 * count) for count in hours] == ["47:59:59", "2 days", "26 days", "1,500 days"]
 
 
 def test_eta_goes_by_recent_steps_only():
@@ -219,6 +238,8 @@ def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
     ]:
         assert value in text
     assert "12345" not in text
+    assert "share: positive part of the signal; low, high: bounds of the clip; clipped+," in text
+    assert "age of tokens, in updates" in text
     assert "13. " in lines[-2]  # the end of the response, after the gap
     assert any("…" in line for line in lines)
 
@@ -297,7 +318,7 @@ def test_live_screen_shows_every_actor():
     assert len(lines) <= 23
     found = {line.strip("│ ").split("  ")[0]: re.sub(" {2,}", "|", line.strip("│ ")) for line in lines}
     assert found["rollout 0"] == "rollout 0|sampling|12|1,234|64"
-    assert found["rollout 1"] == "rollout 1|starting|3"
+    assert found["rollout 1"] == "rollout 1|starting|-|3"
     assert found["learner 0-1"] == "learner 0-1|take update 14|13|980|1"
 
 
@@ -327,6 +348,19 @@ def test_plain_view_reports_actors_now_and_then():
         "  rollout 1: starting, restarts 3",
         "  learner 0-1: take update 14, version 13, tok/s 980, restarts 1",
     ]
+
+
+def test_a_resumed_run_shows_its_step_before_it_goes_on():
+    assert "step 40/60" in "\n".join(screen(lambda view: view.begin_after(40)))
+
+
+def test_the_legend_gives_way_to_actors_and_samples():
+    def tell(view):
+        view.step(1, METRICS, TIMING)
+        view.actors(ACTORS)
+
+    assert "bounds of the clip" not in "\n".join(screen(tell))
+    assert "bounds of the clip" in "\n".join(screen(tell, height=30))
 
 
 def test_live_screen_before_the_first_step():

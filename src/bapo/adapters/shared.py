@@ -28,11 +28,15 @@ def not_importable(adapter: str, framework: str, tested: str, install: str, erro
     )
 
 
-def ignored_epsilons(given: str, ranges: str) -> ValueError:
-    """The error of epsilons that somebody set (`given`), with the options that replace them (`ranges`)."""
+def ignored_epsilons(given: str, ranges: str, same: str = "") -> ValueError:
+    """The error of epsilons that somebody set (`given`), with the options that replace them (`ranges`).
+
+    `same`: these options with the values that clip as the epsilons would.
+    """
+    fixed = f" To clip at these epsilons, write {same} instead." if same else ""
     return ValueError(
-        f"{given} would be ignored: BAPO chooses both bounds. Leave them out; {ranges} say where the bounds may be "
-        "(equal numbers fix them)."
+        f"{given} would be ignored: BAPO chooses both bounds. {ranges} say where the bounds may be, and equal numbers "
+        f"fix them.{fixed}"
     )
 
 

@@ -154,7 +154,10 @@ class BapoConfig(GRPOConfig):
             )
         if self.epsilon != DEFAULT_EPSILON or self.epsilon_high is not None:
             given = f"epsilon={self.epsilon}, epsilon_high={self.epsilon_high}"
-            raise ignored_epsilons(given, "bapo_low and bapo_high")
+            high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+            low, high = round(1 - self.epsilon, 9), round(1 + high, 9)
+            same = f"bapo_low=[{low}, {low}], bapo_high=[{high}, {high}]"
+            raise ignored_epsilons(given, "bapo_low and bapo_high", same)
         highest = self.clip_settings.high[1]
         if self.delta is not None and self.delta < highest:
             raise ValueError(

@@ -118,12 +118,16 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return ()
 
 
+def _with_choices(commands: Mapping[str, Completed]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Command, option and choices of every option that has some."""
+    for name, command in commands.items():
+        yield from ((name, option, choices) for option, choices in command.options.items() if choices)
+
+
 def _bash(commands: Mapping[str, Completed]) -> str:
     valued = [
         f'        "{name} {option}") COMPREPLY=($(compgen -W "{" ".join(choices)}" -- "$cur")); return ;;'
-        for name, command in commands.items()
-        for option, choices in command.options.items()
-        if choices
+        for name, option, choices in _with_choices(commands)
     ]
     known = [
         f'        {name}) options="{" ".join(command.options)}"; words="{" ".join(command.words)}" ;;'
@@ -154,14 +158,50 @@ def _bash(commands: Mapping[str, Completed]) -> str:
 
 
 def _zsh(commands: Mapping[str, Completed]) -> str:
-    """zsh understands the functions of bash."""
-    return "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(commands)
+    valued = [
+        f'        "{name} {option}") compadd -- {" ".join(choices)}; return ;;'
+        for name, option, choices in _with_choices(commands)
+    ]
+    known = [
+        f"        {name}) options=({' '.join(command.options)}); names=({' '.join(command.words)}) ;;"
+        for name, command in commands.items()
+    ]
+    return "\n".join(
+        [
+            "_bapo() {",
+            "    local -a options names",
+            "    if (( CURRENT == 2 )); then",
+            f"        compadd -- {' '.join(commands)} --help --version; return",
+            "    fi",
+            '    case "$words[2] $words[CURRENT-1]" in',
+            *valued,
+            "    esac",
+            '    case "$words[2]" in',
+            *known,
+            "    esac",
+            "    if [[ $PREFIX == -* ]]; then",
+            "        compadd -- $options",
+            "    else",
+            "        (( $#names )) && compadd -- $names",
+            "        _files",
+            "    fi",
+            "}",
+            "(( $+functions[compdef] )) || { autoload -U compinit && compinit }",
+            "compdef _bapo bapo",
+        ]
+    )
 
 
 def _fish(commands: Mapping[str, Completed]) -> str:
-    lines = [f'complete -c bapo -n __fish_use_subcommand -f -a "{" ".join(commands)}"']
+    lines = [
+        "function __bapo_command",
+        "    set -l words (commandline -opc)",
+        '    test "$words[2]" = "$argv[1]"',
+        "end",
+        f'complete -c bapo -n "__bapo_command \'\'" -f -a "{" ".join(commands)} --help --version"',
+    ]
     for name, command in commands.items():
-        after = f'complete -c bapo -n "__fish_seen_subcommand_from {name}"'
+        after = f'complete -c bapo -n "__bapo_command {name}"'
         if command.words:
             lines.append(f'{after} -a "{" ".join(command.words)}"')
         for option, choices in command.options.items():

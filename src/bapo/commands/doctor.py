@@ -17,8 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bapo.commands.training import asked_for
+from bapo.config.numerals import counted
 from bapo.config.placement import available_cores, default_threads
 from bapo.config.run import Config
+from bapo.runs.write import why_not_out
+from bapo.screen.terminal import write_line
 from bapo.tasks.data.benchmarks import BENCHMARKS
 from bapo.tasks.data.sources import DATA_DIRECTORY
 
@@ -35,8 +38,12 @@ EXTRAS = {
     "gguf": (("gguf",), "GGUF files"),
     "ray": (("ray",), "the cluster section"),
     "vllm": (("vllm",), 'cluster.engine = "vllm"'),
+    "trl": (("trl",), "BapoTrainer inside TRL"),
+    "verl": (("verl",), "the policy loss inside verl"),
 }
 """Optional packages by the name of the extra that installs them, and what they are for."""
+TAKEN = "run directory"
+"""The name of the check whose remedy is another directory."""
 PORTS = {6379: "Ray", 8265: "Ray's dashboard"}
 
 
@@ -54,7 +61,8 @@ class Finding:
     def line(self) -> str:
         """As it is printed."""
         mark = "ok" if not self.remedy else "BAD" if self.stops else "note"
-        return f"{mark:<5}{self.name:<15}{self.found}" + (f"\n{'':<20}{self.remedy}" if self.remedy else "")
+        told = f"{mark:<5}{self.name:<15}{self.found}"
+        return "\n".join([told, *(f"{'':<20}{line}" for line in self.remedy.splitlines())])
 
 
 def doctor(words: list[str]) -> int:
@@ -64,11 +72,11 @@ def doctor(words: list[str]) -> int:
         asked.sound()
     findings = [*_python(), *_torch(), *_extras(), *_machine(), *_data(), *_model(asked.draft, asked.wrong)]
     for finding in findings:
-        print(finding.line())
+        write_line(sys.stdout, finding.line())
     bad = sum(finding.stops for finding in findings)
-    print(
-        "\nA run can start." if not bad else f"\n{bad} thing{'s' * (bad > 1)} must be put right before a run can start."
-    )
+    where = " in another directory (--out)" if any(finding.name == TAKEN for finding in findings) else ""
+    verdict = f"{counted(bad, 'thing')} must be put right before a run can start" if bad else "A run can start"
+    print(f"\n{verdict}{where}.")
     return 1 if bad else 0
 
 
@@ -182,10 +190,14 @@ def _data() -> Iterator[Finding]:
 def _model(config: Config, wrong: list[str]) -> Iterator[Finding]:
     """The model and the data of the recipe, or of the embedded run."""
     what = f"model {config.model.path}, task {config.task.name}"
-    if not wrong:
+    taken = why_not_out(config.out) if Path(config.out).is_dir() else None
+    others = [line for line in wrong if line != taken]
+    if not others:
         yield Finding("recipe", f"{what}: nothing wrong that can be seen without loading the model")
-    for line in wrong:
+    for line in others:
         yield Finding("recipe", what, line, stops=True)
+    if taken is not None:
+        yield Finding(TAKEN, f"{config.out} is in use", taken)
 
 
 def _taken(port: int) -> bool:

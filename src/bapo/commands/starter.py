@@ -1,8 +1,14 @@
-"""`bapo init`: writes a commented file to start from. The files are in the folder starters/ of the package."""
+"""`bapo init`: writes commented files to start from. They are copies of those in the folder starters/ of the package.
+
+What is written for one's own data and for TRL runs as it is, at once: with it comes example data that the embedded
+model can read. Data that is there already is kept, and is then used instead of the example.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +17,7 @@ from tyro.conf import Positional, arg
 
 from bapo.config.command_line import option, parse_arguments
 from bapo.config.errors import ConfigError
+from bapo.screen.terminal import write_line
 
 STARTERS = Path(__file__).parents[1] / "starters"
 FILES = {
@@ -20,20 +27,26 @@ FILES = {
     "verl": {"train_verl.sh": "verl.sh"},
 }
 """What each kind writes: the name of a file, and the starter that it is a copy of."""
-NEXT = {
-    "demo": "bapo train {0} --dry-run",
-    "data": "edit both, then: bapo train {0} --dry-run",
-    "trl": "edit it, then: python {0}",
-    "verl": "MODEL=… TRAIN_FILES=… VAL_FILES=… bash {0}",
+EXAMPLES = {
+    "data": {"train.jsonl": "countdown_train.jsonl", "test.jsonl": "countdown_test.jsonl"},
+    "trl": {"train.jsonl": "countdown_train.jsonl"},
 }
+"""Data that is written besides, if none of it is there."""
+NEXT = {
+    "demo": ["bapo train {0} --dry-run", "bapo train {0}"],
+    "data": ["bapo train {0} --dry-run", "bapo train {0}"],
+    "trl": ["python {0}"],
+    "verl": ["MODEL=… TRAIN_FILES=… VAL_FILES=… bash {0}"],
+}
+"""The commands to give next, in the directory that was written to."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write a commented file to start from.
+    """Write commented files to start from.
 
-    demo: the embedded run, written out. data: a recipe for your own problems, and a reward function. trl, verl: a
-    script that stays inside TRL or verl and takes the loss from bapo.
+    demo: the embedded run, written out. data: a recipe for your own problems, a reward function and example problems.
+    trl, verl: a script that stays inside TRL or verl and takes the loss from bapo. All but verl run at once, on a CPU.
     """
 
     kind: Annotated[Positional[Literal["demo", "data", "trl", "verl"]], arg(metavar="{demo,data,trl,verl}")] = "data"
@@ -45,20 +58,34 @@ class Arguments:
 def init(words: list[str]) -> int:
     """Carry out `bapo init`."""
     arguments = parse_arguments(Arguments, words, prog="bapo init")
-    written = {arguments.dir / name: STARTERS / starter for name, starter in FILES[arguments.kind].items()}
-    present = [str(path) for path in written if path.exists()]
+    files, examples = FILES[arguments.kind], EXAMPLES.get(arguments.kind, {})
+    present = [str(arguments.dir / name) for name in files if (arguments.dir / name).exists()]
     if present:
+        them, are = ("them", "are") if len(present) > 1 else ("it", "is")
         raise ConfigError(
-            f"there is already {' and '.join(present)} here, which `bapo init` does not overwrite. Move it away, or "
+            f"{' and '.join(present)} {are} there already, and `bapo init` overwrites nothing. Move {them} away, or "
             "choose another directory with --dir."
         )
+    kept = [str(arguments.dir / name) for name in examples if (arguments.dir / name).exists()]
     arguments.dir.mkdir(parents=True, exist_ok=True)
-    for path, starter in written.items():
-        path.write_text(re.sub(r"\bFILE\b", str(path).replace("\\", r"\\"), starter.read_text()))
-        print(f"wrote {path}")
-    first = next(iter(written))
-    print(f"next  {NEXT[arguments.kind].format(first)}")
-    if first.suffix == ".toml":
-        print("      your editor completes and checks keys after: bapo schema > recipe.schema.json")
-        print('      (with "#:schema ./recipe.schema.json" as the first line of the recipe)')
+    first = next(iter(files))
+    for name, starter in (files if kept else files | examples).items():
+        path = arguments.dir / name
+        text = (STARTERS / starter).read_text(encoding="utf-8")
+        path.write_text(re.sub(r"\bFILE\b", first, text), encoding="utf-8")
+        write_line(sys.stdout, f"wrote {path}")
+    if kept:
+        write_line(
+            sys.stdout,
+            f"kept  {' and '.join(kept)}: the lines marked YOURS in {arguments.dir / first} must fit this data",
+        )
+    steps = NEXT[arguments.kind]
+    if arguments.dir != Path():
+        steps = [f"cd {shlex.quote(str(arguments.dir))}", *steps]
+    write_line(
+        sys.stdout, "\n".join(f"{'' if number else 'next':<6}{step.format(first)}" for number, step in enumerate(steps))
+    )
+    if first.endswith(".toml"):
+        write_line(sys.stdout, "Your editor completes and checks keys after: bapo schema > recipe.schema.json")
+        write_line(sys.stdout, '(with "#:schema ./recipe.schema.json" as the first line of the recipe)')
     return 0

@@ -6,6 +6,7 @@ A recipe is judged together with the keys on the command line, never alone: each
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -117,14 +118,20 @@ def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) 
 
 
 def show_plan(asked: Asked[Config]) -> int:
-    """Print what a run would be, and everything that is wrong with it. Returns the exit code."""
-    from bapo.train.dry_run import dry_run
+    """Print what a run would be, and everything that is wrong with it. Returns the exit code.
+
+    Keys that cannot be read have no plan: one with defaults in their place would be the plan of another run.
+    """
+    from bapo.screen.terminal import write_line
+    from bapo.train.dry_run import WARNING, dry_run
 
     lines, wrong = dry_run(asked.draft, asked.found.data, asked.wrong)
-    print("\n".join(lines))
+    if asked.config is not None:
+        write_line(sys.stdout, "\n".join(lines))
     if wrong:
         raise _all_wrong(wrong, asked.given)
-    print("\nNothing is wrong. Without --dry-run, the same command starts the run.")
+    verdict = "Nothing stops this run" if any(line.startswith(WARNING) for line in lines) else "Nothing is wrong"
+    print(f"\n{verdict}. Without --dry-run, the same command starts the run.")
     return 0
 
 

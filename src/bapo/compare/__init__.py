@@ -18,6 +18,7 @@ from bapo.compare.plan import Job, default_parallel, make_plan, threads_for
 from bapo.compare.progress import make_progress
 from bapo.compare.results import collect, table_lines, write_json
 from bapo.config.errors import ConfigError
+from bapo.config.numerals import counted
 from bapo.runs.lock import held, is_held
 
 __all__ = ["Grid", "compare", "load_grid"]
@@ -48,7 +49,7 @@ def compare(
     parallel = parallel or default_parallel(cells)
     busy = f"another `bapo compare`, or a run that it started, is still at work in {grid.out}. Wait for it, or stop it."
     if dry_run:
-        _say(stream, f"{len(jobs)} run{'s' * (len(jobs) != 1)} in {grid.out}, {parallel} at a time")
+        _say(stream, f"{counted(len(jobs), 'run')} in {grid.out}, {parallel} at a time")
         for job in jobs:
             _say(stream, f"{job.cell.name:<40} {job.describe()}")
         if is_held(grid.out / "lock"):

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from bapo.compare.grid import Grid
 from bapo.compare.plan import Job, State
+from bapo.config.numerals import counted
 from bapo.runs.read import tail
 from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
 
@@ -60,7 +61,7 @@ class PlainProgress:
 
     def __post_init__(self) -> None:
         together = min(self.parallel, len(self.jobs))
-        self.title = f"{self.grid.name}: {len(self.jobs)} runs, {together} at a time, in {self.grid.out}"
+        self.title = f"{self.grid.name}: {counted(len(self.jobs), 'run')}, {together} at a time, in {self.grid.out}"
         self.began = self.said = self.clock()
 
     def __enter__(self) -> Self:

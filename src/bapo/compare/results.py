@@ -135,7 +135,7 @@ def _columns(k: int | str, names: set[str]) -> dict[str, Callable[[Row], str]]:
     """Heading -> the text in its column, for the measures that there are."""
     columns = {title: _shower(name) for title, name in scores(k, names).items()}
     columns |= {"before": _shower("entropy_before")}
-    columns |= {"max grad norm": _shower("max_grad_norm"), "share": _shower("share"), "responses": _responses}
+    columns |= {"max grad norm": _shower("max_grad_norm"), "positive share": _shower("share"), "responses": _responses}
     if "stop_start" in names:
         columns["stops"] = _stops
     return columns

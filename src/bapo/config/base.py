@@ -31,24 +31,36 @@ class Section(BaseModel):
         return value
 
 
-def possible_path(text: str) -> bool:
-    """Whether a file system could hold this path. Merely looking for one that is too long raises an OSError."""
+LONGEST_NAME, LONGEST_NEW_NAME = 255, 240
+"""Bytes that file systems hold of one name in a path, and what is left of them for a name that is written: the file has
+a longer name until it is whole."""
+LONGEST_PATH, LONGEST_NEW_PATH = 4095, 3500
+"""The same of a whole path. There are paths below a run directory."""
+
+
+def possible_path(text: str, *, new: bool = True) -> bool:
+    """Whether a file system could hold this path. Merely looking for one that is too long raises an OSError.
+
+    `new`: something is written there. Otherwise it is only read.
+    """
     data = text.encode(errors="surrogatepass")
     longest = max(len(name) for name in data.split(b"/"))
-    return b"\0" not in data and len(data) <= LONGEST_PATH and longest <= LONGEST_NAME
+    name, path = (LONGEST_NEW_NAME, LONGEST_NEW_PATH) if new else (LONGEST_NAME, LONGEST_PATH)
+    return b"\0" not in data and len(data) <= path and longest <= name
 
 
-def _checked_path(text: str) -> str:
+def _new_path(text: str) -> str:
     if not possible_path(text):
-        raise PydanticCustomError("path", "give a path that a file system can hold")
+        raise PydanticCustomError("path", "give a path that a file system can hold", {"longest": LONGEST_NEW_NAME})
     return text
 
 
-LONGEST_NAME = 240
-"""Bytes of one name in a path. File systems hold 255, and a file that is being written has a longer name."""
-LONGEST_PATH = 3500
-"""Bytes of a whole path. Linux holds 4,095, and there are paths below a run directory."""
-PathText = Annotated[str, AfterValidator(_checked_path)]
+def _read_path(text: str) -> str:
+    if not possible_path(text, new=False):
+        raise PydanticCustomError("path", "give a path that a file system can hold", {"longest": LONGEST_NAME})
+    return text
+
+
 Seed = Annotated[
     int,
     Field(
@@ -58,7 +70,8 @@ Seed = Annotated[
     ),
 ]
 Out = Annotated[
-    PathText,
+    str,
+    AfterValidator(_new_path),
     Field(
         description="The run directory. {time} is replaced by the start time. The directory must be new or empty, or "
         "belong to a run that was stopped before its first checkpoint."
@@ -170,7 +183,7 @@ class LogConfig(Section):
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: PathText = "demo"
+    path: Annotated[str, AfterValidator(_read_path)] = "demo"
     """A transformers model directory or hub id, a GGUF file, or "demo" for the embedded model."""
     dtype: Precision = "auto"
     """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA. With bfloat16 the optimizer keeps a float32

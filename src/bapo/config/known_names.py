@@ -35,8 +35,14 @@ PROMPTS = (
     "It counts prompts, each of which gets rollout.responses. If a TRL script sets neither, it samples for one update: "
     "as many prompts as learn.batch_groups."
 )
-STEPS = "TRL counts optimizer steps. Here one step samples once and makes all updates on it."
-KL = "It is the k3 estimate (low_var_kl), in the loss; the reference is always the weights with which the run began."
+STEPS = (
+    "TRL counts optimizer steps. Here one step samples once and makes all updates on it, so divide TRL's number by the "
+    "updates per step: num_iterations, unless steps_per_generation is set. The dry run shows them."
+)
+KL = (
+    "It is the k3 estimate (low_var_kl), in the loss; the reference is always the weights with which the run began. It "
+    "is for runs in one process."
+)
 NO_KL_IN_REWARD = "No penalty is taken from rewards here. learn.kl adds one to the loss."
 ONE_UPDATE = "An update is one optimizer step on the whole batch; this key only divides its work."
 
@@ -51,16 +57,13 @@ NAMES = (
     Known("chat_template_kwargs", "apply_chat_template_kwargs", "model.template_options"),
     Known("dataset_name, train_dataset", "train_files", "task.train", "Files, directories, benchmarks or hub ids."),
     Known("eval_dataset, dataset_test_split", "val_files", "task.test", "It must be set: every run is evaluated."),
-    Known("", "prompt_key", "task.prompt_column"),
+    Known("", "prompt_key", "task.prompt_column", "task.answer_column names the column of the answer."),
     Known("max_prompt_length", "max_prompt_length", "task.max_prompt_tokens", "Longer problems are left out."),
     Known("reward_funcs", "custom_reward_function, compute_score", "task.reward",
           "module:function, or math. The function scores one response, and not a list of them."),
-    Known(
-        "mask_truncated_completions",
-        "overlong_buffer, overlong_buffer_len",
-        "task.overlong_tokens",
-        "Truncated responses stay in the batch. This key takes reward from responses that come near the limit.",
-    ),
+    Known("mask_truncated_completions", "", "", "Truncated responses stay in the batch. task.overlong_tokens takes "
+          "reward from responses that come near the limit."),
+    Known("", "overlong_buffer, overlong_buffer_len", "task.overlong_tokens"),
     Known(
         "generation_batch_size, steps_per_generation",
         "train_batch_size, gen_batch_size",
@@ -68,6 +71,7 @@ NAMES = (
         PROMPTS,
     ),
     Known("num_generations", "n", "rollout.responses"),
+    Known("temperature", "temperature", "rollout.temperature"),
     Known("max_completion_length", "max_response_length", "rollout.max_tokens"),
     Known("top_p, top_k, min_p, repetition_penalty", "top_p, top_k", "", "Responses are sampled from the whole "
           "distribution, so that the recorded log-probs are those of the policy. rollout.temperature may be set."),
@@ -84,7 +88,8 @@ NAMES = (
     Known("delta", "clip_ratio_c", "objective.options", "The cap of objective.name = \"dual_clip\"."),
     Known("learning_rate", "lr", "learn.lr"),
     Known("lr_scheduler_type", "lr_scheduler_type, warmup_style", "learn.schedule"),
-    Known("warmup_steps, warmup_ratio", "lr_warmup_steps, lr_warmup_steps_ratio", "learn.warmup_updates"),
+    Known("warmup_steps, warmup_ratio", "lr_warmup_steps, lr_warmup_steps_ratio", "learn.warmup_updates",
+          "It counts updates. A ratio is a part of all of them."),
     Known("adam_beta1, adam_beta2", "betas", "learn.betas", "A list of both."),
     Known("max_grad_norm", "grad_clip, clip_grad", "learn.clip_norm"),
     Known(
@@ -98,7 +103,8 @@ NAMES = (
     ),
     Known("loss_type", "loss_agg_mode", "learn.reduction", "dapo, bnpo and token-mean are token_mean; grpo is "
           "sequence_mean; dr_grpo is fixed_length."),
-    Known("scale_rewards", "adv_estimator, norm_adv_by_std_in_grpo", "learn.advantages"),
+    Known("scale_rewards", "adv_estimator, norm_adv_by_std_in_grpo", "learn.advantages",
+          "TRL's group is grpo, its none is dr_grpo. Its batch does not exist here."),
     Known("gradient_checkpointing", "enable_gradient_checkpointing", "learn.activation_checkpointing"),
     Known("torch_compile", "use_torch_compile", "learn.compile"),
     Known("beta", "kl_loss_coef, use_kl_loss, kl_loss_type", "learn.kl", KL),
@@ -108,12 +114,14 @@ NAMES = (
     Known("output_dir", "default_local_dir", "out"),
     Known("save_steps", "save_freq", "checkpoint_every", STEPS),
     Known("save_total_limit", "max_actor_ckpt_to_keep", "checkpoint_keep"),
-    Known("eval_steps", "test_freq", "eval.every", STEPS),
+    Known("eval_steps, eval_strategy", "test_freq", "eval.every", STEPS),
     Known("num_generations_eval", "val_kwargs", "eval.k"),
-    Known("use_vllm, vllm_mode", "", "cluster.engine", "vllm, together with cluster.rollouts."),
+    Known("use_vllm, vllm_mode", "", "cluster.engine",
+          "vllm, together with cluster.rollouts: engines are then processes of their own, under Ray. Without these "
+          "keys, the engine of bapo samples in the process that learns."),
     Known("vllm_tensor_parallel_size", "tensor_model_parallel_size", "cluster.gpus_per_rollout"),
     Known("", "n_gpus_per_node, nnodes", "cluster.learners", "cluster.rollouts says how many processes sample."),
-    Known("report_to", "logger", "log.to"),
+    Known("report_to", "logger", "log.to", "A list. Nothing is uploaded unless the tool's own variables say so."),
     Known("", "project_name", "log.project"),
     Known("logging_steps, log_completions", "log_val_generations", "", "Every step is logged, in the run directory. "
           "`bapo report RUN` shows it."),
@@ -126,6 +134,22 @@ or a command line that uses one of their names gets the hint of this table. `bap
 
 `bapo init trl` and `bapo init verl` write a script that stays inside TRL or verl and takes only the loss from bapo; see
 [TRL](adapters/trl.md) and [verl](adapters/verl.md).
+
+## What differs if you set nothing
+
+| | TRL 1.16 | here |
+|---|---|---|
+| text prompts | stay as they are | become a user's message in the model's chat template, unless `model.chat = "no"` |
+| groups whose responses all earn the same | stay in the batch | are left out; the next step samples as many more |
+| passes over each rollout | `num_iterations` 1 | `offpolicy.reuse` 4 |
+| learning rate | 1e-6, linear to 0 | `learn.lr` 3e-5, `learn.schedule` constant |
+| warm-up | none | `learn.warmup_updates` 10 |
+| Adam's betas | 0.9, 0.999 | `learn.betas` 0.9, 0.95 |
+| mean of the loss | over tokens (`loss_type` dapo) | within each response, then over responses (`learn.reduction`) |
+| longest response | 512 tokens | `rollout.max_tokens` 64 |
+| seed | 42 | `seed` 0 |
+
+## Names
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -48,7 +49,7 @@ WORDS = {
     "int_parsing_size": "give a smaller number",
     "invalid_key": "give keys that are text",
     "switch": "give a number, not a switch",
-    "path": "give a path that a file system can hold; a name in it can have 240 bytes",
+    "path": "give a path that a file system can hold; a name in it can have {longest} bytes",
 }
 """What to do about each kind of pydantic error. A test tries bad values on every key and finds no other kind."""
 PLAIN = {"bool": "a switch", "int": "a number", "float": "a number", "str": "text"}
@@ -142,8 +143,8 @@ def parse(schema: type[Schema], values: dict[str, Any], *, source: str) -> Schem
 
 
 def listed(source: str, wrong: Sequence[str]) -> ConfigError:
-    """One error about many mistakes, a line for each."""
-    return ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in wrong)]))
+    """One error about many mistakes, each on a line of its own, or on several."""
+    return ConfigError("\n".join([f"{source}:", *(textwrap.indent(line, "  ") for line in wrong)]))
 
 
 def check(schema: type[Schema], values: dict[str, Any]) -> tuple[Schema | None, list[str]]:

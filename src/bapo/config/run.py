@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from bapo.config.base import CheckpointKeep, Device, LogConfig, ModelConfig, Out, Section, Seed, Threads, refuse_on_cpu
 from bapo.config.cluster import ClusterConfig
 from bapo.config.errors import ConfigError
+from bapo.config.numerals import counted
 from bapo.config.sections import (
     ADVANTAGE_NAMES,
     OBJECTIVE_NAMES,
@@ -106,9 +107,13 @@ class Config(Section):
     def _check_task(self) -> Iterator[str]:
         missing = [f"task.{name}" for name in ("train", "test") if not getattr(self.task, name)]
         if self.task.name == "data" and missing:
+            one_file = (
+                " If all problems are in one file, copy some of them into a second file and name that in task.test; a "
+                "problem that is in both is left out of training."
+            )
             yield (
                 f"task.name='data' needs problems to train on and others to test on. Set {' and '.join(missing)}, for "
-                'example train = ["gsm8k:train"], test = ["gsm8k"].'
+                f'example train = ["gsm8k:train"], test = ["gsm8k"].{one_file if "task.test" in missing else ""}'
             )
         if self.task.name == "gym" and not self.task.gym:
             yield ("task.name='gym' needs a data set. Add one to the recipe, for example [task.gym.basic_arithmetic].")
@@ -137,9 +142,10 @@ class Config(Section):
         off, last = self.offpolicy, self.updates_per_step - 1
         if last > off.max_staleness:
             yield (
-                f"offpolicy.reuse={off.reuse} makes {self.updates_per_step} updates on each rollout batch, so its "
-                f"tokens grow {last} updates old, but offpolicy.max_staleness={off.max_staleness} forbids that. Set "
-                f"max_staleness >= {last}, lower reuse, or raise learn.batch_groups."
+                f"offpolicy.reuse={off.reuse} makes {counted(self.updates_per_step, 'update')} on each rollout "
+                f"batch, so its tokens grow {counted(last, 'update')} old, but "
+                f"offpolicy.max_staleness={off.max_staleness} forbids that. Set max_staleness >= {last}, lower "
+                f"reuse, or raise learn.batch_groups."
             )
 
     def _check_replay(self) -> Iterator[str]:
@@ -151,8 +157,9 @@ class Config(Section):
             )
         if off.replay_fraction > 0 and off.replay_max_age < self.updates_per_step:
             yield (
-                f"offpolicy.replay_max_age={off.replay_max_age} replays nothing: a rollout is {self.updates_per_step} "
-                f"updates old when training on the next one begins. Set replay_max_age >= {self.updates_per_step}."
+                f"offpolicy.replay_max_age={off.replay_max_age} replays nothing: a rollout is "
+                f"{counted(self.updates_per_step, 'update')} old when training on the next one begins. Set "
+                f"replay_max_age >= {self.updates_per_step}."
             )
         if off.replay_fraction > 0 and off.replay_max_age > off.max_staleness:
             yield (
@@ -171,12 +178,14 @@ class Config(Section):
             return
         if self.parked_max_age + last > off.max_staleness:
             yield (
-                f"offpolicy.partial_max_age={self.parked_max_age} plus the {last} further updates of a step exceed "
-                f"offpolicy.max_staleness={off.max_staleness}. Lower partial_max_age or raise max_staleness."
+                f"offpolicy.partial_max_age={self.parked_max_age} plus the {counted(last, 'further update')} of a "
+                f"step exceed offpolicy.max_staleness={off.max_staleness}. Lower partial_max_age or raise "
+                f"max_staleness."
             )
         if self.parked_max_age < self.updates_per_step:
             yield (
-                f"parked groups may grow {self.parked_max_age} updates old, but a step takes {self.updates_per_step}, "
+                f"parked groups may grow {counted(self.parked_max_age, 'update')} old, but a step takes "
+                f"{self.updates_per_step}, "
                 "so none could ever be resumed. Raise offpolicy.max_staleness (and partial_max_age), or lower reuse."
             )
 
@@ -198,9 +207,10 @@ class Config(Section):
         needed = cluster.ahead * u + u - 1
         if needed > off.max_staleness:
             yield (
-                f"cluster.ahead={cluster.ahead} lets sampling run {cluster.ahead * u} updates ahead, and a step takes "
-                f"{u} updates, so tokens grow {needed} updates old, but offpolicy.max_staleness={off.max_staleness} "
-                f"forbids that. Set max_staleness >= {needed}, or lower ahead or offpolicy.reuse."
+                f"cluster.ahead={cluster.ahead} lets sampling run {counted(cluster.ahead * u, 'update')} ahead, and "
+                f"a step takes {counted(u, 'update')}, so tokens grow {counted(needed, 'update')} old, but "
+                f"offpolicy.max_staleness={off.max_staleness} forbids that. Set max_staleness >= {needed}, or lower "
+                f"ahead or offpolicy.reuse."
             )
         most = (2 + cluster.ahead) * self.rollout.prompts
         if off.replay_capacity < most:

@@ -62,7 +62,8 @@ class TaskConfig(Section):
     """data: what scores responses: math (math-verify, in separate processes), or module:function for a function of
     yours."""
     reward_seconds: float = Field(10.0, gt=0)
-    """Time limit for scoring one response. A response that exceeds it is logged as a failure and not trained on."""
+    """Time limit for scoring one response, with math, gym or an async function; a plain function has none. A response
+    that exceeds it is logged as a failure and not trained on."""
     reward_memory_mb: int = Field(2048, ge=256)
     """math: memory limit for scoring one response, in megabytes."""
     reward_workers: int = Field(0, ge=0)

@@ -14,12 +14,13 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from bapo.config.numerals import counted
 from bapo.evaluate.settings import Settings
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import load_problems
 from bapo.tasks.data.sources import resolve
 from bapo.tasks.dataset import Scorer
-from bapo.tasks.verify.function import find_function
+from bapo.tasks.verify.finding import find_function
 from bapo.tasks.verify.scorers import MATH, open_scorer
 from bapo.types import Problem
 
@@ -76,7 +77,7 @@ def _short(label: str, problems: Sequence[Problem], settings: Settings) -> str:
     """A note about a data set that has fewer problems than were asked for."""
     if settings.problems is None or len(problems) >= settings.problems:
         return ""
-    return f"{label}: has {len(problems)} problems, fewer than --problems {settings.problems}"
+    return f"{label}: has {counted(len(problems), 'problem')}, fewer than --problems {settings.problems}"
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from bapo.config.numerals import counted
 from bapo.evaluate.settings import Settings
 from bapo.screen.terminal import can_redraw, duration, make_console, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
@@ -53,8 +54,8 @@ class PlainProgress:
 
     def __enter__(self) -> Self:
         self.say(
-            f"{self.settings.model}: {self.total} problems, {self.settings.k} responses each, temperature "
-            f"{self.settings.temperature:g}, in {self.path}"
+            f"{self.settings.model}: {counted(self.total, 'problem')}, {counted(self.settings.k, 'response')} each, "
+            f"temperature {self.settings.temperature:g}, in {self.path}"
         )
         if self.before:
             self.say(f"{self.before} of {self.total} problems were already done")
@@ -194,7 +195,7 @@ def failure_note(results: dict[str, Any]) -> str:
     said = " ".join(str(cause).split())
     return (
         f"the verifier failed on {found['failures']} of {found['responses']} responses, which count 0; the most "
-        f"frequent cause ({count} times): "
+        f"frequent cause ({counted(count, 'time')}): "
         f"{said if len(said) <= 300 else said[:299] + '…'}"
     )
 

@@ -16,6 +16,7 @@ from tyro.conf import UseAppendAction, arg
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.placement import DeviceName, Precision
+from bapo.tasks.verify.finding import written_as
 
 __all__ = ["DEFAULT_K", "DEFAULT_MAX_TOKENS", "Settings", "data_names"]
 
@@ -83,7 +84,7 @@ class Settings:
     reward: Annotated[str | None, option(default="the data set's own verifier if it has one, otherwise math")] = None
     """What scores responses: math (math-verify, in separate processes), or module:function for a function of yours."""
     reward_seconds: float = 10.0
-    """Time limit for scoring one response."""
+    """Time limit for scoring one response, with math or an async function; a plain function has none."""
     reward_memory_mb: int = 2048
     """Memory limit for scoring one response with math, in megabytes."""
     template: Annotated[str | None, option(default="that of a named benchmark, otherwise none")] = None
@@ -131,7 +132,7 @@ class Settings:
             raise ConfigError(f"--reward-seconds {self.reward_seconds}: it must be a finite number above 0.")
         if self.reward not in (None, "math") and ":" not in str(self.reward):
             raise ConfigError(
-                f"--reward {self.reward}: it is neither math nor module:function, such as my_rewards:score."
+                f"--reward {self.reward}: it is neither math nor module:function. {written_as(str(self.reward))}"
             )
 
     @property

@@ -17,7 +17,9 @@ const charts = (() => {
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
   const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "reset" };
   const MOST_BANDS = 2;  // with more, bands and seeds of an arm are shown only while the pointer is on it
+  const MOST_COVERED = 0.5;  // so are two bands of which one covers more than this part of the other
   const FADED = 0.25;
+  const STILL = 1e-4;  // a line that moves by less than this part of its value stays where it is
 
   // What an arm looks like
 
@@ -40,8 +42,23 @@ const charts = (() => {
   const overResponses = (panel, view) => view.counted() && panel.series.some((series) => series.responses);
   const windowOf = (panel, view) => panel.kind === "curves" && !panel.markers ? view.smoothing() : 1;
   const hasDetail = (panel, view, series) => series.runs.length > 1 || windowOf(panel, view) > 1;
-  const crowded = (panel, view) => ["curves", "profile"].includes(panel.kind) && !panel.markers &&
-    panel.series.filter((series) => view.visible(view.arms[series.arm]) && hasDetail(panel, view, series)).length > MOST_BANDS;
+  function crowded(panel, view) {
+    if (!["curves", "profile"].includes(panel.kind) || panel.markers) return false;
+    const detailed = panel.series.filter((series) => view.visible(view.arms[series.arm]) && hasDetail(panel, view, series));
+    return detailed.length > MOST_BANDS || (detailed.length === 2 && covered(...detailed) > MOST_COVERED);
+  }
+
+  /* The part of the narrower band that the other one covers, on average. */
+  function covered(one, other) {
+    const reach = (series) => new Map(series.x.map((x, at) => [x, series.runs.map((run) => run[at]).filter((y) => y !== null)])
+      .filter(([, ys]) => ys.length > 1).map(([x, ys]) => [x, [Math.min(...ys), Math.max(...ys)]]));
+    const [first, second] = [reach(one), reach(other)];
+    const parts = [...first].filter(([x]) => second.has(x)).map(([x, [low, high]]) => {
+      const [from, to] = second.get(x), narrower = Math.min(high - low, to - from);
+      return narrower ? Math.max(0, Math.min(high, to) - Math.max(low, from)) / narrower : 0;
+    });
+    return parts.length ? parts.reduce((sum, part) => sum + part, 0) / parts.length : 0;
+  }
 
   /* The points of a series that one line may join, and those that it may not, because they were measured otherwise. */
   function separated(series, counts) {
@@ -107,14 +124,30 @@ const charts = (() => {
     const arm = view.arms[index];
     const { x, mean } = lines.drawn(series, 1, counts);
     return [{
-      type: "scatter", mode: "markers", x, y: mean, showlegend: false, name: label(view, arm), meta: { arm: index, apart: true },
+      type: "scatter", mode: "markers", x, y: mean, cliponaxis: false, showlegend: false, name: label(view, arm), meta: { arm: index, apart: true },
       marker: { size: 6, color: colorOf(view, arm.objective, mode), symbol: `${symbolOf(view, arm.setting)}-open`, line: { width: 1.4 } },
       hovertemplate: `%{y:.4g}, fewer problems<extra>${dom.escaped(label(view, arm))}</extra>`,
     }];
   }
 
+  /* Of any number of values: a call cannot have hundreds of thousands of arguments. */
+  const least = (values) => values.reduce((one, other) => Math.min(one, other), Infinity);
+  const most = (values) => values.reduce((one, other) => Math.max(one, other), -Infinity);
+
+  /* A line that stays where it is, but for rounding, would get an axis too short for ticks. */
+  function stillRange(panel, view) {
+    const shown = panel.series.filter((series) => view.visible(view.arms[series.arm]));
+    const values = [...shown.flatMap((series) => series.runs.flat()), ...(panel.marks ?? []).map((mark) => mark.value)].filter((value) => value !== null);
+    const low = least(values), high = most(values), size = Math.max(Math.abs(low), Math.abs(high));
+    if (!values.length || high - low > STILL * size) return null;
+    return size ? [low - size / 10, high + size / 10] : [-0.05, 1];
+  }
+
   function curvesLayout(result, panel, view) {
-    result.xaxis.rangemode = "tozero";
+    if (!panel.markers) result.xaxis.rangemode = "tozero";
+    if (!panel.ticks && !overResponses(panel, view) && most(panel.series.flatMap((series) => series.x)) < 6) result.xaxis.dtick = 1;  // there is no half step
+    const range = stillRange(panel, view);
+    if (range) result.yaxis.range = range;
     if (panel.ticks) Object.assign(result.xaxis, { tickvals: panel.ticks.map((tick) => tick.at), ticktext: panel.ticks.map((tick) => dom.escaped(tick.text)) });
     if (overResponses(panel, view)) result.xaxis.hoverformat = ",.0f";
     if (crowded(panel, view)) result.hovermode = "closest";
@@ -130,7 +163,7 @@ const charts = (() => {
     const ink = exported ? "#1c1f24" : theme.css("--quiet");
     const grid = exported ? "#e6e6e8" : theme.css("--grid");
     const axis = {
-      gridcolor: grid, zerolinecolor: grid, linecolor: grid, automargin: true, fixedrange: false,
+      gridcolor: grid, zerolinecolor: grid, linecolor: grid, automargin: true, fixedrange: false, layer: "below traces",
       tickfont: { size: 11 }, title: { font: { size: 11.5 }, standoff: 6 },
     };
     const result = {

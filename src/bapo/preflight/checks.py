@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.config.base import LogConfig, ModelConfig
+from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.core.settings import OBJECTIVE_OPTIONS
@@ -34,6 +35,7 @@ from bapo.types import Problem
 
 WRITTEN = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.")
 """Ways to write the reference answer as a response."""
+BY_DRY_RUN = "`bapo train --dry-run` with the same keys says how many that is"
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,20 @@ def _model(model: ModelConfig, response: int = 0) -> Iterator[str]:
             f"model.path={model.path!r} holds no config.json, so it is not the directory of a transformers model. Give "
             'such a directory, a GGUF file, a name on the hub, or "demo".'
         )
+    yield from no_room(model, response)
+
+
+def no_room(model: ModelConfig, response: int, how_many: str = BY_DRY_RUN) -> Iterator[str]:
+    """Says so if a response could fill the whole context. How long the prompts are is known only with a tokenizer.
+
+    `how_many`: what tells the user how long they are.
+    """
+    path = model_path() if model.path == "demo" else Path(model.path).expanduser()
     positions = model_settings(path).get("max_position_embeddings")
     if isinstance(positions, int) and response >= positions:
         yield (
-            f"rollout.max_tokens={response} leaves no room for a prompt: {model.path!r} has {positions} positions. "
-            f"Set rollout.max_tokens below {positions}."
+            f"rollout.max_tokens={response} leaves no room for a prompt: {model.path!r} has {positions} positions. Set "
+            f"rollout.max_tokens to at most {positions} less the tokens of the longest prompt; {how_many}."
         )
 
 
@@ -201,8 +212,8 @@ def _sizes(config: Config, data: TaskData) -> Iterator[str]:
     held_out, wanted = len(data.test), config.eval.problems
     if wanted is not None and wanted > held_out:
         yield (
-            f"eval.problems={wanted}, but the task holds out only {held_out} problems. Set eval.problems <= "
-            f"{held_out}, or leave it out."
+            f"eval.problems={wanted}, but the task holds out only {counted(held_out, 'problem')}. Set "
+            f"eval.problems <= {held_out}, or leave it out."
         )
     left, _ = without_overlap(data.train, data.test)
     if not left:

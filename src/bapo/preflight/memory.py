@@ -9,6 +9,10 @@
                   without it about that working set for every layer
     disk          a checkpoint has the weights, the masters and the moments; the model is written once more at the end
 
+On a cluster, a rollout actor holds the weights and the cache, and learner ranks share the states. Sampling is divided
+among the actors and learning among the ranks, each on GPUs of its own, or with a share of the threads of this machine.
+Processes that share its threads are never faster together than the machine.
+
 Times are the floating-point operations of sampling (2 per parameter and token) and learning (6, or 8 with activation
 checkpointing) at a speed that was measured, and no less than it takes to read the weights once per sampled token. With
 learn.kl, every response passes once more (2). They assume that every response has its full length, so they are rough
@@ -89,11 +93,16 @@ class Seconds:
     sampling: float
     learning: float
     evaluating: float
+    at_once: bool = False
+    """Whether sampling and learning go on at the same time."""
+    least: float = 0.0
+    """What the machine needs for both, if they share it."""
 
     @property
     def in_all(self) -> float:
         """The whole run."""
-        return self.sampling + self.learning + self.evaluating
+        both = max(self.sampling, self.learning, self.least) if self.at_once else self.sampling + self.learning
+        return both + self.evaluating
 
 
 def seconds(config: Config, shape: Shape, longest_prompt: int, *, flops: float, bandwidth: float) -> Seconds:
@@ -119,4 +128,43 @@ def seconds(config: Config, shape: Shape, longest_prompt: int, *, flops: float, 
         sampling=config.steps * sampled(responses),
         learning=shape.parameters * (per_token * learned + referred) / speed,
         evaluating=times * sampled((evaluation.problems or 1) * evaluation.k),
+    )
+
+
+@dataclass(frozen=True)
+class OnCluster:
+    """What the processes of a cluster hold, in bytes, and how long they take together."""
+
+    actor: float
+    """One rollout actor, on all of its GPUs."""
+    rank: float
+    """One learner rank."""
+    took: Seconds | None
+    """None if the speed of their devices is not known."""
+
+
+def on_cluster(config: Config, shape: Shape, held: Memory, took: Seconds | None, *, threads: int) -> OnCluster:
+    """The same run in the processes of its cluster. `took`: alone, on one GPU, or with all threads of this machine.
+
+    `threads`: those of one process.
+    """
+    cluster = config.cluster
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    share = 1.0 if config.device == "cuda" else threads / config.threads
+    gpus = cluster.gpus_per_rollout if config.device == "cuda" else 1
+    sampling, learning = cluster.rollouts * gpus * share, cluster.learners * share
+    on_this_machine = config.device != "cuda" and cluster.address is None
+    if on_this_machine:
+        sampling, learning = min(1.0, sampling), min(1.0, learning)
+    divided = took and Seconds(
+        sampling=took.sampling / sampling,
+        learning=took.learning / learning,
+        evaluating=took.evaluating / sampling,
+        at_once=cluster.ahead > 0,
+        least=took.sampling + took.learning if on_this_machine else 0.0,
+    )
+    return OnCluster(
+        actor=width * shape.parameters + held.cache,
+        rank=held.states / cluster.learners + held.activations,
+        took=divided,
     )

@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
+from bapo.config.numerals import counted
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ def run(arguments: Arguments) -> int:
 
 def _write(paths: Sequence[Path], out: Path | None) -> int:
     from bapo.report import write_report
+    from bapo.report.verdict import verdict
+    from bapo.screen.terminal import write_line
 
     if out is None:
         out = paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
@@ -53,7 +56,10 @@ def _write(paths: Sequence[Path], out: Path | None) -> int:
     if not found.arms:
         raise ConfigError("there is no run to report on, so nothing was written.")
     runs, arms = sum(len(arm.runs) for arm in found.arms), len(found.arms)
-    print(f"{out}: {runs} run{'s' * (runs != 1)} of {arms} configuration{'s' * (arms != 1)}")
+    print(f"{out}: {counted(runs, 'run')} of {counted(arms, 'configuration')}")
+    shown = verdict(found.arms)["verdict"]
+    for line in (*shown["lines"], *shown["notes"], *(f"Sign of trouble: {sign}" for sign in shown["warnings"])):
+        write_line(sys.stdout, f"  {line}")
     return 0
 
 

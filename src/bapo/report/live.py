@@ -23,7 +23,7 @@ PORT = 8377
 """The first port tried."""
 TRIES = 20
 """How many ports are tried, one after the other, if the user did not ask for one."""
-LOGS = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "summary.json")
+LOGS = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "history.jsonl", "summary.json")
 
 
 class Follower:

@@ -10,7 +10,7 @@
     const open = [...main.querySelectorAll("details")].map((element) => element.open);
     for (const element of main.querySelectorAll(".plot.js-plotly-plot")) Plotly.purge(element);
     main.replaceChildren(...[
-      sections.header(), tables.verdict(), sections.defects(), sections.contents(), tables.differences(), ...tables.overviews(),
+      sections.header(), tables.verdict(), sections.defects(), sections.contents(), tables.differences(), ...tables.overviews(), tables.cluster(),
       view.arms.length ? view.controls() : null, view.withoutCounts(), ...view.values.figures.map(sections.figure), sections.undrawn(),
       sections.responses(), sections.configuration(), sections.footer(),
     ].filter(Boolean));
@@ -21,7 +21,7 @@
 
   // Following a run: if only numbers have changed, only they are replaced.
 
-  const shape = (v) => JSON.stringify([v.objectives, v.settings, v.counts.length > 0, v.arms.map((arm) => arm.runs), v.differences.length, v.verdict.lines.length + v.verdict.warnings.length > 0,
+  const shape = (v) => JSON.stringify([v.objectives, v.settings, v.counts.length > 0, v.arms.map((arm) => arm.runs), v.differences.length, Boolean(v.cluster), v.verdict.lines.length + v.verdict.warnings.length > 0,
     v.figures.map((figure) => figure.panels.map((panel) => panel.id)), v.undrawn, v.defects.map((defect) => [defect.path, defect.kind])]);
   let tag = null;
 
@@ -34,6 +34,7 @@
     document.querySelector("#overview .scroll")?.scrollTo(left, 0);
     document.getElementById("verdict")?.replaceWith(tables.verdict() ?? "");
     document.getElementById("differences")?.replaceWith(tables.differences() ?? "");
+    document.getElementById("cluster")?.replaceWith(tables.cluster() ?? "");
     if (!document.activeElement?.matches(".pick")) document.getElementById("samples")?.replaceWith(sections.responses());
     document.querySelector(".warning")?.replaceWith(sections.defects() ?? "");
     await draw();

@@ -11,6 +11,7 @@ from typing import Any
 import bapo
 from bapo.pages import CHARTS, document
 from bapo.report.arms import Arm, Found, find, flat, grid_name
+from bapo.report.cluster import cluster
 from bapo.report.figures import figures
 from bapo.report.panels import shared_counts
 from bapo.report.samples import samples
@@ -65,6 +66,7 @@ def contents(found: Found) -> dict[str, Any]:
         "defects": [{"path": str(d.path), "kind": d.kind, "message": d.message} for d in found.defects],
         "table": table(reinforced),
         "sft": sft_table(arms),
+        "cluster": cluster(reinforced),
         **verdict(arms),
         "counts": shared_counts(drawn),
         "figures": [one for one in drawn if one["panels"]],

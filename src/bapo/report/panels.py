@@ -83,6 +83,8 @@ def curves(
         if index not in chosen:
             continue
         logged = [[line for line in _lines(run, lines) if isinstance(line.get(key), int | float)] for run in arm.runs]
+        if lines == "evals":
+            logged = [_fullest(listed) for listed in logged]
         points = [{line[axis]: (line["step"], float(line[key])) for line in listed} for listed in logged]
         if any(points):
             few = lines == "evals" and max(map(len, points)) <= MAX_POINTS
@@ -107,6 +109,21 @@ def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
         return run.evals
     usual = run.config["eval"]["temperature"]
     return [line for line in run.evals if line.get("eval/temperature", usual) == usual]
+
+
+def _fullest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One evaluation per version. If there are several, it is the last of those on the most problems."""
+    kept: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        known = kept.get(line["version"])
+        if known is None or _problems(line) >= _problems(known):
+            kept[line["version"]] = line
+    return list(kept.values())
+
+
+def _problems(line: dict[str, Any]) -> float:
+    count = line.get("eval/problems")
+    return count if isinstance(count, int | float) else 0
 
 
 def _apart(logged: Sequence[Sequence[dict[str, Any]]], aligned: dict[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ const sections = (() => {
     const widest = Math.max(1, ...series.map((one) => one.stretch ?? 1));
     const seeds = view.arms.some((arm) => arm.runs.length > 1);
     return make("footer", {}, [
-      seeds ? "Bold lines are means over seeds, bands and the bars at evaluations reach from the lowest to the highest seed, and thin lines show each seed as logged. In a plot with more than two arms, bands and thin lines appear for the arm under the pointer." : "",
+      seeds ? "Bold lines are means over seeds, bands and the bars at evaluations reach from the lowest to the highest seed, and thin lines show each seed as logged. In a plot with more than two arms, or with two bands that cover each other, bands and thin lines appear for the arm under the pointer." : "",
       "Smoothing is a centred moving mean; thin lines are not smoothed.",
       widest > 1 ? `Long curves are drawn as means of up to ${widest} consecutive updates.` : "",
       view.counts.length ? "Sampled responses are those of all groups that were finished or dropped so far, whether or not filtering kept them. Over them, the updates of one step are drawn as their mean, because they were taken after the same responses." : "",

@@ -12,7 +12,7 @@ from statistics import median
 from bapo.report.arms import Arm
 from bapo.report.cells import ends
 from bapo.runs.read import Run
-from bapo.runs.statistics import mean, stop_shares
+from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF, mean, sampled_responses, stop_shares
 
 COLLAPSED = 0.5
 """A reward below this part of its best tenth has collapsed."""
@@ -28,8 +28,10 @@ SPIKE = 10.0
 """A gradient norm above this multiple of the median is a spike."""
 FEW = 20
 """Fewer updates or steps have no trend."""
-FEW_RESPONSES = 100
-"""Fewer held-out responses say little about a share of them."""
+UNREWARDED = 0.9
+"""So large a share of the steps without any reward means that the model hardly ever earns one."""
+NO_SIGNAL = 2 / 3
+"""More than this share of the groups carries no signal."""
 CUT_OFF = 0.1
 """The length limit cuts off so much more of the held-out responses than before training."""
 
@@ -49,7 +51,7 @@ def signs(arms: Sequence[Arm]) -> list[str]:
 
 def collapse(run: Run) -> str | None:
     """The reward at the end is far below what it was at its best."""
-    rewards = [float(line["reward"]) for line in run.rollouts if isinstance(line.get("reward"), int | float)]
+    rewards = _rewards(run)
     tenth = len(rewards) // 10
     if len(rewards) < FEW:
         return None
@@ -58,6 +60,51 @@ def collapse(run: Run) -> str | None:
     if best < LEAST_REWARD or not last < COLLAPSED * best:
         return None
     return f"the reward collapsed from {best:.2f} at its best to {last:.2f} at the end"
+
+
+def unrewarded(run: Run) -> str | None:
+    """The reward was zero in nearly every step."""
+    rewards, responses = _rewards(run), sampled_responses(run) or [0]
+    empty = rewards.count(0.0)
+    if not rewards or responses[-1] < FEW_RESPONSES or not empty >= UNREWARDED * len(rewards):
+        return None
+    kept, filtered = _groups(run) or (0, 0)
+    if min(rewards) < 0 or kept > (1 - UNREWARDED) * (kept + filtered):  # 0 may be the best, or a mean of both signs
+        return None
+    where = f"in all {empty} steps" if empty == len(rewards) else f"in {empty} of {len(rewards)} steps"
+    return (
+        f"the reward was 0 {where}, so there was next to nothing to learn from; warm-start the model (docs/sft.md), "
+        "give it easier problems, or check in its responses whether the verifier refuses correct ones"
+    )
+
+
+def no_signal(run: Run) -> str | None:
+    """All responses of most groups have the same reward, so these groups teach nothing."""
+    kept, filtered = _groups(run) or (0, 0)
+    if kept + filtered < FEW or not filtered > NO_SIGNAL * (kept + filtered) or unrewarded(run):
+        return None
+    rewards = _rewards(run)
+    what = "easier problems, or a warm start (docs/sft.md)"
+    if not all(0 <= reward <= 1 for reward in rewards):  # on another scale, nobody knows which side is the good one
+        what = "easier or harder problems"
+    elif mean(rewards) > 0.5:
+        what = "harder problems"
+    return (
+        f"{filtered / (kept + filtered):.0%} of the groups carried no signal, because all responses of a group earned "
+        f"the same reward; take larger groups (rollout.responses), or {what}"
+    )
+
+
+def unfinished(run: Run) -> str | None:
+    """Most responses end at the length limit, so the reward is one of fragments."""
+    cut = [float(line["truncated"]) for line in run.rollouts if isinstance(line.get("truncated"), int | float)]
+    responses = sampled_responses(run) or [0]
+    if not cut or responses[-1] < FEW_RESPONSES or not mean(cut) > MOSTLY_CUT_OFF:
+        return None
+    return (
+        f"the length limit cut off {mean(cut):.0%} of the responses, so the reward is mostly one of unfinished text; "
+        f"raise rollout.max_tokens, which is {run.config['rollout']['max_tokens']}, or ask for shorter answers"
+    )
 
 
 def entropy(run: Run) -> str | None:
@@ -129,6 +176,18 @@ def failures(run: Run) -> str | None:
     return f"the verifier failed on {count:.0f} held-out responses, which count as wrong" if count else None
 
 
+def _rewards(run: Run) -> list[float]:
+    """The mean reward of each step in which a response finished."""
+    return [float(line["reward"]) for line in run.rollouts if isinstance(line.get("reward"), int | float)]
+
+
+def _groups(run: Run) -> tuple[int, int] | None:
+    """How many groups the buffer has kept, and how many it has refused because their rewards did not differ."""
+    last = run.rollouts[-1] if run.rollouts else {}
+    kept, filtered = (last.get(f"buffer/{name}") for name in ("added", "filtered"))
+    return (kept, filtered) if isinstance(kept, int) and isinstance(filtered, int) else None
+
+
 def _evaluated(run: Run, when: str, key: str) -> float:
     """A number of the evaluation before or after training; 0 if it is missing."""
     value = run.summary[when].get(key)
@@ -136,5 +195,5 @@ def _evaluated(run: Run, when: str, key: str) -> float:
 
 
 SIGNS: tuple[Callable[[Run], str | None], ...] = (
-    *(collapse, entropy, clipping, spikes, skipped, still, cut_off, failures),
+    *(unrewarded, no_signal, unfinished, collapse, entropy, clipping, spikes, skipped, still, cut_off, failures),
 )

@@ -10,7 +10,7 @@ from bapo.report.arms import Arm, samples_per_problem
 from bapo.report.cells import Cell, Facts, Table
 from bapo.runs.numbers import number
 from bapo.runs.read import STOP_REASONS, Run
-from bapo.runs.statistics import mean, measures, sampled_responses, stop_shares, worst
+from bapo.runs.statistics import mean, measures, sampled_responses, stop_shares, update_means, worst
 
 
 def table(arms: Sequence[Arm]) -> Table:
@@ -28,7 +28,8 @@ def table(arms: Sequence[Arm]) -> Table:
         (
             "share",
             "Positive share",
-            "Positive share of the signal at the bounds in use, over the last tenth of updates; below: the first tenth",
+            "Positive share of the signal at the bounds in use, mean over all updates, as bapo compare prints it; "
+            "below: over the first and over the last tenth of updates",
         ),
         ("stop", "Search ended", "Why BAPO's search for bounds stopped, as a share of updates"),
         (
@@ -52,7 +53,7 @@ def _cells(arm: Arm) -> dict[str, Cell]:
         "pass": facts.estimate("pass", before="pass_before"),
         "entropy": facts.estimate("entropy", before="entropy_before"),
         "staleness": _staleness(facts),
-        "share": facts.estimate("share_last", before="share_first"),
+        "share": facts.estimate("share") | {"below": _share_ends(facts)},
         "stop": _stop(facts),
         "responses": facts.mean("responses", cells.count) | {"below": f"{tokens['text']} tokens"},
     }
@@ -63,6 +64,12 @@ def _staleness(facts: Facts) -> Cell:
     oldest = worst(ages) if ages else math.nan
     bound = facts.arm.config["offpolicy"]["max_staleness"]
     return cells.cell(number(oldest), f"{oldest:.0f}" if ages else "–", f"bound {bound}")
+
+
+def _share_ends(facts: Facts) -> str:
+    """The mean over seeds at the start and at the end of training."""
+    first, last = (facts.mean(f"share_{end}", "{:.3f}".format)["text"] for end in ("first", "last"))
+    return f"{first} → {last}" if facts.of("share_last") else ""
 
 
 def _stop(facts: Facts) -> Cell:
@@ -86,4 +93,4 @@ def _facts(run: Run) -> dict[str, float]:
         facts["staleness_max"] = worst(ages)
     if responses := sampled_responses(run):
         facts["responses"] = float(responses[-1])
-    return facts | cells.common_facts(run) | cells.ends(run, "share", "share") | stop_shares(run)
+    return facts | cells.common_facts(run) | cells.ends(run, "share", "share") | update_means(run) | stop_shares(run)

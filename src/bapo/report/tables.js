@@ -60,9 +60,19 @@ const tables = (() => {
         make("table", {}, make("thead", {}, make("tr", {}, ...columns.map((column, at) => heading(id, column, at, rows)))), make("tbody", {}, ...body))));
   }
 
+  /* Only runs on a cluster have one. */
+  function cluster() {
+    if (!view.values.cluster) return null;
+    const { caption, tables: listed } = view.values.cluster;
+    return make("section", { id: "cluster" }, make("h2", {}, "Cluster"), make("p", {}, caption),
+      ...listed.map(({ headings, rows, told }) => make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `table of ${headings.at(-1)[0].toLowerCase()}` },
+        make("table", { class: told ? "plain told" : "plain" }, make("thead", {}, make("tr", {}, ...headings.map(([text, title]) => make("th", { scope: "col", title }, text)))),
+          make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((text) => make("td", {}, text)))))))));
+  }
+
   const overviews = () => ids().map(overview);
   const refresh = () => ids().forEach((id) => document.getElementById(id).replaceWith(overview(id)));
-  const links = () => ids().map((id) => [id, OVERVIEWS[id][1]]);
+  const links = () => [...ids().map((id) => [id, OVERVIEWS[id][1]]), ...(view.values.cluster ? [["cluster", "Cluster"]] : [])];
 
-  return { verdict, differences, overviews, refresh, links };
+  return { verdict, differences, overviews, cluster, refresh, links };
 })();

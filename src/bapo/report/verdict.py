@@ -8,6 +8,7 @@ there is no grid. One arm is not compared: its verdict says from where to where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -134,8 +135,7 @@ def _of_one(arm: Arm) -> tuple[list[str], list[str], str]:
         *((o["temperature"], o["before"], o["after"]) for o in others),
     ]:
         where = (f" at temperature {at:g}" if at else " with greedy sampling") if others else ""
-        name = f"avg@{k}" if not clauses else ""
-        said, tone = _from_to(first, last, name + where)
+        said, tone = _from_to(first, last, f"avg@{k}{where}" if not clauses else f"{where.strip()} it")
         clauses.append(said)
         tones.append(tone)
     known = _has_interval(before) and _has_interval(after)
@@ -151,26 +151,42 @@ def _has_interval(line: Mapping[str, Any]) -> bool:
 
 def _from_to(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> tuple[str, str]:
     """From where to where the score got, and the tone of that."""
+    same = _looks_equal(before["eval/avg"], after["eval/avg"])
     if not (_has_interval(before) and _has_interval(after)):
-        return f"{name.strip()} went from {before['eval/avg']:.3f} to {after['eval/avg']:.3f}", "plain"
+        if same:
+            return f"{name} did not change: it is {after['eval/avg']:.3f}, as before training", "plain"
+        return f"{name} went from {before['eval/avg']:.3f} to {after['eval/avg']:.3f}", "plain"
     one, two = (
         f"{line['eval/avg']:.3f} [{line['eval/avg_low']:.3f}, {line['eval/avg_high']:.3f}]" for line in (before, after)
     )
+    if same:
+        both = (
+            f"it is {two}, as before training" if one == two else f"it was {one} before training and is {two} after it"
+        )
+        return f"{name} did not change: {both}", "open"
     if after["eval/avg_low"] > before["eval/avg_high"]:
-        return f"{name.strip()} rose from {one} to {two}", "decided"
+        return f"{name} rose from {one} to {two}", "decided"
     if after["eval/avg_high"] < before["eval/avg_low"]:
-        return f"{name.strip()} fell from {one} to {two}", "wrong"
-    return f"{name.strip()} went from {one} to {two}, which may be chance", "open"
+        return f"{name} fell from {one} to {two}", "wrong"
+    return f"{name} went from {one} to {two}, which may be chance", "open"
+
+
+def _looks_equal(before: float, after: float) -> bool:
+    """Whether two scores are the same in the three digits that are shown."""
+    return f"{before:z.3f}" == f"{after:z.3f}"
 
 
 def _over_seeds(runs: Sequence[Run], k: int) -> tuple[list[str], list[str], str]:
     found = [measures(run) for run in runs]
     before, after = mean([run["avg_before"] for run in found]), mean([run["avg"] for run in found])
     gained, half = aggregate([run["avg"] - run["avg_before"] for run in found])
-    sure = half is not None and len(found) >= FEWEST_SEEDS and abs(gained) > half
+    same = _looks_equal(before, after)
+    sure = half is not None and len(found) >= FEWEST_SEEDS and abs(gained) > half and not same
     word = "went" if not sure else "rose" if gained > 0 else "fell"
-    difference = f"{gained:+.3f}" + ("" if half is None else f" ± {half:.3f}")
+    difference = f"{gained:+.3f}" + ("" if half is None or len(found) < FEWEST_SEEDS else f" ± {half:.3f}")
     line = f"avg@{k} {word} from {before:.3f} to {after:.3f} ({difference} over {len(found)} seeds)."
+    if same:
+        line = f"avg@{k} is {after:.3f} on average, as before training ({difference} over {len(found)} seeds)."
     notes = [] if len(found) >= FEWEST_SEEDS else ["Two seeds are too few to say what another one would give."]
     return [line], notes, "open" if not sure else "decided" if gained > 0 else "wrong"
 
@@ -178,14 +194,17 @@ def _over_seeds(runs: Sequence[Run], k: int) -> tuple[list[str], list[str], str]
 def _so_far(arm: Arm) -> list[str]:
     """How far an unfinished run got: the reward over the first and over the last tenth of its steps."""
     run = max(arm.runs, key=lambda run: len(run.timing))
-    rewards = [float(line["reward"]) for line in run.rollouts if isinstance(line.get("reward"), int | float)]
+    logged = [float(line["reward"]) for line in run.rollouts if isinstance(line.get("reward"), int | float)]
+    rewards = [reward for reward in logged if math.isfinite(reward)]
     if not rewards:
         return []
     tenth = max(1, len(rewards) // 10)
     first, last = mean(rewards[:tenth]), mean(rewards[-tenth:])
+    went = f"has stayed at {last:z.3f}" if _looks_equal(first, last) else f"has gone from {first:.3f} to {last:.3f}"
+    went = went if len(rewards) > 1 else f"is {last:z.3f}"
     return [
-        f"After {len(run.timing)} of {run.planned} steps, the reward of sampled responses has gone from {first:.3f} to "
-        f"{last:.3f}. The score on held-out problems comes at the end."
+        f"After {len(run.timing)} of {run.planned} steps, the reward of sampled responses {went}. The score on "
+        "held-out problems comes at the end."
     ]
 
 
@@ -199,5 +218,7 @@ def _of_sft(arm: Arm, *, named: bool) -> str:
         return f"{name} run is finished. Nothing was held out, so there is no score."
     before, after = mean([pair[0] for pair in pairs]), mean([pair[1] for pair in pairs])
     over = f", the mean over {len(pairs)} seeds" if len(pairs) > 1 else ""
+    if _looks_equal(before, after):
+        return f"{name} held-out loss did not change: it is {after:.3f} nats per token, as before training{over}."
     word = "fell" if after < before else "rose"
     return f"{name} held-out loss {word} from {before:.3f} to {after:.3f} nats per token{over}."

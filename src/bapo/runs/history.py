@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bapo.config.numerals import counted
 from bapo.runs import files
 
 FILE = "history.jsonl"
@@ -45,7 +46,7 @@ class Restart:
     def line(self) -> str:
         """One sentence for people."""
         if self.who == LEARNER:
-            again = f"{self.updates} update{'s' * (self.updates != 1)} to repeat"
+            again = f"{counted(self.updates, 'update')} to repeat"
             return f"all learner ranks start again, with {again}: {self.why}"
         if not self.responses:
             return f"{self.who}, which had no responses, is replaced: {self.why}"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.config.errors import CheckpointError, ConfigError
+from bapo.config.numerals import counted
 from bapo.runs import files
 
 FILE = "ledger.jsonl"
@@ -113,18 +114,18 @@ class Balance:
         lines = [f"the ledger does not balance; entries that do not add up: {len(self.wrong):,}"]
         for kind, count in Counter(wrong.kind for wrong in self.wrong).most_common():
             examples = [wrong.told for wrong in self.wrong if wrong.kind == kind][:EXAMPLES]
-            lines += [f"  {count:,} time{'s' * (count != 1)}: {kind}", *(f"      {told}" for told in examples)]
+            lines += [f"  {counted(count, 'time')}: {kind}", *(f"      {told}" for told in examples)]
             lines += [f"      and {count - EXAMPLES:,} more"] if count > EXAMPLES else []
         return lines
 
     @property
     def _groups(self) -> str:
         groups = sum(self.states.values())
-        return f"{groups:,} group{'s' * (groups != 1)}"
+        return counted(groups, "group")
 
     @property
     def _used(self) -> str:
-        return f"trained on {self.uses:,} times, at most {self.stalest} updates old"
+        return f"trained on {counted(self.uses, 'time')}, at most {counted(self.stalest, 'update')} old"
 
 
 EXAMPLES = 3

@@ -170,6 +170,7 @@ TIMING = {
     "tokens_per_second": "Tokens sampled and trained on per second of the step.",
     "rollout_seconds": "Time spent sampling.",
     "learn_seconds": "Time spent on updates.",
+    "sampling_share": "Share of the time in which a rollout actor sampled, mean over actors; only on a cluster.",
 }
 
 _SHARED = {key: UPDATE[key] for key in ("tokens", "entropy", "grad_norm", "lr")}

@@ -9,15 +9,32 @@ from statistics import fmean, stdev
 
 from bapo.runs.read import STOP_REASONS, Run
 
-__all__ = ["aggregate", "mean", "measures", "sampled_responses", "stop_shares", "student_quantile", "worst"]
+__all__ = [
+    "FEW_RESPONSES",
+    "MOSTLY_CUT_OFF",
+    "aggregate",
+    "mean",
+    "measures",
+    "sampled_responses",
+    "stop_shares",
+    "student_quantile",
+    "update_means",
+    "worst",
+]
+
+FEW_RESPONSES = 100
+"""Fewer responses say little about a share of them."""
+MOSTLY_CUT_OFF = 0.75
+"""If the length limit cuts off more than this share of the responses, the reward is mostly one of fragments."""
 
 
 def measures(run: Run) -> dict[str, float]:
     """The measures of a finished run, one number each; measures that the run does not have are absent.
 
     avg, pass, entropy: on held-out problems after training (`_before`: before training). max_grad_norm: the largest of
-    all updates. share: mean over updates. stop_start, …: see `stop_shares`. avg_at_T, pass_at_T: avg and pass at a
-    further temperature T of eval.also_at. responses: see `sampled_responses`, after the last step.
+    all updates. share, staleness, clip_fraction: see `update_means`. stop_start, …: see `stop_shares`. avg_at_T,
+    pass_at_T: avg and pass at a further temperature T of eval.also_at. responses: see `sampled_responses`, after the
+    last step.
 
     A supervised run has held_out, perplexity and accuracy (`_before`: before training), max_grad_norm, updates and
     training_seconds.
@@ -41,9 +58,7 @@ def measures(run: Run) -> dict[str, float]:
         values[f"pass_at_{other['temperature']:g}"] = other["after"]["eval/pass"]
     if norms := run.series("grad_norm"):
         values["max_grad_norm"] = worst(norms)
-    for key, name in (("share", "share"), ("staleness_mean", "staleness"), ("clip_fraction", "clip_fraction")):
-        if series := run.series(key):
-            values[name] = mean(series)
+    values |= update_means(run)
     if responses := sampled_responses(run):
         values["responses"] = responses[-1]
     values |= stop_shares(run)
@@ -77,6 +92,12 @@ def sampled_responses(run: Run) -> list[int] | None:
             return None
         totals.append(totals[-1] + groups * int(run.config["rollout"]["responses"]) + dropped)
     return totals
+
+
+def update_means(run: Run) -> dict[str, float]:
+    """share, staleness, clip_fraction: means over all updates that logged them, each update with the same weight."""
+    keys = {"share": "share", "staleness_mean": "staleness", "clip_fraction": "clip_fraction"}
+    return {name: mean(series) for key, name in keys.items() if (series := run.series(key))}
 
 
 def stop_shares(run: Run) -> dict[str, float]:

@@ -58,12 +58,17 @@ class Outcome:
     @property
     def size(self) -> str:
         """The difference without its sign."""
-        return f"{abs(self.mean):.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
+        return f"{abs(self.mean):.3f}{self._interval}"
 
     @property
     def signed(self) -> str:
         """The difference with its sign."""
-        return f"{self.mean:+.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
+        return f"{self.mean:+.3f}{self._interval}"
+
+    @property
+    def _interval(self) -> str:
+        """That of two seeds is wider than all that can happen, so it is left out."""
+        return "" if self.half is None or self.seeds < FEWEST_SEEDS else f" ± {self.half:.3f}"
 
 
 def judge(
@@ -136,6 +141,7 @@ def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str,
     reference, *others = rows
     if not rows[reference]["seeds"]:
         return f"{reference} has no finished run, so there is nothing to measure the others by.", [], []
+    fallen = _all_fell(rows, k)
     further = temperatures({name for row in rows.values() for name in row["measures"]})
     at = "" if not further or temperature is None else _at(temperature)
     found = {
@@ -152,7 +158,21 @@ def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str,
         by_pass = [outcome(rows, one.name, "pass") for one in first[1]]
         news = [by for one, by in zip(first[1], by_pass, strict=True) if by.kind in DECIDED and by.kind != one.kind]
         more += [f"By pass@{k}{at}, {_ahead_and_behind(news, reference)}."] if news else []
-    return line, more, [one for outcomes in found.values() for one in outcomes]
+    return line, [*fallen, *more], [one for outcomes in found.values() for one in outcomes]
+
+
+def _all_fell(rows: Rows, k: int | str) -> list[str]:
+    """A sentence if every arm, even the best one, ended below the score that it started with."""
+    scores = {
+        name: [row["measures"].get(key, {}).get("mean", math.nan) for key in ("avg_before", "avg")]
+        for name, row in rows.items()
+        if row["seeds"]
+    }
+    if len(scores) < 2 or not all(round(after, 3) < round(before, 3) for before, after in scores.values()):
+        return []
+    who = "Both arms" if len(scores) == 2 else f"All {len(scores)} arms"
+    fell = _joined([f"{name} from {before:.3f} to {after:.3f}" for name, (before, after) in scores.items()])
+    return [f"{who} ended below where they started: {fell} avg@{k}."]
 
 
 def _at(temperature: float | str) -> str:
@@ -190,7 +210,9 @@ def _clause(one: Outcome, reference: str, unit: str, at: str) -> str:
         "behind": f"{one.name} falls short of {reference} by {one.size} {unit}{at} {over}",
         "open": f"{one.name} and {reference} cannot be told apart{at} ({one.signed} {unit} {over})",
         "few": f"Two seeds are too few to decide between {one.name} and {reference} ({one.signed} {unit}{at})",
-        "one": f"One seed decides nothing: {one.name} differs from {reference} by {one.signed} {unit}{at}",
+        "one": f"One seed decides nothing: {one.name} and {reference} have the same {unit}{at}"
+        if one.size == "0.000"
+        else f"One seed decides nothing: {one.name} differs from {reference} by {one.signed} {unit}{at}",
         "missing": f"{one.name} has no finished run, so it cannot be compared with {reference} yet",
         "apart": f"{one.name} and {reference} have no seed in common, so they cannot be compared seed by seed",
         "not a number": f"The {unit}{at} of {one.name} or of {reference} is not a number in at least one run",

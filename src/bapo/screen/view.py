@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
@@ -34,36 +33,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from bapo.screen.columns import ACTOR_COLUMNS, NONE, SHOWN, ActorLine, legend
 from bapo.screen.steady import SteadyLive, Unechoed
 from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
 
-__all__ = ["ActorLine", "LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
+__all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
 
-SHOWN = {
-    "imitation/loss": ("loss", 3),
-    "reward": ("reward", 3),
-    "eval/avg": ("eval", 3),
-    "entropy": ("entropy", 3),
-    "length": ("length", 1),
-    "grad_norm": ("grad", 3),
-    "tokens_per_second": ("tok/s", 0),
-    "seconds": ("seconds", 2),
-    "share": ("share", 3),
-    "clip_low": ("low", 2),
-    "clip_high": ("high", 2),
-    "clip_fraction_positive": ("clipped+", 3),
-    "clip_fraction_negative": ("clipped-", 3),
-    "staleness_mean": ("stale", 1),
-    "staleness_max": ("stalest", 0),
-}
-"""Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
 LINE_SECONDS = 2.0
 """Least time between two lines of the plain view. Notes and the first and last step are always printed."""
 ACTOR_SECONDS = 30.0
 """Least time between two reports of the actors in the plain view."""
 SAMPLE_SECONDS = 20.0
 """Least time between two samples in the plain view."""
+SAMPLE_LINES = 8
+"""Lines of the sample in the live view, if there is room."""
 RECENT_STEPS = 20
 """The ETA uses the mean duration of this many recent steps."""
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -113,29 +97,6 @@ def summary_table(
     make_console(stream).print(table)
 
 
-@dataclass(frozen=True)
-class ActorLine:
-    """What an actor of a cluster does."""
-
-    name: str
-    doing: str
-    version: int
-    """The version of its weights."""
-    tokens_per_second: float
-    responses: int
-    """Responses it is working on."""
-    restarts: int
-
-    def cells(self) -> tuple[str, ...]:
-        """As columns: name, what it does, version, speed, responses, restarts."""
-        version = "" if self.version < 0 else str(self.version)
-        rate = f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else ""
-        return self.name, self.doing, version, rate, str(self.responses or ""), str(self.restarts or "")
-
-
-ACTOR_COLUMNS = ("actor", "does", "version", "tok/s", "responses", "restarts")
-
-
 class View:
     """A context manager that is told what happens. This base class remembers the numbers and shows nothing."""
 
@@ -161,6 +122,10 @@ class View:
             self.history.setdefault(key, []).append(value)
         if isfinite(self.now.get("seconds", nan)):
             self.seconds.append(self.now["seconds"])
+
+    def begin_after(self, step: int) -> None:
+        """Count from this step on: a run is resumed there, and may need a while until it goes on."""
+        self.current = step
 
     def recall(self, steps: Iterable[tuple[int, Mapping[str, float], Mapping[str, float]]]) -> None:
         """Take up the numbers of earlier steps, so that the curves of a resumed run continue. Nothing is shown."""
@@ -198,6 +163,7 @@ class PlainView(View):
         self.line_at = self.sample_at = float("-inf")
         self.actors_at = clock()
         self.waiting = False
+        self.explained = False
 
     def __enter__(self) -> Self:
         write_line(self.stream, self.title)
@@ -236,7 +202,7 @@ class PlainView(View):
             self.actors_at = self.clock()
             for line in lines:
                 told = zip(ACTOR_COLUMNS[2:], line.cells()[2:], strict=True)
-                facts = [f"{name} {cell}" for name, cell in told if cell]
+                facts = [f"{name} {cell}" for name, cell in told if cell not in ("", NONE)]
                 write_line(self.stream, f"  {line.name}: {', '.join([line.doing, *facts])}")
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
@@ -245,6 +211,9 @@ class PlainView(View):
 
     def _print_step(self) -> None:
         self.line_at, self.waiting = self.clock(), False
+        if not self.explained and (meanings := legend(self.now)):
+            self.explained = True
+            write_line(self.stream, f"  {meanings}")
         cells = [f"step {self.current:>{len(str(self.total_steps))}}/{self.total_steps}"]
         for key in (key for key in SHOWN if key in self.history):
             label, decimals = SHOWN[key]
@@ -294,6 +263,11 @@ class LiveView(View):
             super().step(step, metrics, timing)
         self.progress.update(self.task, completed=step, remaining=self.remaining())
 
+    def begin_after(self, step: int) -> None:
+        """See `View.begin_after`."""
+        super().begin_after(step)
+        self.progress.update(self.task, completed=step)
+
     def recall(self, steps: Iterable[tuple[int, Mapping[str, float], Mapping[str, float]]]) -> None:
         """See `View.recall`."""
         with self.lock:
@@ -323,19 +297,22 @@ class LiveView(View):
         width, height = self.console.size
         with self.lock:
             table = _metrics_table(self.history, columns=2 if width >= 76 else 1, sparks=width >= 40)
-            last, crew = self.last, self.crew
-        room = max(1, height - table.row_count - 6)
+            last, crew, meanings = self.last, self.crew, Text(legend(self.history), "dim")
+        free = height - table.row_count - 6  # two panels' borders, the bar, the line below
+        room = max(1, free)
+        free -= min(len(crew), room) + 1 if crew else 0
+        lines = min(SAMPLE_LINES, free) if self.samples else 0
+        needed = len(meanings.wrap(self.console, max(1, width - 4)))
+        explained = [meanings] if meanings and needed <= free - max(0, lines) else []
         top = Panel(
-            Group(self.progress, table, *([_actors_table(crew, room)] if crew else [])),
+            Group(self.progress, table, *explained, *([_actors_table(crew, room)] if crew else [])),
             title=Text(self.title),
             title_align="left",
             subtitle=Text(self.work.line) or None,  # in the border, where it can come and go without moving anything
             subtitle_align="left",
             border_style="cyan",
         )
-        crew_lines = min(len(crew), room) + 1 if crew else 0
-        lines = min(8, height - table.row_count - crew_lines - 6)  # two panels' borders, the bar, the line below
-        return Group(top, _sample_panel(last, self.console, lines)) if lines > 0 and self.samples else top
+        return Group(top, _sample_panel(last, self.console, lines)) if lines > 0 else top
 
 
 def _actors_table(lines: Sequence[ActorLine], room: int) -> Table:

@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
 # A verl script that clips with bapo: a GRPO script with three lines added (the policy_loss lines).
-#     pip install bapo               # into verl's environment
+#     pip install 'bapo[verl]'       # into verl's environment
 #     MODEL=… TRAIN_FILES=… VAL_FILES=… bash FILE [more of verl's options]
+# It needs vLLM and a GPU, and its sizes are for a model of half a billion parameters on one GPU of 80 GB.
 # docs/adapters/verl.md lists the options, and has fully-async training with partial rollout.
 set -euo pipefail
 
-model=${MODEL:?path or name of a transformers model}
-train_files=${TRAIN_FILES:?parquet files in verl\'s format}
-val_files=${VAL_FILES:?parquet files in verl\'s format}
+model=${MODEL:?is not set. Give the path or the name of a transformers model: MODEL=… bash FILE}
+train_files=${TRAIN_FILES:?is not set. Give parquet files in the format of verl: TRAIN_FILES=… bash FILE}
+val_files=${VAL_FILES:?is not set. Give parquet files in the format of verl: VAL_FILES=… bash FILE}
+for package in bapo verl vllm; do
+    python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$package') is None)" || {
+        echo "$(command -v python) has no package $package. Activate the environment of verl, or install it there." >&2
+        exit 2
+    }
+done
 
 # Bounds act on stale tokens: raise ppo_epochs, or let ppo_mini_batch_size divide a batch into several updates. From
 # eight epochs on, use preset=push-once.

@@ -12,6 +12,7 @@ import torch
 from bapo.buffer import Buffer
 from bapo.config.base import ModelConfig, refuse_on_cpu
 from bapo.config.errors import ConfigError
+from bapo.config.numerals import counted
 from bapo.config.placement import placed
 from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
@@ -31,6 +32,7 @@ from bapo.tasks.overlong import overlong_penalty
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
 from bapo.train.loop import Parts
+from bapo.train.speed import slow_precision
 from bapo.train.tasks import make_task
 from bapo.train.team import ALONE, Team
 from bapo.train.together import SharedEngine, SharedTask, make_learner, on_the_cpu
@@ -116,8 +118,9 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         policy=policy,
         notes=[
             *prepared.notes,
-            *(cluster_notes(config) or engine_notes(engine)),
+            *([] if config.cluster.on else engine_notes(engine)),
             *clip_notes(config),
+            *slow_precision(config),
             *unreadable(config, policy, task),
         ],
         overlong=_overlong(config),
@@ -177,17 +180,16 @@ def engine_notes(engine: Engine) -> list[str]:
 
 
 def cluster_notes(config: Config) -> list[str]:
-    """What a person should know of a run on a cluster."""
+    """What a person should know of a run on a cluster, before its actors have started."""
     cluster = config.cluster
     if not cluster.on:
         return []
-    ranks = "1 learner rank" if cluster.learners == 1 else f"{cluster.learners} learner ranks"
-    actors = "1 rollout actor" if cluster.rollouts == 1 else f"{cluster.rollouts} rollout actors"
+    ranks, actors = counted(cluster.learners, "learner rank"), counted(cluster.rollouts, "rollout actor")
     told = [f"{actors} ({cluster.engine}) and {ranks} on {cluster.address or 'this machine'}, device {config.device}"]
     if cluster.ahead:
         told.append(
-            f"sampling runs up to {cluster.ahead * config.updates_per_step} updates ahead of learning, so two runs "
-            "with the same seed differ"
+            f"sampling runs up to {counted(cluster.ahead * config.updates_per_step, 'update')} ahead of learning, so "
+            f"two runs with the same seed differ"
         )
     if cluster.engine == "vllm":
         told.append("vLLM gives no entropies: evaluations do not measure eval/entropy")
@@ -230,8 +232,8 @@ def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:
     """What model and task cannot do together."""
     if config.eval.problems is not None and config.eval.problems > len(task.test):
         yield (
-            f"eval.problems={config.eval.problems}, but the task holds out only {len(task.test)} problems. Set "
-            f"eval.problems <= {len(task.test)}."
+            f"eval.problems={config.eval.problems}, but the task holds out only {counted(len(task.test), 'problem')}. "
+            f"Set eval.problems <= {len(task.test)}."
         )
     longest = longest_prompt(policy, task)
     positions = getattr(policy.model.config, "max_position_embeddings", None)

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from bapo.config.numerals import counted
 from bapo.config.run import Config, TaskConfig
 from bapo.config.sft import SftConfig
 
@@ -53,7 +54,8 @@ def model_card(
         "objective": _objective(config),
         "off-policy data": _off_policy(config, summary),
         "updates": f"{summary['updates']}, steps: {config.steps}; {_learning(config)}",
-        "rollout": f"{config.rollout.prompts} prompts × {config.rollout.responses} responses per step, temperature "
+        "rollout": f"{counted(config.rollout.prompts, 'prompt')} × {counted(config.rollout.responses, 'response')} "
+        f"per step, temperature "
         f"{config.rollout.temperature:g}, at most {config.rollout.max_tokens} tokens",
         "data": _data(config.task),
         "prompts": _prompts(config, chat=chat),
@@ -83,8 +85,8 @@ def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: 
     facts = {
         "base model": f"`{config.model.path}`, {_trained(config)}",
         "demonstrations": f"{', '.join(config.task.train)}: {data}",
-        "updates": f"{summary['updates']} ({config.epochs} epochs of batches of {learn.batch_sequences}), AdamW, "
-        f"learning rate {learn.lr:g} ({learn.schedule})",
+        "updates": f"{summary['updates']} ({counted(config.epochs, 'epoch')} of batches of {learn.batch_sequences}), "
+        f"AdamW, learning rate {learn.lr:g} ({learn.schedule})",
         "seed": str(config.seed),
         "made with": f"bapo {version}, {config.device}, {config.model.dtype}",
     }
@@ -132,11 +134,13 @@ def _off_policy(config: Config, summary: dict[str, Any]) -> str:
     off = config.offpolicy
     sources = [f"each rollout batch used {off.reuse} times" if off.reuse > 1 else "each rollout batch used once"]
     if off.replay_fraction:
-        sources.append(f"{off.replay_fraction:.0%} of a batch replayed, up to {off.replay_max_age} updates old")
+        oldest = counted(off.replay_max_age, "update")
+        sources.append(f"{off.replay_fraction:.0%} of a batch replayed, up to {oldest} old")
     if off.partial_budget is not None:
         sources.append(f"partial rollout of {off.partial_budget} tokens per step")
     return (
-        f"{', '.join(sources)}; no token older than {summary['staleness_max']:.0f} updates (bound {off.max_staleness})"
+        f"{', '.join(sources)}; no token older than {counted(round(summary['staleness_max']), 'update')} (bound "
+        f"{off.max_staleness})"
     )
 
 
@@ -144,7 +148,7 @@ def _learning(config: Config) -> str:
     learn = config.learn
     penalty = f", KL penalty to the initial weights {learn.kl:g}" if learn.kl else ""
     return (
-        f"AdamW, learning rate {learn.lr:g} ({learn.schedule}), {learn.batch_groups} groups per update, "
+        f"AdamW, learning rate {learn.lr:g} ({learn.schedule}), {counted(learn.batch_groups, 'group')} per update, "
         f"{learn.reduction} loss, {learn.advantages} advantages{penalty}"
     )
 

@@ -127,6 +127,11 @@ def set_aside_newer(path: Path) -> list[str]:
     return aside
 
 
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(path.name.rpartition("-")[2])
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The state in a checkpoint. Its manifest and its small files are verified; `load` verifies all."""
     try:

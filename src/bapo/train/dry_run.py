@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,24 @@ from typing import Any
 import torch
 
 from bapo.config.errors import BapoError
+from bapo.config.numerals import counted, every
 from bapo.config.run import Config
 from bapo.models import Policy, hush, outline_policy
-from bapo.preflight.checks import written_answers
+from bapo.preflight.checks import no_room, written_answers
 from bapo.preflight.data import TaskData
-from bapo.preflight.memory import GIB, Memory, Seconds, Shape, memory, seconds
+from bapo.preflight.memory import GIB, Memory, Seconds, Shape, memory, on_cluster, seconds
 from bapo.screen.terminal import duration, printable
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.task import Task
-from bapo.train.build import longest_prompt, misfits, prompting, resolve, unreadable
+from bapo.train.build import cluster_notes, longest_prompt, misfits, prompting, resolve, unreadable
+from bapo.train.speed import measured_speed, slow_precision
 from bapo.train.tasks import make_task
 from bapo.types import Problem
 
 SHOWN = 600
 """Characters of the prompt that are shown."""
-TRIALS = 20
-"""How often each speed is measured."""
+WARNING = "warning"
+"""The name of a line about something that works, but that hardly anybody wants."""
 
 
 def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[list[str], list[str]]:
@@ -57,10 +58,24 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
     if policy is not None and task is not None:
         config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
         wrong += [*misfits(config, policy, task), *unreadable(config, policy, task)]
-    lines = [*_model(config, policy), *_task(config, policy, task, facts), *_steps(config)]
+    wrong = _with_one_limit(config, wrong)
+    lines = [*_model(config, policy), *_processes(config), *_task(config, policy, task, facts), *_steps(config)]
     if policy is not None and task is not None:
         lines += _needs(config, policy, task)
-    return [*lines, *_place(config)], list(dict.fromkeys(wrong))
+    lines += _place(config)
+    if config.model.dtype != "auto":  # it is known where the run computes
+        lines += [_line(WARNING, text) for text in slow_precision(config)]
+    return lines, list(dict.fromkeys(wrong))
+
+
+def _with_one_limit(config: Config, wrong: list[str]) -> list[str]:
+    """The same mistakes, where `no_room` gives way to the exact limit, or says what stands in the way of that."""
+    limit, first = config.rollout.max_tokens, "this dry run says how many that is once the other mistakes are corrected"
+    rough = dict(zip(no_room(config.model, limit), no_room(config.model, limit, first), strict=True))
+    others = [line for line in wrong if line not in rough]
+    if any(line.startswith("rollout.max_tokens=") for line in others):
+        return others
+    return [rough.get(line, line) for line in wrong]
 
 
 def shape_of(policy: Policy, config: Config) -> Shape:
@@ -101,11 +116,52 @@ def _model(config: Config, policy: Policy | None) -> Iterator[str]:
     yield _line("model", told)
 
 
+def _processes(config: Config) -> Iterator[str]:
+    """Which processes a cluster has, what each computes with, and which Ray they live in."""
+    cluster = config.cluster
+    if not cluster.on:
+        return
+    ray = "Ray is started on this machine" if cluster.address is None else f"in the Ray cluster at {cluster.address}"
+    actors, ranks = counted(cluster.rollouts, "rollout actor"), counted(cluster.learners, "learner rank")
+    each = counted(_threads(config), "CPU thread")
+    on_gpu = config.device == "cuda"
+    told = [
+        f"this one, {actors} and {ranks}; {ray}",
+        f"{_numbered('rollout', cluster.rollouts)}: engine {cluster.engine}, "
+        f"{counted(cluster.gpus_per_rollout, 'GPU') if on_gpu else each}{' each' * (cluster.rollouts > 1)}",
+        f"{_numbered('learner', cluster.learners)}: {'1 GPU' if on_gpu else each}{' each' * (cluster.learners > 1)}",
+        *cluster_notes(config)[1:],
+    ]
+    if on_gpu:
+        needed = cluster.rollouts * cluster.gpus_per_rollout + cluster.learners
+        here = f"; this machine has {torch.cuda.device_count()}" if cluster.address is None else ""
+        told.insert(3, f"{counted(needed, 'GPU')} in all{here}")
+    elif cluster.address is None and 0 < config.threads < cluster.rollouts + cluster.learners:
+        told.insert(
+            3,
+            f"{cluster.rollouts + cluster.learners} processes share {counted(config.threads, 'CPU thread')} and slow "
+            "each other down; lower cluster.rollouts or cluster.learners",
+        )
+    yield _line("processes", "\n".join(told))
+
+
+def _numbered(name: str, count: int) -> str:
+    """`rollout 0`, or `rollout 0-3`, as the screen calls them."""
+    return f"{name} 0" if count == 1 else f"{name} 0-{count - 1}"
+
+
+def _threads(config: Config) -> int:
+    """The threads of one process of a cluster."""
+    from bapo.train.hosts import threads_of
+
+    return threads_of(config)
+
+
 def _task(config: Config, policy: Policy | None, task: Task | None, facts: dict[str, str]) -> Iterator[str]:
     if policy is None or task is None:
         return
-    sizes = f"{len(task.train):,} problems to train on, {len(task.test):,} held out"
-    asked = f"{config.eval.problems:,} of them evaluated, {config.eval.k} responses each"
+    sizes = f"{counted(len(task.train), 'problem')} to train on, {len(task.test):,} held out"
+    asked = f"{config.eval.problems:,} of them evaluated, {counted(config.eval.k, 'response')} each"
     yield _line("data", "\n".join(filter(None, (f"{config.task.name}: {sizes}, {asked}", facts["notes"]))))
     problem = task.train[0]
     text = printable(policy.decode(policy.encode(problem.prompt)))
@@ -143,22 +199,34 @@ def _steps(config: Config) -> Iterator[str]:
     responses = rollout.prompts * rollout.responses
     yield _line(
         "sampling",
-        f"{config.steps} steps of {rollout.prompts} prompts x {rollout.responses} responses = "
-        f"{config.steps * responses:,} responses of up to {rollout.max_tokens:,} tokens, temperature "
-        f"{rollout.temperature:g}",
+        f"{counted(config.steps, 'step')} of {counted(rollout.prompts, 'prompt')} x "
+        f"{counted(rollout.responses, 'response')} = {counted(config.steps * responses, 'response')} of up to "
+        f"{rollout.max_tokens:,} tokens, temperature {rollout.temperature:g}",
     )
     yield _line(
         "updates",
-        f"{per_step} per step, {config.steps * per_step:,} in all, of {config.learn.batch_groups} groups each; "
-        f"learning rate {config.learn.lr:g} ({config.learn.schedule}), {config.learn.reduction}",
+        f"{per_step} per step, {config.steps * per_step:,} in all, of {counted(config.learn.batch_groups, 'group')} "
+        f"each; learning rate {config.learn.lr:g} ({config.learn.schedule})\n{', '.join(_updated(config))}",
     )
     yield _line("clip", _clip(config))
     oldest = per_step - 1 + config.cluster.ahead * per_step * config.cluster.on
-    sources = [f"{off.reuse} passes over each rollout"]
+    sources = [f"{counted(off.reuse, 'pass', 'passes')} over each rollout"]
     sources += [f"{off.replay_fraction:.0%} replay"] if off.replay_fraction else []
     sources += [f"partial rollout of {off.partial_budget:,} tokens a step"] if off.partial_budget else []
-    grows = "" if len(sources) > 1 else f"; tokens grow {oldest} updates old"
-    yield _line("staleness", f"at most {off.max_staleness} updates, enforced; {', '.join(sources)}{grows}")
+    grows = "" if len(sources) > 1 else f"; tokens grow {counted(oldest, 'update')} old"
+    yield _line("staleness", f"at most {counted(off.max_staleness, 'update')}, enforced; {', '.join(sources)}{grows}")
+    yield _line("eval", _evaluations(config))
+
+
+def _updated(config: Config) -> Iterator[str]:
+    """How rewards become one number to learn from, and what else shapes an update if it is asked for."""
+    learn = config.learn
+    yield learn.reduction
+    yield f"advantages {learn.advantages}"
+    if learn.warmup_updates:
+        yield f"warm-up {counted(learn.warmup_updates, 'update')}"
+    if learn.kl:
+        yield f"KL penalty {learn.kl:g}"
 
 
 def _clip(config: Config) -> str:
@@ -172,20 +240,43 @@ def _clip(config: Config) -> str:
     told = f"lower bound {low}, upper bound {high}"
     if clip.used_low is not None:
         told += f", and {clip.used_low:g} below for negative tokens that were used before (push once)"
+    elif (*clip.low, *clip.high) == (0.8, 0.8, 1.2, 1.2):
+        told += ", as in PPO and GRPO"
     if clip.low[0] != clip.low[1] or clip.high[0] != clip.high[1]:
         told += ", chosen anew in every update (BAPO)"
     return f"{told}; preset {objective.preset}"
 
 
+def _evaluations(config: Config) -> str:
+    """When the held-out problems are evaluated."""
+    asked = config.eval
+    told = "before and after training"
+    if 0 < asked.every < config.steps:
+        told += f", and {every(asked.every, 'step')}"
+    told += f"; temperature {asked.temperature:g}"
+    if asked.also_at:
+        told += f", before and after also {' and '.join(f'{one:g}' for one in asked.also_at)}"
+    return told
+
+
 def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
     shape, longest = shape_of(policy, config), longest_prompt(policy, task)
     held = memory(config, shape, longest)
-    yield _line("memory", _told_memory(config, held))
+    took = None
+    if config.device != "cuda" or torch.cuda.is_available():
+        flops, bandwidth = measured_speed(config)
+        took = seconds(config, shape, longest, flops=flops, bandwidth=bandwidth)
     if config.cluster.on:
-        return
-    flops, bandwidth = measured_speed(config)
-    took = seconds(config, shape, longest, flops=flops, bandwidth=bandwidth)
-    yield _line("time", _told_time(took))
+        parts = on_cluster(config, shape, held, took, threads=_threads(config))
+        took = parts.took
+        yield _line(
+            "memory",
+            f"about {_bytes(parts.actor)} in a rollout actor: weights, keys and values\n"
+            f"about {_bytes(parts.rank)} in a learner rank: its part of weights and optimizer, activations",
+        )
+    else:
+        yield _line("memory", _told_memory(config, held))
+    yield _line("time", "not estimated: this machine has no GPU to measure" if took is None else _told_time(took))
     yield _line(
         "disk", f"about {_bytes(held.disk)} in the run directory; {_bytes(_free(Path(config.out)))} are free there"
     )
@@ -210,47 +301,20 @@ def _told_memory(config: Config, held: Memory) -> str:
 
 def _told_time(took: Seconds) -> str:
     parts = (("sampling", took.sampling), ("learning", took.learning), ("evaluating", took.evaluating))
+    at_once = "; sampling and learning go on at the same time" if took.at_once else ""
     return (
         f"very roughly {duration(took.in_all)} if every response has its full length: "
-        f"{', '.join(f'{name} {duration(part)}' for name, part in parts)}"
+        f"{', '.join(f'{name} {duration(part)}' for name, part in parts)}{at_once}"
     )
-
-
-def measured_speed(config: Config) -> tuple[float, float]:
-    """Floating-point operations and bytes per second of this machine, in the precision of the run.
-
-    On the CPU they are those of one thread, in time of its own, so that a busy machine does not look slow.
-    """
-    dtype, device = getattr(torch, config.model.dtype), torch.device(config.device)
-    on_gpu = device.type == "cuda"
-    size = 4096 if on_gpu else 256
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    flops = 2 * size**3 / _seconds_of(lambda: a @ b, on_gpu=on_gpu)
-    large = torch.ones(2**28 if on_gpu else 2**22, device=device)
-    bandwidth = 2 * 4 * large.numel() / _seconds_of(large.clone, on_gpu=on_gpu)
-    torch.set_num_threads(threads)
-    return flops * (1 if on_gpu else config.threads), bandwidth
-
-
-def _seconds_of(work: Callable[[], object], *, on_gpu: bool) -> float:
-    """How long some work takes: the best of several trials, after one that does not count."""
-    clock = time.perf_counter if on_gpu else time.thread_time
-    best = math.inf
-    for trial in range(TRIALS):
-        began = clock()
-        work()
-        if on_gpu:
-            torch.cuda.synchronize()
-        best = min(best, clock() - began) if trial else best
-    return best
 
 
 def _place(config: Config) -> Iterator[str]:
     yield _line(
-        "out", f"{config.out}, a checkpoint every {config.checkpoint_every} steps, {config.checkpoint_keep} kept"
+        "out",
+        f"{config.out}, a checkpoint {every(config.checkpoint_every, 'step')}, {config.checkpoint_keep} kept",
     )
+    if config.log.to:
+        yield _line("log", f"{', '.join(config.log.to)}; project {config.log.project}")
 
 
 def _free(path: Path) -> float:

@@ -27,9 +27,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bapo.config.errors import ClusterError, ConfigError
+from bapo.config.numerals import counted
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.runs.history import Restart
-from bapo.screen.view import ActorLine
+from bapo.screen.columns import ActorLine
 from bapo.train.cluster import END_SECONDS, Actor, Lost, Missing, Silent, answered, end
 from bapo.train.hosts import Hello
 from bapo.train.member import DOING, WORK_SECONDS, Member
@@ -283,7 +284,7 @@ class Fleet:
         if any(self._is_fit(member) or (member.hello and self.published is None) for member in self.members):
             self._fit = time.monotonic()
         elif time.monotonic() - self._fit > 2 * self.start_seconds:
-            told = "; ".join(f"{line.name}: {line.doing}, {line.restarts} restarts" for line in self.lines())
+            told = "; ".join(f"{line.name}: {line.doing}, {counted(line.restarts, 'restart')}" for line in self.lines())
             raise ClusterError(
                 f"no rollout actor has been fit to sample for {2 * self.start_seconds:.0f} s ({told}). Look at the "
                 "nodes of the cluster, then continue with `bapo resume`."
@@ -320,7 +321,7 @@ class Fleet:
         """A member raised an error: try another actor, but not for ever."""
         member.failures += 1
         if member.failures >= TRIES or isinstance(error, ConfigError):
-            told = f"{member.name} failed {member.failures} times while {DOING[member.doing]}: {error}"
+            told = f"{member.name} failed {counted(member.failures, 'time')} while {DOING[member.doing]}: {error}"
             self._broken = ClusterError(told)
             raise self._broken from error
         self._replace(member, place, error)

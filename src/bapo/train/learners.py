@@ -25,11 +25,13 @@ from bapo.config.errors import ClusterError
 from bapo.learn.learner import Update
 from bapo.learn.ranks import LostRank
 from bapo.runs.history import LEARNER, Restart
-from bapo.screen.view import ActorLine
+from bapo.screen.columns import ActorLine
 from bapo.train.cluster import Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.published import Published
 from bapo.types import Group
 
+UPDATING = "take update"
+"""What the ranks do while they learn, in words that a number follows."""
 TRIES = 3
 """How often in a row the ranks may die before one update is done."""
 LISTEN_SECONDS = 0.05
@@ -74,7 +76,7 @@ class RemoteLearner:
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         began = time.monotonic()
-        update: Update = self._surely("step", list(groups), what=f"take update {self.version + 1}")
+        update: Update = self._surely("step", list(groups), what=f"{UPDATING} {self.version + 1}")
         self.journal.append(list(groups))
         self.version = update.version
         self.rate = update.tokens / (time.monotonic() - began)
@@ -106,7 +108,8 @@ class RemoteLearner:
     def lines(self) -> list[ActorLine]:
         """What a person sees of the ranks: they all do the same."""
         name = "learner" if len(self._ranks) == 1 else f"learner 0-{len(self._ranks) - 1}"
-        return [ActorLine(name, self.doing, self.version, self.rate, 0, self.restarts)]
+        rate = self.rate if self.doing.startswith(UPDATING) else 0.0
+        return [ActorLine(name, self.doing, self.version, rate, 0, self.restarts)]
 
     def close(self) -> None:
         """End all ranks."""

@@ -6,11 +6,11 @@ A job may put the first measurement off until the first step is taken, so that a
 measures what it has set aside. In the logs the measurement comes first all the same, and until it is there nothing of
 the first step is saved: a run that is killed in between begins again.
 
-The `Job` decides what a step is, what is measured and what a checkpoint must keep besides the learner. It is either
-reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every `checkpoint_every`
-steps, after the last step, and when the run is asked to stop. The model is exported before anything is computed from
-the logs, so a damaged log cannot cost it. `summary.json` is written last, so its presence means that the run is
-complete. `continuing.py` decides what a run may go on from.
+The `Job` (job.py) decides what a step is, what is measured and what a checkpoint must keep besides the learner. It is
+either reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every
+`checkpoint_every` steps, after the last step, and when the run is asked to stop. The model is exported before anything
+is computed from the logs, so a damaged log cannot cost it. `summary.json` is written last, so its presence means that
+the run is complete. `continuing.py` decides what a run may go on from.
 """
 
 from __future__ import annotations
@@ -18,143 +18,36 @@ from __future__ import annotations
 import json
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, TypeVar
 
 from bapo import __version__
 from bapo.config.errors import CheckpointError, ConfigError, Interrupted
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.learn.learner import Learner, Learns
-from bapo.models import Policy
-from bapo.models.export import write_model
 from bapo.runs import files, history
 from bapo.runs.read import logged_steps
 from bapo.runs.write import CONFIG, SUMMARY, RunDirectory, unused
 from bapo.screen.view import View, make_view
 from bapo.train import checkpoint
-from bapo.train.build import make_policy, resolve
+from bapo.train.build import resolve
 from bapo.train.card import UNFINISHED_CARD, with_changes
 from bapo.train.continuing import Continued, examine
 from bapo.train.environment import differences, environment
+from bapo.train.job import Job, Summary
 from bapo.train.log import Held, Log
 from bapo.train.team import Team, check_alike, team_notes
-from bapo.train.together import Onlooker, gather_into, joined, on_the_cpu
+from bapo.train.together import Onlooker, joined
 from bapo.train.trackers import Tracked, tracking
 
 Kind = TypeVar("Kind", Config, SftConfig)
-Summary = dict[str, Any]
-When = Literal["before", "during", "after"]
 PASSED_ON_SECONDS = 2.0
 """How long after the first signal torchrun may pass it on."""
 AT_ONCE = "at once"
 """Stands where the first signal would, while there is nothing to finish: the next one does not wait."""
-
-
-class Job(ABC):
-    """What one kind of run does between its beginning and its end."""
-
-    unit: ClassVar[str]
-    """What the run counts: "step" or "update"."""
-    shows_samples: ClassVar[bool]
-    """Whether there are responses to look at."""
-    config: Config | SftConfig
-    policy: Policy
-    learner: Learns
-    temperature: float = 1.0
-    """The temperature at which the trained model is meant to be sampled."""
-
-    @property
-    @abstractmethod
-    def done(self) -> int:
-        """How many steps are completed."""
-
-    @property
-    @abstractmethod
-    def total(self) -> int:
-        """How many steps the whole run has."""
-
-    @property
-    @abstractmethod
-    def measure_every(self) -> int:
-        """Steps between two measurements during training; 0 for none."""
-
-    @abstractmethod
-    def title(self) -> str:
-        """A few words that say what is trained."""
-
-    @abstractmethod
-    def notes(self) -> list[str]:
-        """What a person should know before training begins."""
-
-    def watched(self, log: Log) -> None:  # noqa: B027 - most jobs have nothing to do
-        """Called when there is somewhere to report to, before anything is done."""
-
-    @abstractmethod
-    def advance(self, log: Log) -> None:
-        """Take one step and log it."""
-
-    @abstractmethod
-    def measure(self, log: Log, when: When) -> None:
-        """Measure how good the model is now and log it."""
-
-    def put_off(self) -> Callable[[Log], None] | None:
-        """Set aside what a measurement before training needs. Returns what measures it after the first step.
-
-        None: there is nothing to gain, or it cannot be set aside, so measure before the first step.
-        """
-        return None
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Everything besides the learner that the next step depends on, as plain JSON data."""
-
-    @abstractmethod
-    def restore(self, state: dict[str, Any], path: Path) -> None:
-        """Continue from this state. Raises CheckpointError if the data changed since the run in `path` began."""
-
-    @abstractmethod
-    def summary(self, lines: list[dict[str, Any]]) -> Summary:
-        """The results of the run, from the lines of metrics.jsonl."""
-
-    @abstractmethod
-    def card(self, summary: Summary) -> str:
-        """The README.md of the trained model."""
-
-    @abstractmethod
-    def show(self, summary: Summary, path: Path) -> None:
-        """Print what training changed."""
-
-    @abstractmethod
-    def next_steps(self, path: Path) -> list[str]:
-        """Commands that a person may want to give next."""
-
-    def files(self) -> dict[str, Any]:
-        """More JSON files for the run directory, besides the usual ones."""
-        return {}
-
-    def saved(self, checkpoint: Path) -> None:  # noqa: B027 - most jobs have nothing to do
-        """Called when a checkpoint of the present state is complete."""
-
-    def resumed(self, path: Path) -> None:  # noqa: B027 - most jobs have nothing to do
-        """Called when the run in `path` has been restored and its logs were cut back to the checkpoint."""
-
-    def export(self, path: Path, card: str, team: Team) -> None:
-        """Write the trained model so that transformers and vLLM can load it, and low-rank additions separately."""
-        policy = self.policy
-        if team.size > 1:  # the weights are in shards
-            assert isinstance(self.learner, Learner)
-            whole = make_policy(on_the_cpu(self.config)) if team.leads else None
-            gather_into(None if whole is None else whole.model, self.learner)
-            policy = whole or policy
-        team.lead(lambda: write_model(policy, path, card, self.temperature, base=self.config.model.path))
-
-    def close(self) -> None:  # noqa: B027 - most jobs have nothing to do
-        """End what was started for the run. Called last, whatever happened."""
 
 
 def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None) -> Summary:
@@ -201,7 +94,7 @@ def resume(
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
         _check_vocabulary(job, checkpoint.read_state(continued.source), path)
-        with _watched(job, run, team, plain=plain) as log:
+        with _watched(job, run, team, plain=plain, after=checkpoint.step_of(continued.source)) as log:
             summary = _live(job, log, team, _restored(job, run, team, continued))
         return _shown(job, run, team, summary)
 
@@ -295,10 +188,11 @@ def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:
 
 
 @contextmanager
-def _watched(job: Job, run: RunDirectory, team: Team, *, plain: bool | None) -> Iterator[Log]:
-    """Open the screen, and let the job report there from now on."""
+def _watched(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, after: int = 0) -> Iterator[Log]:
+    """Open the screen, and let the job report there from now on. `after`: the step that a resumed job continues."""
     title = f"{job.title()} · {job.config.model.path} · {run.path}"
     with _view(job, title, team, plain=plain) as view:
+        view.begin_after(after)
         log = Log(run, view)
         job.watched(log)
         yield log

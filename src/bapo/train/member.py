@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
-from bapo.screen.view import ActorLine
+from bapo.screen.columns import ActorLine
 from bapo.train.cluster import Actor, Call
 from bapo.train.hosts import Hello
 from bapo.train.published import Published
@@ -102,10 +102,11 @@ class Member:
 
     def line(self) -> ActorLine:
         """What a person sees of it: what it does, and since when if it starts, which may take long."""
-        doing = DOING[self.doing]
+        doing = DOING["nothing" if self.call is None and not self.unfinished else self.doing]
         if self.doing == "start" and self.call is not None:
             doing = f"{doing} for {self.call.seconds:.0f} s"
-        return ActorLine(self.name, doing, self.version, self._rate(), len(self.given), self.restarts)
+        rate = self._rate() if self.given else 0.0
+        return ActorLine(self.name, doing, self.version, rate, len(self.given), self.restarts)
 
     def _rate(self) -> float:
         """Tokens per second over the last answers."""

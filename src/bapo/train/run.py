@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo import __version__
 from bapo.config.errors import CheckpointError, VerifierFailed
+from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, Update
@@ -38,12 +39,13 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.runs.ledger import FILE as LEDGER
 from bapo.runs.ledger import balance, in_state
 from bapo.runs.ledger import read as read_ledger
-from bapo.screen.view import summary_table
+from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.tasks.data.problems import fingerprint
 from bapo.train import life_cycle
-from bapo.train.build import build
+from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card
-from bapo.train.life_cycle import Job, Summary, When
+from bapo.train.ending import show_ending
+from bapo.train.job import Job, Summary, When
 from bapo.train.log import Log
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
 from bapo.train.skipped import ends_run, skipped_line, stop_after
@@ -54,9 +56,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bapo.train.async_loop import AsyncLoop
-
-SELDOM = 0.02
-"""With a mean reward below this, most groups have no success at all."""
 
 
 def start(config: Config, *, data: TaskData | None = None, plain: bool | None = None) -> Summary:
@@ -87,6 +86,8 @@ class Training(Job):
         self.temperature = self.config.rollout.temperature
         self.run_state = RunState()
         self.asynchronous = _asynchronous(self.parts, self.run_state)
+        self._sampled, self._cut_off = 0, 0.0
+        """Of the first responses: how many there were, and how many of them the length limit cut off."""
 
     @property
     def done(self) -> int:
@@ -113,6 +114,8 @@ class Training(Job):
 
     def watched(self, log: Log) -> None:
         """See `Job.watched`."""
+        for note in cluster_notes(self.config):
+            log.view.note(note)
         if self.asynchronous is not None:
             self.asynchronous.watched(log.view, log.run.path)
 
@@ -134,6 +137,7 @@ class Training(Job):
                 raise VerifierFailed(len(record.failures), record.failures[0].cause, f"of step {record.step}")
         if not record.updates and "reward" in record.rollout:
             log.view.note(f"step {record.step}: no update. A group teaches only if its rewards differ, and none did.")
+        self._tell_of_fragments(record, log)
         self._tell_of_drift(record, log)
         self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
@@ -148,6 +152,19 @@ class Training(Job):
         state.skipped += 1
         return skipped_line(update, step=step, in_a_row=state.skipped)
 
+    def _tell_of_fragments(self, record: StepRecord, log: Log) -> None:
+        """Say that the length limit cuts off most responses, as soon as there are enough of them to know."""
+        sampled, limit = self._sampled, self.config.rollout
+        if sampled >= FEW_RESPONSES or "truncated" not in record.rollout:
+            return
+        more = record.rollout["rollout/finished_groups"] * limit.responses
+        self._sampled, self._cut_off = sampled + more, self._cut_off + more * record.rollout["truncated"]
+        if self._sampled >= FEW_RESPONSES and self._cut_off > MOSTLY_CUT_OFF * self._sampled:
+            log.view.note(
+                f"rollout.max_tokens={limit.max_tokens} cut off {self._cut_off / self._sampled:.0%} of the first "
+                f"{self._sampled} responses, so unfinished text was scored. Raise it, or ask for shorter answers."
+            )
+
     def _tell_of_drift(self, record: StepRecord, log: Log) -> None:
         """Say once in a run that sampler and learner have drifted apart. A refused update says so itself."""
         drifted = next((update for update in record.updates if update.drift and update.skipped is None), None)
@@ -159,7 +176,8 @@ class Training(Job):
         learn, skipped = self.config.learn, self.run_state.skipped
         last = record.updates[-1] if record.updates else None
         if last is not None and last.skipped is not None:
-            log.view.note(f"step {record.step}: {skipped} updates in a row were skipped: {last.skipped.cause}")
+            told = counted(skipped, "update was", "updates were")
+            log.view.note(f"step {record.step}: {told} skipped in a row: {last.skipped.cause}")
             if ends_run(last, in_a_row=skipped, limit=learn.skip_limit):
                 stop_after(log.run, last, in_a_row=skipped, lr=learn.lr)
 
@@ -185,7 +203,7 @@ class Training(Job):
             found = self._evaluate(log, config.temperature, step=self.done)
             log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
         else:
-            log.view.note(f"evaluating on {config.problems} held-out problems {when} training")
+            log.view.note(f"evaluating on {counted(config.problems or 0, 'held-out problem')} {when} training")
             self._evaluate_fully(log, step=self.done)
 
     def put_off(self) -> Callable[[Log], None] | None:
@@ -202,7 +220,7 @@ class Training(Job):
         learner, engine = self.learner, self.parts.engine
         engine.load(_exchanged(learner.weights(), aside), version=0)
         problems = self.config.eval.problems
-        log.view.note(f"evaluating the weights from before step 1 on {problems} held-out problems")
+        log.view.note(f"evaluating the weights from before step 1 on {counted(problems or 0, 'held-out problem')}")
         self._evaluate_fully(log, step=0)
         engine.load(_exchanged(learner.weights(), aside), version=learner.version)
 
@@ -330,38 +348,13 @@ class Training(Job):
             "staleness_max": max(staleness, default=0.0),
         } | restarts
 
-    def _balance(self, path: Path) -> str:
-        bound = self.config.offpolicy.max_staleness
-        found = balance(read_ledger(path), max_staleness=bound, ended=True, all_used=self.config.cluster.on)
-        return found.line() + (f" (`bapo ledger {path}` lists them)" if found.wrong else "")
-
     def card(self, summary: Summary) -> str:
         """See `Job.card`."""
         return model_card(self.config, summary, chat=self.policy.chat, version=__version__)
 
     def show(self, summary: Summary, path: Path) -> None:
         """See `Job.show`."""
-        config, k = self.config, self.config.eval.k
-        title = f"{config.eval.problems} held-out problems, temperature {config.eval.temperature:g}"
-        summary_table(title, _rows(summary, k))
-        if not summary["updates"] and not summary["skipped"]:
-            print(_why_no_update(config, summary["after"]))
-        failures = path / "failures.jsonl"
-        if failures.exists() and failures.stat().st_size:
-            lines = failures.read_text().splitlines()
-            print(f"{len(lines)} responses were left out because the verifier failed on them: {failures}")
-        print(
-            f"{summary['updates']} updates in {summary['training_seconds']:.0f} s of training; no token older than "
-            f"{summary['staleness_max']:.0f} updates (bound {config.offpolicy.max_staleness})"
-        )
-        if summary["skipped"]:
-            print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
-        if "restarts" in summary:
-            print(f"restarts: {_restarts(summary['restarts'])}")
-        if self.run_state.drift:
-            print(f"sampler and learner differ since {self.run_state.drift}")
-        if (path / LEDGER).exists():
-            print(f"ledger: {self._balance(path)}")
+        show_ending(self.config, summary, path, drift=self.run_state.drift)
 
     def next_steps(self, path: Path) -> list[str]:
         """See `Job.next_steps`."""
@@ -406,42 +399,3 @@ def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> l
     """The text of a response, cut where the version of the policy changes: (version, text) in order."""
     tagged = groupby(zip(trajectory.versions, trajectory.tokens, strict=True), key=lambda pair: pair[0])
     return [(version, decode([token for _, token in pairs])) for version, pairs in tagged]
-
-
-def _restarts(counts: dict[str, int]) -> str:
-    """How often actors of the cluster were restarted, in words."""
-    if not counts:
-        return "none"
-    times = ", ".join(f"{who} ({count})" for who, count in counts.items())
-    return f"{times}; history.jsonl says when and why"
-
-
-def _why_no_update(config: Config, after: dict[str, Any]) -> str:
-    """Say why a run learned nothing and what to change."""
-    told = "No update was taken: no group finished with different rewards."
-    if config.offpolicy.partial_budget is not None:
-        return f"{told} Raise offpolicy.partial_budget or steps."
-    if after["eval/avg"] < SELDOM:
-        return f"{told} The model hardly ever earns a reward. Warm-start it (docs/sft.md), or give it easier problems."
-    return f"{told} Use problems that the model sometimes solves, larger groups, or more steps."
-
-
-def _rows(summary: Summary, k: int) -> list[tuple[str, str, str]]:
-    """What training changed, as rows of the table: name, before, after."""
-    before, after = summary["before"], summary["after"]
-
-    def interval(line: dict[str, Any], key: str) -> str:
-        return f"{line[key]:.3f}  [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
-
-    rows = [
-        (f"avg@{k}", interval(before, "eval/avg"), interval(after, "eval/avg")),
-        (f"pass@{k}", interval(before, "eval/pass"), interval(after, "eval/pass")),
-        ("response length", f"{before['eval/length']:.1f}", f"{after['eval/length']:.1f}"),
-    ]
-    if "eval/entropy" in before and "eval/entropy" in after:  # otherwise the engine does not give entropies
-        rows.insert(2, ("entropy, nats per token", f"{before['eval/entropy']:.3f}", f"{after['eval/entropy']:.3f}"))
-    for other in summary["also_at"]:
-        samples = 1 if other["temperature"] == 0 else k
-        name = f"avg@{samples} at temperature {other['temperature']:g}"
-        rows.append((name, interval(other["before"], "eval/avg"), interval(other["after"], "eval/avg")))
-    return rows

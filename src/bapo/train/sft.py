@@ -32,6 +32,7 @@ import torch
 
 from bapo import __version__
 from bapo.config.errors import CheckpointError
+from bapo.config.numerals import counted
 from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
@@ -42,7 +43,7 @@ from bapo.train import life_cycle
 from bapo.train.build import make_policy, optimizer_settings
 from bapo.train.card import sft_card
 from bapo.train.demonstrations import Batches, describe, encode_demonstrations
-from bapo.train.life_cycle import Job, Summary, When
+from bapo.train.job import Job, Summary, When
 from bapo.train.log import Log
 from bapo.train.skipped import skipped_line, stop_after
 from bapo.train.team import ALONE, Team
@@ -195,11 +196,12 @@ class SupervisedTraining(Job):
                 ("next token right", "held_out/accuracy", ".1%"),
             )
             rows = [(name, f"{before[key]:{how}}", f"{after[key]:{how}}") for name, key, how in shown]
-            summary_table(f"{len(self.data.held_out):,} held-out demonstrations", rows)
+            summary_table(counted(len(self.data.held_out), "held-out demonstration"), rows)
         if summary["skipped"]:
-            print(f"{summary['skipped']} updates were skipped, because their loss or gradient was not finite")
+            told = counted(summary["skipped"], "update was", "updates were")
+            print(f"{told} skipped, because the loss or the gradient was not finite")
         print(
-            f"{summary['updates']:,} updates on {summary['tokens']:,.0f} response tokens in "
+            f"{counted(summary['updates'], 'update')} on {summary['tokens']:,.0f} response tokens in "
             f"{summary['training_seconds']:.0f} s of training"
         )
 

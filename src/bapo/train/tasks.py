@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.models import Policy
 from bapo.preflight.data import TaskData, load_task
@@ -62,11 +63,12 @@ def _from_data(config: Config, policy: Policy, data: TaskData) -> PreparedTask:
         if chosen.max_prompt_tokens is not None:
             problems, long = within(problems, lambda prompt: len(policy.encode(prompt)), chosen.max_prompt_tokens)
             if long:
-                notes.append(f"task.{name}: {len(long):,} prompts over {chosen.max_prompt_tokens} tokens were left out")
+                told = counted(len(long), "prompt")
+                notes.append(f"task.{name}: left out {told} over {chosen.max_prompt_tokens} tokens")
         loaded[name] = problems
     train, shared = without_overlap(loaded["train"], loaded["test"])
     if shared:
-        notes.append(f"task.train: {len(shared):,} problems were left out because they are in task.test too")
+        notes.append(f"task.train: left out {counted(len(shared), 'problem')} that task.test has too")
     if not train or not loaded["test"]:
         empty = "train" if not train else "test"
         remedy = "Give other data to train on." if shared and empty == "train" else "Raise task.max_prompt_tokens."

@@ -37,7 +37,7 @@ def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
         ({"importance_sampling_level": "sequence"}, "Set importance_sampling_level='token'"),
         ({"loss_type": "cispo"}, "Use one of grpo, bnpo, dr_grpo, dapo"),
         ({"epsilon": 0.3}, "BAPO chooses both bounds"),
-        ({"epsilon_high": 0.28}, "BAPO chooses both bounds"),
+        ({"epsilon_high": 0.28}, r"To clip at these epsilons, write bapo_low=\[0.8, 0.8\], bapo_high=\[1.28, 1.28\]"),
         ({"delta": 2.9}, r"Set delta >= 3\.0, or end bapo_high at delta"),
         ({"delta": 1.1, "bapo_high": [1.2, 1.2]}, r"delta=1\.1 caps every ratio"),
         ({"bapo_scope": "batch"}, "bapo_scope='batch' is not known"),

@@ -6,8 +6,8 @@ Each row is read by the columns it has, so one list of sources may mix layouts: 
 tried in a fixed order, in upper or lower case, and the first column with a value counts. If the caller names a column,
 only that one is tried. Dots lead into nested columns.
 
-A row that has none of the columns is an error, which lists the columns that it has. If the columns are there but empty,
-the caller counts the row.
+A row that has none of the columns is an error, which says all that is missing and lists the columns that it has. If the
+columns are there but empty, the caller counts the row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bapo.tasks.data.gold import as_answer
 from bapo.tasks.data.prompts import Prompt, as_prompt, check_text
 from bapo.tasks.data.rows import Row
 
-__all__ = ["ANSWERS", "PROMPTS", "RESPONSES", "answer_of", "extra_of", "look_up", "pair_of", "prompt_of"]
+__all__ = ["ANSWERS", "PROMPTS", "RESPONSES", "answer_of", "extra_of", "look_up", "pair_of", "problem_of", "prompt_of"]
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages")
 ANSWERS = (
@@ -29,6 +29,19 @@ QUESTIONS, BODY = ("question", "problem", "query"), "body"
 RESPONSES = ("response", "completion", "output", "solution", "answer", "messages")
 
 _ABSENT = object()
+
+
+class MissingColumnError(ValueError):
+    """A row lacks columns."""
+
+    def __init__(self, row: Row, lacks: Sequence[tuple[str, str]]) -> None:
+        """`lacks`: what the row lacks and why we think so, in words, and the key that names the right column."""
+        told, keys = (" and ".join(texts) for texts in zip(*lacks, strict=True))
+        super().__init__(
+            f"{row.place} has {told}. It has {_columns(row.values)}. Name the right column{'s' * (len(lacks) > 1)} "
+            f"with {keys} (dots lead into nested columns)."
+        )
+        self.lacks = lacks
 
 
 def prompt_of(row: Row, column: str | None) -> Prompt | None:
@@ -52,6 +65,20 @@ def _after_body(row: Row, question: str) -> str:
     check_text(body, row.place, name)
     story = body.strip()
     return f"{story if story[-1] in '.?!:;,' else story + '.'} {question.lstrip()}"
+
+
+def problem_of(row: Row, prompt_column: str | None, answer_column: str | None) -> tuple[Prompt | None, Any]:
+    """The row's prompt and answer; None for each that is empty."""
+    found: list[Any] = []
+    lacks: list[tuple[str, str]] = []
+    for read, column in ((prompt_of, prompt_column), (answer_of, answer_column)):
+        try:
+            found.append(read(row, column))
+        except MissingColumnError as error:
+            lacks += error.lacks
+    if lacks:
+        raise MissingColumnError(row, lacks)
+    return found[0], found[1]
 
 
 def answer_of(row: Row, column: str | None) -> Any:
@@ -127,10 +154,7 @@ def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, k
         return present, None
     named = f"there is no column for {key}={column!r}"
     usual = f"none of its columns is called {', '.join(candidates)}"
-    raise ValueError(
-        f"{row.place} has no {what}: {usual if column is None else named}. It has {_columns(row.values)}. "
-        f"Name the right column with {key} (dots lead into nested columns)."
-    )
+    raise MissingColumnError(row, [(f"no {what}: {usual if column is None else named}", key)])
 
 
 def _find(values: dict[str, Any], column: str) -> Any:

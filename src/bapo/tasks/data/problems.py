@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from bapo.tasks.data.columns import answer_of, extra_of, look_up, prompt_of
+from bapo.tasks.data.columns import extra_of, look_up, problem_of
 from bapo.tasks.data.prompts import Prompt, check_template, fill, question_id
 from bapo.tasks.data.rows import Row
 from bapo.tasks.data.sources import Source, resolve, source_rows
@@ -76,7 +76,7 @@ def load_problems(
         for row in source_rows(source):
             read += 1
             with _nested_too_deeply(row):
-                prompt, answer = prompt_of(row, prompt_column), answer_of(row, answer_column)
+                prompt, answer = problem_of(row, prompt_column, answer_column)
             if prompt is None or answer is None:
                 without_prompt += prompt is None
                 without_answer += prompt is not None

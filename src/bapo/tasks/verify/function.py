@@ -24,22 +24,16 @@ function started itself calls `sys.exit()`. Then every response without a score 
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
-import inspect
 import numbers
-import os
-import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async
 from bapo.tasks.verify.worker import LARGEST_REWARD, describe
 from bapo.types import Problem, Score
 
-__all__ = ["FunctionReward", "find_function"]
-
-KEYWORDS = ("response", "answer", "prompt", "extra")
+__all__ = ["FunctionReward"]
 
 
 class FunctionReward:
@@ -53,8 +47,8 @@ class FunctionReward:
             )
         self.name, self.concurrency, self.seconds = name, concurrency, seconds
         self._function = find_function(name)
-        self._keywords = _accepted(name, self._function)
-        self.is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        self._keywords = accepted_keywords(name, self._function)
+        self.is_async = is_async(self._function)
         self._runner = asyncio.Runner()
         self._finalizer = weakref.finalize(self, self._runner.close)
 
@@ -125,66 +119,6 @@ async def _end_other_tasks() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def find_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Modules in the current directory are found too.
-
-    Raises a ValueError that says what was not found, and where.
-    """
-    module_name, colon, function_name = name.partition(":")
-    if not (colon and module_name and function_name) or "/" in name or module_name.endswith(".py"):
-        raise ValueError(
-            f"reward function {name!r} is not of the form module:function. For the function score in rewards.py, write "
-            "rewards:score."
-        )
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    importlib.invalidate_caches()  # the file may be new
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"reward function {name!r}: {module_name} imports {error.name}, which is missing. Install it."
-            ) from error
-        raise ValueError(
-            f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
-            "Start from the directory that holds its file, or install its package."
-        ) from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ValueError(
-            f"reward function {name!r}: importing {module_name} failed: {describe(error)}. Correct it, and put "
-            "what belongs to a script under `if __name__ == '__main__':`."
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        defined = [key for key, value in vars(module).items() if callable(value)]
-        near = difflib.get_close_matches(function_name, defined, n=3)
-        hint = f"Did you mean {' or '.join(near)}?" if near else "Define it there, or name another."
-        raise ValueError(f"reward function {name!r}: {module_name} has no function {function_name!r}. {hint}")
-    return function  # type: ignore[no-any-return]
-
-
-def _accepted(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    """The keywords to call the function with."""
-    parameters = inspect.signature(function).parameters.values()
-    for parameter in parameters:
-        wanted = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        )
-        if wanted and (parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY):
-            raise ValueError(
-                f"reward function {name!r} requires the parameter {parameter.name!r}, which is not available. It is "
-                f"called by keyword with any of {', '.join(KEYWORDS)}; give every other parameter a default."
-            )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return KEYWORDS
-    return tuple(parameter.name for parameter in parameters if parameter.name in KEYWORDS)
 
 
 def _score(returned: Any) -> Score:

@@ -1,0 +1,162 @@
+"""Finds the reward function that `module:function` names, and judges its signature before it is ever called.
+
+A function that cannot be found or called is refused with the names that the user gave and the files that are there. A
+function written for TRL is recognised by its parameters: it takes lists and returns a list, where ours scores one
+response. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bapo.tasks.data.columns import ANSWERS
+from bapo.tasks.verify.worker import describe
+
+__all__ = ["KEYWORDS", "accepted_keywords", "find_function", "is_async", "written_as"]
+
+KEYWORDS = ("response", "answer", "prompt", "extra")
+TRL_LISTS = ("completions", "prompts", "completion_ids")
+"""Parameters of TRL's reward functions, each a list with one entry per completion."""
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names. Modules in the current directory are found too.
+
+    Raises a ValueError that says what was not found, and where.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (colon and module_name and function_name) or "/" in name or module_name.endswith(".py"):
+        raise ValueError(f"reward function {name!r} is not of the form module:function. {written_as(name)}")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()  # the file may be new
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"reward function {name!r}: {module_name} imports {error.name}, which is missing. Install it."
+            ) from error
+        found = " or ".join(f"{module}:{function_name}" for module in _modules_with(function_name))
+        hint = f"Did you mean {found}? Otherwise, start" if found else "Start"
+        raise ValueError(
+            f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
+            f"{hint} from the directory that holds its file, or install its package."
+        ) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(
+            f"reward function {name!r}: importing {module_name} failed: {describe(error)}. Correct it, and put "
+            "what belongs to a script under `if __name__ == '__main__':`."
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        defined = [key for key, value in vars(module).items() if callable(value)]
+        near = difflib.get_close_matches(function_name, defined, n=3)
+        hint = f"Did you mean {' or '.join(near)}?" if near else "Define it there, or name another."
+        raise ValueError(f"reward function {name!r}: {module_name} has no function {function_name!r}. {hint}")
+    return function  # type: ignore[no-any-return]
+
+
+def written_as(name: str) -> str:
+    """How to write a name that is not module:function, in the words of the file that it means."""
+    file, _, function = name.partition(":")
+    path = Path(file if file.endswith(".py") else f"{file}.py")
+    functions = [function] if function and file else _functions_of(path)
+    if not functions:
+        files = [f"{module}:{first}" for module in _modules() for first in _functions_of(Path(f"{module}.py"))[:1]]
+        shown = " or ".join(files[:3]) or f"{path.stem if file else 'my_rewards'}:score for the function score"
+        return f"Write the name of a file without .py, a colon, and the name of a function in it, such as {shown}."
+    if path.is_absolute() or ".." in path.parts:
+        return (
+            f"For the function {functions[0]} in {path.name}, start in the directory {path.parent} and write "
+            f"{path.stem}:{functions[0]}."
+        )
+    written = " or ".join(f"{'.'.join(path.with_suffix('').parts)}:{one}" for one in functions[:3])
+    return f"For the function {' or '.join(functions[:3])} in {path}, write {written}."
+
+
+def accepted_keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    """The keywords to call the function with. Raises a ValueError if they are not enough."""
+    parameters = inspect.signature(function).parameters
+    required = [
+        parameter
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty and parameter.kind not in VARIADIC
+    ]
+    if "response" not in parameters and any(parameter in TRL_LISTS for parameter in parameters):
+        raise ValueError(_of_trl(name, function))
+    for parameter in required:
+        if parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ValueError(
+                f"reward function {name!r} requires the parameter {parameter.name!r}, which is not available. It is "
+                f"called by keyword with any of {', '.join(KEYWORDS)}; give every other parameter a default."
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return KEYWORDS
+    return tuple(keyword for keyword in parameters if keyword in KEYWORDS)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call of the function, or of the callable object, must be awaited."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def _of_trl(name: str, function: Callable[..., Any]) -> str:
+    """What to do with a reward function of TRL: the wrapper that makes it score one response.
+
+    Under a usual name, the answer replaces a column of that name. Under a guessed name, a column of that name wins.
+    """
+    module, _, called = name.partition(":")
+    wrapper = "score" if not hasattr(sys.modules.get(module), "score") else f"{called}_of_one"
+    parameters = inspect.signature(function).parameters.values()
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in VARIADIC}
+    guesses = [name for name, one in named.items() if one.default is one.empty and name not in TRL_LISTS]
+    usual = next((name for name in named if name in ANSWERS), "answer")
+    guessed = usual not in named and bool(guesses)
+    columns = f'"{guesses[0]}": answer, **extra' if guessed else f'**extra, "{usual}": answer'
+    ids = ', "completion_ids": None' if "completion_ids" in named else ""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = "given" if takes_all else f"{json.dumps(list(named))} if name in given"
+    before, waits, end = ("async ", "(await ", ")") if is_async(function) else ("", "", "")
+    unknown = "\nToken ids are not known here, so completion_ids gets [None]." if ids else ""
+    return (
+        f"reward function {name!r} has the signature of TRL: it takes lists and returns one number per completion. "
+        f"Ours scores one response at a time. Add this to {module.rpartition('.')[2]}.py and set the reward to "
+        f'"{module}:{wrapper}":\n'
+        f"    {before}def {wrapper}(response, prompt, answer, extra):\n"
+        '        completion = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]\n'
+        f'        given = {{{columns}, "prompts": prompt, "completions": completion{ids}}}\n'
+        f"        return {waits}{called}(**{{name: [given[name]] for name in {names}}}){end}[0]{unknown}"
+    )
+
+
+def _modules() -> list[str]:
+    """The names of the modules in the current directory."""
+    return sorted(path.stem for path in Path().glob("*.py") if path.stem.isidentifier())
+
+
+def _modules_with(function: str) -> Iterator[str]:
+    return (module for module in _modules() if function in _functions_of(Path(f"{module}.py")))
+
+
+def _functions_of(path: Path) -> list[str]:
+    """The public functions that a file defines, read without running it; none if it cannot be read."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return []
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
