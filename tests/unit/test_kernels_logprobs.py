@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from bapo.core.chunked import chunked_logprobs
 
 pytest.importorskip("triton")
+from bapo.core.kernels import logprobs as kernels
 from bapo.core.kernels.logprobs import _Sum, fused_logprobs, tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,6 +101,19 @@ def test_any_tiling_gives_the_same(dtype, tile_logits, tiles):
     assert tuple(map(len, tiling(7, 300, tile_logits))) == tiles
     fused = results(fused_logprobs, leaves, targets, 0.7, coefficients(), tile_logits)
     compare(fused, results(naive, leaves, targets, 0.7, coefficients()), dtype)
+
+
+def test_what_fresh_memory_holds_does_not_matter(monkeypatch):
+    leaves, targets = problem(vocabulary=300, dtype=torch.float16)  # a row has room for 304
+    clean = results(fused_logprobs, leaves, targets, 0.7, coefficients())
+    fresh = kernels._buffer
+
+    def full_of_signalling_nans(*layout):
+        return fresh(*layout).view(torch.int16).fill_(0x7D00).view(torch.float16)
+
+    monkeypatch.setattr(kernels, "_buffer", full_of_signalling_nans)
+    for ours, theirs in zip(results(fused_logprobs, leaves, targets, 0.7, coefficients()), clean, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_tiles_cover_everything_once_and_keep_to_the_budget():

@@ -155,7 +155,9 @@ def _buffer(hidden: Tensor, parts: list[slice], spans: list[slice], dtype: torch
 
 def _tile(buffer: Tensor, rows: int, columns: int) -> Tensor:
     stride = _aligned(columns)
-    return buffer[: rows * stride].view(rows, stride)[:, :columns]
+    padded = buffer[: rows * stride].view(rows, stride)
+    padded[:, columns:] = 0.0  # fresh memory may hold signalling NaNs, which an FPU reports when it converts them
+    return padded[:, :columns]
 
 
 def _logits(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
