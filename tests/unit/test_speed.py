@@ -10,6 +10,7 @@ from bapo.cli import run
 from bapo.config.run import Config
 from bapo.train.build import resolve
 from bapo.train.speed import SLOWER, slow_precision
+from tests import supervised
 
 NO_STEPS = ["--steps", "1", "--rollout.prompts", "2", "--rollout.responses", "2", "--rollout.max-tokens", "4"]
 NO_STEPS += ["--learn.batch-groups", "2", "--eval.problems", "1", "--eval.k", "1", "--eval.every", "0"]
@@ -52,6 +53,16 @@ def test_a_run_notes_it_too(is_slow, tmp_path, capsys):
     said = capsys.readouterr()
     assert ("model.dtype='bfloat16' is about " in said.out + said.err) == is_slow
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["dtype"] == "bfloat16"
+
+
+def test_so_does_supervised_training(is_slow, tmp_path, capsys):
+    data = supervised.write_rows(tmp_path / "sums.jsonl", supervised.sums()[:2])
+    model = supervised.saved_model(tmp_path / "model")
+    words = ["--model.path", str(model), "--task.train", str(data), "--device", "cpu", "--threads", "1"]
+    words += ["--model.dtype", "bfloat16", "--epochs", "1", "--out", str(tmp_path / "run")]
+    assert run(["sft", *words]) == 0
+    said = capsys.readouterr()
+    assert ("model.dtype='bfloat16' is about " in said.out + said.err) == is_slow
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
     try:
         policy = outline_policy(config.model.path, **prompting(config.model))
     except (ValueError, OSError) as error:
-        wrong.append(str(error))
+        if not any(line.startswith("model.path=") for line in wrong):  # why it cannot be loaded is known already
+            wrong.append(str(error))
     if policy is not None and (config.task.name != "data" or data is not None):
         try:
             prepared = make_task(config, policy, data)

@@ -46,6 +46,7 @@ from bapo.train.demonstrations import Batches, describe, encode_demonstrations
 from bapo.train.job import Job, Summary, When
 from bapo.train.log import Log
 from bapo.train.skipped import skipped_line, stop_after
+from bapo.train.speed import slow_precision
 from bapo.train.team import ALONE, Team
 from bapo.train.together import make_learner, on_the_cpu
 
@@ -110,7 +111,7 @@ class SupervisedTraining(Job):
 
     def notes(self) -> list[str]:
         """See `Job.notes`."""
-        return [describe(self.data.counts)]
+        return [describe(self.data.counts), *slow_precision(self.config)]
 
     def files(self) -> dict[str, Any]:
         """See `Job.files`."""

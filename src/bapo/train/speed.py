@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bapo.config.run import Config
+from bapo.config.sft import SftConfig
 
 TRIALS = 20
 """How often each speed is measured, unless that takes long."""
@@ -34,10 +35,11 @@ def measured_speed(config: Config) -> tuple[float, float]:
     return flops * (1 if on_gpu else config.threads), bandwidth
 
 
-def slow_precision(config: Config) -> Iterator[str]:
+def slow_precision(config: Config | SftConfig) -> Iterator[str]:
     """Says so if a resolved run on the CPU of this machine is much slower in its precision than in float32."""
     dtype = config.model.dtype
-    if config.device != "cpu" or dtype == "float32" or config.cluster.address is not None:
+    elsewhere = isinstance(config, Config) and config.cluster.address is not None
+    if config.device != "cpu" or dtype == "float32" or elsewhere:
         return
     times = _flops(torch.float32, torch.device("cpu")) / _flops(getattr(torch, dtype), torch.device("cpu"))
     if times > SLOWER:

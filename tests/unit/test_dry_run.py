@@ -1,0 +1,211 @@
+"""What `bapo train --dry-run` shows, and the arithmetic of memory and time behind it."""
+
+import json
+import re
+
+import pytest
+
+from bapo.cli import run
+from bapo.config.run import Config
+from bapo.preflight.memory import GIB, Seconds, Shape, memory, on_cluster, seconds
+from bapo.tasks.countdown import Countdown
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
+    (here / "planned_rewards.py").write_text(
+        "def score(response, answer):\n    return 0.5 * (response == f'<answer>{answer}</answer>')\n"
+    )
+    before = sorted(here.iterdir())
+    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "planned_rewards:score"]
+    words += ["--offpolicy.reuse", "3", "--steps", "5", "--device", "cpu", "--out", "runs/x"]
+    assert run(["train", "--dry-run", *words]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "demo, float32 on cpu; 0.8 M parameters, all trained",
+        "6 problems to train on, 2 held out, 2 of them evaluated",
+        "prompt     0+0=\n",
+        "'<answer>0</answer>' gets reward 0.5",
+        "5 steps of 16 prompts x 8 responses = 640 responses",
+        "3 per step, 15 in all",
+        "tokens grow 2 updates old",
+        "lower bound 0.8, upper bound 1.2, as in PPO and GRPO; preset fixed",
+        "runs/x, a checkpoint every 10 steps",
+        "Nothing is wrong.",
+    ):
+        assert part in said
+    assert {path.name for path in here.iterdir() if path not in before} <= {"__pycache__"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("--offpolicy.reuse", "8"),
+            "upper bound 1.2, and 1 below for negative tokens that were used before (push once)",
+        ),
+        (("--objective.preset", "weak-model"), "upper bound 1.2 to 2, chosen anew in every update (BAPO)"),
+        (("--objective.name", "clip_higher", "--objective.options", "high", "1.3"), "clip       clip_higher, high 1.3"),
+    ],
+)
+def test_a_dry_run_says_which_bounds_a_token_has(words, told, capsys):
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_prompts_that_the_model_cannot_read_are_refused_before_training(here, capsys):
+    for name, numbers in (("train.jsonl", range(1, 9)), ("test.jsonl", range(9, 12))):
+        rows = [{"prompt": f"Gus has {n} apples and gets {n} more.", "answer": str(2 * n)} for n in numbers]
+        (here / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "planned_rewards.py").write_text(
+        "def score(response, answer):\n    return float(str(answer) in response)\n"
+    )
+    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "planned_rewards:score"]
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 2
+    assert "of the tokens of the prompts are unknown to 'demo', so it cannot read them." in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_every_mistake_and_plans_only_what_was_asked_for(capsys):
+    assert run(["train", "--dry-run", "--rollout.max-tokens", "600", "--learn.lr", "-1", "--device", "cpu"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "learn.lr = -1.0: give a number greater than 0" in said.err
+    assert said.err.count("rollout.max_tokens=600") == 1
+    assert run(["train", "--dry-run", "--lerning-rate", "1"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dry_run_says_once_that_there_is_no_such_model(capsys):
+    assert run(["train", "--dry-run", "--model.path", "./nowhere", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.count("nowhere") == 1
+
+
+def test_a_dry_run_says_once_how_long_responses_may_be(capsys):
+    assert run(["train", "--dry-run", "--rollout.max-tokens", "600", "--device", "cpu"]) == 2
+    said = capsys.readouterr()
+    assert "gets reward 1" in said.out
+    (line,) = [line for line in said.err.splitlines() if "max_tokens" in line]
+    longest = max(len(problem.prompt) for problem in (*Countdown().train, *Countdown().test))  # a token per character
+    assert line.endswith(f"Set rollout.max_tokens <= {128 - longest}.")
+
+
+def test_a_dry_run_that_cannot_say_how_long_responses_may_be_says_why(here, capsys):
+    words = ["--rollout.max-tokens", "600", "--task.train", "train.jsonl", "--task.test", "nowhere.jsonl"]
+    assert run(["train", "--dry-run", *words]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "rollout.max_tokens" in line]
+    assert line.endswith("; this dry run says how many that is once the other mistakes are corrected.")
+    assert run(["train", *words]) == 2
+    assert "`bapo train --dry-run` with the same keys says how many that is." in capsys.readouterr().err
+
+
+def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_is_logged(capsys, monkeypatch):
+    assert run(["train", "--dry-run", "--device", "cpu", "--steps", "30"]) == 0
+    said = capsys.readouterr().out
+    assert "learning rate 3e-05 (constant)\n           sequence_mean, advantages grpo, warm-up 10 updates\n" in said
+    assert "\neval       before and after training, and every 20 steps; temperature 1\n" in said
+    assert "\nlog " not in said
+    monkeypatch.setattr("bapo.preflight.checks.find_spec", lambda name: True)  # a plan needs no tracker
+    words = ["--learn.kl", "0.02", "--learn.warmup-updates", "0", "--learn.advantages", "rloo", "--eval.every", "20"]
+    words += ["--eval.also-at", "0", "0.6", "--steps", "20", "--log.to", "wandb", "--log.project", "mine"]
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
+    said = capsys.readouterr().out
+    assert "           sequence_mean, advantages rloo, KL penalty 0.02\n" in said
+    assert "\neval       before and after training; temperature 1, before and after also 0 and 0.6\n" in said
+    assert "\nlog        wandb; project mine\n" in said
+    assert len(said.splitlines()) <= 24
+
+
+def test_a_dry_run_of_a_cluster_shows_its_processes_and_what_they_need(capsys, monkeypatch):
+    monkeypatch.setattr("bapo.preflight.checks.find_spec", lambda name: True)  # Ray is not needed for a plan
+    words = ["--cluster.rollouts", "3", "--cluster.learners", "2", "--threads", "10", "--device", "cpu", "--steps", "1"]
+    words += ["--offpolicy.max-staleness", "40"]
+    assert run(["train", "--dry-run", *words]) == 0
+    said = capsys.readouterr().out
+    assert "processes  this one, 3 rollout actors and 2 learner ranks; Ray is started on this machine\n" in said
+    assert "           rollout 0-2: engine in-process, 2 CPU threads each\n" in said
+    assert "           learner 0-1: 2 CPU threads each\n" in said
+    assert "sampling runs up to 4 updates ahead" in said
+    assert re.search(r"memory     about .* in a rollout actor: .*\n           about .* in a learner rank: ", said)
+    assert re.search(r"time       very roughly .*; sampling and learning go on at the same time\n", said)
+    assert "disk       about" in said
+    assert "sampling   1 step of 16 prompts" in said
+    assert len(said.splitlines()) <= 24
+
+
+def test_memory_is_the_arithmetic_of_the_page():
+    shape = Shape(494_032_768, 494_032_768, layers=24, hidden=896, intermediate=4864, key_heads=2, head_width=64)
+    values = {
+        "device": "cuda",
+        "model": {"dtype": "bfloat16"},
+        "rollout": {"prompts": 64, "max_tokens": 8192, "slots": 64},
+        "learn": {"activation_checkpointing": True, "batch_groups": 64},
+    }
+    found = memory(Config.model_validate(values), shape, longest_prompt=1024)
+    assert round(found.states / GIB, 1) == 8.3  # docs/hardware.md, Qwen2.5-0.5B
+    assert round(found.sampler / GIB, 1) == 0.9
+    assert round(found.cache / GIB, 1) == 6.8
+    assert round(found.activations / GIB, 1) == 1.8
+    adapted = memory(Config.model_validate(values), Shape(100, 10, 1, 1, 1, 1, 1), longest_prompt=0)
+    assert adapted.states == 18 * 10 + 2 * 90
+    near = {**values, "learn": {**values["learn"], "kl": 0.1}}
+    held = memory(Config.model_validate(near), shape, longest_prompt=1024)
+    assert (found.reference, held.reference) == (0, 2 * 494_032_768)
+    assert held.in_all == found.in_all + held.reference
+    near["model"] = {"dtype": "bfloat16", "lora": {"rank": 4}}
+    assert memory(Config.model_validate(near), shape, longest_prompt=1024).reference == 0
+
+
+def test_time_is_operations_over_speed_or_bytes_over_bandwidth():
+    values = {"steps": 10, "rollout": {"prompts": 4, "responses": 2, "max_tokens": 90, "slots": 4}}
+    values |= {"learn": {"batch_groups": 4}, "eval": {"problems": 8, "k": 1, "every": 0}, "model": {"dtype": "float32"}}
+    config = Config.model_validate(values | {"offpolicy": {"reuse": 3}})
+    shape = Shape(1000, 1000, 1, 1, 1, 1, 1)
+    busy = seconds(config, shape, 10, flops=2.5e6, bandwidth=1e12)  # a million operations a second reach the model
+    assert busy.sampling == pytest.approx(10 * 8 * 100 * 2000 / 1e6)
+    assert busy.learning == pytest.approx(10 * 3 * 8 * 100 * 6000 / 1e6)
+    assert busy.evaluating == pytest.approx(2 * 8 * 100 * 2000 / 1e6)
+    near = config.model_copy(update={"learn": config.learn.model_copy(update={"kl": 0.1})})
+    more = seconds(near, shape, 10, flops=2.5e6, bandwidth=1e12)  # every response passes once more
+    assert more.learning == pytest.approx(busy.learning + 10 * 8 * 100 * 2000 / 1e6)
+    waiting = seconds(config, shape, 10, flops=1e15, bandwidth=4000)  # a second to read the weights once
+    assert waiting.sampling == pytest.approx(10 * 2 * 90)  # eight responses, four at a time, ninety tokens each
+
+
+def test_a_cluster_divides_work_and_memory_among_its_processes():
+    values = {"cluster": {"rollouts": 3, "learners": 2, "ahead": 0}, "device": "cpu", "threads": 8}
+    config = Config.model_validate(values | {"model": {"dtype": "float32"}})
+    shape = Shape(1000, 1000, layers=1, hidden=1, intermediate=1, key_heads=1, head_width=1)
+    held, alone = memory(config, shape, longest_prompt=10), Seconds(sampling=60.0, learning=80.0, evaluating=6.0)
+    found = on_cluster(config, shape, held, alone, threads=2)
+    assert found.took == Seconds(80.0, 160.0, 8.0, least=140.0)  # 6 and 4 threads instead of 8
+    assert found.took.in_all == 248.0
+    assert found.actor == 4000 + held.cache
+    assert found.rank == 16 * 1000 / 2 + held.activations
+    ahead = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ahead": 1})})
+    assert on_cluster(ahead, shape, held, alone, threads=2).took.in_all == 168.0
+    assert on_cluster(config, shape, held, None, threads=2).took is None
+    large = {"rollouts": 3, "learners": 2, "engine": "vllm", "gpus_per_rollout": 2}
+    config = Config.model_validate({"cluster": large, "device": "cuda"})
+    assert on_cluster(config, shape, held, alone, threads=1).took.sampling == 10.0
+
+
+def test_processes_on_one_machine_are_not_faster_than_the_machine(capsys, monkeypatch):
+    shape = Shape(1000, 1000, layers=1, hidden=1, intermediate=1, key_heads=1, head_width=1)
+    alone = Seconds(sampling=60.0, learning=20.0, evaluating=6.0)
+
+    def took(**cluster):
+        values = {"rollouts": 8, "learners": 1, "ahead": 0, **cluster}
+        config = Config.model_validate(
+            {"cluster": values, "device": "cpu", "threads": 2, "model": {"dtype": "float32"}}
+        )
+        return on_cluster(config, shape, memory(config, shape, 10), alone, threads=1).took
+
+    taken = took()
+    assert (taken.sampling, taken.learning, taken.evaluating, taken.in_all) == (60.0, 40.0, 6.0, 106.0)
+    assert took(ahead=1).in_all == 86.0  # both threads are always busy
+    assert took(rollouts=1, ahead=1).in_all == 132.0  # a thread each: sampling takes 120 seconds, evaluating 12
+    assert took(address="ray://far:10001").sampling == 15.0  # machines of their own, with a thread of two each
+    monkeypatch.setattr("bapo.preflight.checks.find_spec", lambda name: True)  # a plan needs no Ray
+    words = ["--device", "cpu", "--threads", "2", "--offpolicy.max-staleness", "40", "--cluster.rollouts"]
+    for rollouts, told in ((1, False), (8, True)):
+        assert run(["train", "--dry-run", *words, str(rollouts)]) == 0
+        assert ("9 processes share 2 CPU threads and slow each other down" in capsys.readouterr().out) == told
