@@ -347,3 +347,20 @@ def test_a_task_of_one_file_is_told_how_to_make_a_second():
     (only_test,) = check(Config, {"task": {"name": "data", "test": ["all.jsonl"]}})[1]
     assert "Set task.train, for example" in only_test
     assert told not in only_test
+
+
+@pytest.mark.parametrize(
+    ("offpolicy", "told"),
+    [
+        ({"reuse": 2}, "tokens that were trained on before have a lower bound of 1"),
+        ({"reuse": 1, "replay_fraction": 0.25}, "tokens that were trained on before have a lower bound of 1"),
+        ({"reuse": 1}, "push once does nothing in this run: no token is trained on twice"),
+    ],
+)
+def test_a_run_says_what_push_once_does_in_it(offpolicy, told):
+    from bapo.train.build import clip_notes
+
+    config = Config.model_validate({"objective": {"preset": "push-once"}, "offpolicy": offpolicy})
+    (note,) = clip_notes(resolve(config))
+    assert told in note
+    assert clip_notes(resolve(Config.model_validate({"offpolicy": {"reuse": 1}}))) == []

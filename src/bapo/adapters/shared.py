@@ -6,6 +6,7 @@ No framework is imported here. An adapter names its framework's options; the sen
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -56,6 +57,17 @@ def refuse_used_low(settings: ClipSettings, why: str) -> None:
             f"used_low={settings.used_low} is a bound for tokens that were trained on before, but {why}. Leave out "
             "used_low, and the preset push-once, which sets it. In a training loop of your own, bapo.policy_loss(..., "
             "uses=...) takes the counts."
+        )
+
+
+def warn_never_used(settings: ClipSettings, passes: str) -> None:
+    """Warn if the settings have a bound for used tokens, but `passes`, an option with its value, allows one pass."""
+    if settings.used_low is not None:
+        warnings.warn(
+            f"used_low={settings.used_low} does nothing with {passes}: it is a bound for tokens that were trained on "
+            "before (the preset push-once sets it), and no token is trained on twice. Raise that option, or leave "
+            "used_low and the preset out.",
+            stacklevel=3,
         )
 
 

@@ -33,7 +33,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, just_above, not_importable, refuse_nan
+from bapo.adapters.shared import (
+    DEFAULT_EPSILON,
+    SCOPES,
+    ignored_epsilons,
+    just_above,
+    not_importable,
+    refuse_nan,
+    warn_never_used,
+)
 from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
 from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
@@ -227,6 +235,8 @@ class BapoTrainer(GRPOTrainer):
                 "Raise num_iterations or steps_per_generation to reuse samples.",
                 stacklevel=2,
             )
+        elif args.num_iterations == 1:
+            warn_never_used(args.clip_settings, "num_iterations=1")
         self._settings = args.clip_settings
         self._update = _Update()
         self._loss_inputs: dict[str, Any] | None = None  # of the loss call under way

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, not_importable, refuse_nan
+from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, not_importable, refuse_nan, warn_never_used
 from bapo.core.bounds import ClipBounds, bounds_from_table, bounds_over_ranks
 from bapo.core.controller import averageable, read
 from bapo.core.entropy_rule import clip_statistics
@@ -174,13 +174,18 @@ def count_epochs() -> None:
 
     @functools.wraps(train_mini_batch)
     def train_mini_batch_counting(worker: Any, data: Any) -> Any:
-        if _options_of_loss(worker.loss_fn) is None:  # a critic's
+        options = _options_of_loss(worker.loss_fn)
+        if options is None:  # a critic's
             return train_mini_batch(worker, data)
-        reset = _epochs_under_way.set(_Epochs(len(data)))
+        epochs = _Epochs(len(data))
+        reset = _epochs_under_way.set(epochs)
         try:
-            return train_mini_batch(worker, data)
+            output = train_mini_batch(worker, data)
         finally:
             _epochs_under_way.reset(reset)
+        if epochs.trained == epochs.rows:
+            warn_never_used(options.clip_settings, "actor.ppo_epochs=1")
+        return output
 
     TrainingWorker.train_mini_batch = train_mini_batch_counting
 

@@ -201,6 +201,12 @@ def clip_notes(config: Config) -> list[str]:
     used_low = learner_settings(config).used_low
     if used_low is None:
         return []
+    off = config.offpolicy
+    if off.reuse == 1 and not off.replay_fraction:
+        return [
+            "push once does nothing in this run: no token is trained on twice (offpolicy.reuse=1, "
+            "offpolicy.replay_fraction=0)"
+        ]
     return [f"push once: tokens that were trained on before have a lower bound of {used_low:g}"]
 
 

@@ -1,5 +1,7 @@
 """`bapo_used_low`: the loss knows what an earlier update was trained on, however TRL visits its generations."""
 
+import warnings
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -119,6 +121,16 @@ def test_the_first_pass_is_the_one_without_the_rule_bit_for_bit(tmp_path):
     ours = weights(trained(tmp_path / "two", **reused, **PUSH_ONCE))
     theirs = weights(trained(tmp_path / "second", **reused, **ADAPTIVE))
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_rule_for_used_tokens_without_a_second_pass_is_pointed_out(tmp_path):
+    once = {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_steps": 1}
+    with pytest.warns(UserWarning, match=r"used_low=1\.0 does nothing with num_iterations=1"):
+        trained(tmp_path / "once", num_iterations=1, bapo_preset="push-once", **once)
+    for quiet in ({"num_iterations": 2, "bapo_preset": "push-once"}, {"num_iterations": 1, "bapo_preset": "paper"}):
+        with warnings.catch_warnings(record=True) as said:
+            trained(tmp_path / "quiet", **quiet, **once)
+        assert not [one for one in said if "used_low" in str(one.message)]
 
 
 def test_a_used_token_at_its_bound_has_no_gradient(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ def update(model, *, overrides, weighted=False, updates=1, epochs=1, shuffle=Fal
     data["old_log_probs"] = logprobs_now(worker, data) + data.pop("noise")
     tokens = {name: data[name].clone() for name in data.keys()}  # noqa: SIM118
     forwards.clear()
-    with Collectives() as collectives:
+    with Collectives() as collectives, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         output = worker.train_mini_batch(tiny.prepared(data, updates=updates, epochs=epochs, shuffle=shuffle))
     parameters = worker.engine.module.named_parameters()
     ranks = [None] * dist.get_world_size()
@@ -39,6 +41,7 @@ def update(model, *, overrides, weighted=False, updates=1, epochs=1, shuffle=Fal
         "tokens": {name: torch.cat([rank[name] for rank in ranks]) for name in tokens},
         "float64_all_reduces": collectives.sizes,
         "forwards": forwards,
+        "warnings": [str(one.message) for one in said],
     }
 
 

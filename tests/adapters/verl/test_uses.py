@@ -115,6 +115,12 @@ def test_the_first_epoch_is_the_one_without_the_rule_bit_for_bit(two):
     assert any(not torch.equal(several[name], plain[name]) for name in plain)
 
 
+def test_a_rule_for_used_tokens_without_a_second_epoch_is_pointed_out(two):
+    said = {case: [line for line in result["warnings"] if "used_low" in line] for case, result in two.items()}
+    assert "used_low=1.0 does nothing with actor.ppo_epochs=1" in said["first epoch"][0]
+    assert [case for case in said if said[case]] == ["first epoch"]
+
+
 def test_rows_are_counted_epoch_by_epoch():
     epochs = _Epochs(rows=6)
     assert [epochs.start_step(rows) for rows in (2, 4, 3, 3, 6, 1)] == [0, 0, 1, 1, 2, 3]
