@@ -349,6 +349,18 @@ def test_a_task_of_one_file_is_told_how_to_make_a_second():
     assert told not in only_test
 
 
+def test_keys_that_disagree_are_listed_beside_keys_that_are_not_known():
+    values = {"learning_rate": 1e-4, "offpolicy": {"replay_capacity": 3}, "rollout": {"temprature": 1.0}}
+    told = refused(values)
+    assert "learning_rate is what learn.lr is here" in told
+    assert "Did you mean rollout.temperature" in told
+    assert "offpolicy.replay_capacity=3 is too small" in told
+    values["offpolicy"] |= {"resue": 2, "max_staleness": 0}  # with which the passes would keep the bound or not
+    told = refused(values)
+    assert "Did you mean offpolicy.reuse" in told
+    assert "max_staleness=0" not in told
+
+
 @pytest.mark.parametrize(
     ("offpolicy", "told"),
     [

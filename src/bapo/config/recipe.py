@@ -152,7 +152,27 @@ def check(schema: type[Schema], values: dict[str, Any]) -> tuple[Schema | None, 
     try:
         return schema.model_validate(values), []
     except ValidationError as error:
-        return None, list(dict.fromkeys(line for item in error.errors() for line in _explain(item, schema)))
+        wrong = list(dict.fromkeys(line for item in error.errors() for line in _explain(item, schema)))
+        unknown = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
+        if len(unknown) == error.error_count():  # so all other keys can be read, and compared with each other
+            meant = _keys_in("\n".join(wrong), schema)
+            disagree = check(schema, _without(values, unknown))[1]
+            wrong += [line for line in disagree if not meant & _keys_in(line, schema)]
+        return None, wrong
+
+
+def _without(values: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> dict[str, Any]:
+    """The same keys, but for those in some places."""
+    left = {key: value for key, value in values.items() if (key,) not in places}
+    for key, value in left.items():
+        if isinstance(value, dict):
+            left[key] = _without(value, [place[1:] for place in places if place[:1] == (key,)])
+    return left
+
+
+def _keys_in(text: str, schema: type[BaseModel]) -> set[str]:
+    """The keys in tables that a message names. The others are ordinary words, such as steps and out."""
+    return {key for key in all_keys(schema) if "." in key and key in text}
 
 
 def draft(schema: type[Schema], values: dict[str, Any]) -> Schema:
