@@ -10,7 +10,7 @@
     const open = [...main.querySelectorAll("details")].map((element) => element.open);
     for (const element of main.querySelectorAll(".plot.js-plotly-plot")) Plotly.purge(element);
     main.replaceChildren(...[
-      sections.header(), tables.verdict(), sections.defects(), sections.contents(), tables.differences(), ...tables.overviews(), tables.cluster(),
+      sections.header(), tables.verdict(), sections.defects(), ...sections.contents(), tables.differences(), ...tables.overviews(), tables.cluster(),
       view.arms.length ? view.controls() : null, view.withoutCounts(), ...view.values.figures.map(sections.figure), sections.undrawn(),
       sections.responses(), sections.configuration(), sections.footer(),
     ].filter(Boolean));
