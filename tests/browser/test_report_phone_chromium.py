@@ -56,6 +56,20 @@ def test_the_legend_and_the_way_back_stay_beside_every_figure(phone):
     assert in_sight(links) == [True] * links.count()
 
 
+def test_the_headings_of_the_overview_are_explained_without_a_pointer(phone):
+    meaning = phone.locator("#overview .meaning")
+    assert not meaning.locator("dd").first.is_visible()
+    meaning.locator("summary").tap()
+    headings = phone.locator("#overview th").all_inner_texts()
+    assert meaning.locator("dt").all_inner_texts() == headings
+    told = meaning.locator("dd").all_inner_texts()
+    assert [button.get_attribute("title") for button in phone.locator("#overview th button").all()] == told
+    assert told[headings.index("pass@2")].startswith("How often at least one of 2 samples solves a held-out problem")
+    phone.locator("#overview th button").first.tap()
+    assert phone.locator("#overview th[aria-sort]").count() == 1
+    assert meaning.locator("dd").first.is_visible()  # sorting leaves it open
+
+
 def test_the_page_of_one_run_has_no_legend_but_the_way_back(watched, tmp_path):
     write_report([COMPARED / "reuse-2/bapo/seed-0"], tmp_path / "r.html")
     page = watched((tmp_path / "r.html").as_uri(), ALLOWED, **TOUCH)
