@@ -14,6 +14,9 @@ from bapo.runs.read import Run, read_run
 from tests.compared_runs import COMPARED
 
 ONE = COMPARED / "reuse-4/bapo/seed-0"
+FEW = "The scores are from only 4 held-out problems, 2 samples each. Fewer than 100 are few"
+DOUBT = "other problems of the same kind could move a score by up to"
+ALL_THE_SAME = "Intervals over seeds leave this out, because every seed has the same problems."
 
 
 def rewritten(run, change):
@@ -60,7 +63,10 @@ def test_the_report_says_what_compare_prints(grid):
         "bapo beats grpo by 0.117 ± 0.072 avg@2 over 3 seeds; one seed decides nothing (clip_higher +0.000 avg@2 "
         "against grpo). Run at least 3 seeds."
     ]
-    assert verdict["notes"][-1:] == ["2 runs are not finished, so this may change."]
+    exam, missing = verdict["notes"][-2:]
+    assert exam.startswith(f"{FEW}: {DOUBT} 0.")
+    assert exam.endswith(ALL_THE_SAME)
+    assert missing == "2 runs are not finished, so this may change."
     assert verdict["tone"] == "decided"
     (table,) = differences
     assert table["headings"][:3] == ["", "seeds", "avg@2"]
@@ -105,7 +111,8 @@ def test_one_run_tells_from_where_to_where_it_got(tmp_path):
     ]
     assert verdict["lines"] == [f"avg@2 went from {said[0]} to {said[1]}, which may be chance."]
     assert (verdict["tone"], differences) == ("open", [])
-    assert verdict["notes"][0] == "In brackets: 95% intervals over 4 held-out problems."
+    half = (after["eval/avg_high"] - after["eval/avg_low"]) / 2
+    assert verdict["notes"][:2] == [f"{FEW}: {DOUBT} {half:.2f} (95%).", "In brackets: 95% intervals over problems."]
     for low, high, word, tone in ((0.8, 0.9, "rose", "decided"), (0.0, 0.1, "fell", "wrong")):
         run = shutil.copytree(ONE, tmp_path / word)
         score = {"eval/avg": (low + high) / 2, "eval/avg_low": low, "eval/avg_high": high}
@@ -152,7 +159,8 @@ def test_an_evaluation_without_intervals_is_shown_without_them(tmp_path):
     rewritten(run, lambda line: line.update({"eval/avg": 0.5, "eval/avg_low": None, "eval/truncated": None}))
     verdict, _ = top(run)
     assert verdict["lines"] == ["avg@2 went from 0.375 to 0.500."]
-    assert (verdict["tone"], verdict["notes"]) == ("plain", ["This is one run. Another seed may end elsewhere."])
+    assert verdict["tone"] == "plain"
+    assert verdict["notes"] == [f"{FEW}.", "This is one run. Another seed may end elsewhere."]
 
 
 def test_other_temperatures_of_one_run_have_a_clause_each(tmp_path):
@@ -171,11 +179,17 @@ def test_seeds_of_one_configuration_are_not_a_comparison(tmp_path):
         copied(ONE, tmp_path / f"run{seed}", avg, seed)
     verdict, differences = top(tmp_path)
     assert verdict["lines"] == ["avg@2 rose from 0.375 to 0.550 (+0.175 ± 0.124 over 3 seeds)."]
-    assert (verdict["tone"], verdict["notes"], differences) == ("decided", [], [])
+    assert (verdict["tone"], differences) == ("decided", [])
+    (exam,) = verdict["notes"]
+    assert exam.endswith(ALL_THE_SAME)
     shutil.rmtree(tmp_path / "run2")
     two = top(tmp_path)[0]  # gains .125 .175
     assert two["lines"] == ["avg@2 went from 0.375 to 0.525 (+0.150 over 2 seeds)."]
-    assert (two["tone"], two["notes"]) == ("open", ["Two seeds are too few to say what another one would give."])
+    assert two["tone"] == "open"
+    assert two["notes"] == [
+        exam.removesuffix(f" {ALL_THE_SAME}"),
+        "Two seeds are too few to say what another one would give.",
+    ]
 
 
 def test_an_unfinished_run_says_how_far_it_got(tmp_path):

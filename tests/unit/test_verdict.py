@@ -231,6 +231,32 @@ def test_scores_of_different_exams_are_not_compared():
     assert not found.decided
 
 
+def test_the_problems_are_counted_and_few_are_a_warning():
+    """32 problems: the widest of the scores' own intervals over problems is ±.14. From 100 on, the number is enough."""
+
+    def notes(problems, *, k=8, other=None, **more):
+        exam = {"problems": [problems] * 3, "avg_half": [0.12] * 3}
+        listed = runs("grpo", avg=GRPO[:3], **exam)
+        listed += runs("bapo", avg=GRPO[:3], **exam | {"problems": [other or problems] * 3, "avg_half": [0.14] * 3})
+        return verdict(listed, ["grpo", "bapo"], k=k, **more).notes
+
+    assert notes(32) == [
+        "The scores are from only 32 held-out problems, 8 samples each. Fewer than 100 are few: other problems of the "
+        "same kind could move a score by up to 0.14 (95%). Intervals over seeds leave this out, because every seed has "
+        "the same problems."
+    ]
+    assert notes(99)[0].startswith("The scores are from only 99 held-out problems, 8 samples each. Fewer than")
+    assert notes(100) == ["The scores are from 100 held-out problems, 8 samples each."]
+    assert notes(1319, k=1) == ["The scores are from 1,319 held-out problems, 1 sample each."]
+    assert notes(200, k="k", other=300) == ["The scores are from 200 to 300 held-out problems."]
+    assert notes(32, unlike={"s": ["eval.k"]}) == []  # nothing was compared
+    assert notes(nan) == []
+    alone = runs("grpo", avg=GRPO[:1], problems=[32]) + runs("bapo", avg=GRPO[:1], problems=[32])
+    assert verdict(alone, ["grpo", "bapo"]).notes == [  # one seed has no interval, and these scores have none either
+        "The scores are from only 32 held-out problems, 8 samples each. Fewer than 100 are few."
+    ]
+
+
 def test_settings_meet_where_there_is_one_objective():
     assert meeting_by(["a", "b"], ["grpo"]) == ("objective", "setting")
     assert meeting_by(["a"], ["grpo"]) == meeting_by(["a", "b"], ["grpo", "bapo"]) == ("setting", "objective")

@@ -2,8 +2,8 @@
 
 A page is one file with its style, scripts and values inside. Its content security policy lets it fetch nothing, except
 that a live page may ask its own server. Each script is a file here or beside the page that needs it, and defines one
-object: `dom` makes elements, `theme` is light or dark, `lines` has the arithmetic of curves, and `charts` turns panels
-into plots of plotly.js.
+object: `dom` makes elements, `theme` is light or dark, `lines` has the arithmetic of curves, `overlaps` finds lines
+that hide each other, and `charts` turns panels into plots of plotly.js.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src {}; base-uri 'none'; form-action 'none'"
 )
-CHARTS = ("plotly", "pages/lines.js", "pages/charts.js")
+CHARTS = ("plotly", "pages/lines.js", "pages/overlaps.js", "pages/charts.js")
 """The scripts that a page with plots needs."""
 
 

@@ -13,7 +13,7 @@ const charts = (() => {
     light: ["#0b63a5", "#d1490c", "#0a8a63", "#b0478d", "#a67c00", "#5b4fc4", "#4d5561", "#00889c"],
     dark: ["#6cb6f5", "#ff9160", "#4fd1a5", "#ee8fcb", "#e8c14a", "#a99cff", "#b4bcc8", "#5fd4e6"],
   };
-  const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+  const DASHES = ["solid", "9px,9px", "3px,3px", "9px,3px,3px,3px", "15px,15px", "15px,6px,3px,6px"];  // the same at every width
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
   const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "reset" };
   const MOST_BANDS = 2;  // with more, bands and seeds of an arm are shown only while the pointer is on it
@@ -159,7 +159,8 @@ const charts = (() => {
 
   const dotted = (ink, shape) => ({ type: "line", line: { color: ink, width: 1, dash: "dot" }, opacity: 0.7, ...shape });
 
-  function layout(panel, view, exported) {
+  /* `exported`: what a saved picture says besides, or nothing for a plot of the page. */
+  function layout(panel, view, exported = null) {
     const ink = exported ? "#1c1f24" : theme.css("--quiet");
     const grid = exported ? "#e6e6e8" : theme.css("--grid");
     const axis = {
@@ -168,15 +169,15 @@ const charts = (() => {
     };
     const result = {
       font: { family: theme.css("--body"), color: ink, size: 12 }, paper_bgcolor: exported ? "#ffffff" : "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 44, r: 10, t: exported ? 64 : 10, b: 40 }, hovermode: "x unified",
+      plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 44, r: 10, t: exported?.note ? 80 : exported ? 64 : 10, b: 40 }, hovermode: "x unified",
       hoverlabel: { bgcolor: theme.css("--card"), bordercolor: theme.css("--line"), font: { size: 11.5, color: theme.css("--ink") } },
-      showlegend: exported || Boolean(view.legend), barmode: "group", bargap: 0.25,
+      showlegend: Boolean(exported || view.legend), barmode: "group", bargap: 0.25,
       xaxis: { ...axis, title: { ...axis.title, text: overResponses(panel, view) ? "sampled responses" : panel.x } },
       yaxis: { ...axis, tickformat: "~g", nticks: 6 },
       legend: { orientation: "h", traceorder: "normal", font: { size: 11 }, ...(exported ? { y: -0.22 } : { x: 0, y: 1.02, yanchor: "bottom" }) },
       shapes: [], annotations: [], dragmode: "zoom",
     };
-    if (exported) result.title = { text: dom.escaped(panel.title), font: { size: 15 }, x: 0.02, xanchor: "left", subtitle: { text: dom.escaped(subtitle(panel, view)), font: { size: 11 } } };
+    if (exported) result.title = { text: dom.escaped(panel.title), font: { size: 15 }, x: 0.02, xanchor: "left", subtitle: { text: subtitle(panel, view, exported.note).map(dom.escaped).join("<br>"), font: { size: 11 } } };
     kinds[panel.kind].layout(result, panel, view, ink);
     for (const mark of panel.marks ?? []) {
       result.shapes.push(dotted(ink, { x0: 0, x1: 1, xref: "paper", y0: mark.value, y1: mark.value }));
@@ -185,12 +186,13 @@ const charts = (() => {
     return result;
   }
 
-  /* What a saved picture needs to say besides its title: whose runs these are, and what lines and bands are. */
-  function subtitle(panel, view) {
+  /* What a saved picture needs to say besides its title, in lines: whose runs these are, what lines and bands are, and which
+     lines lie on each other. */
+  function subtitle(panel, view, note) {
     const several = ["curves", "profile"].includes(panel.kind) && panel.series.some((series) => view.visible(view.arms[series.arm]) && series.runs.length > 1);
     const said = [view.title, several ? `mean over seeds${crowded(panel, view) ? "" : `, ${panel.markers ? "bars" : "band"} from lowest to highest`}` : null,
       windowOf(panel, view) > 1 ? `moving mean of ${windowOf(panel, view)} points` : null].filter(Boolean).join(" · ");
-    return said.length > 118 ? `${said.slice(0, 117)}…` : said;
+    return [said, note].filter(Boolean).map((line) => line.length > 118 ? `${line.slice(0, 117)}…` : line);
   }
 
   /* In a crowded plot, the arm under the pointer shows its band and its seeds, and the others step back. */
@@ -202,8 +204,19 @@ const charts = (() => {
     if (bands.length) Plotly.restyle(element, { fillcolor: bands.map((at) => band(element.data[at].meta.band, opacity[at]).fillcolor) }, bands);
   }
 
+  /* The traces of a panel, and what is said of lines that lie on each other. */
+  function drawing(panel, view, mode) {
+    const traces = kinds[panel.kind].traces(panel, view, mode);
+    const found = overlaps.groups(traces, panel.log);
+    return { traces: overlaps.ringed(traces, found), note: overlaps.said(traces, found) };
+  }
+
   async function draw(element, panel, view) {
-    await Plotly.react(element, kinds[panel.kind].traces(panel, view, theme.name()), layout(panel, view, false), CONFIG);
+    const { traces, note } = drawing(panel, view, theme.name());
+    const below = element.parentElement.querySelector(".overlaps");
+    below.textContent = note;
+    below.hidden = !note;
+    await Plotly.react(element, traces, layout(panel, view), CONFIG);
     element.removeAllListeners("plotly_hover");
     element.removeAllListeners("plotly_unhover");
     if (crowded(panel, view)) {
@@ -213,7 +226,8 @@ const charts = (() => {
   }
 
   async function save(panel, view) {
-    const figure = { data: kinds[panel.kind].traces(panel, view, "light"), layout: layout(panel, view, true) };
+    const { traces, note } = drawing(panel, view, "light");
+    const figure = { data: traces, layout: layout(panel, view, { note }) };
     const url = await Plotly.toImage(figure, { format: "png", width: 720, height: 460, scale: 4 });
     dom.make("a", { href: url, download: `${panel.id}.png` }).click();
   }
@@ -236,7 +250,8 @@ const charts = (() => {
     return dom.make("div", { class: "panel" },
       dom.make("header", {}, dom.make("h3", {}, panel.title),
         dom.make("button", { class: "button", type: "button", title: "save as PNG, 2880 × 1840", "aria-label": `save ${panel.title} as PNG`, onclick: () => save(panel, view) }, "PNG")),
-      dom.make("div", { class: "plot", id: `plot-${panel.id}`, role: "img", "aria-label": `${heading}: ${panel.title}`, style: panel.height ? `height: ${panel.height}px` : null }));
+      dom.make("div", { class: "plot", id: `plot-${panel.id}`, role: "img", "aria-label": `${heading}: ${panel.title}`, style: panel.height ? `height: ${panel.height}px` : null }),
+      dom.make("p", { class: "overlaps", hidden: "" }));
   }
 
   return { kinds, curves, color, colorOf, settingOf, symbolOf, label, faded, dotted, overResponses, drawAll, card };

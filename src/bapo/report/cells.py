@@ -20,10 +20,18 @@ Table = dict[str, Any]
 Column = tuple[str, str, str]
 """Key, label and explanation."""
 
-SEEDS: Column = ("seeds", "Seeds", "Runs of this configuration")
-GRAD_NORM: Column = ("max_grad_norm", "Max grad norm", "Largest gradient norm of any update")
-TOKENS: Column = ("tokens", "Tokens", "Response tokens trained on, per run; a token counts each time it is used")
-SECONDS: Column = ("seconds", "Time", "Wall-clock time of training, per run; below it, restarts on a cluster")
+SEEDS: Column = ("seeds", "Seeds", "How many runs of this configuration there are. Small print: their seeds.")
+GRAD_NORM: Column = ("max_grad_norm", "Max grad norm", "The largest gradient norm of any update, before it is clipped.")
+TOKENS: Column = (
+    "tokens",
+    "Tokens",
+    "Response tokens trained on, per run; a token counts each time it is used.",
+)
+SECONDS: Column = (
+    "seconds",
+    "Time",
+    "Wall-clock time of training, per run. Small print: restarts on a cluster, if any.",
+)
 
 
 def make_table(columns: Sequence[Column], rows: Sequence[tuple[int, Arm, dict[str, Cell]]]) -> Table:

@@ -2,19 +2,20 @@
 (() => {
   "use strict";
   const POLL_MILLISECONDS = 2000;
+  const FOLDED = "details:not(.meaning)";  // tables remember theirs
   const main = document.getElementById("page");
   const draw = () => charts.drawAll(view.panels(), view);
 
   function render() {
     const scroll = window.scrollY;
-    const open = [...main.querySelectorAll("details")].map((element) => element.open);
+    const open = [...main.querySelectorAll(FOLDED)].map((element) => element.open);
     for (const element of main.querySelectorAll(".plot.js-plotly-plot")) Plotly.purge(element);
     main.replaceChildren(...[
-      sections.header(), tables.verdict(), sections.defects(), sections.contents(), tables.differences(), ...tables.overviews(), tables.cluster(),
+      sections.header(), tables.verdict(), sections.defects(), ...sections.contents(), tables.differences(), ...tables.overviews(), tables.cluster(),
       view.arms.length ? view.controls() : null, view.withoutCounts(), ...view.values.figures.map(sections.figure), sections.undrawn(),
       sections.responses(), sections.configuration(), sections.footer(),
     ].filter(Boolean));
-    main.querySelectorAll("details").forEach((element, at) => { element.open = open[at] ?? false; });
+    main.querySelectorAll(FOLDED).forEach((element, at) => { element.open = open[at] ?? false; });
     window.scrollTo(0, scroll);
     return draw();
   }

@@ -32,12 +32,14 @@ const sections = (() => {
   }
 
   function contents() {
-    if (!view.arms.length) return null;
+    if (!view.arms.length) return [];
     const links = [
       ...(view.values.differences.length ? [["differences", "Differences"]] : []), ...tables.links(),
       ...view.values.figures.map((figure) => [figure.id, figure.title]), ["samples", "Responses"], ["configuration", "Configuration"],
     ];
-    return make("nav", { "aria-label": "contents" }, ...links.map(([id, text]) => make("a", { href: `#${id}` }, text)));
+    const list = (onclick = () => {}) => make("nav", { "aria-label": "contents" }, ...links.map(([id, text]) => make("a", { href: `#${id}`, onclick }, text)));
+    const folded = make("details", { id: "contents", class: "contents" }, make("summary", {}, "Contents"), list(() => { folded.open = false; }));
+    return [list(), folded];  // style shows the first on a wide page, and the second on a phone
   }
 
   function defects() {

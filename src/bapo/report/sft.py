@@ -17,19 +17,29 @@ from bapo.runs.read import Run
 from bapo.runs.statistics import measures
 
 COLUMNS = (
-    ("setting", "Setting", "The model, or the keys in which the runs differ"),
-    ("objective", "Objective", "Supervised training"),
+    ("setting", "Setting", "The model, or the keys in which the runs differ."),
+    ("objective", "Objective", "sft: supervised training on demonstrations."),
     cells.SEEDS,
-    ("held_out", "Held-out loss", "Nats per response token after training ± 95% interval; below: before training"),
-    ("perplexity", "Perplexity", "exp of the held-out loss; below: before training"),
+    (
+        "held_out",
+        "Held-out loss",
+        "How unexpected held-out responses are to the model after training, in nats per token; lower is better. "
+        "Small print: before training.",
+    ),
+    (
+        "perplexity",
+        "Perplexity",
+        "exp of the held-out loss: among how many equally likely tokens the model chooses, so to speak. Small "
+        "print: before training.",
+    ),
     (
         "accuracy",
         "Next token right",
-        "Share of held-out response tokens that were the model's most likely token; below: before training",
+        "How often the model's most likely token is the one in the held-out response. Small print: before training.",
     ),
-    ("loss", "Training loss", "Mean over the last tenth of updates; below: over the first tenth"),
+    ("loss", "Training loss", "Mean over the last tenth of updates. Small print: over the first tenth."),
     cells.GRAD_NORM,
-    ("updates", "Updates", "Optimizer steps, per run"),
+    ("updates", "Updates", "Optimizer steps, per run."),
     cells.TOKENS,
     cells.SECONDS,
 )

@@ -17,26 +17,56 @@ def table(arms: Sequence[Arm]) -> Table:
     """The overview of these arms."""
     k = samples_per_problem(arms)
     columns = [
-        ("setting", "Setting", "Where stale data comes from"),
-        ("objective", "Objective", "The loss"),
+        (
+            "setting",
+            "Setting",
+            "Where old data comes from: how often responses are reused, replay, partial rollout; or the keys in which "
+            "the runs differ.",
+        ),
+        ("objective", "Objective", "The loss that was trained with."),
         cells.SEEDS,
-        ("avg", f"avg@{k}", "Mean success on held-out problems after training ± 95% interval; below: before training"),
-        ("pass", f"pass@{k}", "Chance that at least one of k samples succeeds; below: before training"),
-        ("entropy", "Entropy", "Nats per token on held-out problems after training; below: before training"),
+        (
+            "avg",
+            f"avg@{k}",
+            f"How often an answer to a held-out problem is right after training: the mean reward over {k} samples of "
+            "each. Small print: before training.",
+        ),
+        (
+            "pass",
+            f"pass@{k}",
+            f"How often at least one of {k} samples solves a held-out problem after training. Small print: "
+            "before training.",
+        ),
+        (
+            "entropy",
+            "Entropy",
+            "How undecided the model is about its next token on held-out problems after training, in nats; 0 is "
+            "certain. Small print: before training.",
+        ),
         cells.GRAD_NORM,
-        ("staleness", "Staleness", "Age of the oldest token trained on, in updates; below: the bound"),
+        (
+            "staleness",
+            "Staleness",
+            "How old the oldest token was when it was trained on, in updates since it was sampled. Small print: the "
+            "oldest age that the run allows.",
+        ),
         (
             "share",
             "Positive share",
-            "Positive share of the signal at the bounds in use, mean over all updates, as bapo compare prints it; "
-            "below: over the first and over the last tenth of updates",
+            "How much of the learning signal that the clip lets through comes from tokens with a positive advantage; "
+            "the mean over all updates. Small print: over the first and over the last tenth of updates.",
         ),
-        ("stop", "Search ended", "Why BAPO's search for bounds stopped, as a share of updates"),
+        (
+            "stop",
+            "Search ended",
+            "Where BAPO's search for clip bounds ended most often, as a share of updates. Small print: where else. "
+            "Other objectives do not search.",
+        ),
         (
             "responses",
             "Responses",
-            "Responses sampled for training, per run, including those of filtered and dropped groups; below: response "
-            "tokens trained on, where a token counts each time it is used",
+            "Responses sampled for training, per run, whether or not filtering kept them. Small print: response tokens "
+            "trained on; a token counts each time it is used.",
         ),
         cells.SECONDS,
     ]

@@ -3,6 +3,14 @@ const tables = (() => {
   "use strict";
   const { make, line } = dom;
   let sorted = null;
+  const unfolded = new Set();
+
+  /* What the headings mean, for those who have no pointer to rest on them. */
+  function meaning(id, pairs) {
+    return make("details", { class: "meaning", open: unfolded.has(id) ? "" : null, ontoggle: (event) => { unfolded[event.currentTarget.open ? "add" : "delete"](id); } },
+      make("summary", {}, "What the columns mean"),
+      make("dl", {}, ...pairs.flatMap(([label, help]) => [make("dt", {}, label), make("dd", {}, help)])));
+  }
 
   function verdict() {
     const { lines: sentences, notes, warnings, tone } = view.values.verdict;
@@ -57,7 +65,8 @@ const tables = (() => {
     })));
     return make("section", { id }, make("h2", {}, title), caption ? make("p", {}, caption) : null,
       make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `${title.toLowerCase()} table` },
-        make("table", {}, make("thead", {}, make("tr", {}, ...columns.map((column, at) => heading(id, column, at, rows)))), make("tbody", {}, ...body))));
+        make("table", {}, make("thead", {}, make("tr", {}, ...columns.map((column, at) => heading(id, column, at, rows)))), make("tbody", {}, ...body))),
+      meaning(id, columns.map(({ label, help }) => [label, help])));
   }
 
   /* Only runs on a cluster have one. */
@@ -65,9 +74,11 @@ const tables = (() => {
     if (!view.values.cluster) return null;
     const { caption, tables: listed } = view.values.cluster;
     return make("section", { id: "cluster" }, make("h2", {}, "Cluster"), make("p", {}, caption),
-      ...listed.map(({ headings, rows, told }) => make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `table of ${headings.at(-1)[0].toLowerCase()}` },
-        make("table", { class: told ? "plain told" : "plain" }, make("thead", {}, make("tr", {}, ...headings.map(([text, title]) => make("th", { scope: "col", title }, text)))),
-          make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((text) => make("td", {}, text)))))))));
+      ...listed.flatMap(({ headings, rows, told }, at) => [
+        make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `table of ${headings.at(-1)[0].toLowerCase()}` },
+          make("table", { class: told ? "plain told" : "plain" }, make("thead", {}, make("tr", {}, ...headings.map(([text, title]) => make("th", { scope: "col", title }, text)))),
+            make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((text) => make("td", {}, text))))))),
+        meaning(`cluster-${at}`, headings)]));
   }
 
   const overviews = () => ids().map(overview);

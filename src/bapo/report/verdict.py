@@ -15,6 +15,7 @@ from typing import Any
 from bapo.report.arms import Arm, flat, grid_record, samples_per_problem
 from bapo.report.signs import signs
 from bapo.runs.comparison import FEWEST_SEEDS, Rows, compared, difference_cells, meeting_by, scores
+from bapo.runs.exam import scored_on
 from bapo.runs.read import Run
 from bapo.runs.statistics import aggregate, mean, measures
 from bapo.runs.verdict import differing_exam, judge
@@ -139,10 +140,16 @@ def _of_one(arm: Arm) -> tuple[list[str], list[str], str]:
         clauses.append(said)
         tones.append(tone)
     known = _has_interval(before) and _has_interval(after)
-    problems = f" over {after['eval/problems']} held-out problems" if "eval/problems" in after else ""
-    notes = [f"In brackets: 95% intervals{problems}."] if known else []
+    notes = [*_scored_on(finished, k), *(["In brackets: 95% intervals over problems."] if known else [])]
     notes.append("This is one run. Another seed may end elsewhere.")
     return [f"{'; '.join(clauses)}."], notes, tones[0]
+
+
+def _scored_on(runs: Sequence[Run], k: int, *, seeds: bool = False) -> list[str]:
+    found = [measures(run) for run in runs]
+    problems, halves = ([run[key] for run in found if key in run] for key in ("problems", "avg_half"))
+    said = scored_on(problems, halves, k, seeds=seeds)
+    return [said] if said else []
 
 
 def _has_interval(line: Mapping[str, Any]) -> bool:
@@ -187,7 +194,9 @@ def _over_seeds(runs: Sequence[Run], k: int) -> tuple[list[str], list[str], str]
     line = f"avg@{k} {word} from {before:.3f} to {after:.3f} ({difference} over {len(found)} seeds)."
     if same:
         line = f"avg@{k} is {after:.3f} on average, as before training ({difference} over {len(found)} seeds)."
-    notes = [] if len(found) >= FEWEST_SEEDS else ["Two seeds are too few to say what another one would give."]
+    enough = len(found) >= FEWEST_SEEDS
+    notes = _scored_on(runs, k, seeds=enough)
+    notes += [] if enough else ["Two seeds are too few to say what another one would give."]
     return [line], notes, "open" if not sure else "decided" if gained > 0 else "wrong"
 
 

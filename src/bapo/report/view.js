@@ -67,7 +67,7 @@ const view = (() => {
           event.currentTarget.setAttribute("aria-pressed", String(!hidden[kind].has(name)));
           changed();
         },
-      }, sample(name, at), name)));
+      }, sample(name, at), make("b", {}, name))));
   }
 
   function axis() {
@@ -87,12 +87,15 @@ const view = (() => {
     }), output);
   }
 
+  /* On a phone only the legend stays in sight, with a way back to the contents. */
   function controls() {
     return make("div", { class: "controls" },
       values.counts.length ? axis() : null,
-      chips("objective", "Objective", values.objectives, (name) => line(charts.colorOf(self, name, theme.name()), 0)),
-      chips("setting", "Setting", values.settings, (name, at) => line(theme.css("--quiet"), at)),
-      slider());
+      slider(),
+      make("div", { class: "legend" },
+        chips("objective", "Objective", values.objectives, (name) => line(charts.colorOf(self, name, theme.name()), 0)),
+        chips("setting", "Setting", values.settings, (name, at) => line(theme.css("--quiet"), at)),
+        make("a", { class: "up", href: "#contents", onclick: () => { document.getElementById("contents").open = true; } }, "Contents")));
   }
 
   smoothing = defaultSmoothing();

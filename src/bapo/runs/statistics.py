@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean, stdev
+from typing import Any
 
 from bapo.runs.read import STOP_REASONS, Run
 
@@ -31,10 +32,10 @@ MOSTLY_CUT_OFF = 0.75
 def measures(run: Run) -> dict[str, float]:
     """The measures of a finished run, one number each; measures that the run does not have are absent.
 
-    avg, pass, entropy: on held-out problems after training (`_before`: before training). max_grad_norm: the largest of
-    all updates. share, staleness, clip_fraction: see `update_means`. stop_start, …: see `stop_shares`. avg_at_T,
-    pass_at_T: avg and pass at a further temperature T of eval.also_at. responses: see `sampled_responses`, after the
-    last step.
+    avg, pass, entropy: on held-out problems after training (`_before`: before training). problems: how many these are.
+    avg_half: half width of avg's own 95% interval over these problems. max_grad_norm: the largest of all updates.
+    share, staleness, clip_fraction: see `update_means`. stop_start, …: see `stop_shares`. avg_at_T, pass_at_T: avg and
+    pass at a further temperature T of eval.also_at. responses: see `sampled_responses`, after the last step.
 
     A supervised run has held_out, perplexity and accuracy (`_before`: before training), max_grad_norm, updates and
     training_seconds.
@@ -50,6 +51,8 @@ def measures(run: Run) -> dict[str, float]:
         "entropy": after.get("eval/entropy"),
         "entropy_before": before.get("eval/entropy"),
         "length": after["eval/length"],
+        "problems": _number(after, "eval/problems"),
+        "avg_half": _half_width(after),
         "updates": float(len(run.updates)),
         "training_seconds": run.summary.get("training_seconds"),
     }
@@ -63,6 +66,16 @@ def measures(run: Run) -> dict[str, float]:
         values["responses"] = responses[-1]
     values |= stop_shares(run)
     return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _half_width(line: Mapping[str, Any]) -> float | None:
+    """Of the interval of avg over problems; None if the evaluation has none."""
+    low, high = _number(line, "eval/avg_low"), _number(line, "eval/avg_high")
+    return None if low is None or high is None else (high - low) / 2
+
+
+def _number(line: Mapping[str, Any], key: str) -> float | None:
+    return float(value) if isinstance(value := line.get(key), int | float) else None
 
 
 def _sft_measures(run: Run) -> dict[str, float]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bapo.runs.comparison import FEWEST_SEEDS, Rows, excludes_zero, temperatures
+from bapo.runs.exam import scored_on
 
 Kind = Literal["ahead", "behind", "open", "few", "one", "missing", "apart", "not a number", "not measured"]
 DECIDED = ("ahead", "behind")
@@ -39,7 +40,7 @@ class Verdict:
     decided: bool
     """Whether any difference is decided."""
     notes: list[str] = field(default_factory=list)
-    """What limits the lines: runs that are missing, and how many differences were judged."""
+    """What limits the lines: how many problems were scored, missing runs, and how many differences were judged."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def judge(
     """The verdict on each table that has at least two arms."""
     several = sum(len(rows) > 1 for rows in tables.values()) > 1
     lines, details, judged = [], [], []
+    scored: list[Mapping[str, Any]] = []
     short = False
     for table, rows in tables.items():
         if len(rows) < 2:
@@ -90,6 +92,7 @@ def judge(
             text = f"The scores cannot be compared, because the runs differ in {_joined(keys)}."
         else:
             text, more, outcomes = _on_table(rows, k, temperature)
+            scored += [row["measures"] for row in rows.values()]
             if more:
                 details.append(f"{table}: {' '.join(more)}" if several else " ".join(more))
             judged += [outcome for outcome in outcomes if outcome.kind in JUDGED]
@@ -99,6 +102,8 @@ def judge(
         lines.append(f"{table}: {text}" if several else text)
     decided = any(outcome.kind in DECIDED for outcome in judged)
     notes = [f"Run at least {FEWEST_SEEDS} seeds to decide more."] if short and several else []
+    if exam := _exam(scored, k, seeds=bool(judged)):
+        notes.append(exam)
     if missing:
         runs = "One run is" if missing == 1 else f"{missing} runs are"
         notes.append(f"{runs} not finished, so this may change.")
@@ -108,6 +113,12 @@ def judge(
             "out by chance."
         )
     return Verdict(lines, details, decided, notes)
+
+
+def _exam(arms: Sequence[Mapping[str, Any]], k: int | str, *, seeds: bool) -> str:
+    """What these arms were scored on. An arm without finished runs says nothing about it."""
+    problems, halves = ([arm[key]["mean"] for arm in arms if key in arm] for key in ("problems", "avg_half"))
+    return scored_on(problems, halves, k, seeds=seeds)
 
 
 def differing_exam(configs: Sequence[Mapping[str, Any]]) -> list[str]:
