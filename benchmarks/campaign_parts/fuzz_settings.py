@@ -30,7 +30,7 @@ def families() -> dict[str, Family]:
 
 
 def _keys(supervised: bool) -> list[str]:
-    from bapo.config.recipe import all_keys
+    from bapo.config.keys import all_keys
     from bapo.config.run import Config
     from bapo.config.sft import SftConfig
 

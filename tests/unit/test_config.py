@@ -7,8 +7,9 @@ from pydantic import BaseModel
 
 from bapo.cli import run
 from bapo.config.errors import ConfigError
+from bapo.config.keys import all_keys
 from bapo.config.placement import available_cores, placed
-from bapo.config.recipe import all_keys, check, load, parse, parse_config, parse_sft_config
+from bapo.config.recipe import check, load, parse, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 from bapo.config.sections import TAKE_USED_LOW, PresetChoice
 from bapo.config.sft import SftConfig
@@ -355,10 +356,34 @@ def test_keys_that_disagree_are_listed_beside_keys_that_are_not_known():
     assert "learning_rate is what learn.lr is here" in told
     assert "Did you mean rollout.temperature" in told
     assert "offpolicy.replay_capacity=3 is too small" in told
-    values["offpolicy"] |= {"resue": 2, "max_staleness": 0}  # with which the passes would keep the bound or not
+    masked = {"mask_truncated_completions": True, "task": {"overlong_tokens": 100}, "rollout": {"max_tokens": 64}}
+    assert "task.overlong_tokens=100 is not below rollout.max_tokens=64" in refused(masked)
+
+
+@pytest.mark.parametrize(
+    ("values", "corrected"),
+    [
+        ({"offpolicy": {"resue": 2, "max_staleness": 0}}, "Did you mean offpolicy.reuse"),
+        ({"offpolicy": {"max_staleness": 0}, "num_iterations": 1}, "num_iterations is what offpolicy.reuse is here"),
+        ({"offpolicy": {"reuse": 32}, "offpolcy": {"max_staleness": 64}}, "Did you mean offpolicy?"),
+        ({"task": {"name": "data"}, "tsk": {"train": ["a"], "test": ["b"]}}, "Did you mean task?"),
+    ],
+)
+def test_a_disagreement_that_the_correction_may_end_is_not_listed(values, corrected):
     told = refused(values)
-    assert "Did you mean offpolicy.reuse" in told
-    assert "max_staleness=0" not in told
+    assert corrected in told
+    assert len(told.splitlines()) == 2
+
+
+def test_unknown_keys_in_a_table_with_an_old_name_are_listed():
+    _, wrong = check(SftConfig, {"data": {"train": ["x"], "zz": 1}})
+    (line,) = wrong
+    assert line.startswith("task.zz is not a known key.")
+
+
+def test_a_key_with_a_dot_in_its_name_belongs_into_a_table():
+    assert "model.path is not a known key. Write path into the table model" in refused({"model.path": "x"})
+    assert "In TRL" not in refused({"": 1})
 
 
 @pytest.mark.parametrize(

@@ -153,19 +153,28 @@ or a command line that uses one of their names gets the hint of this table. `bap
 """
 
 
+def find(key: str) -> Known | None:
+    """The setting that has this name in TRL or verl; None if neither has it."""
+    last = _last(key)
+    return next((known for known in NAMES if last and any(last in _names(theirs) for theirs in known[:2])), None)
+
+
 def hint(key: str) -> str | None:
     """What a key that does not exist is called here, in a sentence or two; None if the name is not known."""
-    last = key.rpartition(".")[2].lower().replace("-", "_")
-    for known in NAMES:
-        whose = [
-            name
-            for name, theirs in (("TRL", known.trl), ("verl", known.verl))
-            if last in map(str.strip, theirs.split(","))
-        ]
-        if whose:
-            told = f"In {' and '.join(whose)}, {last} is what {known.key} is here." if known.key else ""
-            return " ".join(filter(None, (told, known.remark)))
-    return None
+    known, last = find(key), _last(key)
+    if known is None:
+        return None
+    whose = [name for name, theirs in (("TRL", known.trl), ("verl", known.verl)) if last in _names(theirs)]
+    told = f"In {' and '.join(whose)}, {last} is what {known.key} is here." if known.key else ""
+    return " ".join(filter(None, (told, known.remark)))
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2].lower().replace("-", "_")
+
+
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",")]
 
 
 def table() -> str:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from bapo.config import known_names
 from bapo.config.errors import ConfigError
+from bapo.config.keys import all_keys, known_elsewhere, meant, names_any, near
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.config.shipped import find
@@ -152,13 +153,24 @@ def check(schema: type[Schema], values: dict[str, Any]) -> tuple[Schema | None, 
     try:
         return schema.model_validate(values), []
     except ValidationError as error:
-        wrong = list(dict.fromkeys(line for item in error.errors() for line in _explain(item, schema)))
-        unknown = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
-        if len(unknown) == error.error_count():  # so all other keys can be read, and compared with each other
-            meant = _keys_in("\n".join(wrong), schema)
-            disagree = check(schema, _without(values, unknown))[1]
-            wrong += [line for line in disagree if not meant & _keys_in(line, schema)]
+        items = error.errors()
+        wrong = list(dict.fromkeys(line for item in items for line in _explain(item, schema)))
+        if all(item["type"] == "extra_forbidden" for item in items):
+            wrong += _disagreements(schema, values, items)
         return None, wrong
+
+
+def _disagreements(schema: type[BaseModel], values: dict[str, Any], unknown: Sequence[Any]) -> list[str]:
+    """What is wrong between the keys that are known, unless a correction of the others may mend it."""
+    try:
+        schema.model_validate(_without(values, [item["loc"] for item in unknown]))
+    except ValidationError as error:
+        corrected = [
+            key for item in unknown for key in meant(_dotted(item), schema, table=isinstance(item["input"], dict))
+        ]
+        lines = [line for item in error.errors() if item["type"] == "value_error" for line in _explain(item, schema)]
+        return [line for line in lines if not names_any(line, corrected, schema)]
+    return []
 
 
 def _without(values: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> dict[str, Any]:
@@ -168,11 +180,6 @@ def _without(values: dict[str, Any], places: Sequence[tuple[int | str, ...]]) ->
         if isinstance(value, dict):
             left[key] = _without(value, [place[1:] for place in places if place[:1] == (key,)])
     return left
-
-
-def _keys_in(text: str, schema: type[BaseModel]) -> set[str]:
-    """The keys in tables that a message names. The others are ordinary words, such as steps and out."""
-    return {key for key in all_keys(schema) if "." in key and key in text}
 
 
 def draft(schema: type[Schema], values: dict[str, Any]) -> Schema:
@@ -197,11 +204,9 @@ def draft(schema: type[Schema], values: dict[str, Any]) -> Schema:
 
 def _explain(item: Any, schema: type[BaseModel]) -> list[str]:
     """One pydantic error in our words: a line, or several if a check between keys found several things."""
-    key = ".".join(str(part) for part in item["loc"])
+    key = _dotted(item)
     if item["type"] == "extra_forbidden":
-        near = _near(key, all_keys(schema), table=isinstance(item["input"], dict))
-        other = f"Did you mean {near}?" if near else f"`{COMMANDS[schema]} --help` lists all keys."
-        return [f"{key} is not a known key. {_known_hint(key, schema) or other}"]
+        return [f"{key} is not a known key. {_correction(key, item, schema)}"]
     if item["type"] == "value_error":
         return str(item["msg"].removeprefix("Value error, ")).splitlines()
     if len(item["loc"]) > 2 and item["loc"][-1] in PLAIN:
@@ -211,27 +216,16 @@ def _explain(item: Any, schema: type[BaseModel]) -> list[str]:
     return [f"{key} = {item['input']!r}: {told}"]
 
 
-def _known_hint(key: str, schema: type[BaseModel]) -> str | None:
-    """What a name of TRL or verl is called here. A name that another table has is more likely meant by itself."""
-    own = {name.rpartition(".")[2] for name in all_keys(schema)}
-    return None if key.rpartition(".")[2] in own else known_names.hint(key)
+def _correction(key: str, item: Any, schema: type[BaseModel]) -> str:
+    """What to write instead of a key that is not known."""
+    if known_elsewhere(key, schema) and (hint := known_names.hint(key)):
+        return hint
+    if key in all_keys(schema):
+        table, _, name = key.rpartition(".")
+        return f"Write {name} into the table {table}; a name with a dot in quotes is another key."
+    others = near(key, schema, table=isinstance(item["input"], dict))
+    return f"Did you mean {' or '.join(others)}?" if others else f"`{COMMANDS[schema]} --help` lists all keys."
 
 
-def _near(key: str, known: list[str], *, table: bool) -> str:
-    """The keys that may have been meant: the same name in other tables, or else the one with the nearest spelling."""
-    import difflib
-
-    if table:
-        known = list(dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name))
-    same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    return " or ".join(same or difflib.get_close_matches(key, known, n=1))
-
-
-def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every key of a configuration, with dots between tables."""
-    keys = []
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
-        keys += all_keys(kind, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]  # type: ignore[arg-type]
-    return keys
+def _dotted(item: Any) -> str:
+    return ".".join(str(part) for part in item["loc"])

@@ -1,0 +1,56 @@
+"""The keys of a configuration, and what somebody may have meant by one that it does not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from pydantic import BaseModel
+
+from bapo.config import known_names
+from bapo.config.run import Config
+
+
+def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every key of a configuration, with dots between tables."""
+    keys = []
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
+        keys += all_keys(kind, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]  # type: ignore[arg-type]
+    return keys
+
+
+def known_elsewhere(key: str, schema: type[BaseModel]) -> known_names.Known | None:
+    """What a name of TRL or verl is called here. A name that another table has is more likely meant by itself."""
+    own = {name.rpartition(".")[2] for name in all_keys(schema)}
+    return None if key.rpartition(".")[2] in own else known_names.find(key)
+
+
+def near(key: str, schema: type[BaseModel], *, table: bool) -> list[str]:
+    """The keys that may have been meant: the same name in other tables, or else the one with the nearest spelling.
+
+    `table`: what is not known is a table of keys, and so is what was meant.
+    """
+    import difflib
+
+    known = all_keys(schema)
+    if table:
+        known = list(dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name))
+    same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    return same or difflib.get_close_matches(key, known, n=1)
+
+
+def meant(key: str, schema: type[BaseModel], *, table: bool) -> list[str]:
+    """The keys and tables that a correction of an unknown key may set."""
+    known = known_elsewhere(key, schema)
+    return near(key, schema, table=table) if known is None else [known.key]
+
+
+def names_any(text: str, keys: Iterable[str], schema: type[BaseModel]) -> bool:
+    """Whether a message names one of these keys, or a key in one of these tables."""
+    return any(
+        re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", text)
+        for key in all_keys(schema)
+        if any(f"{key}.".startswith(f"{one}.") for one in keys if one)
+    )
