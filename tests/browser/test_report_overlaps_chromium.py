@@ -71,8 +71,11 @@ def test_only_lines_in_sight_are_named(page):
         ([[[0, 2, 4], [0, 0, 1]], [[4, 6, 8], [1, 0, 0]]], False, []),  # they meet in one point
         ([[[0, 1], [1, 1e-4]], [[0, 1], [1, 1.1e-4]]], False, [[0, 1]]),
         ([[[0, 1], [1, 1e-4]], [[0, 1], [1, 1.1e-4]]], True, []),  # log10 1.1 = .041 of a height of 4
-        ([[[1, 2], [None, 1]], [[1, 2], [0, 1]]], False, [[0, 1]]),  # what is not drawn does not lie elsewhere
+        ([[[1, 2, 3], [None, 1, 2]], [[1, 2, 3], [0, 1, 2]]], False, [[0, 1]]),  # it is not drawn there
         ([[[], []], [[], []]], False, []),
+        ([[[0, 2], [0, 1]], [[0, 2], [0, 2]], [[0], [0]]], False, []),  # a run has only begun where all begin
+        ([[[0, 2], [0, 1]], [[0], [0]], [[0], [0]]], False, [[1, 2]]),
+        ([[[1, 1, 4], [0, 1, 2]], [[1, 1, 4], [0, 1, 2]]], False, [[0, 1]]),  # two points at one place
     ],
 )
 def test_which_lines_lie_on_each_other(page, lines, log, groups):

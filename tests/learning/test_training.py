@@ -250,7 +250,7 @@ def test_responses_that_the_limit_cuts_off_are_told_of_once(tmp_path, capsys):
     run(tmp_path, "few", steps=2, rollout={"prompts": 4, "responses": 4, "max_tokens": 6})
     assert "cut off" not in capsys.readouterr().out  # 32 responses are few
     run(tmp_path, "short", steps=3, rollout={"prompts": 16, "responses": 4, "max_tokens": 6})
-    told = re.findall(r"rollout.max_tokens=6 cut off 100% of the first \d+ responses", capsys.readouterr().out)
+    told = re.findall(r"rollout.max_tokens=6 cut off 100% of \d+ sampled responses", capsys.readouterr().out)
     assert len(told) == 1
     run(tmp_path, "long", steps=2, rollout={"prompts": 16, "responses": 4})
     assert "cut off" not in capsys.readouterr().out  # half of them are

@@ -401,3 +401,5 @@ def test_a_run_says_what_push_once_does_in_it(offpolicy, told):
     (note,) = clip_notes(resolve(config))
     assert told in note
     assert clip_notes(resolve(Config.model_validate({"offpolicy": {"reuse": 1}}))) == []
+    options = {"name": "grpo", "options": {"used_low": 1.0}}
+    assert told in clip_notes(resolve(Config.model_validate({"objective": options, "offpolicy": offpolicy})))[0]

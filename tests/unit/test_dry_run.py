@@ -43,6 +43,10 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
             ("--offpolicy.reuse", "8"),
             "upper bound 1.2, and 1 below for negative tokens that were used before (push once)",
         ),
+        (
+            ("--objective.preset", "push-once", "--offpolicy.reuse", "1"),
+            "warning    push once does nothing in this run: no token is trained on twice",
+        ),
         (("--objective.preset", "weak-model"), "upper bound 1.2 to 2, chosen anew in every update (BAPO)"),
         (("--objective.name", "clip_higher", "--objective.options", "high", "1.3"), "clip       clip_higher, high 1.3"),
     ],
@@ -72,6 +76,35 @@ def test_a_dry_run_lists_every_mistake_and_plans_only_what_was_asked_for(capsys)
     assert said.err.count("rollout.max_tokens=600") == 1
     assert run(["train", "--dry-run", "--lerning-rate", "1"]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_bounds_that_cannot_be_are_refused_in_a_line(capsys):
+    for words, told in (
+        (("--objective.low", "0.2", "0.2", "--objective.high", "0.28", "0.28"), "do not enclose 1"),
+        (("--objective.low", "0.9", "0.8"), "low=(0.9, 0.8) is not ordered"),
+        (("--objective.name", "clip_higher", "--objective.options", "low", "0.2", "high", "0.28"), "do not enclose 1"),
+        (("--objective.name", "dual_clip", "--objective.options", "cap", "0.5"), "the dual clip is 0.5"),
+        (("--objective.name", "rloo"), "objective.name='rloo' is not known"),
+    ):
+        for command in (["train", "--dry-run"], ["train"]):
+            assert run([*command, "--device", "cpu", *words]) == 2
+            (line,) = [line for line in capsys.readouterr().err.splitlines() if told in line]
+            assert "Traceback" not in line
+
+
+def test_doubts_about_a_plan_are_warnings(here, capsys):
+    (here / "zero_rewards.py").write_text("def score(response, answer):\n    return float(answer == 0)\n")
+    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "zero_rewards:score"]
+    words += ["--steps", "4", "--offpolicy.reuse", "2", "--checkpoint-keep", "1000000000", "--checkpoint-every", "1"]
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
+    said = capsys.readouterr().out
+    assert "answer     '0' gets reward 0, however it is written" in said
+    assert "warning    a right response may get no reward. Check task.reward, to which answers come as text" in said
+    assert "warning    learn.warmup_updates=10, but the run makes 8 updates" in said
+    assert "may not fit on its disk" not in said  # four steps write four checkpoints
+    assert "Nothing stops this run." in said
+    assert run(["train", "--dry-run", "--device", "cpu", "--steps", "100000000", *words[8:]]) == 0
+    assert "warning    the run directory may not fit on its disk. Lower checkpoint_keep" in capsys.readouterr().out
 
 
 def test_a_dry_run_says_once_that_there_is_no_such_model(capsys):

@@ -162,6 +162,14 @@ def test_a_trl_script_to_start_from_uses_names_that_the_adapter_has(here):
     assert ours <= declared
 
 
+@pytest.mark.parametrize("kind", ["trl", "verl"])
+def test_what_a_script_needs_is_said_where_it_is_not_installed(kind, here, capsys, monkeypatch):
+    for missing in (True, False):
+        monkeypatch.setattr("bapo.commands.starter.find_spec", lambda name, missing=missing: None if missing else name)
+        assert run(["init", kind, "--dir", f"{kind}{missing}"]) == 0
+        assert (f"pip install -c constraints-{kind}.txt '.[{kind}]'" in capsys.readouterr().out) == missing
+
+
 def test_a_verl_script_to_start_from_is_a_script(here):
     assert run(["init", "verl"]) == 0
     text = (here / "train_verl.sh").read_text()

@@ -14,8 +14,8 @@ from bapo.runs.read import Run, read_run
 from tests.compared_runs import COMPARED
 
 ONE = COMPARED / "reuse-4/bapo/seed-0"
-FEW = "The scores are from only 4 held-out problems, 2 samples each. Fewer than 100 are few"
-DOUBT = "other problems of the same kind could move a score by up to"
+FEW = "The scores are from only 4 held-out problems. Fewer than 100 are few"
+DOUBT = "over all problems of this kind, a score may be up to"
 ALL_THE_SAME = "Intervals over seeds leave this out, because every seed has the same problems."
 
 
@@ -102,6 +102,25 @@ def test_arms_meet_in_their_setting_or_in_their_objective_or_all_of_them(tmp_pat
     assert named(("s", "a"), ("t", "b")) == [("", "a, s"), ("", "b, t")]
 
 
+@pytest.mark.parametrize(
+    ("objective", "name"),
+    [
+        ({"name": "bapo", "preset": "fixed"}, "fixed clip"),
+        ({"name": "bapo", "preset": "push-once"}, "push-once"),
+        ({"name": "bapo", "preset": "weak-model"}, "bapo"),
+        ({"name": "bapo", "preset": "fixed", "high": [1.2, 2.0]}, "bapo"),
+        ({"name": "bapo", "preset": None}, "bapo"),
+        ({"name": "grpo", "preset": None}, "grpo"),
+    ],
+)
+def test_a_clip_that_searches_for_nothing_is_not_called_bapo(tmp_path, objective, name):
+    run = shutil.copytree(ONE, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"objective": config["objective"] | objective}))
+    (arm,) = arms_of([read_run(run)])
+    assert arm.objective == name
+
+
 def test_one_run_tells_from_where_to_where_it_got(tmp_path):
     verdict, differences = top(ONE)
     summary = json.loads((ONE / "summary.json").read_text())
@@ -111,8 +130,13 @@ def test_one_run_tells_from_where_to_where_it_got(tmp_path):
     ]
     assert verdict["lines"] == [f"avg@2 went from {said[0]} to {said[1]}, which may be chance."]
     assert (verdict["tone"], differences) == ("open", [])
-    half = (after["eval/avg_high"] - after["eval/avg_low"]) / 2
-    assert verdict["notes"][:2] == [f"{FEW}: {DOUBT} {half:.2f} (95%).", "In brackets: 95% intervals over problems."]
+    assert [after[f"eval/{key}"] for key in ("avg_low", "avg", "avg_high")] == pytest.approx(
+        [0.02, 0.125, 0.495], abs=1e-3
+    )
+    assert verdict["notes"][:2] == [
+        f"{FEW}: {DOUBT} 0.37 higher or lower (95%).",  # .495 - .125, which is farther than .694 - .375 before training
+        "In brackets: 95% intervals over problems.",
+    ]
     for low, high, word, tone in ((0.8, 0.9, "rose", "decided"), (0.0, 0.1, "fell", "wrong")):
         run = shutil.copytree(ONE, tmp_path / word)
         score = {"eval/avg": (low + high) / 2, "eval/avg_low": low, "eval/avg_high": high}
@@ -160,7 +184,9 @@ def test_an_evaluation_without_intervals_is_shown_without_them(tmp_path):
     verdict, _ = top(run)
     assert verdict["lines"] == ["avg@2 went from 0.375 to 0.500."]
     assert verdict["tone"] == "plain"
-    assert verdict["notes"] == [f"{FEW}.", "This is one run. Another seed may end elsewhere."]
+    exam, seeds = verdict["notes"]
+    assert exam == f"{FEW}: {DOUBT} 0.32 higher or lower (95%)."  # before training: .694 - .375
+    assert seeds == "This is one run. Another seed may end elsewhere."
 
 
 def test_other_temperatures_of_one_run_have_a_clause_each(tmp_path):
@@ -186,10 +212,10 @@ def test_seeds_of_one_configuration_are_not_a_comparison(tmp_path):
     two = top(tmp_path)[0]  # gains .125 .175
     assert two["lines"] == ["avg@2 went from 0.375 to 0.525 (+0.150 over 2 seeds)."]
     assert two["tone"] == "open"
-    assert two["notes"] == [
-        exam.removesuffix(f" {ALL_THE_SAME}"),
-        "Two seeds are too few to say what another one would give.",
-    ]
+    fewer, seeds = two["notes"]
+    assert fewer.startswith(f"{FEW}: {DOUBT} 0.")
+    assert fewer.endswith("higher or lower (95%).")
+    assert seeds == "Two seeds are too few to say what another one would give."
 
 
 def test_an_unfinished_run_says_how_far_it_got(tmp_path):

@@ -65,7 +65,11 @@ def test_measures_of_a_run(finished):
     values = measures(run)
     assert values["avg"] == run.evals[3]["eval/avg"]
     assert values["problems"] == run.evals[3]["eval/problems"]
-    assert values["avg_half"] == (run.evals[3]["eval/avg_high"] - run.evals[3]["eval/avg_low"]) / 2
+    assert values["avg_reach"] == max(
+        abs(line[f"eval/avg_{end}"] - line["eval/avg"])
+        for line in (run.evals[0], run.evals[3])
+        for end in ("low", "high")
+    )
     assert values["entropy_before"] == run.evals[0]["eval/entropy"]
     assert values["avg_at_0.6"] == run.evals[5]["eval/avg"]
     assert values["max_grad_norm"] == max(line["grad_norm"] for line in run.updates)

@@ -141,7 +141,7 @@ def test_several_arms_at_several_temperatures():
     listed += runs("b", **{"avg": up, "avg_at_0.6": down, "avg_at_0": GRPO, "pass": up})
     found = verdict(listed, ["grpo", "a", "b"])
     assert found.lines == [
-        "b beats grpo by 0.050 ± 0.000 avg@8 at temperature 1 over 5 seeds; a cannot be told apart from it."
+        "b beats grpo by 0.050 ± 0.000 avg@8 at temperature 1 over 5 seeds; a has the same avg@8 as grpo in every seed."
     ]
     assert found.details == [
         "With greedy sampling, nothing can be told apart from grpo. At temperature 0.6, a is ahead of grpo by 0.050 ± "
@@ -155,9 +155,9 @@ def test_several_arms_of_few_seeds():
         "One seed decides nothing (a +0.100 avg@8 against grpo); z has no finished run. Run at least 3 seeds."
     ]
     assert verdict(listed, ["grpo", "a", "b", "c"]).lines == [
-        "Nothing beats grpo in avg@8 over 3 seeds; c cannot be told apart from it; two seeds are too few to decide (b "
-        "-0.100 avg@8 against grpo); one seed decides nothing (a +0.100 avg@8 against grpo). Run at least 3 "
-        "seeds."
+        "Nothing beats grpo in avg@8 over 3 seeds; c has the same avg@8 as grpo in every seed; two seeds are too few "
+        "to decide (b -0.100 avg@8 against grpo); one seed decides nothing (a +0.100 avg@8 against grpo). Run at least "
+        "3 seeds."
     ]
     differing = runs("d", avg=shifted(GRPO[:4], *[-0.1] * 4)) + runs("e", avg=shifted(GRPO, *[-0.2] * 5))
     assert verdict(listed + differing, ["grpo", "d", "e"]).lines == [
@@ -190,8 +190,8 @@ def test_a_score_that_is_not_a_number_decides_nothing():
     assert not found.decided
     several = runs("grpo", avg=GRPO) + runs("bapo", avg=broken) + runs("dcpo", avg=GRPO)
     assert verdict(several, ["grpo", "bapo", "dcpo"]).lines == [
-        "Nothing beats grpo in avg@8 over 5 seeds; dcpo cannot be told apart from it; bapo has a score (avg@8) that is "
-        "not a number."
+        "Nothing beats grpo in avg@8 over 5 seeds; dcpo has the same avg@8 as grpo in every seed; bapo has a score "
+        "(avg@8) that is not a number."
     ]
 
 
@@ -232,28 +232,38 @@ def test_scores_of_different_exams_are_not_compared():
 
 
 def test_the_problems_are_counted_and_few_are_a_warning():
-    """32 problems: the widest of the scores' own intervals over problems is ±.14. From 100 on, the number is enough."""
+    """32 problems: the intervals of the scores over problems reach .14 at most. From 100 on, the number is enough."""
 
-    def notes(problems, *, k=8, other=None, **more):
-        exam = {"problems": [problems] * 3, "avg_half": [0.12] * 3}
+    def notes(problems, *, other=None, **more):
+        exam = {"problems": [problems] * 3, "avg_reach": [0.12] * 3}
         listed = runs("grpo", avg=GRPO[:3], **exam)
-        listed += runs("bapo", avg=GRPO[:3], **exam | {"problems": [other or problems] * 3, "avg_half": [0.14] * 3})
-        return verdict(listed, ["grpo", "bapo"], k=k, **more).notes
+        listed += runs("bapo", avg=GRPO[:3], **exam | {"problems": [other or problems] * 3, "avg_reach": [0.14] * 3})
+        return verdict(listed, ["grpo", "bapo"], **more).notes
 
     assert notes(32) == [
-        "The scores are from only 32 held-out problems, 8 samples each. Fewer than 100 are few: other problems of the "
-        "same kind could move a score by up to 0.14 (95%). Intervals over seeds leave this out, because every seed has "
+        "The scores are from only 32 held-out problems. Fewer than 100 are few: over all problems of this kind, a "
+        "score may be up to 0.14 higher or lower (95%). Intervals over seeds leave this out, because every seed has "
         "the same problems."
     ]
-    assert notes(99)[0].startswith("The scores are from only 99 held-out problems, 8 samples each. Fewer than")
-    assert notes(100) == ["The scores are from 100 held-out problems, 8 samples each."]
-    assert notes(1319, k=1) == ["The scores are from 1,319 held-out problems, 1 sample each."]
-    assert notes(200, k="k", other=300) == ["The scores are from 200 to 300 held-out problems."]
+    assert notes(99)[0].startswith("The scores are from only 99 held-out problems. Fewer than")
+    assert notes(100) == ["The scores are from 100 held-out problems."]
+    assert notes(1319) == ["The scores are from 1,319 held-out problems."]
+    assert notes(200, other=300) == ["The scores are from 200 to 300 held-out problems."]
+    assert notes(32, other=512)[0].startswith("The scores are from 32 to 512 held-out problems. Fewer than 100 are few")
     assert notes(32, unlike={"s": ["eval.k"]}) == []  # nothing was compared
     assert notes(nan) == []
     alone = runs("grpo", avg=GRPO[:1], problems=[32]) + runs("bapo", avg=GRPO[:1], problems=[32])
     assert verdict(alone, ["grpo", "bapo"]).notes == [  # one seed has no interval, and these scores have none either
-        "The scores are from only 32 held-out problems, 8 samples each. Fewer than 100 are few."
+        "The scores are from only 32 held-out problems. Fewer than 100 are few."
+    ]
+
+
+def test_arms_with_exactly_the_same_scores_are_said_to_have_them():
+    listed = runs("grpo", avg=GRPO) + runs("bapo", avg=GRPO) + runs("dcpo", avg=shifted(GRPO, 0.01, -0.01, 0, 0, 0))
+    found = verdict(listed, ["grpo", "bapo", "dcpo"])
+    assert found.lines == [
+        "Nothing beats grpo in avg@8 over 5 seeds; bapo has the same avg@8 as grpo in every seed; dcpo cannot be told "
+        "apart from it."
     ]
 
 

@@ -60,13 +60,16 @@ def refuse_used_low(settings: ClipSettings, why: str) -> None:
         )
 
 
-def warn_never_used(settings: ClipSettings, passes: str) -> None:
-    """Warn if the settings have a bound for used tokens, but `passes`, an option with its value, allows one pass."""
+def warn_never_used(settings: ClipSettings, prefix: str, passes: str) -> None:
+    """Warn if the settings have a bound for used tokens, but `passes`, an option with its value, allows one pass.
+
+    `prefix`: what the framework's options have before our names.
+    """
     if settings.used_low is not None:
         warnings.warn(
-            f"used_low={settings.used_low} does nothing with {passes}: it is a bound for tokens that were trained on "
-            "before (the preset push-once sets it), and no token is trained on twice. Raise that option, or leave "
-            "used_low and the preset out.",
+            f"{prefix}used_low={settings.used_low} (which {prefix}preset=push-once sets, too) does nothing with "
+            f"{passes}: it is a bound for tokens that were trained on before, and no token is trained on twice. Raise "
+            "that option, or leave the bound out.",
             stacklevel=3,
         )
 

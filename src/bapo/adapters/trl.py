@@ -236,7 +236,7 @@ class BapoTrainer(GRPOTrainer):
                 stacklevel=2,
             )
         elif args.num_iterations == 1:
-            warn_never_used(args.clip_settings, "num_iterations=1")
+            warn_never_used(args.clip_settings, "bapo_", "num_iterations=1")
         self._settings = args.clip_settings
         self._update = _Update()
         self._loss_inputs: dict[str, Any] | None = None  # of the loss call under way

@@ -184,7 +184,7 @@ def count_epochs() -> None:
         finally:
             _epochs_under_way.reset(reset)
         if epochs.trained == epochs.rows:
-            warn_never_used(options.clip_settings, "actor.ppo_epochs=1")
+            warn_never_used(options.clip_settings, "policy_loss.", "actor.ppo_epochs=1")
         return output
 
     TrainingWorker.train_mini_batch = train_mini_batch_counting

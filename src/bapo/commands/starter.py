@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,6 +40,8 @@ NEXT = {
     "verl": ["MODEL=… TRAIN_FILES=… VAL_FILES=… bash {0}"],
 }
 """The commands to give next, in the directory that was written to."""
+NEEDS = {"trl": "trl", "verl": "verl"}
+"""The extra, and package, without which these commands do not run."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,13 @@ def init(words: list[str]) -> int:
     write_line(
         sys.stdout, "\n".join(f"{'' if number else 'next':<6}{step.format(first)}" for number, step in enumerate(steps))
     )
+    needed = NEEDS.get(arguments.kind)
+    if needed and find_spec(needed) is None:
+        write_line(
+            sys.stdout,
+            f"This needs {needed}, which is not installed here. In a clone of bapo, in an environment of its own: pip "
+            f"install -c constraints-{needed}.txt '.[{needed}]' (docs/adapters/{needed}.md)",
+        )
     if first.endswith(".toml"):
         write_line(sys.stdout, "Your editor completes and checks keys after: bapo schema > recipe.schema.json")
         write_line(sys.stdout, '(with "#:schema ./recipe.schema.json" as the first line of the recipe)')

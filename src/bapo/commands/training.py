@@ -125,8 +125,8 @@ def show_plan(asked: Asked[Config]) -> int:
     from bapo.screen.terminal import write_line
     from bapo.train.dry_run import WARNING, dry_run
 
-    lines, wrong = dry_run(asked.draft, asked.found.data, asked.wrong)
-    if asked.config is not None:
+    lines, wrong = dry_run(asked.draft, asked.found.data, asked.wrong, readable=asked.config is not None)
+    if lines:
         write_line(sys.stdout, "\n".join(lines))
     if wrong:
         raise _all_wrong(wrong, asked.given)

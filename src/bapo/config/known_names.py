@@ -25,11 +25,14 @@ class Known(NamedTuple):
 
 BOUNDS = (
     "The bounds are on the ratio: low = 1 - epsilon, high = 1 + epsilon. They are options of objective.name = "
-    '"clip_higher" or "grpo"; presets of bapo have their own.'
+    '"clip_higher" or "grpo"; presets of bapo have their own. For epsilon 0.2 and epsilon_high 0.28, write '
+    "objective.options = { low = 0.8, high = 1.28 }."
 )
+EPOCHS = "An epoch over n problems takes n / rollout.prompts steps. Where max_steps is set too, TRL goes by max_steps."
 GROUPS = (
     "It counts groups: one prompt with all of its responses. From TRL: per_device_train_batch_size x "
-    "gradient_accumulation_steps x processes / num_generations."
+    "gradient_accumulation_steps x processes / num_generations. TRL samples for one update at a time, so set "
+    "rollout.prompts to the same number, unless steps_per_generation or generation_batch_size is set."
 )
 PROMPTS = (
     "It counts prompts, each of which gets rollout.responses. If a TRL script sets neither, it samples for one update: "
@@ -41,7 +44,7 @@ STEPS = (
 )
 KL = (
     "It is the k3 estimate (low_var_kl), in the loss; the reference is always the weights with which the run began. It "
-    "is for runs in one process."
+    "is not weighed by the ratio, as TRL does unless use_bias_correction_kl=False. It is for runs in one process."
 )
 NO_KL_IN_REWARD = "No penalty is taken from rewards here. learn.kl adds one to the loss."
 ONE_UPDATE = "An update is one optimizer step on the whole batch; this key only divides its work."
@@ -104,13 +107,14 @@ NAMES = (
     Known("loss_type", "loss_agg_mode", "learn.reduction", "dapo, bnpo and token-mean are token_mean; grpo is "
           "sequence_mean; dr_grpo is fixed_length."),
     Known("scale_rewards", "adv_estimator, norm_adv_by_std_in_grpo", "learn.advantages",
-          "TRL's group is grpo, its none is dr_grpo. Its batch does not exist here."),
+          "TRL's group (or true) is grpo, its none (or false) is dr_grpo. Its batch does not exist here."),
     Known("gradient_checkpointing", "enable_gradient_checkpointing", "learn.activation_checkpointing"),
     Known("torch_compile", "use_torch_compile", "learn.compile"),
     Known("beta", "kl_loss_coef, use_kl_loss, kl_loss_type", "learn.kl", KL),
     Known("", "kl_coef, use_kl_in_reward", "", NO_KL_IN_REWARD),
     Known("", "entropy_coeff", "", "There is no entropy term here. What keeps entropy up is the clip."),
-    Known("max_steps, num_train_epochs", "total_epochs, total_training_steps", "steps", STEPS),
+    Known("max_steps", "total_training_steps", "steps", STEPS),
+    Known("num_train_epochs", "total_epochs", "steps", EPOCHS),
     Known("output_dir", "default_local_dir", "out"),
     Known("save_steps", "save_freq", "checkpoint_every", STEPS),
     Known("save_total_limit", "max_actor_ckpt_to_keep", "checkpoint_keep"),
@@ -140,13 +144,16 @@ or a command line that uses one of their names gets the hint of this table. `bap
 | | TRL 1.16 | here |
 |---|---|---|
 | text prompts | stay as they are | become a user's message in the model's chat template, unless `model.chat = "no"` |
-| groups whose responses all earn the same | stay in the batch | are left out; the next step samples as many more |
+| groups whose responses all earn the same | stay in the batch and in the mean | are left out; the next step has more |
 | passes over each rollout | `num_iterations` 1 | `offpolicy.reuse` 4 |
 | learning rate | 1e-6, linear to 0 | `learn.lr` 3e-5, `learn.schedule` constant |
 | warm-up | none | `learn.warmup_updates` 10 |
 | Adam's betas | 0.9, 0.999 | `learn.betas` 0.9, 0.95 |
 | mean of the loss | over tokens (`loss_type` dapo) | within each response, then over responses (`learn.reduction`) |
 | longest response | 512 tokens | `rollout.max_tokens` 64 |
+| KL penalty (`beta`), if set | k3 times the ratio (`use_bias_correction_kl`) | k3 (`learn.kl`), not times the ratio |
+| activations | computed again in the backward pass | kept, unless `learn.activation_checkpointing` |
+| checkpoints | all are kept | `checkpoint_keep` 2 |
 | seed | 42 | `seed` 0 |
 
 ## Names

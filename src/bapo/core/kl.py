@@ -4,7 +4,7 @@
 
 It is never negative, it is 0 where both models agree, and its mean over tokens that the policy itself samples is
 KL(policy || reference). Here older versions of the policy sampled most tokens. That is not corrected, as it is not in
-verl, nor in TRL by default: on stale data the mean of k3 is a penalty and not an exact KL.
+verl: on stale data the mean of k3 is a penalty and not an exact KL. TRL 1.16 multiplies k3 by the ratio by default.
 
 exp(d) overflows where the policy has all but given up a token that the reference likes. Up to d = 20 the estimator is
 exact; beyond, it goes on along its tangent. So value and gradient stay finite, and the gradient still leads back to the

@@ -13,7 +13,7 @@ problem's k responses giving the answer a, and s_a of those solving the problem,
 so a tie is settled by lot. s_a / n_a is 0 or 1 if the verifier judges equal answers equally. A response without an
 answer does not vote; a problem without votes counts 0.
 
-The intervals are 95% intervals over problems: what another draw of as many problems of the same kind would give. So the
+The intervals are 95% intervals over problems: they hold the mean over all problems of this kind. So the
 unit is the problem, one value v each; k responses to one problem are not k independent trials. Evaluations that matter
 sit near 0 or 1, and there the usual intervals fail: when every problem is solved they have no width. We take Wilson's
 score interval (1927) for a proportion with the effective number of trials e of survey statistics:

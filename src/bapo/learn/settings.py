@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
+from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
 from bapo.core.settings import ClipSettings
@@ -120,3 +124,23 @@ def learning_rate(update: int, settings: LearnerSettings) -> float:
 def ess_factor(ess: float, reference: float) -> float:
     """What the learning rate of an update is multiplied by: sqrt(min(1, ess / reference)) (VCPO, arXiv:2602.17616)."""
     return math.sqrt(min(1.0, ess / reference))
+
+
+def wrong_values(settings: LearnerSettings) -> Iterator[str]:
+    """What an objective says of its options, tried on two tokens. BAPO's own are checked where they are set."""
+    if settings.objective not in OBJECTIVES or settings.objective == "bapo":
+        return
+    zeros = torch.zeros(2)
+    try:
+        policy_loss(
+            zeros,
+            zeros,
+            torch.tensor([1.0, -1.0]),
+            torch.ones(2, dtype=torch.bool),
+            objective=settings.objective,
+            sequence_ids=torch.arange(2),
+            uses=None if settings.used_low is None else torch.zeros(2, dtype=torch.int64),
+            **settings.options,
+        )
+    except (ValueError, TypeError) as error:
+        yield f"objective.options: {error}"

@@ -58,5 +58,5 @@ const lines = (() => {
     return { seeds, x, ...acrossSeeds(seeds.map((seed) => readOff({ x: seed.x, y: smooth(seed.y, window) }, x))) };
   }
 
-  return { drawn, readOff };
+  return { drawn };
 })();

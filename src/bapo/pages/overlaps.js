@@ -15,17 +15,29 @@ const overlaps = (() => {
     return { x: kept.map((at) => trace.x[at]), y: kept.map((at) => log ? Math.log10(trace.y[at]) : trace.y[at]) };
   }
 
-  /* How many points of one line are within the reach of the other, and whether all of these lie on it. */
+  const same = (one, other, near) => one.x.length === other.x.length
+    && one.x.every((x, at) => x === other.x[at] && Math.abs(one.y[at] - other.y[at]) <= near);
+
+  /* How many points of one line are within the reach of the other; -1 as soon as one of these does not lie on it. */
   function along(one, other, near) {
-    const within = one.x.map((_, at) => at).filter((at) => other.x[0] <= one.x[at] && one.x[at] <= other.x.at(-1));
-    const there = lines.readOff(other, within.map((at) => one.x[at]));
-    return { count: within.length, on: within.every((at, place) => Math.abs(one.y[at] - there[place]) <= near) };
+    const { x, y } = other;
+    let count = 0, after = 0;
+    for (const [at, place] of one.x.entries()) {
+      if (place < x[0] || place > x.at(-1)) continue;
+      while (x[after] < place) after++;
+      const slope = x[after] === place ? 0 : (y[after] - y[after - 1]) / (x[after] - x[after - 1]);
+      if (Math.abs(one.y[at] - (y[after] + slope * (place - x[after]))) > near) return -1;
+      count++;
+    }
+    return count;
   }
 
+  /* A single point is not yet a line: most lines begin at the same place. */
   function meet(one, other, near) {
-    if (!one.x.length || !other.x.length) return false;
-    const [there, back] = [along(one, other, near), along(other, one, near)];
-    return there.on && back.on && (there.count >= MOST * one.x.length || back.count >= MOST * other.x.length);
+    if (!one.x.length || !other.x.length || (one.x.length === 1) !== (other.x.length === 1)) return false;
+    if (same(one, other, near)) return true;
+    const there = along(one, other, near), back = there < 0 ? -1 : along(other, one, near);
+    return back >= 0 && (there >= MOST * one.x.length || back >= MOST * other.x.length);
   }
 
   const reach = ({ x }) => x.length ? x.at(-1) - x[0] : 0;

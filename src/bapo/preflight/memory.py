@@ -76,12 +76,13 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
         layers = shape.layers * working_set
     on_device = 6 if config.learn.offload_optimizer else 18
     saved = (14 if width == 2 else 12) * shape.trained
+    checkpoints = -(-config.steps // config.checkpoint_every)
     return Memory(
         states=(on_device if width == 2 else 16) * shape.trained + width * (shape.parameters - shape.trained),
         sampler=float(width * shape.parameters) if config.device == "cuda" else 0.0,
         cache=float(kept * shape.layers * 2 * shape.key_heads * shape.head_width * width),
         activations=float(tokens * layers * width),
-        disk=float(config.checkpoint_keep * saved + width * shape.parameters),
+        disk=float(min(config.checkpoint_keep, checkpoints) * saved + width * shape.parameters),
         reference=float(width * shape.parameters) if config.learn.kl and not config.model.lora.rank else 0.0,
     )
 

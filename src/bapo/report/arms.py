@@ -215,9 +215,19 @@ def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:
     said = {key: f"{key.rsplit('.', 1)[-1]} {config[key]}" for key in differing if config.get(key) is not None}
     if run.sft:
         return ", ".join(said.values()) or Path(config["model.path"]).name, "sft"
-    of_objective = [text for key, text in said.items() if key.startswith("objective.") and key != "objective.name"]
+    name = _clip_rule(config)
+    named = {"objective.name", *({"objective.preset"} if name != config["objective.name"] else ())}
+    of_objective = [text for key, text in said.items() if key.startswith("objective.") and key not in named]
     others = [text for key, text in said.items() if not key.startswith("objective.")]
-    return ", ".join(others) or sources(run.config), " ".join([config["objective.name"], *of_objective])
+    return ", ".join(others) or sources(run.config), " ".join([name, *of_objective])
+
+
+def _clip_rule(config: dict[str, Any]) -> str:
+    """The name of the objective. BAPO's with a preset that does not search for bounds is called after the preset."""
+    set_apart = any(config.get(f"objective.{key}") is not None for key in ("low", "high", "used_low", "target_share"))
+    if config["objective.name"] != "bapo" or set_apart:
+        return str(config["objective.name"])
+    return {"fixed": "fixed clip", "push-once": "push-once"}.get(config.get("objective.preset", ""), "bapo")
 
 
 def sources(config: dict[str, Any]) -> str:

@@ -140,15 +140,15 @@ def _of_one(arm: Arm) -> tuple[list[str], list[str], str]:
         clauses.append(said)
         tones.append(tone)
     known = _has_interval(before) and _has_interval(after)
-    notes = [*_scored_on(finished, k), *(["In brackets: 95% intervals over problems."] if known else [])]
+    notes = [*_scored_on(finished), *(["In brackets: 95% intervals over problems."] if known else [])]
     notes.append("This is one run. Another seed may end elsewhere.")
     return [f"{'; '.join(clauses)}."], notes, tones[0]
 
 
-def _scored_on(runs: Sequence[Run], k: int, *, seeds: bool = False) -> list[str]:
+def _scored_on(runs: Sequence[Run], *, seeds: bool = False) -> list[str]:
     found = [measures(run) for run in runs]
-    problems, halves = ([run[key] for run in found if key in run] for key in ("problems", "avg_half"))
-    said = scored_on(problems, halves, k, seeds=seeds)
+    problems, reaches = ([run[key] for run in found if key in run] for key in ("problems", "avg_reach"))
+    said = scored_on(problems, reaches, seeds=seeds)
     return [said] if said else []
 
 
@@ -195,7 +195,7 @@ def _over_seeds(runs: Sequence[Run], k: int) -> tuple[list[str], list[str], str]
     if same:
         line = f"avg@{k} is {after:.3f} on average, as before training ({difference} over {len(found)} seeds)."
     enough = len(found) >= FEWEST_SEEDS
-    notes = _scored_on(runs, k, seeds=enough)
+    notes = _scored_on(runs, seeds=enough)
     notes += [] if enough else ["Two seeds are too few to say what another one would give."]
     return [line], notes, "open" if not sure else "decided" if gained > 0 else "wrong"
 

@@ -33,7 +33,7 @@ def measures(run: Run) -> dict[str, float]:
     """The measures of a finished run, one number each; measures that the run does not have are absent.
 
     avg, pass, entropy: on held-out problems after training (`_before`: before training). problems: how many these are.
-    avg_half: half width of avg's own 95% interval over these problems. max_grad_norm: the largest of all updates.
+    avg_reach: how far avg's own 95% interval over problems reaches. max_grad_norm: the largest of all updates.
     share, staleness, clip_fraction: see `update_means`. stop_start, …: see `stop_shares`. avg_at_T, pass_at_T: avg and
     pass at a further temperature T of eval.also_at. responses: see `sampled_responses`, after the last step.
 
@@ -52,7 +52,7 @@ def measures(run: Run) -> dict[str, float]:
         "entropy_before": before.get("eval/entropy"),
         "length": after["eval/length"],
         "problems": _number(after, "eval/problems"),
-        "avg_half": _half_width(after),
+        "avg_reach": max((r for r in map(_reach, (before, after)) if r is not None), default=None),
         "updates": float(len(run.updates)),
         "training_seconds": run.summary.get("training_seconds"),
     }
@@ -68,10 +68,10 @@ def measures(run: Run) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _half_width(line: Mapping[str, Any]) -> float | None:
-    """Of the interval of avg over problems; None if the evaluation has none."""
-    low, high = _number(line, "eval/avg_low"), _number(line, "eval/avg_high")
-    return None if low is None or high is None else (high - low) / 2
+def _reach(line: Mapping[str, Any]) -> float | None:
+    """How far the interval of avg over problems reaches from avg, to the farther side; None if there is none."""
+    avg, low, high = (_number(line, f"eval/{key}") for key in ("avg", "avg_low", "avg_high"))
+    return None if avg is None or low is None or high is None else max(high - avg, avg - low)
 
 
 def _number(line: Mapping[str, Any], key: str) -> float | None:

@@ -57,6 +57,11 @@ class Outcome:
     """Whether both have these seeds and no others."""
 
     @property
+    def same(self) -> bool:
+        """Whether both have the same score in every one of several seeds."""
+        return self.kind == "open" and self.mean == self.half == 0
+
+    @property
     def size(self) -> str:
         """The difference without its sign."""
         return f"{abs(self.mean):.3f}{self._interval}"
@@ -102,7 +107,7 @@ def judge(
         lines.append(f"{table}: {text}" if several else text)
     decided = any(outcome.kind in DECIDED for outcome in judged)
     notes = [f"Run at least {FEWEST_SEEDS} seeds to decide more."] if short and several else []
-    if exam := _exam(scored, k, seeds=bool(judged)):
+    if exam := _exam(scored, seeds=bool(judged)):
         notes.append(exam)
     if missing:
         runs = "One run is" if missing == 1 else f"{missing} runs are"
@@ -115,10 +120,10 @@ def judge(
     return Verdict(lines, details, decided, notes)
 
 
-def _exam(arms: Sequence[Mapping[str, Any]], k: int | str, *, seeds: bool) -> str:
+def _exam(arms: Sequence[Mapping[str, Any]], *, seeds: bool) -> str:
     """What these arms were scored on. An arm without finished runs says nothing about it."""
-    problems, halves = ([arm[key]["mean"] for arm in arms if key in arm] for key in ("problems", "avg_half"))
-    return scored_on(problems, halves, k, seeds=seeds)
+    problems, reaches = ([arm[key]["mean"] for arm in arms if key in arm] for key in ("problems", "avg_reach"))
+    return scored_on(problems, reaches, seeds=seeds)
 
 
 def differing_exam(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -213,7 +218,7 @@ def _unit(at: str, k: int | str) -> str:
 
 
 def _clause(one: Outcome, reference: str, unit: str, at: str) -> str:
-    if one.kind == "open" and one.mean == one.half == 0:
+    if one.same:
         return f"{one.name} and {reference} have the same {unit}{at} in every one of {one.seeds} seeds"
     over = f"over {one.seeds} seeds" if one.all_seeds else f"over the {one.seeds} seeds that both have"
     return {
@@ -246,8 +251,12 @@ def _field(reference: str, unit: str, first: Found, elsewhere: Sequence[Found]) 
         clauses.append(f"Nothing beats {reference} in {unit}{at} over {seeds} seeds")
     if behind := groups.get("behind"):
         clauses.append(f"{_names(behind)} {'fall' if len(behind) > 1 else 'falls'} short of it")
-    if "open" in groups:
-        clauses.append(f"{_names(groups['open'])} cannot be told apart from it")
+    same = [one for one in groups.get("open", ()) if one.same]
+    if same:
+        has = "have" if len(same) > 1 else "has"
+        clauses.append(f"{_names(same)} {has} the same {unit} as {reference} in every seed")
+    if apart := [one for one in groups.get("open", ()) if not one.same]:
+        clauses.append(f"{_names(apart)} cannot be told apart from it")
     clauses += _not_judged(groups, unit, reference)
     if not judged:
         clauses[0] = clauses[0][0].upper() + clauses[0][1:] if groups.keys() & {"few", "one"} else clauses[0]

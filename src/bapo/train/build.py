@@ -19,7 +19,7 @@ from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.learn.learner import Learns
 from bapo.learn.reference import Reference, initial
-from bapo.learn.settings import LearnerSettings
+from bapo.learn.settings import LearnerSettings, wrong_values
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
 from bapo.preflight.checks import wrong_options
@@ -120,6 +120,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
             *prepared.notes,
             *([] if config.cluster.on else engine_notes(engine)),
             *clip_notes(config),
+            *endless_warmup(config),
             *slow_precision(config),
             *unreadable(config, policy, task),
         ],
@@ -201,13 +202,29 @@ def clip_notes(config: Config) -> list[str]:
     used_low = learner_settings(config).used_low
     if used_low is None:
         return []
-    off = config.offpolicy
-    if off.reuse == 1 and not off.replay_fraction:
-        return [
+    told = f"push once: tokens that were trained on before have a lower bound of {used_low:g}"
+    return list(idle_push_once(config)) or [told]
+
+
+def idle_push_once(config: Config) -> Iterator[str]:
+    """Says so if push once is asked for, but has nothing to do."""
+    objective, off = config.objective, config.offpolicy
+    used_low = objective.clip.used_low if objective.name == "bapo" else objective.options.get("used_low")
+    if used_low is not None and off.reuse == 1 and not off.replay_fraction:
+        yield (
             "push once does nothing in this run: no token is trained on twice (offpolicy.reuse=1, "
             "offpolicy.replay_fraction=0)"
-        ]
-    return [f"push once: tokens that were trained on before have a lower bound of {used_low:g}"]
+        )
+
+
+def endless_warmup(config: Config) -> Iterator[str]:
+    """Says so if the learning rate rises during the whole run."""
+    updates, warmup = config.steps * config.updates_per_step, config.learn.warmup_updates
+    if warmup > updates:
+        yield (
+            f"learn.warmup_updates={warmup}, but the run makes {counted(updates, 'update')}, so the rate stays below "
+            f"learn.lr={config.learn.lr:g}. Lower warmup_updates."
+        )
 
 
 def _overlong(config: Config) -> Callable[[int], float]:
@@ -253,7 +270,15 @@ def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    yield from wrong_options(config)
+    yield from list(wrong_options(config)) or _wrong_settings(config)
+
+
+def _wrong_settings(config: Config) -> Iterator[str]:
+    """What the learner and the objective say of their settings."""
+    try:
+        yield from wrong_values(learner_settings(config))
+    except ValueError as error:
+        yield str(error)
 
 
 def unreadable(config: Config, policy: Policy, task: Task) -> Iterator[str]:

@@ -25,7 +25,16 @@ from bapo.preflight.memory import GIB, Memory, Seconds, Shape, memory, on_cluste
 from bapo.screen.terminal import duration, printable
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.task import Task
-from bapo.train.build import cluster_notes, longest_prompt, misfits, prompting, resolve, unreadable
+from bapo.train.build import (
+    cluster_notes,
+    endless_warmup,
+    idle_push_once,
+    longest_prompt,
+    misfits,
+    prompting,
+    resolve,
+    unreadable,
+)
 from bapo.train.speed import measured_speed, slow_precision
 from bapo.train.tasks import make_task
 from bapo.types import Problem
@@ -36,8 +45,13 @@ WARNING = "warning"
 """The name of a line about something that works, but that hardly anybody wants."""
 
 
-def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[list[str], list[str]]:
-    """The lines of the plan, and everything that is wrong. `wrong` is what is known already."""
+def dry_run(
+    config: Config, data: TaskData | None, wrong: list[str], *, readable: bool = True
+) -> tuple[list[str], list[str]]:
+    """The lines of the plan, and everything that is wrong. `wrong` is what is known already.
+
+    A configuration that is not `readable` has defaults in place of what cannot be read. It has no plan.
+    """
     wrong, policy, task, facts = list(wrong), None, None, dict[str, str]()
     hush()
     try:
@@ -59,14 +73,19 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
     if policy is not None and task is not None:
         config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
         wrong += [*misfits(config, policy, task), *unreadable(config, policy, task)]
-    wrong = _with_one_limit(config, wrong)
+    wrong = list(dict.fromkeys(_with_one_limit(config, wrong)))
+    return (_plan(config, policy, task, facts) if readable else []), wrong
+
+
+def _plan(config: Config, policy: Policy | None, task: Task | None, facts: dict[str, str]) -> list[str]:
     lines = [*_model(config, policy), *_processes(config), *_task(config, policy, task, facts), *_steps(config)]
     if policy is not None and task is not None:
         lines += _needs(config, policy, task)
     lines += _place(config)
+    doubts = [*idle_push_once(config), *endless_warmup(config)]
     if config.model.dtype != "auto":  # it is known where the run computes
-        lines += [_line(WARNING, text) for text in slow_precision(config)]
-    return lines, list(dict.fromkeys(wrong))
+        doubts += slow_precision(config)
+    return [*lines, *(_line(WARNING, text) for text in doubts)]
 
 
 def _with_one_limit(config: Config, wrong: list[str]) -> list[str]:
@@ -167,23 +186,27 @@ def _task(config: Config, policy: Policy | None, task: Task | None, facts: dict[
     problem = task.train[0]
     text = printable(policy.decode(policy.encode(problem.prompt)))
     yield _line("prompt", text if len(text) <= SHOWN else f"{text[:SHOWN]} …")
-    yield _line("answer", _gold(problem, task))
+    told, doubt = _gold(problem, task)
+    yield _line("answer", told)
+    if doubt:
+        yield _line(WARNING, doubt)
 
 
-def _gold(problem: Problem, task: Task) -> str:
-    """A right response and its reward."""
+def _gold(problem: Problem, task: Task) -> tuple[str, str]:
+    """A right response and its reward, and what to look at if that is not a reward."""
     tries = _solutions(problem) if isinstance(task, Countdown) else written_answers(problem)
     scored = list(zip(tries, task.scores([(problem, text) for text in tries]), strict=True))
     found = [(score.reward, text) for text, score in scored if score.reward is not None]
     if not found:
-        return f"the verifier fails on the reference answer {problem.answer!r}: {scored[0][1].failure}"
+        return f"the verifier fails on the reference answer {problem.answer!r}: {scored[0][1].failure}", ""
     reward, text = max(found, key=lambda pair: pair[0])
     if reward <= 0:
         return (
-            f"{problem.answer!r} gets reward {reward:g}, however it is written ({', '.join(map(repr, tries))}).\n"
-            "Check task.reward, or ask for the form of answer that it wants in task.template."
+            f"{problem.answer!r} gets reward {reward:g}, however it is written ({', '.join(map(repr, tries))})",
+            "a right response may get no reward. Check task.reward, to which answers come as text even if they are "
+            "numbers in\nthe data, or ask in task.template for the form of answer that it wants.",
         )
-    return f"{printable(text)!r} gets reward {reward:g}"
+    return f"{printable(text)!r} gets reward {reward:g}", ""
 
 
 def _solutions(problem: Problem) -> list[str]:
@@ -278,9 +301,10 @@ def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
     else:
         yield _line("memory", _told_memory(config, held))
     yield _line("time", "not estimated: this machine has no GPU to measure" if took is None else _told_time(took))
-    yield _line(
-        "disk", f"about {_bytes(held.disk)} in the run directory; {_bytes(_free(Path(config.out)))} are free there"
-    )
+    free = _free(Path(config.out))
+    yield _line("disk", f"about {_bytes(held.disk)} in the run directory; {_bytes(free)} are free there")
+    if held.disk > free:
+        yield _line(WARNING, "the run directory may not fit on its disk. Lower checkpoint_keep, or choose another out.")
 
 
 def _told_memory(config: Config, held: Memory) -> str:

@@ -161,8 +161,8 @@ class Training(Job):
         self._sampled, self._cut_off = sampled + more, self._cut_off + more * record.rollout["truncated"]
         if self._sampled >= FEW_RESPONSES and self._cut_off > MOSTLY_CUT_OFF * self._sampled:
             log.view.note(
-                f"rollout.max_tokens={limit.max_tokens} cut off {self._cut_off / self._sampled:.0%} of the first "
-                f"{self._sampled} responses, so unfinished text was scored. Raise it, or ask for shorter answers."
+                f"rollout.max_tokens={limit.max_tokens} cut off {self._cut_off / self._sampled:.0%} of {self._sampled} "
+                "sampled responses, so unfinished text was scored. Raise it, or ask for shorter answers."
             )
 
     def _tell_of_drift(self, record: StepRecord, log: Log) -> None:
