@@ -40,8 +40,8 @@ NEXT = {
     "verl": ["MODEL=… TRAIN_FILES=… VAL_FILES=… bash {0}"],
 }
 """The commands to give next, in the directory that was written to."""
-NEEDS = {"trl": "trl", "verl": "verl"}
-"""The extra, and package, without which these commands do not run."""
+WITH_TRL = "pip install -c constraints.txt -c constraints-trl.txt '.[trl]'"
+"""The tested versions, in a clone."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,8 @@ def init(words: list[str]) -> int:
     write_line(
         sys.stdout, "\n".join(f"{'' if number else 'next':<6}{step.format(first)}" for number, step in enumerate(steps))
     )
-    needed = NEEDS.get(arguments.kind)
-    if needed and find_spec(needed) is None:
-        write_line(
-            sys.stdout,
-            f"This needs {needed}, which is not installed here. In a clone of bapo, in an environment of its own: pip "
-            f"install -c constraints-{needed}.txt '.[{needed}]' (docs/adapters/{needed}.md)",
-        )
+    if arguments.kind == "trl" and find_spec("trl") is None:
+        write_line(sys.stdout, f"TRL is not installed here. In a clone of bapo: {WITH_TRL}")
     if first.endswith(".toml"):
         write_line(sys.stdout, "Your editor completes and checks keys after: bapo schema > recipe.schema.json")
         write_line(sys.stdout, '(with "#:schema ./recipe.schema.json" as the first line of the recipe)')
