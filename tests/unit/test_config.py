@@ -375,6 +375,19 @@ def test_a_disagreement_that_the_correction_may_end_is_not_listed(values, correc
     assert len(told.splitlines()) == 2
 
 
+def test_a_key_that_is_an_ordinary_word_hides_no_disagreement():
+    values = {"output_dir": "x", "cluster": {"rollouts": 1}, "offpolicy": {"partial_budget": 100, "max_staleness": 64}}
+    told = refused(values)
+    assert "output_dir is what out is here" in told
+    assert "offpolicy.partial_budget=100 is for one process" in told
+
+
+def test_a_name_whose_key_another_command_has_is_not_explained_by_it():
+    (line,) = check(SftConfig, {"num_train_epochs": 3})[1]
+    assert "rollout" not in line
+    assert line.endswith("`bapo sft --help` lists all keys.")
+
+
 def test_unknown_keys_in_a_table_with_an_old_name_are_listed():
     _, wrong = check(SftConfig, {"data": {"train": ["x"], "zz": 1}})
     (line,) = wrong

@@ -84,6 +84,7 @@ def test_bounds_that_cannot_be_are_refused_in_a_line(capsys):
         (("--objective.low", "0.9", "0.8"), "low=(0.9, 0.8) is not ordered"),
         (("--objective.name", "clip_higher", "--objective.options", "low", "0.2", "high", "0.28"), "do not enclose 1"),
         (("--objective.name", "dual_clip", "--objective.options", "cap", "0.5"), "the dual clip is 0.5"),
+        (("--objective.options", "dual_clip", "0.5"), "the dual clip is 0.5"),
         (("--objective.name", "rloo"), "objective.name='rloo' is not known"),
     ):
         for command in (["train", "--dry-run"], ["train"]):
@@ -159,7 +160,7 @@ def test_a_dry_run_of_a_cluster_shows_its_processes_and_what_they_need(capsys, m
     assert "sampling runs up to 4 updates ahead" in said
     assert re.search(r"memory     about .* in a rollout actor: .*\n           about .* in a learner rank: ", said)
     assert re.search(r"time       very roughly .*; sampling and learning go on at the same time\n", said)
-    assert "disk       about" in said
+    assert "disk       up to about" in said
     assert "sampling   1 step of 16 prompts" in said
     assert len(said.splitlines()) <= 24
 

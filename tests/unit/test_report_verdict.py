@@ -102,6 +102,16 @@ def test_arms_meet_in_their_setting_or_in_their_objective_or_all_of_them(tmp_pat
     assert named(("s", "a"), ("t", "b")) == [("", "a, s"), ("", "b, t")]
 
 
+def test_others_are_measured_against_a_fixed_clip(tmp_path):
+    for preset in ("fixed", "paper"):
+        run = shutil.copytree(ONE, tmp_path / preset)
+        config = json.loads((run / "config.json").read_text())
+        config["objective"] |= {"name": "bapo", "preset": preset}
+        (run / "config.json").write_text(json.dumps(config))
+    (line,) = top(tmp_path)[0]["lines"]
+    assert line.startswith("One seed decides nothing: bapo preset paper and fixed clip have the same avg@2.")
+
+
 @pytest.mark.parametrize(
     ("objective", "name"),
     [
@@ -109,6 +119,7 @@ def test_arms_meet_in_their_setting_or_in_their_objective_or_all_of_them(tmp_pat
         ({"name": "bapo", "preset": "push-once"}, "push-once"),
         ({"name": "bapo", "preset": "weak-model"}, "bapo"),
         ({"name": "bapo", "preset": "fixed", "high": [1.2, 2.0]}, "bapo"),
+        ({"name": "bapo", "preset": "fixed", "remainder": "weigh"}, "bapo"),
         ({"name": "bapo", "preset": None}, "bapo"),
         ({"name": "grpo", "preset": None}, "grpo"),
     ],

@@ -23,8 +23,10 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 def known_elsewhere(key: str, schema: type[BaseModel]) -> known_names.Known | None:
     """What a name of TRL or verl is called here. A name that another table has is more likely meant by itself."""
-    own = {name.rpartition(".")[2] for name in all_keys(schema)}
-    return None if key.rpartition(".")[2] in own else known_names.find(key)
+    keys = all_keys(schema)
+    known = None if key.rpartition(".")[2] in {name.rpartition(".")[2] for name in keys} else known_names.find(key)
+    elsewhere = known is not None and known.key and not any(f"{name}.".startswith(f"{known.key}.") for name in keys)
+    return None if elsewhere else known
 
 
 def near(key: str, schema: type[BaseModel], *, table: bool) -> list[str]:
@@ -48,9 +50,13 @@ def meant(key: str, schema: type[BaseModel], *, table: bool) -> list[str]:
 
 
 def names_any(text: str, keys: Iterable[str], schema: type[BaseModel]) -> bool:
-    """Whether a message names one of these keys, or a key in one of these tables."""
-    return any(
-        re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", text)
-        for key in all_keys(schema)
-        if any(f"{key}.".startswith(f"{one}.") for one in keys if one)
-    )
+    """Whether a message names one of these keys, or a key in one of these tables.
+
+    A key that is in no table is an ordinary word, such as out. It is named where its value follows.
+    """
+    meant = [key for key in all_keys(schema) if any(f"{key}.".startswith(f"{one}.") for one in keys if one)]
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}{_END if '.' in key else '='}", text) for key in meant)
+
+
+_END = r"(?!\w|\.\w)"
+"""What follows a whole key."""

@@ -127,8 +127,8 @@ def ess_factor(ess: float, reference: float) -> float:
 
 
 def wrong_values(settings: LearnerSettings) -> Iterator[str]:
-    """What an objective says of its options, tried on two tokens. BAPO's own are checked where they are set."""
-    if settings.objective not in OBJECTIVES or settings.objective == "bapo":
+    """What an objective says of its options, tried on two tokens."""
+    if settings.objective not in OBJECTIVES:
         return
     zeros = torch.zeros(2)
     try:
@@ -138,6 +138,7 @@ def wrong_values(settings: LearnerSettings) -> Iterator[str]:
             torch.tensor([1.0, -1.0]),
             torch.ones(2, dtype=torch.bool),
             objective=settings.objective,
+            settings=settings.clip if settings.solves_bounds else None,
             sequence_ids=torch.arange(2),
             uses=None if settings.used_low is None else torch.zeros(2, dtype=torch.int64),
             **settings.options,

@@ -7,7 +7,8 @@
     cache         keys and values of all responses in flight: layers x 2 x key heads x head width, per token
     activations   of one forward pass: with activation checkpointing the input of each layer and the working set of one,
                   without it about that working set for every layer
-    disk          a checkpoint has the weights, the masters and the moments; the model is written once more at the end
+    disk          a checkpoint has the weights, the masters and the moments; the oldest one goes when a new one is
+                  complete; the model is written once more at the end
 
 On a cluster, a rollout actor holds the weights and the cache, and learner ranks share the states. Sampling is divided
 among the actors and learning among the ranks, each on GPUs of its own, or with a share of the threads of this machine.
@@ -82,7 +83,7 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
         sampler=float(width * shape.parameters) if config.device == "cuda" else 0.0,
         cache=float(kept * shape.layers * 2 * shape.key_heads * shape.head_width * width),
         activations=float(tokens * layers * width),
-        disk=float(min(config.checkpoint_keep, checkpoints) * saved + width * shape.parameters),
+        disk=float(min(config.checkpoint_keep + 1, checkpoints) * saved + width * shape.parameters),
         reference=float(width * shape.parameters) if config.learn.kl and not config.model.lora.rank else 0.0,
     )
 

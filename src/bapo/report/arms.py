@@ -20,6 +20,8 @@ from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 NOT_THE_EXPERIMENT = {"seed", "out", "device", "threads", "checkpoint_every", "checkpoint_keep", "sample_every"}
 """Keys in which the runs of one arm may differ: the seed, and keys that do not change what is trained."""
+FIXED_CLIP = "fixed clip"
+"""What an arm with the bounds of PPO and GRPO is called."""
 BINNED: tuple[tuple[tuple[str, ...], int | None], ...] = (
     (("staleness_histogram",), None),
     (("ratio_histogram", "ratio_prob", "ratio_entropy"), len(LOG_RATIO_EDGES) + 1),
@@ -225,9 +227,9 @@ def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:
 def _clip_rule(config: dict[str, Any]) -> str:
     """The name of the objective. BAPO's with a preset that does not search for bounds is called after the preset."""
     set_apart = any(config.get(f"objective.{key}") is not None for key in ("low", "high", "used_low", "target_share"))
-    if config["objective.name"] != "bapo" or set_apart:
+    if config["objective.name"] != "bapo" or set_apart or config.get("objective.remainder") == "weigh":
         return str(config["objective.name"])
-    return {"fixed": "fixed clip", "push-once": "push-once"}.get(config.get("objective.preset", ""), "bapo")
+    return {"fixed": FIXED_CLIP, "push-once": "push-once"}.get(config.get("objective.preset", ""), "bapo")
 
 
 def sources(config: dict[str, Any]) -> str:

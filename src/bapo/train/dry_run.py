@@ -302,7 +302,7 @@ def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
         yield _line("memory", _told_memory(config, held))
     yield _line("time", "not estimated: this machine has no GPU to measure" if took is None else _told_time(took))
     free = _free(Path(config.out))
-    yield _line("disk", f"about {_bytes(held.disk)} in the run directory; {_bytes(free)} are free there")
+    yield _line("disk", f"up to about {_bytes(held.disk)} in the run directory; {_bytes(free)} are free there")
     if held.disk > free:
         yield _line(WARNING, "the run directory may not fit on its disk. Lower checkpoint_keep, or choose another out.")
 
