@@ -10,6 +10,9 @@ from pydantic import BaseModel
 from bapo.config import known_names
 from bapo.config.run import Config
 
+_END = r"(?!\w|\.\w)"
+"""What follows a whole key."""
+
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Every key of a configuration, with dots between tables."""
@@ -22,7 +25,10 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 
 def known_elsewhere(key: str, schema: type[BaseModel]) -> known_names.Known | None:
-    """What a name of TRL or verl is called here. A name that another table has is more likely meant by itself."""
+    """What a name of TRL or verl is called here; None if the schema does not have that key.
+
+    A name that another table has is more likely meant by itself.
+    """
     keys = all_keys(schema)
     known = None if key.rpartition(".")[2] in {name.rpartition(".")[2] for name in keys} else known_names.find(key)
     elsewhere = known is not None and known.key and not any(f"{name}.".startswith(f"{known.key}.") for name in keys)
@@ -56,7 +62,3 @@ def names_any(text: str, keys: Iterable[str], schema: type[BaseModel]) -> bool:
     """
     meant = [key for key in all_keys(schema) if any(f"{key}.".startswith(f"{one}.") for one in keys if one)]
     return any(re.search(rf"(?<![\w.]){re.escape(key)}{_END if '.' in key else '='}", text) for key in meant)
-
-
-_END = r"(?!\w|\.\w)"
-"""What follows a whole key."""
