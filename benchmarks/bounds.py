@@ -24,8 +24,8 @@ from timing import interleaved, ratio, table
 from torch import Tensor
 
 from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
-from bapo.core.clip_bounds import first_to_reach, positive_share
-from bapo.core.table import DEVICE_CHUNK, Chunk, compared_sums, grids_of
+from bapo.core.bounds import DEVICE_CHUNK, Chunk, compared_sums, first_to_reach, grids_of
+from bapo.core.entropy_rule import positive_share
 
 PUSH_ONCE = ClipSettings(used_low=1.0)
 

@@ -18,8 +18,7 @@ import torch
 from timing import interleaved, ratio, table
 from torch import Tensor
 
-from bapo.core.chunked import chunked_logprobs
-from bapo.core.logprobs import token_logprobs
+from bapo.core.logprobs import chunked_logprobs, token_logprobs
 
 VOCABULARY, WIDTH = 151_936, 896
 

@@ -99,8 +99,8 @@ def clone(target: Path, environment: Path) -> None:
     else:
         shutil.copytree(ROOT, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
     (target / ".venv").symlink_to(environment.resolve())
-    for name in ("pyproject.toml", *(path.name for path in target.glob("constraints*.txt"))):
-        os.utime(target / name, (0, 0))
+    for path in (target / "pyproject.toml", *target.glob("constraints/*.txt")):
+        os.utime(path, (0, 0))
 
 
 def run(page: str, environment: Path) -> bool:

@@ -57,9 +57,9 @@ def script(path, *arguments, **options):
     return _ended(str(path), arguments, **options)
 
 
-def started(*arguments, log, errors=None):
+def started(*arguments, log, errors=None, **options):
     """`bapo` in the background. It writes all it says into one file, or its errors into another."""
-    return _fork(None, arguments, log, errors or log)
+    return _fork(None, arguments, log, errors or log, **options)
 
 
 def started_together(ranks, *arguments, log, largest_file=None):
@@ -104,7 +104,7 @@ def _fork(path, arguments, out, err, **options):
     return process
 
 
-def _program(path, arguments, out, err, *, env, cwd=".", largest_file=None):
+def _program(path, arguments, out, err, *, env, cwd=".", largest_file=None, most_memory=None):
     """What the interpreter would do around the script at `path`, or around `bapo.cli.main`."""
     for file, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), descriptor)
@@ -114,6 +114,9 @@ def _program(path, arguments, out, err, *, env, cwd=".", largest_file=None):
     os.environ.update(env)
     if largest_file is not None:  # in bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if most_memory is not None:  # in bytes, beyond what the imports use
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most_memory,) * 2)
     sys.path.insert(0, os.path.dirname(path) if path else os.getcwd())
     sys.argv = [path or "bapo", *arguments]
     try:

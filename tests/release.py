@@ -4,7 +4,7 @@
 
 It trains the embedded model, trains a recipe by its name, and writes a report: what a wheel can lack (a data file, a
 dependency, an import of something that only the repository has) shows in these. torch and the others are installed by
-pip, at the versions of constraints.txt. Nothing is left behind.
+pip, at the versions of constraints/base.txt. Nothing is left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
             subprocess.run(list(map(str, words)), cwd=work, env=outside, check=True)
 
         print(f"installing {wheel.name} into an empty environment", flush=True)
-        call(binaries / "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", wheel)
+        call(binaries / "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints/base.txt", wheel)
         call(binaries / "pip", "check")
         for title, words in COMMANDS.items():
             print(f"{title}: bapo {' '.join(words)}", flush=True)

@@ -6,7 +6,7 @@ import torch
 
 from bapo.core.settings import ClipSettings
 from bapo.learn.learner import Learner
-from bapo.learn.parallel import ShardedLearner
+from bapo.learn.parallel import ShardedLearner, gathered
 from bapo.learn.ranks import join, leave
 from bapo.learn.settings import LearnerSettings
 from bapo.models.lora import LoraSettings, add_lora
@@ -87,9 +87,17 @@ def weights(learner):
     return {name: tensor.clone() for name, tensor in learner.weights()}
 
 
+def gradients(learner):
+    """AdamW's first moment of every weight that was updated: 0.1 times the clipped gradient after the first update."""
+    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
+    pairs = zip(learner.optimizer.weights, learner.optimizer.masters, strict=True)
+    kept = {names[id(weight)]: learner.optimizer.moments(master) for weight, master in pairs}
+    return {name: gathered(moments["exp_avg"]).clone() for name, moments in kept.items() if moments}
+
+
 def joined(rank, size, directory, name="meeting", patience=60.0):
     torch.set_num_threads(1)
     return join(rank, size, meeting=f"file://{directory}/{name}", device=CPU, patience=patience)
 
 
-__all__ = ["CASES", "ROUNDED", "alone", "groups", "joined", "leave", "overflowing", "sharded", "weights"]
+__all__ = ["CASES", "ROUNDED", "alone", "gradients", "groups", "joined", "leave", "overflowing", "sharded", "weights"]

@@ -4,13 +4,14 @@
     out = policy_loss(logprobs, behavior_logprobs, advantages, mask)    # four tensors in
     out.loss.backward()                                                 # loss out; bounds and metrics beside it
 
-Names load on first use, so that `import bapo` alone needs no torch.
+Names load on first use, so that `import bapo` alone needs no torch. It imports nothing at all: after `python -m bapo`,
+Python looks in the current directory first, until `__main__` has stopped that.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as typing has it; type checkers take it for true
 if TYPE_CHECKING:
+    from typing import Any
+
     from bapo.core.advantages import to_tokens
     from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table, signal_table, solve_bounds
     from bapo.core.logprobs import token_logprobs
@@ -56,7 +57,9 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _HOME:
+        from importlib import import_module
+
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'bapo' has no attribute {name!r}")

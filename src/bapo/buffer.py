@@ -10,12 +10,13 @@ A rollout consists of all groups added up to the call that declares it whole, in
 passes begin then. Groups may be added at any time, even during the passes over earlier rollouts: rollouts are visited
 one after the other, the oldest first.
 
-A pass over m groups makes max(1, m / batch_groups rounded) batches of even size (at most `max_batches`), so that no
-update rests on a few left-over groups. A draw takes the next such batch of n groups and adds round(f / (1 - f) n)
-replayed groups (ties to even), so that replay makes up the fraction f of the batch; it adds fewer if fewer are
-eligible. Replay accompanies fresh groups and never stands alone. A draw that has no batch says why: DONE means that all
-passes are over and it is time for the next rollout; NOT_YET means that groups are waiting for the rest of their
-rollout.
+A pass over m groups makes max(1, m / batch_groups rounded) batches (at most `max_batches`) whose sizes differ by one at
+most, the larger ones first, so that no update rests on a few left-over groups. If groups are lost during a pass, those
+that are left are cut again, into no more batches than were left. A draw takes the next such batch of n groups and adds
+round(f / (1 - f) n) replayed groups (ties to even), so that replay makes up the fraction f of the batch; it adds fewer
+if fewer are eligible. Replay accompanies fresh groups and never stands alone. A draw that has no batch says why: DONE
+means that all passes are over and it is time for the next rollout; NOT_YET means that groups are waiting for the rest
+of their rollout.
 
 The staleness bound. Let age(group, v) = v - version of the oldest token in any of its responses; an empty response
 has no token and does not count. With `max_staleness` = S, no token with staleness above S is ever trained on:
@@ -52,7 +53,7 @@ from enum import Enum
 from hashlib import sha256
 from typing import Any
 
-from bapo.types import Group, Record, batches_per_pass, counted, group_from_state, group_state, nothing
+from bapo.types import Group, Record, batches_per_pass, counted, even_part, group_from_state, group_state, nothing
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ class Buffer:
         self.record = record
         self._held: dict[int, _Held] = {}
         self._version: int | None = None
-        self._batch_sizes: dict[int, int] = {}
-        """For each whole rollout with passes left: how many fresh groups go into each of its batches."""
+        self._batches_left: dict[int, tuple[int, int]] = {}
+        """For each whole rollout with passes left: the number of its present pass, and the most batches left in it."""
         self._open = False
         """Whether groups were added to a rollout that is not whole yet."""
         self._totals = BufferMetrics()
@@ -190,15 +191,10 @@ class Buffer:
         self._count(added=len(admitted), filtered=len(filtered))
         self._open = not whole
         if whole:
-            self._begin_passes(rollout)
+            self._batches_left[rollout] = (-1, 0)
+            self._count(adds=1)
         self._settle(version)
         return Admitted([held.group for held in admitted.values()], filtered)
-
-    def _begin_passes(self, rollout: int) -> None:
-        size = sum(1 for held in self._held.values() if held.rollout == rollout)
-        batches = batches_per_pass(size, self.batch_groups)
-        self._batch_sizes[rollout] = math.ceil(size / min(batches, self.max_batches or batches))
-        self._count(adds=1)
 
     def draw(self, *, version: int) -> list[Group] | NoBatch:
         """Return the groups of the next update, fresh ones first, or the reason why there are none.
@@ -208,9 +204,9 @@ class Buffer:
         self._check_version(version)
         self._version = version
         self._settle(version)
-        if not self._batch_sizes:
+        if not self._batches_left:
             return NoBatch.NOT_YET if self._open else NoBatch.DONE
-        rollout = min(self._batch_sizes)
+        rollout = min(self._batches_left)
         fresh = self._next_of_pass(rollout)
         places = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
         replayed = self._sample_replay(places, before=rollout)
@@ -232,11 +228,6 @@ class Buffer:
             if (held := self._held.get(group.id)) is not None:
                 held.skipped += 1
 
-    @property
-    def held(self) -> set[int]:
-        """The ids of the groups that it holds."""
-        return set(self._held)
-
     def metrics(self) -> BufferMetrics:
         """Counts since the buffer was made, which are saved and restored with it, and present levels."""
         groups = [held.group for held in self._held.values()]
@@ -252,7 +243,7 @@ class Buffer:
         return {
             "version": self._version,
             "open": self._open,
-            "batch_sizes": [[rollout, size] for rollout, size in self._batch_sizes.items()],
+            "batches_left": [[rollout, *left] for rollout, left in self._batches_left.items()],
             "totals": {name: getattr(self._totals, name) for name in _COUNTS},
             "held": [
                 {
@@ -270,28 +261,42 @@ class Buffer:
         """Continue exactly where `state_dict` was taken. Whatever this buffer held before is forgotten."""
         self._version = state["version"]
         self._open = state.get("open", False)
-        self._batch_sizes = dict(state.get("batch_sizes", ()))
+        self._batches_left = {rollout: (number, left) for rollout, number, left in state.get("batches_left", ())}
         self._totals = BufferMetrics(**state["totals"])
         self._held = {}
         for saved in state["held"]:
             group = group_from_state(saved["group"])
             counts = {name: saved[name] for name in ("passes", "replays")} | {"skipped": saved.get("skipped", 0)}
             self._held[group.id] = _Held(group, saved["rollout"], _oldest(group), **counts)
+        for rollout, size in state.get("batch_sizes", ()):  # of a version that cut passes into batches of one size
+            self._batches_left[rollout] = (-1, 0)
+            number, unvisited = self._unvisited(rollout)
+            self._batches_left[rollout] = (number, math.ceil(len(unvisited) / size))
 
     def _passes_left(self, held: _Held) -> int:
         """Fresh passes that will still visit it: none once all passes over its rollout are done."""
-        over = held.rollout <= self._totals.adds and held.rollout not in self._batch_sizes
+        over = held.rollout <= self._totals.adds and held.rollout not in self._batches_left
         return 0 if over else max(0, self.reuse - held.passes)
 
     def _to_visit(self) -> int:
         return sum(self._passes_left(held) for held in self._held.values())
 
-    def _next_of_pass(self, rollout: int) -> list[_Held]:
-        """The next batch of the current pass: the first groups, in its order, that it has not visited yet."""
+    def _unvisited(self, rollout: int) -> tuple[int, list[_Held]]:
+        """The number of the present pass over a rollout, from 0, and the groups that it has not visited yet."""
         unfinished = [held for held in self._held.values() if held.rollout == rollout and self._passes_left(held)]
-        current = min(held.passes for held in unfinished)
-        unvisited = [held for held in unfinished if held.passes == current]
-        return self._shuffled(unvisited, "pass", rollout, current)[: self._batch_sizes[rollout]]
+        number = min(held.passes for held in unfinished)
+        return number, [held for held in unfinished if held.passes == number]
+
+    def _next_of_pass(self, rollout: int) -> list[_Held]:
+        """The next batch of the present pass: the first groups, in its order, that it has not visited yet."""
+        number, unvisited = self._unvisited(rollout)
+        present, left = self._batches_left[rollout]
+        most = left if present == number else self.max_batches
+        batches = batches_per_pass(len(unvisited), self.batch_groups)
+        batches = min(batches, most or batches)
+        self._batches_left[rollout] = (number, batches - 1)
+        begin, end = even_part(len(unvisited), batches, batches - 1)  # the last part is never the smaller one
+        return self._shuffled(unvisited, "pass", rollout, number)[: end - begin]
 
     def _sample_replay(self, places: int, *, before: int) -> list[_Held]:
         """Groups of earlier rollouts, without replacement. All held groups are eligible, since `_settle` has run."""
@@ -319,7 +324,7 @@ class Buffer:
         for held in sorted(self._held.values(), key=lambda held: (held.oldest, held.group.id))[:excess]:
             self._release(held, "evicted")
         unfinished = {held.rollout for held in self._held.values() if self._passes_left(held)}
-        self._batch_sizes = {rollout: size for rollout, size in self._batch_sizes.items() if rollout in unfinished}
+        self._batches_left = {rollout: left for rollout, left in self._batches_left.items() if rollout in unfinished}
 
     def _release(self, held: _Held, reason: str) -> None:
         del self._held[held.group.id]

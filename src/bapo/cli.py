@@ -7,19 +7,19 @@ codes.
 
 from __future__ import annotations
 
-import _thread
 import os
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO, cast
 
-AGAIN_SECONDS = 0.01
-"""How long after a Ctrl-C was dropped it is sent again: the destructor that it met has ended by then."""
+from bapo.process import stops
+from bapo.screen.terminal import Visible, say
+
+SHOWN_OF_ERROR = 200
+"""How many characters of a library's message are shown."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,13 @@ class Remedy:
     disk: str
     """After an OSError: a full disk, or a directory that cannot be written to."""
     stopped: str
-    """After Ctrl-C."""
+    """After Ctrl-C or SIGTERM, as far as nobody knows better."""
     failed: str = "cannot write"
     """What failed, if it was an OSError."""
+    memory: str = "Close other programs, or use a machine with more memory."
+    """After memory ran out: what to make smaller."""
+    numbers: str = ""
+    """After numbers that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,23 @@ class Command:
     summary: str
     """One line for `bapo --help`."""
     remedy: Remedy
+    long: bool = False
+    """Whether it first loads much, and has nothing to tidy up until it says so."""
     defined_by: str = ""
     """module:name of the dataclass or configuration whose fields are its arguments, for shell completion."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `bapo` command."""
+    from bapo.config.imports import forget_the_current_directory
+
+    forget_the_current_directory()
+    sys.stderr = cast(TextIO, Visible(sys.stderr))  # warnings, tracebacks, and what libraries tell
+    stops.watch()
     code = run(sys.argv[1:] if arguments is None else arguments)
+    stops.done(code)
     sys.stdout.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the work is done: libraries that tidy up need not report a Ctrl-C
+    stops.leave(code)
     sys.exit(code)
 
 
@@ -61,12 +73,12 @@ def run(arguments: list[str]) -> int:
     """Carry out one command; returns its exit code."""
     match arguments:
         case [] | ["-h" | "--help", *_]:
-            print(usage())
+            say(usage())
             return 0 if arguments else 2
         case ["--version"]:
             from bapo import __version__
 
-            print(__version__)
+            say(__version__)
             return 0
         case [name, *words] if name in COMMANDS:
             return guarded(name, words)
@@ -75,7 +87,7 @@ def run(arguments: list[str]) -> int:
 
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            print(f"bapo: {name!r} is not a command.{hint}\n\n{usage()}", file=sys.stderr)
+            say(f"bapo: {name!r} is not a command.{hint}\n\n{usage()}", error=True)
             return 2
     raise AssertionError
 
@@ -91,58 +103,62 @@ def usage() -> str:
 
 def guarded(name: str, words: list[str]) -> int:
     """Run a command; turn every error that a person can act on into one message and an exit code."""
-    from bapo.config.errors import BapoError, UsageError
+    from bapo.config.errors import Answered, ClusterError, Interrupted, RankFailed, UsageError
 
     command, given = COMMANDS[name], shlex.join(["bapo", name, *words])
+    phase = stops.Phase.END if command.long else stops.Phase.RAISE
+    stops.begin(phase, command.remedy.stopped.format(command=given))
     try:
-        with _no_interrupt_lost():
+        with stops.none_lost():
             return command.run(words) or 0
-    except SystemExit as stop:  # the parser: 0 after --help, 2 after it said what it cannot read
-        if stop.code:
-            print(f"usage: bapo {name} {command.usage}", file=sys.stderr)
-        return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-    except BapoError as error:
-        code = _fail(error.exit_code, str(error))
+    except Answered as answer:  # 0 after --help, 2 after the parser said what it cannot read
+        if answer.code:
+            say(f"usage: bapo {name} {command.usage}", error=True)
+        return int(answer.code or 0)
+    except Interrupted as error:
+        stops.told()
+        return _fail(error.exit_code, str(error))
+    except KeyboardInterrupt:
+        return _stopped()
+    except BaseException as error:
+        if stops.stopping() or (stops.asked() and isinstance(error, ClusterError | RankFailed)):
+            return _stopped()  # the error is a consequence: who asks a whole job to stop asks its other processes, too
         if isinstance(error, UsageError):
-            print(f"usage: bapo {name} {command.usage}", file=sys.stderr)
-        return code
-    except BrokenPipeError:  # whoever reads our output has seen enough
+            code = _fail(error.exit_code, str(error))
+            say(f"usage: bapo {name} {command.usage}", error=True)
+            return code
+        return _failed(error, command, given)
+
+
+def _failed(error: BaseException, command: Command, given: str) -> int:
+    """Say what an error means; returns the exit code. One that nobody can act on is raised again."""
+    from bapo.config.errors import OUT_OF_MEMORY, BapoError, ran_out_of_memory
+
+    if ran_out_of_memory(error):
+        said = " ".join(str(error).split())[:SHOWN_OF_ERROR] or type(error).__name__
+        return _fail(3, f"{OUT_OF_MEMORY} ({said}). {command.remedy.memory} {stops.advice()}")
+    if isinstance(error, BapoError):
+        return _fail(error.exit_code, str(error))
+    if isinstance(error, BrokenPipeError):  # whoever reads our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except FloatingPointError as error:
-        again = (
-            " `bapo resume RUN` would go back to the newest checkpoint and reach the same update again. To change a "
-            "key, start a new run."
-        )
-        return _fail(1, f"{error}{again if command.remedy is RESUME else ''}")
-    except OSError as error:
+    if isinstance(error, FloatingPointError):
+        return _fail(1, f"{error} {command.remedy.numbers}")
+    if isinstance(error, OSError):
         return _fail(4, f"{command.remedy.failed}: {error}. {command.remedy.disk.format(command=given)}")
-    except KeyboardInterrupt:
-        return _fail(130, f"stopped. {command.remedy.stopped.format(command=given)}")
+    if isinstance(error, SystemExit):
+        return _fail(1, f"something that bapo calls ended the process with sys.exit({error.code!r}).")
+    raise error
 
 
-@contextmanager
-def _no_interrupt_lost() -> Iterator[None]:
-    """A Ctrl-C that arrives while Python runs a destructor is raised there, and Python drops it. Send it again."""
-    before = sys.unraisablehook
-
-    def hook(dropped: sys.UnraisableHookArgs) -> None:
-        if dropped.exc_type is not KeyboardInterrupt:
-            before(dropped)
-            return
-        again = threading.Timer(AGAIN_SECONDS, _thread.interrupt_main)
-        again.daemon = True
-        again.start()
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
+def _stopped() -> int:
+    """Say that the command was stopped, and what a person can do next; returns the exit code."""
+    stops.told()
+    return _fail(stops.STOPPED, f"stopped. {stops.advice()}")
 
 
 def _fail(code: int, message: str) -> int:
-    print(f"bapo: {message.rstrip()}", file=sys.stderr)
+    say(f"bapo: {message.rstrip()}", error=True)
     return code
 
 
@@ -233,7 +249,7 @@ def _ledger(words: list[str]) -> int:
     from bapo.runs.ledger import of_run
 
     found = of_run(parse_arguments(LedgerArguments, words, prog="bapo ledger", positional=True).run)
-    print(found.table())
+    say(found.table())
     return int(bool(found.wrong))
 
 
@@ -264,44 +280,54 @@ AGAIN = Remedy(
     disk="Free space or choose another place, then give the same command again.",
     stopped="The same command begins again.",
 )
-RESUME = Remedy(
+BEGIN = Remedy(
+    memory="Make learn.micro_tokens or rollout.slots smaller, which a resumed run takes, too (`bapo resume RUN "
+    "--rollout.slots 32`), or use a smaller model.",
     disk="The newest complete checkpoint is intact. Free space or repair the directory, then continue with `bapo "
     "resume RUN`.",
-    stopped="Continue from the newest checkpoint with `bapo resume RUN`.",
+    stopped="No step was taken. The same command begins again: {command}",
+    numbers="`bapo resume RUN` would go back to the newest checkpoint and reach the same update again. To change a "
+    "key, start a new run.",
 )
+RESUME = replace(BEGIN, stopped="The same command continues: {command}")
 
 COMMANDS = {
     "train": Command(
         _train,
         "[RECIPE] [--key.path value ...]",
         "train, or --dry-run; without a recipe the embedded run: CPU, minutes",
-        RESUME,
-        "bapo.config.run:Config",
+        BEGIN,
+        long=True,
+        defined_by="bapo.config.run:Config",
     ),
     "sft": Command(
         _sft,
         "[RECIPE] [--key.path value ...]",
         "learn from demonstrations: the warm start before training",
-        RESUME,
-        "bapo.config.sft:SftConfig",
+        BEGIN,
+        long=True,
+        defined_by="bapo.config.sft:SftConfig",
     ),
     "resume": Command(
         _resume,
         "RUN [--from STEP] [--key value ...]",
         "continue a run from its newest checkpoint, or from another one",
         RESUME,
-        "bapo.config.command_line:ResumeArguments",
+        long=True,
+        defined_by="bapo.config.command_line:ResumeArguments",
     ),
     "eval": Command(
         _eval,
         "--model M --data NAME,... [--k 16]",
         "evaluate a model on benchmarks: avg@k, pass@k, maj@k with intervals",
         Remedy(
+            memory="Make --slots or --max-tokens smaller, and choose another --out: both are part of its identity.",
             failed="cannot read or write",
             disk="The same command continues: {command}",
             stopped="The complete chunks are saved. The same command continues: {command}",
         ),
-        "bapo.evaluate.command:Arguments",
+        long=True,
+        defined_by="bapo.evaluate.command:Arguments",
     ),
     "compare": Command(
         _compare,
@@ -312,7 +338,7 @@ COMMANDS = {
             "stopped runs continue.",
             stopped="The same command continues; finished runs are kept.",
         ),
-        "bapo.compare.command:Arguments",
+        defined_by="bapo.compare.command:Arguments",
     ),
     "report": Command(
         _report,
@@ -323,7 +349,7 @@ COMMANDS = {
             disk="Choose another --out, or another --port.",
             stopped="Nothing was written.",
         ),
-        "bapo.report.command:Arguments",
+        defined_by="bapo.report.command:Arguments",
     ),
     "diagnose": Command(
         _diagnose,
@@ -333,7 +359,7 @@ COMMANDS = {
             disk="Free space or choose another place, then give the same command again.",
             stopped="The same command begins again.",
         ),
-        "bapo.diagnose.command:Arguments",
+        defined_by="bapo.diagnose.command:Arguments",
     ),
     "ledger": Command(
         _ledger,
@@ -344,7 +370,7 @@ COMMANDS = {
             disk="Check the directory, then give the same command again.",
             stopped="Nothing was written.",
         ),
-        "bapo.cli:LedgerArguments",
+        defined_by="bapo.cli:LedgerArguments",
     ),
     "fetch-smollm2": Command(
         _fetch_smollm2,
@@ -355,35 +381,35 @@ COMMANDS = {
             "again.",
             stopped="Nothing was written, and the same command begins again.",
         ),
-        "bapo.cli:FetchArguments",
+        defined_by="bapo.cli:FetchArguments",
     ),
     "init": Command(
         _init,
         "[demo|data|trl|verl] [--dir DIR]",
         "write a commented recipe or script to start from",
         AGAIN,
-        "bapo.commands.starter:Arguments",
+        defined_by="bapo.commands.starter:Arguments",
     ),
     "doctor": Command(
         _doctor,
         "[RECIPE] [--key.path value ...]",
         "check this machine, and say what to do about what is missing",
         AGAIN,
-        "bapo.config.run:Config",
+        defined_by="bapo.config.run:Config",
     ),
     "schema": Command(
         _schema,
         "[train|sft|compare]",
         "print the JSON schema of recipes, for editors",
         AGAIN,
-        "bapo.commands.schema:Arguments",
+        defined_by="bapo.commands.schema:Arguments",
     ),
     "completion": Command(
         _completion,
         "[bash|zsh|fish]",
         "print a script that completes these commands in a shell",
         AGAIN,
-        "bapo.commands.completion:Arguments",
+        defined_by="bapo.commands.completion:Arguments",
     ),
 }
 

@@ -158,6 +158,11 @@ def batches_per_pass(groups: int, batch_groups: int) -> int:
     return max(1, math.floor(groups / batch_groups + 0.5))
 
 
+def even_part(count: int, parts: int, part: int) -> tuple[int, int]:
+    """Where one of so many parts begins and ends, if things are cut into parts whose sizes differ by one at most."""
+    return count * part // parts, count * (part + 1) // parts
+
+
 def group_state(group: Group) -> dict[str, Any]:
     """A group as plain JSON data. Python writes floats so that they are read back exactly."""
     return {
@@ -200,7 +205,7 @@ class TokenBatch:
     targets: Tensor
     """[tokens] the response tokens."""
     sequence_ids: Tensor
-    """[tokens] which sequence each belongs to, from 0."""
+    """[tokens] which sequence each belongs to, from 0. A sequence without a response token has no number."""
     behavior_logprobs: Tensor
     """[tokens]"""
     advantages: Tensor

@@ -161,7 +161,7 @@ def through_trl(batch, options, uses=None):
         trainer = tiny.BapoTrainer(tiny.model(), tiny.digits, args, train_dataset=data, processing_class=words)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    trainer._update.first = uses or 0  # one micro-batch to a generation
+    trainer._step = trainer._update.first = uses or 0  # one micro-batch to a generation
     inputs = {
         "prompt_ids": torch.zeros(6, 1, dtype=torch.long),
         "prompt_mask": torch.ones(6, 1, dtype=torch.long),
@@ -172,6 +172,7 @@ def through_trl(batch, options, uses=None):
         "num_items_in_batch": mask.sum(),
     }
     loss = trainer._compute_loss(Logged(logprobs), inputs)
+    trainer._log_update()
     return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 

@@ -32,7 +32,7 @@ def options(recipe):
 class Run:
     """A command of ours at work."""
 
-    def __init__(self, path, *command, before=(), environment=None):
+    def __init__(self, path, *command, before=(), environment=None, cwd=None):
         """`before`: what comes before our command, such as the place where to run it."""
         self.path = Path(path)
         self.log = self.path.with_name(f"{self.path.name}.log")
@@ -40,13 +40,14 @@ class Run:
             self.process = subprocess.Popen(
                 [*before, sys.executable, "-m", "bapo", *command],
                 env=environment,
+                cwd=cwd,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
     @classmethod
-    def train(cls, path, *, environment=None, **recipe):
-        return cls(path, "train", "--out", str(path), *options(RECIPE | recipe), environment=environment)
+    def train(cls, path, *, environment=None, cwd=None, **recipe):
+        return cls(path, "train", "--out", str(path), *options(RECIPE | recipe), environment=environment, cwd=cwd)
 
     @classmethod
     def resume(cls, path):

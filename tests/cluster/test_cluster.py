@@ -8,6 +8,7 @@ import pytest
 
 from bapo.runs import history, ledger
 from tests.cluster.driving import Run, gone, send
+from tests.traps import laid
 
 pytest.importorskip("ray")
 
@@ -48,7 +49,10 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 def test_sampling_and_learning_in_turns_repeat_a_single_process_bit_for_bit(tmp_path):
     alone = Run.train(tmp_path / "alone", threads=1)
-    apart = Run.train(tmp_path / "apart", **{"cluster.rollouts": 1, "cluster.ahead": 0})
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    ran = laid(strange)
+    apart = Run.train(tmp_path / "apart", cwd=strange, **{"cluster.rollouts": 1, "cluster.ahead": 0})
     apart.until(lambda: apart.steps() >= 1)
     processes = apart.descendants()
     assert len(processes) > 4
@@ -59,6 +63,7 @@ def test_sampling_and_learning_in_turns_repeat_a_single_process_bit_for_bit(tmp_
     assert weights(apart) == weights(alone)
     assert apart.balance() == alone.balance()  # the order within it depends on time
     assert gone(processes) == []
+    assert ran() == []
     assert all(line["rollout/probe_gap"] < 1e-4 for line in apart.metrics("rollout"))
 
 

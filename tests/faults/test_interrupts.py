@@ -1,11 +1,18 @@
 """A Ctrl-C is never lost."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+
+import pytest
 
 from bapo import cli
+from bapo.process.tree import below, processes
+from tests.processes import bapo, started
 
 
 class Destructed:
@@ -33,3 +40,115 @@ def test_a_ctrl_c_after_the_work_is_done_ends_in_no_traceback(tmp_path):
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert result.stdout.startswith("0.")
     assert (result.returncode, result.stderr) == (-signal.SIGINT, "")
+
+
+REWARDS = """
+import itertools
+import os
+import sys
+import time
+
+calls = itertools.count()
+
+def never_returns(response, answer):
+    from pathlib import Path
+    Path(__file__).with_name("asked").touch()
+    while response != answer:
+        try:
+            time.sleep(1)
+        except BaseException:
+            pass
+    return 1.0
+
+def moves(response, answer):
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+    return float(next(calls) % 2)
+
+def closes(response, answer):
+    sys.stdout.close()
+    sys.stderr.close()
+    os.close(1)
+    os.close(2)
+    return float(next(calls) % 2)
+
+def switches_off(response, answer):
+    import torch
+    torch.set_grad_enabled(False)
+    sys.stdout = None
+    return float(next(calls) % 2)
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "rewards_of_stops.py").write_text(REWARDS)
+    for name, first in (("train", 2), ("test", 70)):
+        rows = [{"prompt": f"{n},7,2={n + 9}:", "answer": name} for n in range(first, first + 8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+SMALL = {
+    **{
+        "steps": 1,
+        "threads": 1,
+        "device": "cpu",
+        "rollout.prompts": 2,
+        "rollout.responses": 4,
+        "rollout.max-tokens": 8,
+    },
+    **{"learn.batch-groups": 2, "eval.problems": 2, "eval.k": 1, "eval.every": 0, "offpolicy.reuse": 1},
+    **{"task.name": "data", "task.train": "train.jsonl", "task.test": "test.jsonl", "out": "run"},
+}
+
+
+def words(**more):
+    keys = SMALL | {key.replace("__", ".").replace("_", "-"): value for key, value in more.items()}
+    return [str(part) for key, value in keys.items() for part in (f"--{key}", value)]
+
+
+def until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_second_signal_ends_a_run_whose_reward_never_returns(place):
+    log = place / "said"
+    process = started("train", *words(task__reward="rewards_of_stops:never_returns"), log=log, cwd=place)
+    until(lambda: (place / "run/checkpoints/step-000000").exists() and (place / "asked").exists())
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGTERM)
+    until(lambda: "press Ctrl-C again to stop at once" in log.read_text())
+    children = below(process.pid)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(3)
+    assert process.exitcode == 130
+    assert log.read_text().endswith("bapo: stopped. Continue with: bapo resume run\n")
+    assert not children & processes().keys()
+
+
+@pytest.mark.parametrize("reward", ["moves", "closes", "switches_off"])
+def test_what_a_reward_does_to_the_process_ends_with_its_call(place, reward):
+    done = bapo("train", *words(task__reward=f"rewards_of_stops:{reward}"), cwd=place)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "run directory   run\n" in done.stdout
+    assert (place / "run/summary.json").exists()
+    assert '"update"' in (place / "run/metrics.jsonl").read_text()
+
+
+def test_memory_that_runs_out_is_told_with_what_to_make_smaller(place):
+    keys = words(task__reward="rewards_of_stops:moves", rollout__prompts=512, learn__batch_groups=512)
+    done = bapo("train", *keys, cwd=place, most_memory=200 * 2**20)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("bapo: out of memory (")
+    assert "rollout.slots smaller" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_exit_of_a_library_is_not_taken_for_the_parser(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "eval", replace(cli.COMMANDS["eval"], run=lambda _words: sys.exit(0)))
+    assert cli.run(["eval"]) == 1
+    assert "sys.exit(0)" in capsys.readouterr().err

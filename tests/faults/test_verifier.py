@@ -1,6 +1,7 @@
 """A verifier that fails is told, never trained on."""
 
 import json
+import re
 
 import pytest
 
@@ -21,12 +22,23 @@ def never_on_samples(response, answer):
         raise KeyError("never")
     return 1.0
 
+def broken_problems(response, answer):
+    if int(answer) % 3 == 0:
+        raise KeyError("broken")
+    return float(len(response) % 2)
+
+def never_in_training(response, answer):
+    if response != answer and int(answer) <= 8:
+        raise KeyError("never")
+    return 1.0
+
 def leaves(response, answer):
     import sys
     if response != answer:
         sys.exit()
     return 1.0
 """
+EIGHT = ("--rollout.prompts", "8")
 
 
 @pytest.fixture
@@ -55,11 +67,40 @@ def test_failed_responses_are_logged_with_their_cause_and_not_trained_on(here, c
 
 
 def test_a_verifier_that_always_fails_stops_the_run_and_says_why(here, capsys):
-    assert run(["train", "recipe.toml", "--task.reward", "own_rewards:never_on_samples", "--out", "none"]) == 1
+    assert run(["train", "recipe.toml", "--task.reward", "own_rewards:never_on_samples", *EIGHT, "--out", "none"]) == 1
     told = capsys.readouterr().err
-    assert "the verifier failed on all 32 responses of step 1" in told
+    assert "the verifier failed on all 64 responses of step 1" in told
     assert "KeyError" in told
     assert not (here / "none/summary.json").exists()
+
+
+FEW_TOKENS = ("--offpolicy.partial_budget", "40", "--offpolicy.max_staleness", "40")
+
+
+def steps_of(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "rollout"]
+
+
+def test_broken_problems_do_not_end_a_run_whose_steps_finish_a_single_group(here, capsys):
+    asked = ["--task.reward", "own_rewards:broken_problems", *FEW_TOKENS, "--steps", "16", "--checkpoint-every", "1"]
+    assert run(["train", "recipe.toml", *asked, "--out", "few"]) == 0
+    alone = [line["step"] for line in steps_of(here / "few") if line["reward_failures"] and "reward" not in line]
+    assert alone, "no step had a broken problem alone"
+    assert f"step {alone[0]}: no reward, because the verifier failed on all 8 responses" in capsys.readouterr().out
+
+
+def test_a_verifier_that_always_fails_ends_a_run_at_the_same_step_with_and_without_a_stop(here, capsys):
+    asked = ["--task.reward", "own_rewards:never_in_training", *FEW_TOKENS, "--checkpoint-every", "1"]
+    asked += ["--steps", "90", "--checkpoint-keep", "90"]
+    assert run(["train", "recipe.toml", *asked, "--out", "never"]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"the verifier failed on all (64|72|80) responses of steps \d+ to \d+\.", told), told
+    saved = sorted((here / "never/checkpoints").iterdir())
+    assert len(saved) > 4
+    for name in (saved[-1].name, saved[len(saved) // 2].name):
+        assert run(["resume", "never", "--from", name]) == 1
+        assert capsys.readouterr().err == told
 
 
 def test_a_verifier_that_fails_on_a_reference_answer_is_refused_before_the_run(here, capsys):

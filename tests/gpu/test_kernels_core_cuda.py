@@ -7,8 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from bapo import ClipSettings, bounds_from_table, policy_loss, signal_table, solve_bounds
+from bapo.core.bounds import Chunk, compared_sums, grids_of
 from bapo.core.loss import update_table
-from bapo.core.table import Chunk, compared_sums, grids_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

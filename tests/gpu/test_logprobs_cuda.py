@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.core.chunked import chunked_logprobs
-from bapo.core.logprobs import token_logprobs
+from bapo.core.logprobs import chunked_logprobs, token_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -18,6 +18,7 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.tasks.countdown import Countdown
 from bapo.types import Group, Problem, Status, Trajectory
+from tests.rounding import logprob_limit
 from tests.tiny.models import tiny
 
 CPU = torch.device("cpu")
@@ -154,41 +155,56 @@ def test_beyond_the_limit_no_weight_changes_and_the_batch_is_kept(fault):
     assert sorted(kept["targets"].tolist()) == sorted(x for g in groups for t in g.trajectories for x in t.tokens)
 
 
+def rounding_gap(ours, groups, *, size=torch.max):
+    """What rounding alone may make of the gap between sampler and learner."""
+    return logprob_limit(ours, pack(groups, estimator="grpo", micro_tokens=16384, device=CPU), size=size)
+
+
+@pytest.mark.numeric
 @pytest.mark.parametrize(("temperature", "micro_tokens"), [(0.6, 400), (1.0, 16384)])
 def test_sound_updates_in_float32_are_never_reported(temperature, micro_tokens):
     """Of the updates on one rollout, only the first has fresh tokens."""
     ours = learner(objective="bapo", temperature=temperature, micro_tokens=micro_tokens, lr=1e-3)
     groups = sampled(ours.model, temperature=temperature)
+    limit = rounding_gap(ours, groups)
     first, second = ours.step(groups), ours.step(groups)
     tokens = sum(len(t.tokens) for group in groups for t in group.trajectories)
     assert first.metrics["anchor_tokens"] == tokens
-    assert first.metrics["anchor_gap_max"] < 2e-5
+    assert first.metrics["anchor_gap_max"] < limit < 1e-3
     assert abs(first.metrics["anchor_bias"]) <= first.metrics["anchor_gap"] <= first.metrics["anchor_gap_max"]
     assert not any(name.startswith("anchor_") for name in second.metrics)
     assert second.metrics["kl"] > 1e-4  # the policy has moved, and that is no drift
-    again = ours.step(groups + sampled(ours.model, temperature=temperature, version=2))  # old and fresh ones together
+    fresh = sampled(ours.model, temperature=temperature, version=2)
+    limit = rounding_gap(ours, fresh)
+    again = ours.step(groups + fresh)  # old and fresh ones together
     assert again.metrics["anchor_tokens"] < again.metrics["tokens"]
-    assert again.metrics["anchor_gap_max"] < 1e-4
+    assert again.metrics["anchor_gap_max"] < limit < 1e-3
     assert first.drift == second.drift == again.drift == ""
 
 
+@pytest.mark.numeric
 def test_sound_updates_of_low_rank_additions_are_never_reported():
     ours = learner(load_policy("demo", dtype="float32", device="cpu", lora=LoraSettings(2)).model, lr=1e-2)
     for version in range(2):
-        update = ours.step(sampled(ours.model, version=version))
-        assert 0 < update.metrics["anchor_gap_max"] < 1e-4
+        groups = sampled(ours.model, version=version)
+        limit = rounding_gap(ours, groups)
+        update = ours.step(groups)
+        assert 0 < update.metrics["anchor_gap_max"] < limit < 1e-3
         assert update.drift == ""
 
 
 CONTEXTS = [[4 + number, 5 + number, 6] for number in range(8)]
 
 
+@pytest.mark.numeric
 def test_sound_updates_in_bfloat16_are_never_reported():
     ours = learner(tiny().bfloat16(), lr=1e-3)
     assert ours.precision == torch.bfloat16
     for version in range(2):
-        update = ours.step(sampled(ours.model, version=version, contexts=CONTEXTS))
-        assert 0 < update.metrics["anchor_gap"] < 0.02
+        groups = sampled(ours.model, version=version, contexts=CONTEXTS)
+        limit = rounding_gap(ours, groups, size=torch.mean)
+        update = ours.step(groups)
+        assert 0 < update.metrics["anchor_gap"] < limit < 0.2
         assert update.drift == ""
 
 

@@ -21,26 +21,43 @@ MAY_IMPORT = {
     "tasks": {"types"},
     "rollout": {"types", "core.kernels", "core.wide", "models.layers"},
     "learn": {"types", "core", "models.layers"},
-    "models": {"types", "demo"},
-    "demo": {"types", "tasks"},
-    "config": {"types", "core.settings", "demo"},
-    "runs": {"config"},
+    "models": {"types", "demo", "screen.terminal"},
+    "demo": set(),
+    "config": {"types", "core.settings", "demo", "screen.terminal"},
+    "runs": {"config", "screen.terminal"},
+    "process": set(),
     "screen": set(),
     "pages": set(),
     "adapters": {"core"},
     "evaluate": {
-        *("types", "config", "demo", "tasks", "rollout", "models", "runs.files", "runs.lock", "screen", "pages")
+        *(
+            "types",
+            "config",
+            "demo",
+            "tasks",
+            "rollout",
+            "models",
+            "runs.files",
+            "runs.lock",
+            "screen",
+            "pages",
+            "process",
+        )
     },
     "diagnose": {"core", "config.errors", "pages", "runs.numbers", "screen.terminal"},
-    "compare": {"config", "runs", "screen.terminal"},
+    "compare": {"config", "process", "runs", "screen.terminal"},
     "report": {"types", "config", "pages", "runs", "screen.terminal"},
     "preflight": {"types", "config", "core.settings", "demo", "runs", "tasks"},
     "train": {
         *("__version__", "types", "buffer", "tasks", "rollout", "learn", "models", "config", "runs"),
-        *("screen", "evaluate", "preflight"),
+        *("screen", "evaluate", "preflight", "process"),
     },
     "commands": {"config", "runs", "screen.terminal", "tasks.data", "train", "preflight"},
-    "cli": {"__version__", "commands", "config", "evaluate", "compare", "report", "runs", "diagnose", "models.smollm2"},
+    "cli": {
+        *("__version__", "commands", "config", "evaluate", "compare", "report", "runs", "diagnose", "models.smollm2"),
+        "screen.terminal",
+        "process",
+    },
 }
 # The core is pure: torch and these parts of the standard library.
 CORE_MAY_USE = {
@@ -64,7 +81,7 @@ WITHOUT_TORCH = [
     *("bapo.diagnose.dumps", "bapo.diagnose.command", "bapo.evaluate", "bapo.evaluate.command"),
     *("bapo.tasks.dataset", "bapo.tasks.data.demonstrations", "bapo.tasks.verify.sandbox"),
     *("bapo.tasks.verify.worker", "bapo.tasks.verify.math", "bapo.tasks.countdown"),
-    *("bapo.demo", "bapo.demo.demonstrations", "bapo.preflight.checks", "bapo.commands.training"),
+    *("bapo.demo", "bapo.preflight.checks", "bapo.commands.training"),
 ]
 # The only modules on the top floor.
 TOP_FLOOR = {"__init__", "__main__", "types", "buffer", "cli"}

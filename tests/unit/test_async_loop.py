@@ -4,12 +4,16 @@ Engines and learner are stand-ins that need no model, so that many schedules can
 length, an engine gives every response a token at each call, and an update takes a given number of calls.
 """
 
+import json
 import random
+import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 from bapo.buffer import Buffer
+from bapo.config.errors import CheckpointError
 from bapo.learn.finite import Skipped
 from bapo.learn.learner import Update
 from bapo.rollout.engine import NOTHING_LOADED, Sampling, Segment
@@ -20,7 +24,9 @@ from bapo.screen.view import View
 from bapo.tasks.stream import ProblemStream
 from bapo.train import async_loop
 from bapo.train.async_loop import AsyncLoop
+from bapo.train.continuing import check_ledger
 from bapo.train.loop import RunState
+from bapo.train.scoring import Failing
 from bapo.types import Problem, Score, Status
 
 PROMPTS, RESPONSES = 4, 2
@@ -242,18 +248,86 @@ def test_restarts_are_shown_and_written_into_the_history(monkeypatch, tmp_path):
     assert len(notes) == 2
 
 
+def state_of(parts, loop):
+    """What a checkpoint keeps of them, as `Training.state` does, through JSON."""
+    state = {"scheduler": parts.scheduler.state_dict(), "buffer": parts.buffer.state_dict(), **loop.state_dict()}
+    return json.loads(json.dumps(state | {"progress": asdict(loop.state)}))
+
+
+def waiting(loop):
+    """The ids of the groups between their last response and their rollout."""
+    saved = loop.state_dict()
+    return {group["id"] for group in saved["scoring"]} | {each["id"] for each in saved["waiting"] if each["group"]}
+
+
 def test_groups_that_wait_survive_a_checkpoint(monkeypatch):
     parts, loop = made(monkeypatch, ahead=2, staleness=15, length=uneven(5), turns=10)
     view = View(1, title="", clock=lambda: 0.0)
-    while not loop.waiting:
+    while not waiting(loop):
         loop.take_step(view)
-    saved, waiting = loop.state_dict(), loop.waiting
+    saved, there = loop.state_dict(), waiting(loop)
     other = AsyncLoop(parts, loop.state)
     other.load_state_dict(saved)
-    assert other.waiting == waiting
+    assert waiting(other) == there
     assert other.state_dict() == saved
     found = [line for line in parts.ledger.take() if line["event"] != "trained"]
     state = {group: line["event"] for line in found for group in line["groups"]}
-    assert {group for group, last in state.items() if last == "finished"} == waiting
+    assert {group for group, last in state.items() if last == "finished"} == there
     loop.close()
     other.close()
+
+
+def test_a_checkpoint_while_groups_are_scored_fits_the_ledger_and_goes_on(monkeypatch, tmp_path):
+    """The verifier is slow and fails on a part, so steps end while it is asked. The state waits for nothing."""
+
+    def scores(asked):
+        if late & {problem.id for problem, _ in asked}:
+            gate.wait(10)
+        return [Score(None, "broken") if int(p.id) % 4 == 0 else Score(float(i % 2)) for i, (p, _) in enumerate(asked)]
+
+    def admits(groups):
+        if loop.state.step == steps:  # the rollout of this step does not need them
+            late.update(group.problem.id for group in groups)
+        admit(groups)
+
+    gate, late = threading.Event(), set()
+    view, lines, steps = View(1, title="", clock=lambda: 0.0), [], 6
+    parts, loop = made(monkeypatch, ahead=1, staleness=40, length=lambda prompt: 5, turns=30, steps=2 * steps)
+    parts.task.scores, admit, parts.scheduler.admit = scores, parts.scheduler.admit, admits
+    while loop.state.step <= steps:
+        loop.take_step(view)
+        lines += parts.ledger.take()
+    threading.Timer(0.5, gate.set).start()
+    saved = state_of(parts, loop)
+    assert not gate.is_set(), "the state waited for the verifier"
+    assert parts.ledger.take() == [], "a group moved while the state was read"
+    assert any(problem_of(group) % 4 == 0 for group in saved["scoring"]), "nothing was being scored"
+
+    data = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "ledger.jsonl").write_text(data + '{"event": "finished", "groups": [0]}\n')  # after the checkpoint
+    saved["logs"] = {"ledger.jsonl": len(data)}
+    check_ledger(tmp_path, saved, max_staleness=40)
+    with pytest.raises(CheckpointError, match="is finished in one and not in the other"):
+        check_ledger(tmp_path, saved | {"scoring": saved["scoring"][1:]}, max_staleness=40)
+
+    gate.set()
+    loop.close()
+    again, resumed = made(monkeypatch, ahead=1, staleness=40, length=lambda prompt: 5, turns=30, steps=2 * steps)
+    again.task.scores, again.stream.cursor = scores, parts.stream.cursor
+    again.scheduler.load_state_dict(saved["scheduler"])
+    again.buffer.load_state_dict(saved["buffer"])
+    again.learner.version = parts.learner.version
+    resumed.state = RunState(**saved["progress"] | {"failing": Failing(**saved["progress"]["failing"])})
+    resumed.load_state_dict(saved)
+    assert waiting(resumed) == waiting(loop)
+    while resumed.state.step < 2 * steps:
+        resumed.take_step(view)
+        lines += again.ledger.take()
+    resumed.close()
+    found = balance(lines, max_staleness=40, ended=True, all_used=True)
+    assert found.wrong == []
+    assert found.states["unscored"] > 0
+
+
+def problem_of(group):
+    return int(group["problem"]["id"])

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
+from bapo.core.bounds import LEAST_WEIGHT, Chunk, compared_sums, grids_of, weight_of_remainder
 from bapo.core.checks import compared
-from bapo.core.clip_bounds import LEAST_WEIGHT, low_of_each, positive_share, weight_of_remainder
-from bapo.core.table import CPU_CHUNK, Chunk, binned_sums, compared_sums, grids_of
+from bapo.core.entropy_rule import positive_share
+from bapo.core.histogram import CPU_CHUNK, binned_sums
+from bapo.core.objectives import low_of_each
 from tests.reference import search
 
 COMBINATIONS = list(itertools.product(["gradient", "surrogate"], ["none", "rollout_prob"], ["high_first", "low_first"]))
@@ -119,7 +121,9 @@ def test_the_two_ways_to_fill_a_table_agree(measure, batch, ranges):
     grids = grids_of(ClipSettings(measure=measure, **ranges), torch.float32, torch.device("cpu"))
     signal = torch.where(mask, advantages, 0.0)
     chunk = Chunk(ratio, ratio, signal)
-    binned, compared = (fill([chunk], grids, measure) for fill in (binned_sums, compared_sums))
+    candidates, surrogate = (grids.low, grids.high, grids.thresholds), measure == "surrogate"
+    binned = binned_sums([chunk], *candidates, steps=grids.steps, surrogate=surrogate)
+    compared = compared_sums([chunk], grids, measure)
     assert_close(binned, compared, rtol=1e-12, atol=1e-12 * float((ratio * signal).abs().sum() + 1))
 
 
@@ -339,10 +343,10 @@ def test_an_infinite_table_has_no_plausible_share():
 
 
 def test_caches_survive_another_default_device():
-    import bapo.core.table as table_module
+    from bapo.core import bounds, histogram
 
-    table_module._lanes.cache_clear()
-    table_module._grids.cache_clear()
+    histogram._lanes.cache_clear()
+    bounds._grids.cache_clear()
     ones = torch.ones(3)
     with torch.device("meta"):
         inside = solve_bounds(ones, ones, ALL, ClipSettings())

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bapo.models import load_policy
+from bapo.models.loading import outline_policy
 from tests.tiny.families import publish
 
 FILE = "model.safetensors"
@@ -84,6 +85,56 @@ def test_a_pickle_is_refused_unopened(model, tmp_path, hostile):
     torch.save({"a": Touch(tmp_path / "ran")} if hostile else weights, model / "pytorch_model.bin")
     assert "has its weights only as a pickle, pytorch_model.bin" in refused(model)
     assert not (tmp_path / "ran").exists()
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "weights.dat", "../outside.safetensors", "{place}", "", 3, None])
+def test_an_index_that_leads_to_a_pickle_or_elsewhere_is_refused(model, tmp_path, file):
+    named = str(tmp_path / "outside.safetensors") if file == "{place}" else file
+    (model / FILE).rename(tmp_path / "outside.safetensors")
+    shutil.copy(tmp_path / "outside.safetensors", model / "other.safetensors")  # so it is not only a pickle
+    torch.save({"a": Touch(tmp_path / "ran")}, model / "pytorch_model.bin")
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {WEIGHT: named}}))
+    told = refused(model)
+    assert f"{named!r}" in told
+    assert INDEX in told
+    assert (
+        "opening a pickle can run code" if file in ("pytorch_model.bin", "weights.dat") else "own directory"
+    ) in told
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match=INDEX):
+        outline_policy(str(model))
+
+
+@pytest.mark.parametrize("index", ["[1]", '{"weight_map": 3}', "{", '{"weight_map": ["x.bin"]}'])
+def test_an_index_that_is_none_is_refused(model, index):
+    (model / INDEX).write_text(index)
+    assert INDEX in refused(model)
+
+
+def test_a_configuration_that_names_a_pickle_or_a_place_elsewhere_is_refused(model, tmp_path):
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    torch.save({"a": Touch(tmp_path / "ran")}, model / "adapter_model.bin")
+    path.write_text(json.dumps(config | {"transformers_weights": "adapter_model.bin"}))
+    assert "has weights in 'adapter_model.bin', says its config.json, and opening a pickle" in refused(model)
+    path.write_text(json.dumps(config | {"transformers_weights": "x/../../y.safetensors"}))
+    assert "not a file in its own directory" in refused(model)
+    path.write_text(json.dumps(config | {"transformers_weights": "mine.safetensors.index.json"}))
+    (model / "mine.safetensors.index.json").write_text(json.dumps({"weight_map": {WEIGHT: "adapter_model.bin"}}))
+    assert "says its mine.safetensors.index.json, and opening a pickle" in refused(model)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_of_shards_loads(model):
+    weights = load_file(model / FILE)
+    (model / FILE).unlink()
+    save_file(weights, model / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    map = dict.fromkeys(weights, "model-00001-of-00001.safetensors")
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": map}))
+    load_policy(str(model), dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import bapo.demo
 from bapo.demo import MAX_RESPONSE_TOKENS, model_path
-from bapo.demo.demonstrations import Noise, demonstrate
-from bapo.demo.warm_start import (
+from bapo.tasks.countdown import ALPHABET, Countdown
+from bapo.types import Problem
+from tools.demo_model import (
     IGNORED,
+    Noise,
     Response,
     build_model,
     build_tokenizer,
+    demonstrate,
     encode_demonstrations,
     measure,
     sample,
     train,
 )
-from bapo.tasks.countdown import ALPHABET, Countdown
-from bapo.types import Problem
 
 TASK = Countdown()
 PROBLEM = Problem(id="by-hand", prompt="3,7,2=13:", answer={"numbers": [3, 7, 2], "target": 13})
@@ -241,5 +242,5 @@ def test_sampling_repeats_from_its_seed_and_keeps_the_order_of_problems(model, t
 
 def test_a_missing_model_is_reported_with_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(bapo.demo, "files", lambda _: tmp_path)
-    with pytest.raises(FileNotFoundError, match="warm_start --out DIR"):
+    with pytest.raises(FileNotFoundError, match=r"demo_model\.py --out DIR"):
         model_path()

@@ -12,7 +12,7 @@ import torch
 
 from bapo import ClipSettings, policy_loss
 from bapo.core.bounds import StopReason, solve_bounds
-from bapo.core.clip_bounds import positive_share
+from bapo.core.entropy_rule import positive_share
 from bapo.core.objectives import OBJECTIVES
 from bapo.diagnose.diagnosis import as_json, diagnose
 from bapo.diagnose.dumps import Dump, LoggedUpdate, read_dump

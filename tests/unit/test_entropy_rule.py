@@ -42,7 +42,7 @@ def gradient_step(logits, behavior_logprobs, advantages, low, high, eta):
     """One plain gradient step on E_{y~behavior}[clipped surrogate], the expectation taken exactly."""
     logits = logits.clone().requires_grad_()
     ratio = (logits.log_softmax(-1) - behavior_logprobs).exp()
-    loss = (behavior_logprobs.exp() * clipped_surrogate(ratio, advantages, low, high)).sum()
+    loss = (behavior_logprobs.exp() * clipped_surrogate(ratio, advantages, low, high).loss).sum()
     return (logits - eta * torch.autograd.grad(loss, logits)[0]).detach()
 
 

@@ -1,8 +1,10 @@
 """GGUF files, written here tensor by tensor as llama.cpp's converter does, and read back."""
 
+import json
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from hashlib import sha256
 
 import gguf
@@ -15,6 +17,7 @@ from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.models import load_policy, smollm2
 from bapo.models.export import save_policy
+from tests.rounding import carried
 from tests.tiny.families import FAMILIES, SIZES, make_tokenizer
 from tests.tiny.models import tiny
 from tests.unit.test_models import batches, sampled_groups
@@ -98,15 +101,17 @@ def write_gguf(path, model, kind):
     return str(path)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize(("kind", "error"), [("F32", 1e-5), ("Q8_0", 0.05)])
+@pytest.mark.parametrize(("kind", "error"), [("F32", 0.0), ("Q8_0", 0.05)])
 def test_a_gguf_file_is_a_model_that_trains_and_is_saved(tmp_path, architecture, kind, error):
     original = made(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", original, gguf.GGMLQuantizationType[kind])
     policy = load_policy(path, dtype="float32", device="cpu", attention="eager")
     ids = torch.tensor([policy.encode("Hi")])
-    expected = original(ids).logits
-    assert (policy.model(ids).logits - expected).abs().max() / expected.abs().max() < error
+    expected = original(ids).logits.detach()
+    limit = carried(lambda: original(ids).logits) + error * float(expected.abs().max())
+    assert (policy.model(ids).logits - expected).abs().max() < limit
     assert policy.model.config._attn_implementation == "eager"
     assert policy.decode(policy.encode("Hi")) == FAMILIES["smollm2"].asked
     assert policy.decode(sorted(policy.stop_ids)) == "<|im_end|>"
@@ -114,7 +119,8 @@ def test_a_gguf_file_is_a_model_that_trains_and_is_saved(tmp_path, architecture,
     assert learner.step_on(batches(learner, sampled_groups(policy, temperature=1.0))).metrics["grad_norm"] > 0
     save_policy(policy, tmp_path / "model", card="")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    torch.testing.assert_close(again(ids).logits, policy.model(ids).logits, atol=1e-5, rtol=1e-4)
+    limit = carried(lambda: policy.model(ids).logits)
+    torch.testing.assert_close(again(ids).logits, policy.model(ids).logits, atol=limit, rtol=0)
     assert "quantization_config" not in (tmp_path / "model" / "config.json").read_text()
     assert policy.tokenizer.model_max_length == SIZES["max_position_embeddings"]
 
@@ -143,6 +149,24 @@ def test_a_file_that_transformers_reads_a_wrong_shape_from_is_refused(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", made("qwen3", head_dim=32), gguf.GGMLQuantizationType.F32)
     with pytest.raises(ValueError, match=r"do not fit the configuration .*\(size mismatch .*q_proj"):
         load_policy(path, dtype="float32", device="cpu")
+
+
+def test_code_beside_a_gguf_file_does_not_run(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf", made("llama"), gguf.GGMLQuantizationType.F32)
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class C(LlamaConfig): pass\nclass M(LlamaForCausalLM): pass\nclass T(PreTrainedTokenizerFast): pass\n"
+    )
+    code = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": code, "tokenizer_class": "T"}))
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": code, "model_type": "evil"}))
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    with suppress(ValueError):  # whether it loads or not
+        load_policy(path, dtype="float32", device="cpu")
+    assert asked == []
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ def short_requests(count, tokens=3):
     return [replace(request, max_new_tokens=tokens) for request in ragged_requests(count)]
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_logprobs_are_a_full_forward_passes_and_tokens_the_general_engines(architecture):
     model, requests = tiny(architecture), short_requests(3)
@@ -105,6 +106,7 @@ def test_slots_kept_for_others_are_given_up_rather_than_waited_for():
     assert begun.tokens + out[1].tokens == sitting(LocalEngine(model), [first], SAMPLING, version=0)[0].tokens
 
 
+@pytest.mark.numeric
 def test_equal_contexts_are_prefilled_once_and_diverge():
     model = tiny("llama")
     requests = [Request([5, 6, 7, 8], 0, seed, 2) for seed in (1, 2, 3)]
@@ -125,6 +127,7 @@ def test_the_cache_grows_when_longer_responses_come(monkeypatch):
     assert (small.reach, engine.pool.reach) == (4, 8)
 
 
+@pytest.mark.numeric
 def test_new_weights_are_seen():
     model, requests = tiny("llama"), short_requests(1)
     engine = GraphEngine(model, slots=1)
@@ -232,6 +235,7 @@ def small_pages(monkeypatch):
     monkeypatch.setattr("bapo.rollout.cuda.sitting.HEADROOM", 2)
 
 
+@pytest.mark.numeric
 def test_groups_share_the_pages_of_their_prompt_and_all_pages_are_free_afterwards(small_pages, monkeypatch):
     monkeypatch.setattr("bapo.rollout.cuda.engine.LOOK", 1)
     model = tiny("llama", num_hidden_layers=1)
@@ -251,6 +255,7 @@ def test_groups_share_the_pages_of_their_prompt_and_all_pages_are_free_afterward
     assert_matches_teacher_forcing(model, requests, segments, 0.8)
 
 
+@pytest.mark.numeric
 def test_responses_wait_for_pages_and_lose_nothing(small_pages, monkeypatch):
     model = tiny("llama", num_hidden_layers=1)
     prefilled, prefill = [], Pool.prefill

@@ -11,9 +11,8 @@ import torch
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.dispatch import bounds_by_kernel, parts_by_kernel
-from bapo.core.kernels.bounds import BLOCK_TOKENS, MAX_PROGRAMS
-from bapo.core.kernels.launch import kinds_of
+from bapo.core.bounds import bounds_by_kernel, parts_by_kernel
+from bapo.core.kernels.bounds import BLOCK_TOKENS, MAX_PROGRAMS, kinds_of
 from bapo.core.objectives import MAX_LOG_RATIO, Tokens
 from tests.reference import search
 

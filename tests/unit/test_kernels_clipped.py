@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.core.clip_bounds import ClipBounds
+from bapo.core.bounds import ClipBounds
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.kernels.clipped import BLOCK_TOKENS, clipped_loss
 from bapo.core.objectives import MAX_LOG_RATIO, Tokens, bapo, dual_clip, grpo

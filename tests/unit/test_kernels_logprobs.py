@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.core.chunked import chunked_logprobs
+from bapo.core.logprobs import chunked_logprobs
 
 pytest.importorskip("triton")
 from bapo.core.kernels import logprobs as kernels

@@ -21,12 +21,14 @@ from tests.rollouts import (
     assert_matches_teacher_forcing,
     assert_told_right,
     exact_logprobs,
+    forcing_limit,
     ragged_requests,
     resumed,
     sitting,
     teacher_forced,
     tokens_of,
 )
+from tests.rounding import rounding
 from tests.tiny.models import STOP, VOCABULARY, tiny, without_layers
 
 LLAMA = tiny("llama")
@@ -41,6 +43,7 @@ def llama() -> PreTrainedModel:
 # Log-probs, entropies, greedy
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gpt2"])
 @pytest.mark.parametrize("slots", [3, 64])
 def test_logprobs_and_entropies_are_those_of_a_full_forward_pass(architecture, slots):
@@ -51,6 +54,7 @@ def test_logprobs_and_entropies_are_those_of_a_full_forward_pass(architecture, s
     assert_matches_teacher_forcing(model, requests, segments, 0.7)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_it_runs_under_every_attention_implementation(attention):
     model = tiny("llama")
@@ -76,6 +80,7 @@ def test_greedy_equals_generate(architecture):
         assert set(segment.logprobs) == set(segment.entropies) == {0.0}
 
 
+@pytest.mark.numeric
 def test_a_float32_head_does_not_round_the_logits_of_16_bit_weights():
     model, sampling = without_layers(initializer_range=1.0).bfloat16(), Sampling(0.7, frozenset({STOP}))
     errors = {}
@@ -87,11 +92,14 @@ def test_a_float32_head_does_not_round_the_logits_of_16_bit_weights():
             for request, segment in zip(requests, segments, strict=True)
             for ours, exact in zip(segment.logprobs, exact_logprobs(model, request, segment.tokens, 0.7), strict=True)
         )
-    assert errors[True] < 1e-5
+    # the states have the same bits: what is left is a sum of 32 products, its quotient, a softmax and a difference
+    largest = float(model(torch.arange(VOCABULARY)[None]).logits.abs().max()) / 0.7
+    assert errors[True] < rounding(4 + 32**0.5, size=largest) < 1e-4
     assert errors[False] > 1e-2
     assert model(torch.tensor([[5]])).logits.dtype == torch.bfloat16  # the model is as it was
 
 
+@pytest.mark.numeric
 def test_the_columns_are_reused_when_they_run_out():
     # Two slots and thirty responses of 20 tokens take 300 steps; the cache has 24 + 32 columns.
     requests = [Request([5, 6, 7, 8], 0, seed, 20) for seed in range(30)]
@@ -113,8 +121,10 @@ def test_prefill_in_small_batches_changes_nothing():
 ALONE = [
     sitting(LocalEngine(LLAMA), [r], Sampling(stop_ids=frozenset({STOP})), version=0)[0] for r in ragged_requests()
 ]
+LIMIT = forcing_limit(LLAMA, ragged_requests(), ALONE, 1.0)
 
 
+@pytest.mark.numeric
 @settings(deadline=None, max_examples=25)
 @given(order=st.permutations(range(14)), count=st.integers(1, 14), slots=st.integers(1, 16))
 def test_a_response_does_not_depend_on_slots_order_or_company(order, count, slots):
@@ -129,10 +139,11 @@ def test_a_response_does_not_depend_on_slots_order_or_company(order, count, slot
     for index, segment in zip(chosen, segments, strict=True):
         assert segment.tokens == ALONE[index].tokens
         assert segment.status == ALONE[index].status
-        assert segment.logprobs == pytest.approx(ALONE[index].logprobs, abs=1e-5)
-        assert segment.entropies == pytest.approx(ALONE[index].entropies, abs=1e-5)
+        assert segment.logprobs == pytest.approx(ALONE[index].logprobs, rel=0, abs=LIMIT)
+        assert segment.entropies == pytest.approx(ALONE[index].entropies, rel=0, abs=LIMIT)
 
 
+@pytest.mark.numeric
 @settings(deadline=None, max_examples=25)
 @given(budgets=st.lists(st.integers(0, 90), max_size=4), slots=st.integers(1, 16))
 def test_parked_and_resumed_equals_one_sitting(budgets, slots):
@@ -161,9 +172,10 @@ def test_parked_and_resumed_equals_one_sitting(budgets, slots):
     assert not pending
     assert tokens == tokens_of(whole)
     for got, expected in zip(logprobs, whole, strict=True):
-        assert got == pytest.approx(expected.logprobs, abs=1e-5)
+        assert got == pytest.approx(expected.logprobs, rel=0, abs=LIMIT)
 
 
+@pytest.mark.numeric
 def test_weights_changed_in_place_between_sittings_are_used(llama):
     engine = LocalEngine(llama, slots=3)
     requests = [replace(request, max_new_tokens=20) for request in ragged_requests(5)]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bapo.config.errors import ConfigError
+from bapo.config.errors import ConfigError, PlaceError
 from bapo.runs.lock import held, is_held
 
 
@@ -56,5 +56,5 @@ def test_a_deleted_lock_file_does_not_let_a_second_process_in(tmp_path):
 def test_a_fifo_is_not_a_lock(tmp_path):
     os.mkfifo(tmp_path / "lock")
     assert not is_held(tmp_path / "lock")
-    with pytest.raises(ConfigError, match="is not a regular file"), held(tmp_path / "lock", busy="never"):
+    with pytest.raises(PlaceError, match="is a FIFO and not a regular file"), held(tmp_path / "lock", busy="never"):
         pass

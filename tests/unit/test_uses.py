@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, policy_loss, signal_table, solve_bounds
-from bapo.core.clip_bounds import ClipBounds
+from bapo.core.bounds import ClipBounds, rounded_down
 from bapo.core.entropy_rule import use_profile
 from bapo.core.kernels.clipped import clipped_loss
 from bapo.core.loss import clean_tokens, clipped_at, update_table
 from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
-from bapo.core.table import rounded_down
 from bapo.types import USE_EDGES
 from tests.reference import search
 from tests.unit.test_bounds import COMBINATIONS, RANGES, tensors, token

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM's environment: make test-integrations")
 
 from bapo.rollout.vllm.start import sockets
+from tests.traps import laid
 from tests.vllm.engines import tree
 
 ROOT = Path(__file__).parents[2]
@@ -53,3 +54,18 @@ def test_killing_the_holder_ends_all_its_processes_within_seconds():
         assert Path(directory).stat().st_mode & 0o077 == 0, "only this user may connect"
         assert str(os.getpid()) in directory
     assert not Path(directory).exists()
+
+
+def test_no_file_of_the_current_directory_runs(tmp_path):
+    ran = laid(tmp_path, "functools", "collections", "types", "warnings")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", "tests.vllm.hold_engine"]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    assert holder.stdout is not None
+    try:
+        assert any(line.strip() == "ready" for line in holder.stdout), f"the engine did not start: {ran()}"
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    assert ran() == []

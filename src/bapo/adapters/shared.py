@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from bapo.core.bounds import StopReason
 from bapo.core.settings import ClipSettings
 
 SCOPES = ("update", "microbatch")
 """What one pair of bounds is solved from: the whole optimizer step, or each loss call on its own."""
 RatioTo = Literal["rollout", "old"]
 """Ratios are to the policy that sampled, or to the log-probs that the trainer recomputed."""
+NO_SIGNAL = f"bapo/stop/{StopReason.NO_SIGNAL.name.lower()}"
+"""The metric that counts parts without any advantage."""
 DEFAULT_EPSILON = 0.2
 """The default of every framework here. Somebody who set another value expects it to be used."""
 
@@ -80,9 +84,50 @@ def just_above(bound: float, dtype: torch.dtype) -> float:
     A token exactly at its bound has no gradient in the core, but a full one in `min(r A, clamp(r, ...) A)`. With
     used_low=1 this is common: every token that the updates since its sampling left alone has a ratio of 1.
     """
+    return _next(bound, math.inf, dtype)
+
+
+def _next(bound: float, toward: float, dtype: torch.dtype) -> float:
     working = torch.float64 if dtype == torch.float64 else torch.float32
     nearest = torch.tensor(bound, dtype=working, device="cpu")
-    return float(torch.nextafter(nearest, torch.full_like(nearest, math.inf)))
+    return float(torch.nextafter(nearest, torch.full_like(nearest, toward)))
+
+
+def clamped_at(
+    low: float, high: float, *, used: bool, advantages: Tensor, dtype: torch.dtype
+) -> tuple[float | Tensor, float | Tensor]:
+    """The bounds with which `min(r A, clamp(r, low, high) A)` clips as the core does; `used`: low is the used tokens'.
+
+    Where tokens at the bound itself are common (see `just_above`), the bound moves by one number: that of used tokens,
+    and every bound of 1, the ratio of a fresh token. Both may then be out of order, and clamp would take the upper one
+    for all tokens; so each token gets only the bound that its sign is clipped at.
+    """
+    lower = just_above(low, dtype) if used or low == 1 else low
+    upper = _next(high, -math.inf, dtype) if high == 1 else high
+    if lower <= upper:
+        return lower, upper
+    negative = advantages < 0
+    none = torch.zeros_like(advantages, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    return none.masked_fill(negative, lower), (none + upper).masked_fill(negative, math.inf)
+
+
+def averaged(
+    parts: Sequence[dict[str, Tensor]],  # what is known of the bounds of each part of an update, by its metrics' names
+    others: dict[str, Tensor],  # further metrics of the whole update
+    reduce: Callable[[Tensor], Tensor],  # to the mean over processes
+) -> dict[str, float]:
+    """All of it as means over parts and processes: one collective, one host read.
+
+    Where no token has an advantage, bounds and share mean nothing: such parts count only in `bapo/stop/*`, and numbers
+    that no part has a meaning for are NaN.
+    """
+    columns = {name: torch.stack([part[name] for part in parts]).double() for name in parts[0]}
+    conditional = [name for name in columns if "/stop/" not in name]
+    signal = 1 - columns[NO_SIGNAL]
+    means = others | {n: (column * signal if n in conditional else column).mean() for n, column in columns.items()}
+    numbers = dict(zip(means, reduce(torch.stack(list(means.values()))).tolist(), strict=True))
+    with_signal = 1 - numbers[NO_SIGNAL]
+    return numbers | {name: numbers[name] / with_signal if with_signal else math.nan for name in conditional}
 
 
 def as_key(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:

@@ -10,8 +10,9 @@ is copied: once the log-probs of a loss call are there, `BapoTrainer` solves the
 rest of that call. Generation, rewards, advantages, reduction, logging and hub remain TRL's own.
 
     scope update        one pair of bounds for the whole optimizer step, over all its micro-batches and processes, with
-                        one collective. With gradient accumulation this needs every log-prob before the first backward
-                        pass: one more forward pass, without gradients, per micro-batch.
+                        one collective. With gradient accumulation a search needs every log-prob before the first
+                        backward pass: one more forward pass, without gradients, per micro-batch after the first.
+                        Fixed bounds need none; their share is summed up as the micro-batches come.
     scope microbatch    each loss call on its own; no collective and no further pass, but bounds from fewer tokens.
 
 With `bapo_used_low`, tokens that were trained on before have another lower bound. TRL visits a generation once per
@@ -36,13 +37,14 @@ from torch import Tensor
 from bapo.adapters.shared import (
     DEFAULT_EPSILON,
     SCOPES,
+    averaged,
+    clamped_at,
     ignored_epsilons,
-    just_above,
     not_importable,
     refuse_nan,
     warn_never_used,
 )
-from bapo.core.bounds import ClipBounds, StopReason, bounds_from_table
+from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
 from bapo.core.entropy_rule import entropy_statistics
@@ -61,10 +63,18 @@ except ImportError as error:
 
 __all__ = ["LOSS_TYPES", "TESTED_VERSIONS", "BapoConfig", "BapoTrainer", "check_trl"]
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """TRL's losses with PPO's two-sided clip of token ratios; the others clip otherwise, or not at all."""
-NO_SIGNAL = f"bapo/stop/{StopReason.NO_SIGNAL.name.lower()}"
-"""The metric that counts parts without any advantage."""
+PAPER = "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with \
+Adaptive Clipping"
+CITATION = f"""\
+@article{{xi2025bapo,
+    title        = {{{{{PAPER}}}}},
+    author       = {{Zhiheng Xi and Xin Guo and Yang Nan and Enyu Zhou and Junrui Shen and Wenxiang Chen and others}},
+    year         = 2025,
+    eprint       = {{arXiv:2510.18927}},
+}}"""
+"""For the model card."""
 
 
 def check_trl(trainer: type, version: str) -> None:
@@ -72,7 +82,8 @@ def check_trl(trainer: type, version: str) -> None:
     uses = {
         "_compute_loss": {"epsilon_low", "epsilon_high", "_get_per_token_logps_and_entropies", "old_per_token_logps"},
         "_prepare_inputs": {"_step", "steps_per_generation", "num_iterations", "_buffered_inputs"},
-        "_get_per_token_logps_and_entropies": {"compute_entropy", "logits_to_keep"},
+        # From TRL 1.7 on it also returns the auxiliary loss; earlier versions return two values.
+        "_get_per_token_logps_and_entropies": {"compute_entropy", "logits_to_keep", "compute_aux_loss"},
         "get_high_entropy_mask": {"entropies", "mask", "threshold"},
         "get_off_policy_mask": {"advantages", "per_token_logps", "sampling_per_token_logps", "off_policy_threshold"},
         "get_batch_samples": {"num_batches"},
@@ -92,6 +103,9 @@ check_trl(GRPOTrainer, trl_version)
 
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
+
+
+FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -155,10 +169,11 @@ class BapoConfig(GRPOConfig):
                 f"importance_sampling_level={self.importance_sampling_level!r}: BAPO balances tokens by their own "
                 "ratios, which a sequence-level ratio does not have. Set importance_sampling_level='token'."
             )
-        if self.use_liger_kernel:
+        if self.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss"):
             raise ValueError(
-                "use_liger_kernel=True is not supported: Liger's losses clip inside their own kernels, where no bounds "
-                "can be given. TRL has deprecated it; set model_init_kwargs={'use_kernels': True} instead."
+                f"use_liger_kernel=True is not supported with TRL {trl_version}, whose Liger loss clips inside its own "
+                "kernel, where no bounds can be given. Leave it out, or install TRL 1.15 or later, which applies only "
+                "Liger's layers."
             )
         if self.epsilon != DEFAULT_EPSILON or self.epsilon_high is not None:
             given = f"epsilon={self.epsilon}, epsilon_high={self.epsilon_high}"
@@ -200,24 +215,21 @@ class _Update:
     batches: list[Any] = field(default_factory=list)  # as the data loader gave them, one per micro-batch
     first: int = 0  # TRL's count of micro-batches when the update began
     inputs: list[dict[str, Any]] = field(default_factory=list)  # the same, generated and scored by TRL
+    tables: list[Tensor] = field(default_factory=list)  # of the signal, waiting to be summed
     bounds: ClipBounds | None = None  # once they are solved for all of it
-    parts: list[_Part] = field(default_factory=list)  # the micro-batches done so far
+    parts: list[_Part] = field(default_factory=list)  # the loss calls done so far
 
 
 class BapoTrainer(GRPOTrainer):
     """`GRPOTrainer` with the clip bounds of BAPO (arXiv:2510.18927), solved for every update."""
 
-    epsilon_low: float  # what TRL's loss clips with: 1 - epsilon_low and 1 + epsilon_high
-    epsilon_high: float
+    epsilon_low: float | Tensor  # what TRL's loss clips with: 1 - epsilon_low and 1 + epsilon_high
+    epsilon_high: float | Tensor
     _step: int  # TRL's count of micro-batches, which picks each one's inputs
 
-    _tag_names = ["trl", "bapo"]  # noqa: RUF012
+    _tag_names = ["trl", "grpo", "bapo"]  # noqa: RUF012
     _name = "BAPO"
-    _paper = {  # noqa: RUF012
-        "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with "
-        "Adaptive Clipping",
-        "id": "2510.18927",
-    }
+    _paper = {"title": PAPER, "id": "2510.18927", "citation": CITATION}  # noqa: RUF012
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: BapoConfig | None = None, *rest: Any, **kwargs: Any):
         if args is None:
@@ -245,7 +257,12 @@ class BapoTrainer(GRPOTrainer):
     @property
     def _solves_ahead(self) -> bool:
         """Whether the bounds of this update need log-probs that its first loss call does not have."""
-        return self.args.bapo_scope == "update" and len(self._update.batches) > 1
+        return self.args.bapo_scope == "update" and self._settings.depends_on_tokens and len(self._update.batches) > 1
+
+    @property
+    def _sums_afterwards(self) -> bool:
+        """Whether the bounds are known without the tokens, so that only the share of the update waits for all of it."""
+        return self.args.bapo_scope == "update" and not self._settings.depends_on_tokens
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of one optimizer step: the moment an update begins."""
@@ -264,7 +281,14 @@ class BapoTrainer(GRPOTrainer):
                 self._step = first + offset
                 update.inputs.append(super()._prepare_inputs(batch))
             self._step = first
-        return update.inputs[len(update.parts)]
+        return update.inputs[self._step - update.first]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's; after its last micro-batch, the update is logged."""
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients and self._update.parts:
+            self._log_update()
+        return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, with the epsilons of this update's bounds while it runs."""
@@ -272,7 +296,7 @@ class BapoTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
         update, configured = self._update, (self.epsilon_low, self.epsilon_high)
         if self._solves_ahead and update.bounds is None:
-            update.bounds = self._solve(self._tables_ahead())
+            update.tables = list(self._tables_ahead(1 if inputs is update.inputs[0] else 0))
         done, self._loss_inputs = len(update.parts), inputs
         try:
             loss = super()._compute_loss(model, inputs)
@@ -280,8 +304,6 @@ class BapoTrainer(GRPOTrainer):
             self._loss_inputs = None
             self.epsilon_low, self.epsilon_high = configured
         assert len(update.parts) == done + 1, f"TRL {trl_version} computed a loss without asking for log-probs once"
-        if self.accelerator.sync_gradients:
-            self._log_update()
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,20 +315,34 @@ class BapoTrainer(GRPOTrainer):
 
     def _set_epsilons(self, inputs: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> None:
         arguments = self._four_tensors(inputs, logprobs, entropy)
-        bounds, uses = self._update.bounds, self._uses(len(self._update.parts))
-        if bounds is None:
-            bounds = self._solve([self._table(*arguments, uses)])
+        uses = self._uses(self._step)
+        bounds = self._bounds_for(inputs, arguments, uses)
         # The one host read of a solve, as TRL reads its metrics. 1 - (1 - low) is low again: float32 in float64.
         low, high, share = torch.stack([bounds.low, bounds.high, bounds.share]).tolist()
         refuse_nan(share, "log-probs, advantages or importance ratios")
-        self.epsilon_low, self.epsilon_high = 1 - low, high - 1
-        if bounds.used_low is not None and uses > 0:
-            low = bounds.used_low
-            self.epsilon_low = 1 - just_above(low, logprobs.dtype)
+        if used := bounds.used_low is not None and uses > 0:
+            low = float(bounds.used_low)
+        lower, upper = clamped_at(low, high, used=used, advantages=arguments[2], dtype=logprobs.dtype)
+        self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
         tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
         retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within & ~self._capped(tokens)
         columns = (tokens.logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask, entropy.float(), retained)
         self._update.parts.append(_Part(bounds, tuple(column.flatten() for column in columns)))
+
+    def _bounds_for(self, inputs: dict[str, Any], arguments: FourTensors, uses: int) -> ClipBounds:
+        """The bounds of a loss call, from no more tokens than they need."""
+        update = self._update
+        if update.bounds is not None:
+            return update.bounds
+        if self._solves_ahead:
+            own = inputs is update.inputs[0]  # unless a subclass computes its loss in several calls
+            update.bounds = self._solve([self._table(*arguments, uses)] * own + update.tables)
+            return update.bounds
+        table = self._table(*arguments, uses)
+        if not self._sums_afterwards:
+            return self._solve([table])
+        update.tables.append(table)
+        return bounds_from_table(torch.zeros_like(table, device="cpu"), self._settings)
 
     def _solve(self, tables: Iterable[Tensor]) -> ClipBounds:
         """Bounds from the sum of the tables, over processes too (one collective) where the scope is the update."""
@@ -316,14 +352,14 @@ class BapoTrainer(GRPOTrainer):
         return bounds_from_table(table, self._settings)
 
     @torch.no_grad()
-    def _tables_ahead(self) -> Iterator[Tensor]:
-        """The signal table of each micro-batch of the update, before any of them is trained on.
+    def _tables_ahead(self, start: int) -> Iterator[Tensor]:
+        """The signal table of each micro-batch of the update from this position on, before any of them is trained on.
 
         In eval mode: no dropout, so no random number is drawn, and no gradient checkpointing.
         """
         parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
         needs_entropy = self.top_entropy_quantile < 1.0
-        for position, inputs in enumerate(self._update.inputs):
+        for position, inputs in enumerate(self._update.inputs[start:], start):
             mask, entropy = inputs["completion_mask"], None
             logprobs = torch.zeros(mask.shape, device=mask.device)
             if (
@@ -344,17 +380,17 @@ class BapoTrainer(GRPOTrainer):
                     )
                 finally:
                     self.model.train()
-            yield self._table(*self._four_tensors(inputs, logprobs, entropy), self._uses(position))
+            yield self._table(*self._four_tensors(inputs, logprobs, entropy), self._uses(self._update.first + position))
 
-    def _uses(self, position: int) -> int:
-        """How often the micro-batch at this position of the update was trained on before the update.
+    def _uses(self, step: int) -> int:
+        """How often the micro-batch at this count of TRL's was trained on before its update.
 
         TRL keeps a generation in slices and visits each of them once per iteration, `steps_per_generation` calls apart.
         Visits since the first call of this update do not count.
         """
         slices = self.args.steps_per_generation
-        visits: int = (self._update.first + position) % (slices * self.num_iterations) // slices
-        return max(0, visits - position // slices)
+        visits: int = step % (slices * self.num_iterations) // slices
+        return max(0, visits - (step - self._update.first) // slices)
 
     def _table(
         self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor, uses: int
@@ -371,13 +407,9 @@ class BapoTrainer(GRPOTrainer):
         delta = math.inf if self.args.delta is None else self.args.delta
         return (tokens.advantages < 0) & (tokens.ratio > delta)
 
-    def _four_tensors(
-        self, inputs: dict[str, Any], logprobs: Tensor, entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _four_tensors(self, inputs: dict[str, Any], logprobs: Tensor, entropy: Tensor | None) -> FourTensors:
         """The core's log-probs, behaviour log-probs, advantages and mask, with every mask and weight TRL's loss has."""
-        mask = inputs["completion_mask"]
-        if "tool_mask" in inputs:
-            mask = mask * inputs["tool_mask"]
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         advantages = inputs["advantages"]
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         behavior_logprobs = inputs.get("old_per_token_logps", logprobs)
@@ -398,25 +430,19 @@ class BapoTrainer(GRPOTrainer):
 
     def _log_update(self) -> None:
         """The update's bounds, share and Entropy-Clip quadrants, into TRL's metrics: one collective, one host read."""
-        parts, self._update = self._update.parts, _Update()
+        parts, tables, self._update = self._update.parts, self._update.tables, _Update()
+        solved = [part.bounds for part in parts]
+        if self._sums_afterwards:
+            solved = [self._solve(tables)]
+            refuse_nan(float(solved[0].share), "log-probs, advantages or importance ratios")
         *tokens, entropy, retained = (
             torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)
         )
         statistics = averageable(entropy_statistics(Tokens(*tokens), entropy, retained))
         del statistics["bapo/entropy"]  # TRL logs it
 
-        found = [averageable(part.bounds.metrics()) for part in parts]
-        columns = {name: torch.stack([metrics[name] for metrics in found]).double() for name in found[0]}
-        signal = 1 - columns[NO_SIGNAL]
-        conditional = [name for name in columns if "/stop/" not in name]
-        for name in conditional:  # where nothing has an advantage, bounds and share mean nothing
-            columns[name] = columns[name] * signal
-        statistics |= {name: column.mean() for name, column in columns.items()}
-        values = self.accelerator.reduce(torch.stack(list(statistics.values())), reduction="mean").tolist()
-        numbers = dict(zip(statistics, values, strict=True))
-        with_signal = 1 - numbers[NO_SIGNAL]
-        for name in conditional:
-            numbers[name] = numbers[name] / with_signal if with_signal else math.nan
+        known = [averageable(bounds.metrics()) for bounds in solved]
+        numbers = averaged(known, statistics, lambda values: self.accelerator.reduce(values, reduction="mean"))
         for name, value in numbers.items():
             if not math.isnan(value):
                 self._metrics["train"][name].append(value)

@@ -204,10 +204,13 @@ def hook_engine() -> None:
             return train_batch(engine, data, loss_function)
         epochs = _epochs_under_way.get()
         uses = None if epochs is None else epochs.start_step(len(data))
+        one_micro_batch = _is_one_micro_batch(data)
+        if options.scope == "update" and options.clip_settings.depends_on_tokens:
+            _check_engine(getattr(engine, "engine_config", None), one_micro_batch)
         update = _Update(engine.get_data_parallel_group(), uses)
         reset = _update_under_way.set(update)
         try:
-            if options.scope == "update" and not _is_one_micro_batch(data):
+            if options.scope == "update" and not one_micro_batch:
                 update.collecting = True
                 engine.infer_batch(data, loss_function)
                 update.collecting = False
@@ -217,6 +220,24 @@ def hook_engine() -> None:
             _update_under_way.reset(reset)
 
     BaseEngine.train_batch = train_batch_within_bounds
+
+
+def _check_engine(config: Any, one_micro_batch: bool) -> None:
+    """Raise for settings of verl's engines under which bounds would not be those of the update's own tokens."""
+    instead = "Set actor_rollout_ref.actor.policy_loss.scope=microbatch, or"
+    if getattr(config, "dynamic_context_parallel", False):
+        raise ValueError(
+            "policy_loss.scope='update' sums its signal over verl's data-parallel group, but with "
+            "megatron.dynamic_context_parallel=True that is a group of one rank, so every rank would clip at bounds of "
+            f"its own. {instead} leave dynamic_context_parallel out."
+        )
+    replay = getattr(getattr(config, "router_replay", None), "mode", "disabled")
+    if replay == "R2" and getattr(config, "strategy", None) == "veomni" and not one_micro_batch:
+        raise ValueError(
+            "policy_loss.scope='update' needs a pass without gradients before it trains, but with "
+            "router_replay.mode='R2' verl's VeOmni engine records new routes in such a pass instead of replaying those "
+            f"that it trains with: the bounds would be those of other log-probs. {instead} router_replay.mode=R3."
+        )
 
 
 def _options_of(config: Any) -> BapoPolicyLossConfig | None:

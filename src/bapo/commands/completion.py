@@ -1,7 +1,8 @@
 """`bapo completion`: a script that completes commands, options, their choices and the names of recipes in a shell.
 
 The script is made from the same definitions that read the command line: the keys of the configurations, and the
-dataclasses of arguments. It is static, so that pressing Tab starts no Python.
+dataclasses of arguments. It is static, so that pressing Tab starts no Python. tyro can write such a script as well, but
+its script starts Python at every Tab, and completes neither the names of recipes nor files and run directories.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bapo.config.command_line import parse_arguments
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES
 from bapo.config.shipped import shipped
 from bapo.config.words import leaves
+from bapo.screen.terminal import write_exact
 
 (POSITIONAL,) = Positional[int].__metadata__  # type: ignore[attr-defined]
 """tyro's mark of an argument that is given by its place."""
@@ -56,7 +58,7 @@ def completion(words: list[str], definitions: Mapping[str, str]) -> int:
     """Carry out `bapo completion`. `definitions`: module:name of what defines the arguments of each command."""
     shell = parse_arguments(Arguments, words, prog="bapo completion").shell
     commands = {name: completed(name, definition) for name, definition in definitions.items()}
-    print({"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](commands))
+    write_exact({"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](commands) + "\n")
     return 0
 
 

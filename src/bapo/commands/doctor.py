@@ -21,7 +21,7 @@ from bapo.config.numerals import counted
 from bapo.config.placement import available_cores, default_threads
 from bapo.config.run import Config
 from bapo.runs.write import why_not_out
-from bapo.screen.terminal import write_line
+from bapo.screen.terminal import say
 from bapo.tasks.data.benchmarks import BENCHMARKS
 from bapo.tasks.data.sources import DATA_DIRECTORY
 
@@ -72,11 +72,11 @@ def doctor(words: list[str]) -> int:
         asked.sound()
     findings = [*_python(), *_torch(), *_extras(), *_machine(), *_data(), *_model(asked.draft, asked.wrong)]
     for finding in findings:
-        write_line(sys.stdout, finding.line())
+        say(finding.line())
     bad = sum(finding.stops for finding in findings)
     where = " in another directory (--out)" if any(finding.name == TAKEN for finding in findings) else ""
     verdict = f"{counted(bad, 'thing')} must be put right before a run can start" if bad else "A run can start"
-    print(f"\n{verdict}{where}.")
+    say(f"\n{verdict}{where}.")
     return 1 if bad else 0
 
 

@@ -12,6 +12,7 @@ from bapo.config.command_line import parse_arguments
 from bapo.config.run import OBJECTIVE_NAMES, Config
 from bapo.config.sections import ADVANTAGE_NAMES
 from bapo.config.sft import SftConfig
+from bapo.screen.terminal import write_exact
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Arguments:
 
 def schema(words: list[str]) -> int:
     """Carry out `bapo schema`."""
-    print(json.dumps(schema_of(parse_arguments(Arguments, words, prog="bapo schema").kind), indent=2))
+    kind = parse_arguments(Arguments, words, prog="bapo schema").kind
+    write_exact(json.dumps(schema_of(kind), indent=2) + "\n")
     return 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from tyro.conf import Positional, arg
 
 from bapo.config.command_line import option, parse_arguments
 from bapo.config.errors import ConfigError
-from bapo.screen.terminal import write_line
+from bapo.screen.terminal import say
 
 STARTERS = Path(__file__).parents[1] / "starters"
 FILES = {
@@ -40,7 +39,7 @@ NEXT = {
     "verl": ["MODEL=… TRAIN_FILES=… VAL_FILES=… bash {0}"],
 }
 """The commands to give next, in the directory that was written to."""
-WITH_TRL = "pip install -c constraints.txt -c constraints-trl.txt '.[trl]'"
+WITH_TRL = "pip install -c constraints/base.txt -c constraints/trl.txt '.[trl]'"
 """The tested versions, in a clone."""
 
 
@@ -75,22 +74,20 @@ def init(words: list[str]) -> int:
     for name, starter in (files if kept else files | examples).items():
         path = arguments.dir / name
         text = (STARTERS / starter).read_text(encoding="utf-8")
-        path.write_text(re.sub(r"\bFILE\b", first, text), encoding="utf-8")
-        write_line(sys.stdout, f"wrote {path}")
+        with path.open("x", encoding="utf-8") as file:  # also where a link leads nowhere yet
+            file.write(re.sub(r"\bFILE\b", first, text))
+        say(f"wrote {path}")
     if kept:
-        write_line(
-            sys.stdout,
+        say(
             f"kept  {' and '.join(kept)}: the lines marked YOURS in {arguments.dir / first} must fit this data",
         )
     steps = NEXT[arguments.kind]
     if arguments.dir != Path():
         steps = [f"cd {shlex.quote(str(arguments.dir))}", *steps]
-    write_line(
-        sys.stdout, "\n".join(f"{'' if number else 'next':<6}{step.format(first)}" for number, step in enumerate(steps))
-    )
+    say("\n".join(f"{'' if number else 'next':<6}{step.format(first)}" for number, step in enumerate(steps)))
     if arguments.kind == "trl" and find_spec("trl") is None:
-        write_line(sys.stdout, f"TRL is not installed here. In a clone of bapo: {WITH_TRL}")
+        say(f"TRL is not installed here. In a clone of bapo: {WITH_TRL}")
     if first.endswith(".toml"):
-        write_line(sys.stdout, "Your editor completes and checks keys after: bapo schema > recipe.schema.json")
-        write_line(sys.stdout, '(with "#:schema ./recipe.schema.json" as the first line of the recipe)')
+        say("Your editor completes and checks keys after: bapo schema > recipe.schema.json")
+        say('(with "#:schema ./recipe.schema.json" as the first line of the recipe)')
     return 0

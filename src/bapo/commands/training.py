@@ -6,10 +6,11 @@ A recipe is judged together with the keys on the command line, never alone: each
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from bapo.screen.terminal import say
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -97,6 +98,7 @@ class Asked(Generic[Kind]):
 
 def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) -> Asked[Kind]:
     """The configuration that a recipe and the keys on the command line describe together."""
+    from bapo.config.errors import Answered
     from bapo.config.recipe import COMMANDS, check, draft, read_recipe_for
     from bapo.config.shipped import listing
     from bapo.config.words import merged, read_words
@@ -104,8 +106,8 @@ def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) 
     command = COMMANDS[schema]
     given = read_words(schema, words, switches=SWITCHES[command])
     if "list" in given.switches:
-        print(listing(command))
-        raise SystemExit(0)
+        say(listing(command))
+        raise Answered(0)
     values = {} if given.recipe is None else read_recipe_for(command, given.recipe)
     if "help" in given.switches:
         show_help(schema, values, prog=f"{prog or command} [RECIPE]")
@@ -122,16 +124,15 @@ def show_plan(asked: Asked[Config]) -> int:
 
     Keys that cannot be read have no plan: one with defaults in their place would be the plan of another run.
     """
-    from bapo.screen.terminal import write_line
     from bapo.train.dry_run import WARNING, dry_run
 
     lines, wrong = dry_run(asked.draft, asked.found.data, asked.wrong, readable=asked.config is not None)
     if lines:
-        write_line(sys.stdout, "\n".join(lines))
+        say("\n".join(lines))
     if wrong:
         raise _all_wrong(wrong, asked.given)
     verdict = "Nothing stops this run" if any(line.startswith(WARNING) for line in lines) else "Nothing is wrong"
-    print(f"\n{verdict}. Without --dry-run, the same command starts the run.")
+    say(f"\n{verdict}. Without --dry-run, the same command starts the run.")
     return 0
 
 

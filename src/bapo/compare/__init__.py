@@ -20,6 +20,7 @@ from bapo.compare.results import collect, table_lines, write_json
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
 from bapo.runs.lock import held, is_held
+from bapo.screen.terminal import write_line
 
 __all__ = ["Grid", "compare", "load_grid"]
 
@@ -96,7 +97,5 @@ def _chosen(jobs: list[Job], only: Sequence[str]) -> list[Job]:
 
 
 def _say(stream: TextIO, *lines: str) -> None:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
     for line in lines:
-        stream.write(line.encode(encoding, errors="replace").decode(encoding) + "\n")
-    stream.flush()
+        write_line(stream, line)

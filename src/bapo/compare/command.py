@@ -12,6 +12,7 @@ from bapo.compare import compare
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.shipped import listing
+from bapo.screen.terminal import say
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Arguments:
 def run(arguments: Arguments) -> int:
     """Carry out the command; returns its exit code."""
     if arguments.list:
-        print(listing("bapo compare"))
+        say(listing("bapo compare"))
         return 0
     if arguments.grid is None:
         raise ConfigError("no grid given. Try `bapo compare quick`; `bapo compare --list` shows all of them.")

@@ -12,7 +12,6 @@ comparison can touch it.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bapo.compare.plan import Job, State, clear_unused, set_aside
+from bapo.config.errors import OUT_OF_MEMORY
+from bapo.config.imports import environment
+from bapo.process import stops
+from bapo.runs import files
 from bapo.runs.read import Defect, last_step, read_run
 
 __all__ = ["Progress", "State", "execute"]
@@ -32,7 +35,7 @@ POLL_SECONDS = 0.2
 TAIL_LINES = 4
 """How many last lines of a failed run's output are shown."""
 DAMAGED_CHECKPOINT = 3
-"""Exit code of `bapo resume` for a checkpoint that is missing or damaged."""
+"""Exit code of `bapo resume` for a checkpoint that is missing or damaged, and where memory ran out."""
 
 
 class Progress(Protocol):
@@ -99,21 +102,22 @@ def _start(job: Job, lock: int, threads: int) -> _Process | None:
     path = job.cell.path
     try:
         clear_unused(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for below in (path.parent.parent, path.parent):
+            files.folder(below)
         config = job.cell.config.model_copy(update={"threads": job.cell.config.threads or threads})
         target = path
         if job.action == "train":
-            job.recipe.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
+            files.write(job.recipe, json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
             target = job.recipe
-        command = [sys.executable, "-m", "bapo.cli", job.action, str(target)]
-        with job.log.open("ab") as log:
+        command = [sys.executable, "-P", "-m", "bapo.cli", job.action, str(target)]
+        with files.appended(job.log) as log:
             log_began = log.tell()
             handle = subprocess.Popen(  # noqa: S603
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": str(config.threads)},
+                env=environment() | {"OMP_NUM_THREADS": str(config.threads)},
                 start_new_session=True,
                 pass_fds=(lock,),
             )
@@ -133,7 +137,7 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progres
         job.state = State.FINISHED
     elif code in (130, -signal.SIGINT, -signal.SIGTERM) or (stopping and code < 0):
         job.state = State.STOPPED
-    elif found.kind == "damaged" or code == DAMAGED_CHECKPOINT:
+    elif found.kind == "damaged" or (code == DAMAGED_CHECKPOINT and f"bapo: {OUT_OF_MEMORY}" not in _tail(process)):
         job.state, job.note = State.DAMAGED, found.message if found.kind == "damaged" else _tail(process)
         if retry and job.action == "resume":
             _begin_again(job, progress)
@@ -155,7 +159,7 @@ def _begin_again(job: Job, progress: Progress) -> None:
 def _tail(process: _Process) -> str:
     """The last lines that a process wrote."""
     try:
-        written = process.job.log.read_bytes()[process.log_began :]
+        written = files.read(process.job.log)[process.log_began :]
     except OSError as error:
         return f"(its output cannot be read: {error})"
     lines = [line for line in written.decode(errors="replace").splitlines() if line.strip()]
@@ -175,8 +179,8 @@ def _tell(running: Sequence[_Process], times: int) -> str:
 def _record(log: Path, process: _Process) -> None:
     line: dict[str, Any] = {"run": process.job.cell.name, "state": str(process.job.state)}
     line |= {"code": process.handle.returncode, "seconds": round(time.monotonic() - process.began, 1)}
-    with log.open("a") as file:
-        file.write(json.dumps(line | {"steps": process.job.step, "note": process.job.note}) + "\n")
+    with files.appended(log) as file:
+        file.write((json.dumps(line | {"steps": process.job.step, "note": process.job.note}) + "\n").encode())
 
 
 @contextmanager
@@ -196,12 +200,11 @@ def _children() -> Iterator[list[_Process]]:
 def _asked_to_stop() -> Iterator[list[int]]:
     """Collects the signals that ask this process to stop."""
     asked: list[int] = []
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored, which is what the user wants
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, lambda received, _frame: asked.append(received)) for number in numbers}
+    before = signal.getsignal(signal.SIGHUP)
+    if before is not signal.SIG_IGN:  # under nohup it is ignored, which is what the user wants
+        signal.signal(signal.SIGHUP, lambda received, _frame: asked.append(received))
     try:
-        yield asked
+        with stops.listening(asked.append, patient=True):
+            yield asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGHUP, before)

@@ -11,7 +11,6 @@ Threads, and a device or dtype that the grid leaves to `auto`, depend on the mac
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, Literal
 from bapo.compare.grid import Cell, Grid
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
+from bapo.runs import files
 from bapo.runs.read import Defect, read_run
 from bapo.runs.write import unused
 
@@ -154,13 +154,12 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
 
 def _remembered(path: Path) -> dict[str, int]:
     """Sizes of an unfinished run's logs at its newest checkpoint; empty if no checkpoint records them."""
-    newest = max((path / "checkpoints").glob("step-??????"), default=None)
-    if newest is None or (path / "summary.json").exists():
+    if (path / "summary.json").exists():
         return {}
     try:
-        logs = json.loads((newest / "state.json").read_bytes())["logs"]
+        logs = files.read_object(files.checkpoints(path / "checkpoints")[-1] / "state.json")["logs"]
         return {name: int(size) for name, size in logs.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
         return {}
 
 

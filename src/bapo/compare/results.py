@@ -13,6 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from bapo.compare.grid import Cell, Grid
+from bapo.runs import files
 from bapo.runs.comparison import FEWEST_SEEDS, Rows, compared, difference_cells, meeting_by, scores
 from bapo.runs.numbers import strict
 from bapo.runs.read import STOP_REASONS, Run, read_run
@@ -122,9 +123,7 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, whole or not at all. Numbers that are not finite become null."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
-    partial.rename(path)
+    files.write(path, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
 
 
 def _place(cell: Cell) -> dict[str, Any]:

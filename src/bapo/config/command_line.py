@@ -6,6 +6,9 @@ of a configuration instead: `words.py` reads them, and only their help is made h
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -13,6 +16,9 @@ from typing import Annotated, Any, TypeVar, cast
 import tyro
 from pydantic import BaseModel
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+from bapo.config.errors import Answered
+from bapo.screen.terminal import Visible
 
 Arguments = TypeVar("Arguments")
 
@@ -24,7 +30,8 @@ def parse_arguments(kind: type[Arguments], words: list[str], *, prog: str, posit
     """
     by_place = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName) if positional else ()
     config = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, *by_place)
-    return tyro.cli(kind, args=words, prog=prog, config=config)
+    with redirect_stdout(cast(Any, Visible(sys.stdout))), _answering():
+        return tyro.cli(kind, args=words, prog=prog, config=config)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,17 @@ def print_help(default: BaseModel, *, prog: str) -> None:
     """Print every key of a configuration with its help and its value here, and exit with 0."""
     registry = ConstructorRegistry()
     registry.struct_rule(_section)
-    tyro.cli(type(default), args=["--help"], default=default, prog=prog, registry=registry)
+    with redirect_stdout(cast(Any, Visible(sys.stdout))), _answering():  # the values of a recipe may be a stranger's
+        tyro.cli(type(default), args=["--help"], default=default, prog=prog, registry=registry)
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """What the parser exits with is its answer; nobody else's exit is taken for that."""
+    try:
+        yield
+    except SystemExit as answer:
+        raise Answered(answer.code) from None
 
 
 def option(*, default: str, metavar: str | None = None) -> Any:

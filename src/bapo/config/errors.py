@@ -4,15 +4,40 @@
     1     an unexpected error, a verifier that fails on every response, updates that are not finite, a sampler and a
           learner that have drifted apart, a comparison with runs that did not finish, or a ledger that does not balance
     2     bad usage, a bad configuration, or input that cannot be read
-    3     a checkpoint, or what an evaluation saved, is missing or damaged
+    3     a checkpoint, or what an evaluation saved, is missing or damaged; or memory ran out
     4     the disk is full or cannot be written to (an OSError)
     5     a part of the cluster cannot be started or kept alive
-    130   stopped by the user; everything is saved
+    130   stopped by Ctrl-C or SIGTERM; a line says what to do next
 
 A message names what is wrong, why, and what to do instead. It is shown without a traceback.
 """
 
 from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+OUT_OF_MEMORY = "out of memory"
+"""How the message begins where memory ran out."""
+_SHORT_OF_MEMORY = re.compile(
+    r"not enough memory|can(?:'|no)t allocate|out of memory|bad_alloc|can't start new thread|"
+    r"failed to map segment|could not create a memory|unable to mmap",
+    re.IGNORECASE,
+)
+"""What libraries say where memory ran out. Many have no exception of their own for it."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, whatever a library made of it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):
+            return True
+        if isinstance(seen, RuntimeError | ImportError | OSError) and _SHORT_OF_MEMORY.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 class BapoError(Exception):
@@ -31,10 +56,26 @@ class UsageError(ConfigError):
     """A command line that cannot be read. It is shown together with the usage of the command."""
 
 
+class Answered(SystemExit):
+    """The parser of a command line has answered by itself: it showed help, or said what it cannot read."""
+
+
 class DumpError(BapoError, ValueError):
     """A dump of logged batches cannot be read."""
 
     exit_code = 2
+
+
+class PlaceError(BapoError, OSError):
+    """Something else stands where a file or folder of a run belongs: a link, a FIFO, a device. It was not opened."""
+
+    exit_code = 2
+
+    def __init__(self, path: Path | str, what: str = "") -> None:
+        super().__init__(errno.EINVAL, what, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}".rstrip()
 
 
 class CheckpointError(BapoError, RuntimeError):

@@ -1,64 +1,98 @@
 """BAPO's clip bounds, solved exactly in one pass (arXiv:2510.18927, Algorithm 1).
 
-The paper's search re-measures the positive share after every small move of a bound. But its path is fixed in advance:
-high goes up to its end, then low does (or the other way round). So the signal is summed at every candidate first, and
-the path is walked afterwards:
+The paper's search measures the positive share anew after every small move of a bound. But its path is fixed in advance:
+high goes up to its end, then low does (or the other way round). The share at a candidate pair needs only P(high), the
+signal of positive tokens, and N(low), that of negative ones. So both are summed at every candidate first, and the path
+is walked afterwards:
 
     signal_table         tokens -> a vector of P at each high, N at each low       (tables of parts add up)
     bounds_from_table    table -> the first candidate on the path with P / (P + N) >= target_share
 
-Each of the two is one kernel on CUDA and torch code elsewhere; `dispatch.py` chooses, `table.py` and `clip_bounds.py`
-have the torch code. Nothing here waits for the device: bounds stay 0-d tensors. The answer equals the step-by-step
-loop's on every input, with comparisons and sums carried out as in float64.
+On CUDA each of the two is one kernel (`kernels/bounds.py`). The torch code here says what they compute; on CPU the sums
+are taken by histogram (`histogram.py`). Nothing here waits for the device: bounds stay 0-d tensors. The answer equals
+the step-by-step loop's on every input, with comparisons and sums carried out as in float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core import dispatch
-from bapo.core.checks import check_not_empty, working_dtype
-from bapo.core.clip_bounds import ClipBounds, StopReason, as_settled
-from bapo.core.settings import ClipSettings
-from bapo.core.table import grids_of
+from bapo.core import kernels
+from bapo.core.checks import (
+    check_finite,
+    check_mask,
+    check_not_empty,
+    check_not_negative,
+    check_shapes,
+    check_uses,
+    compared,
+    require_uses,
+    working_dtype,
+    zero_or_nan,
+)
+from bapo.core.histogram import CPU_CHUNK, binned_sums
+from bapo.core.settings import ClipSettings, Measure, Order
 
-__all__ = [
-    "ClipBounds",
-    "StopReason",
-    "bounds_from_parts",
-    "bounds_from_table",
-    "bounds_over_ranks",
-    "poison_peers",
-    "signal_table",
-    "solve_bounds",
-]
+DEVICE_CHUNK = 2**18
+"""Tokens per pass where there is neither a CPU nor a kernel: limits the temporaries, candidates x tokens."""
+LEAST_WEIGHT = 1e-12
+"""The weight of negative tokens where no positive signal is left."""
 
 
-@torch.no_grad()
-def signal_table(
-    ratio: Tensor,  # [tokens] or [sequences, tokens]: r = pi_theta / pi_behavior
-    advantages: Tensor,  # same shape: A
-    mask: Tensor,  # same shape; which tokens count
-    settings: ClipSettings,
-    *,
-    behavior_logprobs: Tensor | None = None,  # same shape; w = exp of them for weight="rollout_prob", else w = 1
-    uses: Tensor | None = None,  # same shape, integers: how often a token was trained on; needed for used_low
-) -> Tensor:  # [highs + lows + 1], float64
-    """P at every candidate high, N at every candidate low, and the number of tokens with a signal.
+class StopReason(IntEnum):
+    """Why the search ended where it did."""
 
-        measure     P(high), over A > 0             N(low), over A < 0
-        surrogate   sum w min(r, high) A            sum w max(r, low) |A|
-        gradient    sum w r A [r < high]            sum w r |A| [r > low]
+    START = 0
+    """The first candidate already reached the target."""
+    RAISING_HIGH = 1
+    """The target was reached while the upper bound moved."""
+    RAISING_LOW = 2
+    """The target was reached while the lower bound moved."""
+    END = 3
+    """No candidate reached the target; the last one is used."""
+    NO_SIGNAL = 4
+    """No token has a non-zero advantage; the first candidate is used."""
 
-    With `used_low`, negative tokens that were trained on before have that bound in place of every candidate low.
-    Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """Bounds on the ratio, and the positive share they give: 0-d tensors on the inputs' device.
+
+    `share_at_start`, `share_at_end` and `stop` describe the search, and are None where the bounds were given.
     """
-    return dispatch.summed(dispatch.parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses))
+
+    low: Tensor
+    high: Tensor
+    share: Tensor
+    """P / (P + N) at (low, high)."""
+    share_at_start: Tensor | None = None
+    """The share at the first candidate of the path."""
+    share_at_end: Tensor | None = None
+    """The share at the last candidate of the path."""
+    stop: Tensor | None = None
+    """A StopReason, as an integer."""
+    negative_weight: Tensor | None = None
+    """Factor on the advantages of negative tokens, which corrects what the bounds could not (`weight_of_remainder`);
+    None with remainder="leave"."""
+    used_low: float | None = None
+    """The lower bound of tokens that were trained on before; None: `low`."""
+
+    def metrics(self, *, ends: bool = True) -> dict[str, Tensor]:
+        """All that is known of the bounds, by the names it is logged under. `ends=False` leaves out `share_at_*`."""
+        named: dict[str, Tensor | None] = {"clip_low": self.low, "clip_high": self.high, "share": self.share}
+        if ends:
+            named |= {"share_at_start": self.share_at_start, "share_at_end": self.share_at_end}
+        named |= {"stop": self.stop, "negative_weight": self.negative_weight}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 def solve_bounds(
@@ -73,12 +107,10 @@ def solve_bounds(
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
     if process_group is None:
-        if dispatch.usable(mask):
-            return dispatch.solved_by_kernel(ratio, advantages, mask, settings, behavior_logprobs, uses)
-        parts = dispatch.parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses)
+        parts = parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses)
         if mask.device.type == "cpu" and not parts[-1].any():
             check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
-        return bounds_from_parts(parts, settings, working_dtype(ratio))
+        return bounds_from_table(parts, settings, dtype=working_dtype(ratio))
     try:
         table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs, uses=uses)
     except Exception:
@@ -116,18 +148,303 @@ def poison_peers(settings: ClipSettings, process_group: dist.ProcessGroup, devic
 
 
 @torch.no_grad()
-def bounds_from_table(table: Tensor, settings: ClipSettings, *, dtype: torch.dtype = torch.float32) -> ClipBounds:
+def signal_table(
+    ratio: Tensor,  # [tokens] or [sequences, tokens]: r = pi_theta / pi_behavior
+    advantages: Tensor,  # same shape: A
+    mask: Tensor,  # same shape; which tokens count
+    settings: ClipSettings,
+    *,
+    behavior_logprobs: Tensor | None = None,  # same shape; w = exp of them for weight="rollout_prob", else w = 1
+    uses: Tensor | None = None,  # same shape, integers: how often a token was trained on; needed for used_low
+) -> Tensor:  # [highs + lows + 1], float64
+    """P at every candidate high, N at every candidate low, and the number of tokens with a signal.
+
+        measure     P(high), over A > 0             N(low), over A < 0
+        surrogate   sum w min(r, high) A            sum w max(r, low) |A|
+        gradient    sum w r A [r < high]            sum w r |A| [r > low]
+
+    With `used_low`, negative tokens that were trained on before have that bound in place of every candidate low.
+    Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
+    """
+    return summed(parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses))
+
+
+@torch.no_grad()
+def parts_of_ratios(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,
+    uses: Tensor | None,
+) -> Tensor:  # [highs + lows + 1] or [highs + lows + 1, parts] float64
+    """The signal table of these tokens, or one per column that `summed` adds up."""
+    check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
+    require_uses(settings.used_low, uses)
+    check_uses(uses, mask)
+    mask = check_mask(mask)
+    if settings.weight == "none":
+        behavior_logprobs = None
+    elif behavior_logprobs is None:
+        raise ValueError(
+            "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
+            "behavior_logprobs=. Pass them, or use weight='none'."
+        )
+    fill = parts_by_kernel if kernels.usable(mask) else summed_signal
+    return fill(ratio, advantages, mask, settings, behavior_logprobs, uses)
+
+
+def summed(parts: Tensor) -> Tensor:
+    """The signal table itself."""
+    return parts if parts.dim() == 1 else parts.sum(1)
+
+
+def parts_by_kernel(
+    ratio: Tensor,  # log-probs under the learner where log_ratio_limit is given
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,
+    uses: Tensor | None,
+    log_ratio_limit: float | None = None,
+) -> Tensor:  # [highs + lows + 1, parts] float64
+    """One kernel, in which each part of the tokens has its own column.
+
+    With `log_ratio_limit` the kernel computes the ratios itself and leaves out tokens past the limit.
+    """
+    from bapo.core.kernels.bounds import signal_partials
+
+    assert log_ratio_limit is None or behavior_logprobs is not None, "ratios of log-probs need both policies"
+    grids = grids_of(settings, working_dtype(ratio), ratio.device)
+    return signal_partials(
+        ratio,
+        advantages,
+        mask,
+        grids.low,
+        grids.high,
+        grids.thresholds,
+        surrogate=settings.measure == "surrogate",
+        weighted=settings.weight == "rollout_prob",
+        behavior_logprobs=behavior_logprobs,
+        uses=uses,
+        used_low=grids.used_low,
+        log_ratio_limit=log_ratio_limit,
+    )
+
+
+class Chunk(NamedTuple):
+    """Some tokens, flat, in working precision. Those that do not count have signal 0."""
+
+    ratio: Tensor  # what candidates compare with their bounds
+    counted: Tensor  # what a token weighs where a candidate keeps it
+    signal: Tensor  # w * A
+
+
+def summed_signal(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: ClipSettings,
+    behavior_logprobs: Tensor | None,  # only where they are weights
+    uses: Tensor | None,
+) -> Tensor:  # [highs + lows + 1], float64
+    """The signal table in torch operations."""
+    on_cpu = mask.device.type == "cpu"
+    named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
+    # A list, so that every one of them is checked.
+    finite = on_cpu and all([check_finite(name, x, mask) for name, x in named.items() if x is not None])  # noqa: C419
+    if on_cpu:
+        check_not_negative("ratio", ratio, mask)
+    dtype = working_dtype(ratio)
+    grids = grids_of(settings, dtype, mask.device)
+    flat_ratio, flat_advantages, flat_mask = ratio.flatten(), advantages.flatten(), mask.flatten()
+    flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
+    used_negative = None if uses is None else (uses.bool() & compared(torch.lt, advantages, 0)).flatten()
+
+    def chunks(size: int) -> Iterator[Chunk]:
+        for start in range(0, mask.numel(), size):
+            chunk = slice(start, start + size)
+            ratios, signal, chosen = flat_ratio[chunk].to(dtype), flat_advantages[chunk].to(dtype), flat_mask[chunk]
+            if flat_behavior is not None:  # in float64, where probabilities down to 1e-300 do not underflow
+                signal = signal.double() * flat_behavior[chunk].double().exp()
+            if finite:  # on CPU a product is several times faster than a select; without signal a ratio does no harm
+                signal = signal * chosen.view(torch.int8)
+            else:
+                ratios, signal = torch.where(chosen, ratios, 0.0), torch.where(chosen, signal, 0.0)
+            tokens = Chunk(ratios, ratios, signal)
+            yield tokens if used_negative is None else _at_their_own_bound(tokens, used_negative[chunk], settings)
+
+    if on_cpu:
+        candidates, surrogate = (grids.low, grids.high, grids.thresholds), settings.measure == "surrogate"
+        return binned_sums(chunks(CPU_CHUNK), *candidates, steps=grids.steps, surrogate=surrogate)
+    return compared_sums(chunks(DEVICE_CHUNK), grids, settings.measure)
+
+
+def _at_their_own_bound(chunk: Chunk, used_negative: Tensor, settings: ClipSettings) -> Chunk:
+    """The chunk with used negative tokens counted at their own bound, whichever candidate looks at them.
+
+    So they stand where no candidate clips them, and weigh what their own bound leaves of them.
+    """
+    assert settings.used_low is not None
+    clipped = used_negative & compared(torch.le, chunk.ratio, rounded_down(settings.used_low, chunk.ratio.dtype))
+    kept = (~clipped).view(torch.int8)  # products with 0 and 1: on CPU several times faster than a select
+    if settings.measure == "surrogate":  # in float64, where the bound is what it says
+        counted = (chunk.counted * kept).double().add_(clipped.view(torch.int8), alpha=settings.used_low)
+    else:
+        counted = chunk.counted * kept
+        if settings.used_low >= settings.low[1]:  # what is kept lies beyond every low, and the rest weighs nothing
+            return Chunk(chunk.ratio, counted, chunk.signal)
+    beyond_every_low = torch.add(chunk.ratio, used_negative.view(torch.int8), alpha=2)
+    return Chunk(beyond_every_low, counted, chunk.signal)
+
+
+@lru_cache(maxsize=64)
+def rounded_down(bound: float, dtype: torch.dtype) -> float:
+    """The largest number of this dtype that is not above the bound. A ratio of this dtype exceeds both or neither."""
+    rounded = torch.tensor(bound, dtype=dtype, device="cpu")
+    below = torch.nextafter(rounded, torch.full_like(rounded, -math.inf))
+    return float(below if float(rounded) > bound else rounded)
+
+
+def compared_sums(chunks: Iterable[Chunk], grids: Grids, measure: Measure) -> Tensor:
+    """Sums by comparing every token with every candidate: for accelerators, where atomics on few bins would queue."""
+    lows = grids.low.numel()
+    high_thresholds, low_thresholds = grids.thresholds[lows + 1 :, None], -grids.thresholds[:lows].flip(0)[:, None]
+    table = torch.zeros(grids.size, dtype=torch.float64, device=grids.low.device)
+    for ratio, counted, signal in chunks:
+        weighted = counted.double() * signal.double()
+
+        def contribution(kept: Tensor, side: Tensor, bounds: Tensor) -> Tensor:
+            total = torch.where(kept, weighted * side, 0.0).sum(1)  # noqa: B023
+            if measure == "surrogate":
+                total = total + bounds * torch.where(kept, 0.0, signal * side).sum(1, dtype=torch.float64)  # noqa: B023
+            return total
+
+        positive = contribution(ratio < high_thresholds, signal > 0, grids.high)
+        negative = -contribution(ratio > low_thresholds, signal < 0, grids.low)
+        signed_tokens = (signal != 0).sum(dtype=torch.float64).reshape(1)
+        # NaN fails every comparison, and an infinite ratio is clipped: neither may vanish.
+        table += torch.cat([positive, negative, signed_tokens]) + zero_or_nan(weighted.sum())
+    return table
+
+
+@torch.no_grad()
+def bounds_from_table(
+    table: Tensor,  # [highs + lows + 1], or [highs + lows + 1, parts], whose columns add up to it; float64
+    settings: ClipSettings,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> ClipBounds:
     """The first candidate on the path whose positive share reaches the target, else the last one."""
     size = (grids_of(settings, dtype, table.device).size,)  # kept ready, unlike settings.table_size
-    if table.shape != size:
+    if table.shape[:1] != size:
         raise ValueError(
             f"table has shape {tuple(table.shape)} but these settings give {size}: it was filled with other settings. "
             "Use one ClipSettings for signal_table and bounds_from_table."
         )
-    return bounds_from_parts(table, settings, dtype)
+    walk = bounds_by_kernel if kernels.usable(table) else first_to_reach
+    bounds = walk(table, settings, dtype)
+    weight = weight_of_remainder(bounds.share, settings.target_share) if settings.remainder == "weigh" else None
+    return replace(bounds, negative_weight=weight, used_low=settings.used_low)
 
 
-@torch.no_grad()
-def bounds_from_parts(parts: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
-    """`bounds_from_table` of one table, or of the sum of a table per column."""
-    return as_settled(dispatch.choose_bounds(parts, settings, dtype), settings)
+def bounds_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
+    """The walk as one kernel, which adds up the columns first."""
+    from bapo.core.kernels.bounds import choose_bounds
+
+    grids, high_first = grids_of(settings, dtype, table.device), settings.order == "high_first"
+    target = settings.target_share
+    return ClipBounds(
+        *choose_bounds(table, grids.low, grids.high, target_share=target, high_first=high_first, dtype=dtype)
+    )
+
+
+def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
+    """The walk in torch operations: the shares of all candidates at once, and the first that is large enough."""
+    table, grids = summed(table), grids_of(settings, dtype, table.device)
+    highs = grids.high.numel()
+    positive, negative, signed_tokens = table[:highs][grids.path_high], table[highs:-1][grids.path_low], table[-1:]
+    total = positive + negative
+    # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
+    share = torch.where(total == 0, (signed_tokens == 0).to(total.dtype), positive / total)
+
+    failed = ~(share >= settings.target_share)
+    index = failed.cumprod(0).sum().clamp(max=len(share) - 1).reshape(1)
+    raised_high = grids.path_high[index] > grids.path_high[index - 1]
+    stop = torch.where(raised_high, StopReason.RAISING_HIGH, StopReason.RAISING_LOW)
+    stop = torch.where(index == 0, StopReason.START, stop)
+    stop = torch.where(failed.all(), StopReason.END, stop)
+    stop = torch.where(signed_tokens == 0, StopReason.NO_SIGNAL, stop)
+    bad = zero_or_nan(table.sum()).to(dtype)  # from a table that is not finite comes no plausible bound or share
+    return ClipBounds(
+        low=grids.low[grids.path_low[index]].squeeze(0).to(dtype) + bad,
+        high=grids.high[grids.path_high[index]].squeeze(0).to(dtype) + bad,
+        share=share[index].squeeze(0).to(dtype) + bad,
+        share_at_start=share[0].to(dtype) + bad,
+        share_at_end=share[-1].to(dtype) + bad,
+        stop=stop.squeeze(0),
+    )
+
+
+def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
+    """The factor w <= 1 on negative tokens with which positive ones hold the target, P / (P + w N) = target:
+
+        w = min(1, P (1 - target) / (N target)) = min(1, share (1 - target) / ((1 - share) target))
+
+    It is 1 where the share is reached already. Where no positive signal is left it is tiny, but not 0, so that negative
+    tokens keep their sign.
+    """
+    missing = (share * (1 - target_share) / ((1 - share) * target_share)).clamp(min=LEAST_WEIGHT)
+    return torch.where(share >= target_share, torch.ones_like(share), missing)
+
+
+@dataclass(frozen=True)
+class Grids:
+    """The candidates of one path as tensors on one device."""
+
+    size: int  # of a signal table
+    steps: tuple[float, float]  # between candidates, of low and of high
+    low: Tensor  # [lows] float64
+    high: Tensor  # [highs] float64
+    thresholds: Tensor  # [lows + 1 + highs] of the ratios' dtype: -low, 0, high, ascending; what ratios compare with
+    path_low: Tensor  # [candidates] index into low
+    path_high: Tensor  # [candidates] index into high
+    used_low: Tensor | None  # 0-d float64: in place of every low, for tokens that were trained on before
+
+
+def grids_of(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> Grids:
+    """The grids of a path. They do not depend on target, measure or weight: a target that moves finds them ready."""
+    ranges = settings.low, settings.high, settings.low_step, settings.high_step
+    return _grids(*ranges, settings.order, settings.used_low, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _grids(
+    low_range: tuple[float, float],
+    high_range: tuple[float, float],
+    low_step: float,
+    high_step: float,
+    order: Order,
+    used_low: float | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Grids:
+    """Built once per path, dtype and device, so that no call copies from the host."""
+    settings = ClipSettings(low=low_range, high=high_range, low_step=low_step, high_step=high_step, order=order)
+    low = torch.tensor(settings.low_grid, dtype=torch.float64, device="cpu")
+    high = torch.tensor(settings.high_grid, dtype=torch.float64, device="cpu")
+    path_low, path_high = torch.tensor(settings.path, device="cpu").unbind(1)
+    exact = torch.cat([-low.flip(0), low.new_zeros(1), high])
+    # A ratio of this dtype is >= the real threshold exactly if it is >= the threshold rounded up to this dtype.
+    rounded = exact.to(dtype)
+    above = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
+    return Grids(
+        size=settings.table_size,
+        steps=(low_step, high_step),
+        low=low.to(device),
+        high=high.to(device),
+        thresholds=torch.where(rounded.double() < exact, above, rounded).to(device),
+        path_low=path_low.contiguous().to(device),
+        path_high=path_high.contiguous().to(device),
+        used_low=None if used_low is None else torch.tensor(used_low, dtype=torch.float64, device="cpu").to(device),
+    )

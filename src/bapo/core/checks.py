@@ -211,6 +211,15 @@ def _first(values: Tensor, bad: Tensor, sequence_ids: Tensor | None) -> tuple[st
     return f"packed token {int(position)}", value
 
 
+def zero_or_nan(source: Tensor) -> Tensor:
+    """0 where the source is finite, NaN where it is NaN or infinite. Detach the source to keep it out of gradients.
+
+    A clamp, a comparison or a select turns NaN and infinity into numbers that look plausible. Code that may not look at
+    values adds this of what went in to what comes out. Kernels do the same in their own words.
+    """
+    return 0 * source
+
+
 def working_dtype(tensor: Tensor) -> torch.dtype:
     """float64 stays; everything coarser is worked on in float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -22,10 +22,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from bapo.core.bounds import ClipBounds
 from bapo.core.checks import compared
-from bapo.core.clip_bounds import ClipBounds, low_of_each, positive_share
-from bapo.core.objectives import Tokens
-from bapo.core.settings import ClipSettings
+from bapo.core.objectives import Tokens, clip, low_of_each, share_of
+from bapo.core.settings import ClipSettings, Measure
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 QUADRANTS = ("high_prob_high_adv", "high_prob_low_adv", "low_prob_high_adv", "low_prob_low_adv")
@@ -119,6 +119,19 @@ def share_statistics(tokens: Tokens, settings: ClipSettings, bounds: ClipBounds 
         pairs["share"] = (low, bounds.high)
     ratio = tokens.ratio.detach()
     return {name: positive_share(ratio, signal, *pair, settings.measure) for name, pair in pairs.items()}
+
+
+@torch.no_grad()
+def positive_share(
+    ratio: Tensor, signal: Tensor, low: Tensor | float, high: Tensor | float, measure: Measure = "gradient"
+) -> Tensor:  # 0-d float64
+    """P / (P + N) at one pair of bounds; `signal` is w * A with masked tokens set to 0. No signal at all: 1."""
+    positive = compared(torch.gt, signal, 0)
+    kept = (positive & compared(torch.lt, ratio, high)) | (~positive & compared(torch.gt, ratio, low))
+    counted = ratio * kept.view(torch.int8)
+    if measure == "surrogate":
+        counted = counted + clip(ratio, low, high) * (~kept).view(torch.int8)
+    return share_of(counted * signal, signal)
 
 
 @torch.no_grad()

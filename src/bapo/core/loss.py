@@ -1,10 +1,9 @@
 """policy_loss: four tensors in, loss out.
 
 The one call that puts the core together: check, solve the bounds (for `bapo`), compute the loss per token, reduce it,
-and report. On CUDA an objective with one pair of bounds is computed, reduced and counted by kernels in one pass
-(`dispatch.py`). What it deliberately does not do: recompute log-probs, estimate advantages, or keep state between
-calls. An update in several micro-batches solves its bounds once, from the sum of their tables, and hands them to each
-call:
+and report. On CUDA one kernel computes, reduces and counts an objective with one pair of bounds (`kernels/clipped.py`).
+What it deliberately does not do: recompute log-probs, estimate advantages, or keep state between calls. An update in
+several micro-batches solves its bounds once, from the sum of their tables, and hands them to each call:
 
     table = sum(update_table(logprobs, behavior_logprobs, advantages, mask, settings) for each micro-batch)   # no grad
     bounds = bounds_from_table(table, settings)
@@ -17,14 +16,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.core import dispatch
-from bapo.core.bounds import bounds_from_parts, poison_peers, solve_bounds
+from bapo.core import kernels
+from bapo.core.bounds import (
+    ClipBounds,
+    bounds_from_table,
+    parts_by_kernel,
+    poison_peers,
+    solve_bounds,
+    summed,
+    summed_signal,
+)
 from bapo.core.checks import (
     check_mask,
     check_not_empty,
@@ -33,13 +40,12 @@ from bapo.core.checks import (
     check_tokens,
     check_uses,
     require_uses,
+    zero_or_nan,
     zero_outside,
 )
-from bapo.core.clip_bounds import ClipBounds
-from bapo.core.dispatch import ReducedLoss
-from bapo.core.entropy_rule import entropy_statistics
-from bapo.core.objectives import OBJECTIVES, Clipped, Tokens, bapo
-from bapo.core.reduction import Reduction, denominator_of
+from bapo.core.entropy_rule import clip_statistics, entropy_statistics
+from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, TokenLoss, Tokens, bapo
+from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
 from bapo.core.settings import ClipSettings, require_choice
 
 DEFAULT_SETTINGS = ClipSettings()
@@ -127,7 +133,7 @@ def policy_loss(
     tokens = _weighed(tokens, bounds)
     solved = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
     result = OBJECTIVES[objective](tokens, **solved, **options)
-    reduced = dispatch.reduced_loss(result, tokens, reduction, denominator)
+    reduced = reduced_loss(result, tokens, reduction, denominator)
     return PolicyLoss(reduced.loss, reduced.bounds, _metrics(tokens, reduced, entropy), reduced.retained)
 
 
@@ -149,13 +155,13 @@ def update_table(
     if mask.device.type == "cpu":
         check_tokens(logprobs, behavior_logprobs, advantages, mask)
     tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, uses=uses)
-    return dispatch.summed(dispatch.parts_of_tokens(tokens, settings))
+    return summed(_table_parts(tokens, settings))
 
 
 def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGroup | None) -> ClipBounds:
     """Bounds from these tokens. A token past the ratio limit has no gradient, so it does not count here either."""
     if process_group is None:
-        return bounds_from_parts(dispatch.parts_of_tokens(tokens, settings), settings, tokens.dtype)
+        return bounds_from_table(_table_parts(tokens, settings), settings, dtype=tokens.dtype)
     return solve_bounds(
         tokens.ratio.detach(),
         tokens.advantages,
@@ -165,6 +171,16 @@ def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGr
         uses=tokens.uses,
         process_group=process_group,
     )
+
+
+def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
+    """The signal table of these tokens, or one per column. Tokens past the ratio limit are left out."""
+    if kernels.usable(tokens.mask):
+        given = tokens.given_logprobs, tokens.given_advantages, tokens.mask
+        return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
+    chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
+    weights = None if settings.weight == "none" else tokens.behavior_logprobs
+    return summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses)
 
 
 def clean_tokens(
@@ -210,6 +226,62 @@ def clipped_at(
     check_uses(uses, mask)
     tokens = _weighed(clean_tokens(logprobs, behavior_logprobs, advantages, mask, uses=uses), bounds)
     return bapo(tokens, bounds=bounds, dual_clip=dual_clip)
+
+
+class ReducedLoss(NamedTuple):
+    """An objective's result as one number, and what is reported with it."""
+
+    loss: Tensor  # 0-d
+    retained: Tensor
+    bounds: ClipBounds | None
+    statistics: dict[str, Tensor]  # `clip_statistics`
+
+
+def reduced_loss(
+    result: TokenLoss | Clipped, tokens: Tokens, reduction: Reduction, denominator: Tensor | float | None
+) -> ReducedLoss:
+    """Masked, weighted, summed and divided. A NaN loss gives NaN gradients to every token.
+
+    Without a denominator, it is the number of tokens under the mask.
+    """
+    mask, ids = tokens.mask, tokens.sequence_ids
+    if isinstance(result, Clipped) and kernels.usable(mask) and tokens.dtype == torch.float32:
+        return _clipped_by_kernel(result, tokens, reduction, denominator)
+    if denominator is None:
+        denominator = denominator_of(mask, "token_mean")
+    loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=ids)
+    loss = loss * (1 + zero_or_nan(loss.detach()))  # else the other tokens would keep finite gradients
+    bounds = result.bounds if isinstance(result, Clipped) else None
+    return ReducedLoss(loss, result.retained, bounds, clip_statistics(tokens, result.retained))
+
+
+def _clipped_by_kernel(
+    clipped: Clipped, tokens: Tokens, reduction: Reduction, denominator: Tensor | float | None
+) -> ReducedLoss:
+    from bapo.core.kernels.clipped import clipped_loss
+
+    weights = None
+    if reduction == "sequence_mean":
+        weights = token_weights(tokens.mask, reduction, tokens.dtype, sequence_ids=tokens.sequence_ids)
+    fused = clipped_loss(
+        tokens.given_logprobs,
+        tokens.given_behavior_logprobs,
+        tokens.given_advantages,
+        tokens.mask,
+        clipped.low,
+        clipped.high,
+        log_ratio_limit=MAX_LOG_RATIO,
+        cap=clipped.cap,
+        uses=tokens.uses,
+        used_low=clipped.used_low,
+        weights=weights,
+        denominator=denominator,
+    )
+    bounds = clipped.solved
+    if bounds is None:
+        low, high, share = fused.bounds
+        bounds = ClipBounds(low, high, share, used_low=clipped.used_low)
+    return ReducedLoss(fused.loss, fused.retained, bounds, fused.statistics)
 
 
 def _metrics(tokens: Tokens, reduced: ReducedLoss, entropy: Tensor | None) -> dict[str, Tensor]:

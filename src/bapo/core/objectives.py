@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.core.checks import compared, require_uses, working_dtype, zero_outside
-from bapo.core.clip_bounds import ClipBounds, clip, low_of_each, share_of
-from bapo.core.nan import zero_or_nan
+from bapo.core.bounds import ClipBounds
+from bapo.core.checks import compared, require_uses, working_dtype, zero_or_nan, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -113,7 +112,6 @@ class TokenLoss(NamedTuple):
 
     loss: Tensor  # to be minimised
     retained: Tensor  # bool: its gradient survives
-    bounds: ClipBounds | None = None  # where one pair of ratio bounds applies to all tokens
 
 
 def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
@@ -122,27 +120,55 @@ def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Te
     return (positive & compared(torch.lt, ratio, high)) | (~positive & compared(torch.gt, ratio, low)) | zero
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> TokenLoss:
     """PPO's pessimistic surrogate with independent ratio bounds (arXiv:1707.06347, eq. 7).
 
-    L_t = -min(r_t A_t, clip(r_t, low, high) A_t)
+        L_t = -min(r_t A_t, clip(r_t, low, high) A_t)
 
     At a bound itself the token counts as clipped: its gradient is 0. A bound that is NaN makes it NaN, like the loss.
+    It is computed as a line in r_t: its slope is -A_t or 0, its constant 0 or -clip(r_t) A_t. On CPU products with 0
+    and 1 are several times faster than a select, and as exact.
     """
-    return surrogate_of(retained_by(ratio, advantages, low, high), ratio, advantages, low, high)
-
-
-def surrogate_of(
-    retained: Tensor, ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float
-) -> Tensor:
-    """`clipped_surrogate` of tokens whose fate is known: -r_t A_t where retained, else the constant -clip(r_t) A_t.
-
-    As a line in r_t: its slope is -A_t or 0, its constant 0 or -clip(r_t) A_t. On CPU products with 0 and 1 are several
-    times faster than a select, and as exact.
-    """
+    retained = retained_by(ratio, advantages, low, high)
     slope = -advantages * retained.view(torch.int8)
     constant = clip(ratio.detach(), low, high) * (-advantages - slope)
-    return ratio * (slope + zero_or_nan(constant)) + constant
+    return TokenLoss(ratio * (slope + zero_or_nan(constant)) + constant, retained)
+
+
+def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """The ratio between two bounds, each a number or a tensor; `high` where they are the wrong way round."""
+    if isinstance(low, Tensor) == isinstance(high, Tensor):
+        return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
+    pair = (
+        x if isinstance(x, Tensor) else torch.full((), x, dtype=ratio.dtype, device=ratio.device) for x in (low, high)
+    )
+    return torch.clip(ratio, *pair)
+
+
+def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
+    """The lower bound of each token: `used_low` where it was trained on before, else `low`.
+
+    As the larger of the two times 1 or 0, and then at least the smaller: on CPU several times faster than a select, and
+    as exact.
+    """
+    if used_low is None:
+        return low
+    assert used is not None, "used_low needs uses"
+    if isinstance(low, Tensor):
+        takes_larger = used.view(torch.int8) ^ (low > used_low).view(torch.int8)
+        return takes_larger.to(dtype).mul_(low.clamp(min=used_low)).clamp_(min=low.clamp(max=used_low))
+    ones = (~used if low > used_low else used).view(torch.int8).to(dtype)
+    larger = ones if max(low, used_low) == 1 else ones.mul_(max(low, used_low))
+    return larger.clamp_(min=min(low, used_low))
+
+
+@torch.no_grad()
+def share_of(contribution: Tensor, signal: Tensor) -> Tensor:  # 0-d float64
+    """P / (P + N) of what each token contributes; 0 where nothing is left of the signal, 1 where there was none."""
+    positive = contribution.clamp(min=0).sum(dtype=torch.float64)
+    negative = -contribution.clamp(max=0).sum(dtype=torch.float64)
+    total = positive + negative
+    return torch.where(total == 0, (signal.count_nonzero() == 0).double(), positive / total)
 
 
 @dataclass(frozen=True)
@@ -176,14 +202,13 @@ class Clipped:
     @property
     def loss(self) -> Tensor:
         """-min(r A, clip(r, low, high) A), and -cap A for A < 0 where r >= cap."""
-        tokens = self.tokens
-        loss = surrogate_of(self._unclipped, tokens.ratio, tokens.advantages, self._low, self.high)
-        return loss if self.cap is None else torch.where(self._capped, -self.cap * tokens.advantages, loss)
+        loss = self._surrogate.loss
+        return loss if self.cap is None else torch.where(self._capped, -self.cap * self.tokens.advantages, loss)
 
     @cached_property
     def retained(self) -> Tensor:
         """Neither clipped, nor capped, nor past the ratio limit."""
-        retained = self._unclipped & self.tokens.within
+        retained = self._surrogate.retained & self.tokens.within
         return retained if self.cap is None else retained & ~self._capped
 
     @cached_property
@@ -192,18 +217,15 @@ class Clipped:
         if self.solved is not None:
             return self.solved
         tokens, low, high = self.tokens, float(self.low), float(self.high)
-        counted = (self._unclipped & tokens.within).view(torch.int8)  # the cap is no bound of the share
+        counted = (self._surrogate.retained & tokens.within).view(torch.int8)  # the cap is no bound of the share
         share = share_of(tokens.ratio.detach() * tokens.advantages * counted, tokens.advantages).to(tokens.dtype)
         pair = torch.full_like(share, low), torch.full_like(share, high)
         return ClipBounds(*pair, share, used_low=self.used_low)
 
     @cached_property
-    def _low(self) -> Tensor | float:
-        return low_of_each(self.low, self.tokens.used, self.used_low, self.tokens.dtype)
-
-    @cached_property
-    def _unclipped(self) -> Tensor:
-        return retained_by(self.tokens.ratio, self.tokens.advantages, self._low, self.high)
+    def _surrogate(self) -> TokenLoss:
+        low = low_of_each(self.low, self.tokens.used, self.used_low, self.tokens.dtype)
+        return clipped_surrogate(self.tokens.ratio, self.tokens.advantages, low, self.high)
 
     @cached_property
     def _capped(self) -> Tensor:
@@ -269,8 +291,7 @@ def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ra
     q = tokens.behavior_logprobs.exp()
     low = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
     high = (0.5 + 0.5 * (1 + 4 * eps_high / q).sqrt()).clamp(max=max_ratio)
-    unclipped = retained_by(tokens.ratio, tokens.advantages, low, high)
-    loss = surrogate_of(unclipped, tokens.ratio, tokens.advantages, low, high)
+    loss, unclipped = clipped_surrogate(tokens.ratio, tokens.advantages, low, high)
     return TokenLoss(loss, unclipped & tokens.within)
 
 
@@ -296,8 +317,8 @@ def gspo(tokens: Tokens, *, low: float = 1 - 3e-4, high: float = 1 + 4e-4) -> To
     _check_bounds(low, high)
     ratio = (tokens.per_sequence(tokens.log_ratio) / tokens.lengths).exp()
     advantages = tokens.per_sequence(tokens.advantages) / tokens.lengths
-    retained = retained_by(ratio, advantages, low, high)
-    return TokenLoss(surrogate_of(retained, ratio, advantages, low, high), retained)
+    loss, unclipped = clipped_surrogate(ratio, advantages, low, high)
+    return TokenLoss(loss, unclipped & tokens.within)
 
 
 def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
@@ -346,8 +367,7 @@ def m2po(tokens: Tokens, *, threshold: float = 0.04, low: float = 0.7, high: flo
     _check_bounds(low, high)
     reach = _second_moment_reach(tokens, threshold)
     lower, upper = (-reach).exp().clamp(max=low), reach.exp().clamp(min=high)
-    unclipped = retained_by(tokens.ratio, tokens.advantages, lower, upper)
-    loss = surrogate_of(unclipped, tokens.ratio, tokens.advantages, lower, upper)
+    loss, unclipped = clipped_surrogate(tokens.ratio, tokens.advantages, lower, upper)
     return TokenLoss(loss, unclipped & tokens.within)
 
 

@@ -1,8 +1,8 @@
 """The embedded default: a tiny language model that searches with some success, so that everything runs offline.
 
 `model/` holds a Llama-architecture model of 0.8 million parameters and its character tokenizer, both in transformers
-format. The model was warm-started on noisy searches for the countdown task. `python -m bapo.demo.warm_start --out DIR`
-rebuilds both. This module loads nothing. It only says where the files are.
+format. The model was warm-started on noisy searches for the countdown task. `python tools/demo_model.py --out DIR`
+rebuilds both in a clone. This module loads nothing. It only says where the files are.
 """
 
 from importlib.resources import files
@@ -20,7 +20,7 @@ def model_path() -> Path:
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
             f"the demo model is missing: {path} has no config.json, so this installation lacks its package data. "
-            "Reinstall bapo, or rebuild the model with `python -m bapo.demo.warm_start --out DIR` and set "
+            "Reinstall bapo, or rebuild the model in a clone with `python tools/demo_model.py --out DIR` and set "
             "model.path=DIR."
         )
     return path

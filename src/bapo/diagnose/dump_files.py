@@ -6,6 +6,7 @@ refused, because they run code when they are opened. Columns without numbers (pr
 
 from __future__ import annotations
 
+import math
 import re
 import zipfile
 import zlib
@@ -16,10 +17,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib import format as npy
 
 from bapo.config.errors import DumpError
 
 Array = npt.NDArray[Any]
+
+UNPACKED, TIMES = 1 << 30, 100
+"""How many bytes a compressed file may always become, and how many times its size."""
+HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 FORMATS = (".safetensors", ".npz", ".parquet")
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin")
@@ -81,6 +87,8 @@ def read_columns(path: Path) -> dict[str, Column]:
         raise DumpError(
             f"{path} has the ending {path.suffix or '(none)'}, but a dump must end in {', '.join(FORMATS)}."
         )
+    if not path.is_file():
+        raise DumpError(f"{path} is not a regular file. Remove it, or name the files to read.")
     try:
         match path.suffix:
             case ".safetensors":
@@ -91,7 +99,17 @@ def read_columns(path: Path) -> dict[str, Column]:
                 return _read_parquet(path)
     except DumpError:
         raise
-    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        MemoryError,
+        OverflowError,
+        KeyError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise DumpError(
             f"{path} cannot be read: {error}. It is damaged, cut short, or not a {path.suffix[1:]} file. Write it "
             "again."
@@ -100,6 +118,7 @@ def read_columns(path: Path) -> dict[str, Column]:
 
 def _read_npz(path: Path) -> dict[str, Column]:
     columns: dict[str, Column] = {}
+    _check_sizes(path)
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         for name in arrays.files:
             try:
@@ -109,6 +128,33 @@ def _read_npz(path: Path) -> dict[str, Column]:
                     raise
                 # Python objects are a pickle inside the file. They are skipped like every column without numbers.
     return columns
+
+
+def _check_sizes(path: Path) -> None:
+    """Refuse arrays that say they are larger than what is there for them, and files that unpack without measure."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        unpacked, most = sum(member.file_size for member in members), max(UNPACKED, TIMES * path.stat().st_size)
+        if unpacked > most:
+            raise ValueError(
+                f"it would unpack to {unpacked:,} bytes, more than {TIMES} times its size. If you trust it, write it "
+                "again without compression (numpy.savez)"
+            )
+        for member in members:
+            with archive.open(member) as file:
+                try:
+                    version = npy.read_magic(file)
+                except ValueError:
+                    continue  # not an array
+                if version not in HEADERS:
+                    continue  # names in Unicode: a table, which has no column of numbers
+                shape, _, dtype = HEADERS[version](file)
+                present = member.file_size - file.tell()
+            needed = math.prod(shape) * dtype.itemsize
+            if not dtype.hasobject and needed > present:
+                raise ValueError(
+                    f"{member.filename} says that it holds {needed:,} bytes of numbers, but has {present:,}"
+                )
 
 
 def _read_safetensors(path: Path) -> dict[str, Column]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.tables import Part, parts, read_as, sentence
-from bapo.screen.terminal import write_line
+from bapo.screen.terminal import make_console, write_drawn
 
 PLAIN_WIDTH = 120
 """Width in characters if the stream is not a terminal."""
@@ -26,7 +26,7 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
     plain = not stream.isatty()
     # Drawn into memory first, so that a letter that the stream cannot encode becomes a question mark and not an error.
     page = io.StringIO()
-    console = Console(file=page, force_terminal=not plain, width=PLAIN_WIDTH if plain else None, highlight=False)
+    console = make_console(page, colours=not plain, width=PLAIN_WIDTH if plain else None)
     console.print(Text(diagnosis.headline.text, "bold red" if diagnosis.headline.tone == "wrong" else "bold"))
     console.print()
     console.print(Text(read_as(diagnosis), "dim"))
@@ -48,7 +48,7 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
     for line in diagnosis.unknown:
         _item(console, line)
 
-    write_line(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
+    write_drawn(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
 
 
 def _heading(console: Console, title: str) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import arg
 
 from bapo.config.command_line import option
 from bapo.evaluate.settings import Settings
+from bapo.screen.terminal import say
 
 __all__ = ["Arguments", "run"]
 
@@ -41,28 +39,13 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Carry out the command; returns its exit code."""
-    with _terminated_as_interrupted():
-        from bapo.evaluate.run import evaluate_model
+    from bapo.evaluate.run import evaluate_model
 
-        path, results = evaluate_model(arguments.settings, arguments.out, sys.stdout)
+    path, results = evaluate_model(arguments.settings, arguments.out, sys.stdout)
     from bapo.evaluate.progress import failure_note, results_table
 
     note = failure_note(results)
-    print(f"\n{results_table(results)}\n" + (f"\n{note}\n" if note else ""))
-    print(f"responses  {path / 'responses.jsonl'}")
-    print(f"results    {path / 'results.json'}\nreport     {path / 'report.html'}")
+    say(f"\n{results_table(results)}\n" + (f"\n{note}\n" if note else ""))
+    say(f"responses  {path / 'responses.jsonl'}")
+    say(f"results    {path / 'results.json'}\nreport     {path / 'report.html'}")
     return 0
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """A SIGTERM ends the evaluation as Ctrl-C does."""
-
-    def interrupt(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo.config.errors import ConfigError, DamagedError
-from bapo.runs.files import flush, read, read_object
+from bapo.config.errors import ConfigError, DamagedError, PlaceError
+from bapo.runs.files import appended, check_kinds, cut, flush, read, read_object
 from bapo.runs.files import write as write_whole
 from bapo.runs.lock import held
 
@@ -32,6 +32,7 @@ __all__ = ["Chunk", "Directory", "opened"]
 
 FORMAT = "bapo eval 1"
 CHECKSUMS = "chunks.jsonl"
+FILES = ("config.json", "responses.jsonl", CHECKSUMS, "results.json", "report.html", "lock")
 Row = dict[str, Any]
 """A line of responses.jsonl."""
 Chunk = tuple[str, Sequence[str]]
@@ -52,7 +53,10 @@ def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
     """Open a directory, new or to be continued; nobody else can work in it meanwhile."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "lock").open("a").close()
+        check_kinds(path, files=FILES)
+        appended(path / "lock").close()
+    except PlaceError:
+        raise
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written to: {error.strerror}. Choose another place.") from None
     with held(path / "lock", busy=f"--out {path}: another process is at work there. Wait for it, or stop it."):
@@ -112,7 +116,7 @@ class Directory:
                 break
             checksums += self._checksum(data[ends[kept] : ends[kept + len(ids)]])
             kept += len(ids)
-        os.truncate(self.responses, ends[kept])
+        cut(self.responses, ends[kept])
         self.write(CHECKSUMS, checksums.decode())
         return rows[:kept]
 
@@ -202,7 +206,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _append(path: Path, data: bytes) -> None:
     """Append to a file. It is on the disk afterwards, and so is its name."""
     new = not path.exists()
-    with path.open("ab") as file:
+    with appended(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

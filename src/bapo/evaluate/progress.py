@@ -108,7 +108,7 @@ class LiveProgress(PlainProgress):
             self.chunk,
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total} problems"),
-            TextColumn("{task.fields[score]}"),
+            TextColumn("{task.fields[score]}", markup=False),
             TimeElapsedColumn(),
             _Eta(),
             console=make_console(self.stream),

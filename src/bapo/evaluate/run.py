@@ -25,8 +25,10 @@ from bapo.evaluate.parts import Plan, default_directory, load_model, make_plan
 from bapo.evaluate.progress import make_progress
 from bapo.evaluate.settings import Settings
 from bapo.models import Policy, prompt_text
+from bapo.process import stops
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
+from bapo.screen.terminal import write_line
 from bapo.screen.watch import Tell
 from bapo.tasks.dataset import Scorer
 from bapo.types import Problem
@@ -46,10 +48,11 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
         raise ConfigError(str(error)) from error
     for data in data_sets:
         if data.note:
-            stream.write(f"{data.note}\n")
+            write_line(stream, data.note)
     engine = engine_for(policy.model, slots=settings.slots)
     engine.load(policy.model.named_parameters(), version=0)
     path = out or default_directory(plan)
+    stops.enter(stops.Phase.RAISE)
     with opened(path, plan.identity) as directory:
         chunks = plan.chunks(data_sets)
         rows = directory.complete([(data.name, [p.id for p in data.problems[part]]) for data, part in chunks])
@@ -71,6 +74,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
         found = results(rows, plan.identity)
         directory.write("report.html", page(rows, found))
         directory.write("results.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        stops.done()
     return path, found
 
 

@@ -1,4 +1,9 @@
-"""The metrics of an update: what the clip did to its tokens."""
+"""The metrics of an update: what the clip did to its tokens.
+
+They are those of all its tokens, so every rank first gets the results of all ranks' micro-batches. Every number travels
+as a float64, which holds log-probs, versions and counts exactly. All ranks have equally many micro-batches
+(`Learner.filled_up`), but different numbers of tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +19,17 @@ from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_st
 from bapo.core.kl import k3
 from bapo.core.loss import PolicyLoss, clean_tokens, weigh_negatives
 from bapo.core.objectives import Tokens
+from bapo.core.reduction import sequence_lengths, sequence_sums
 from bapo.learn.anchor import anchor_metrics, fresh_tokens, without_nothing
+from bapo.learn.packing import empty_batch
+from bapo.learn.ranks import Ranks, columns_of_all, from_all, highest, summed
 from bapo.learn.settings import LearnerSettings
 from bapo.types import TokenBatch
 
 SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight")
 """Metrics of the bounds that the diagnostics do not recompute."""
+BATCH = ("behavior_logprobs", "advantages", "versions", "uses", "targets", "sequence_ids")
+"""The fields of a batch that metrics are made from."""
 
 
 @dataclass(frozen=True)
@@ -104,3 +114,76 @@ def _trained_on(tokens: Tokens, outputs: Sequence[Output], settings: LearnerSett
     weights = [cast(ClipBounds, output.result.bounds).negative_weight for output in outputs]
     spread = [cast(Tensor, w).expand(len(o.batch.targets)) for w, o in zip(weights, outputs, strict=True)]
     return weigh_negatives(tokens, torch.cat(spread))
+
+
+def of_all_ranks(outputs: Sequence[Output], ranks: Ranks) -> list[Output]:
+    """One output per micro-batch of each rank, in the order of ranks. Of their batches, only what metrics need."""
+    if ranks is None:
+        return list(outputs)
+    device = outputs[0].logprobs.device
+    counts = from_all(torch.tensor([len(output.logprobs) for output in outputs], device=device), ranks)
+    tokens_of = [rank.tolist() for rank in counts]
+    searched = [name for name in SEARCH if name in outputs[0].result.metrics]
+    scalars = from_all(torch.stack([_scalars(output, searched) for output in outputs]), ranks)
+    mine = torch.cat([_columns(output) for output in outputs], dim=1)
+    columns = columns_of_all(mine, [sum(lengths) for lengths in tokens_of], ranks)
+    return [
+        _output(outputs[0], part, numbers, searched)
+        for rank, lengths in enumerate(tokens_of)
+        for part, numbers in zip(torch.split(columns[rank], lengths, dim=1), scalars[rank], strict=True)
+    ]
+
+
+def _scalars(output: Output, searched: Sequence[str]) -> Tensor:
+    result = output.result
+    return torch.stack([result.loss.detach().double(), *(result.metrics[name].double() for name in searched)])
+
+
+def _columns(output: Output) -> Tensor:  # [columns, tokens]
+    fields = [getattr(output.batch, name) for name in BATCH]
+    return torch.stack([x.double() for x in (output.logprobs, output.entropy, output.result.retained, *fields)])
+
+
+def _output(like: Output, columns: Tensor, scalars: Tensor, searched: Sequence[str]) -> Output:
+    """What `_columns` and `_scalars` wrote, with the types of another output."""
+    logprobs, entropy, retained, *fields = columns
+    typed = {name: x.to(getattr(like.batch, name).dtype) for name, x in zip(BATCH, fields, strict=True)}
+    loss, *found = scalars
+    own = like.result.metrics
+    metrics = {name: x.to(own[name].dtype) for name, x in zip(searched, found, strict=True)}
+    bounds = like.result.bounds
+    if bounds is not None:  # the settings in it are the same on all ranks; what was found is in the metrics
+        bounds = replace(bounds, negative_weight=metrics.get("negative_weight"))
+    return Output(
+        batch=replace(empty_batch(columns.device), **typed),
+        logprobs=logprobs.to(like.logprobs.dtype),
+        entropy=entropy.to(like.entropy.dtype),
+        result=PolicyLoss(loss.to(like.result.loss.dtype), bounds, metrics, retained.bool()),
+    )
+
+
+def response_ess(outputs: Sequence[Output], ranks: Ranks) -> Tensor:  # 0-d float64
+    """The effective sample size of an update's responses as a share of their number, the same on all ranks.
+
+        w_i = prod_t r_it,   ESS / n = (sum_i w_i)^2 / (n sum_i w_i^2)   over the n responses of the update
+
+    It is 1 where the data are fresh, and near 1 / n where one response outweighs all others. VCPO (arXiv:2602.17616)
+    takes it as a sign that the gradient is noise and makes the step smaller (`settings.py`). The metric `ess` is
+    another number: it is over tokens.
+
+    A common factor of the weights cancels. Divided by the largest of them, no long response overflows or vanishes.
+    """
+    log_weights = torch.cat([_log_weights(output) for output in outputs])
+    weights = (log_weights - highest(log_weights, ranks)).exp()
+    present = (log_weights > -torch.inf).double()
+    sums = summed(torch.stack([weights.sum(), (weights**2).sum(), present.sum()]), ranks)
+    return sums[0] ** 2 / (sums[1] * sums[2])
+
+
+def _log_weights(output: Output) -> Tensor:  # [places for sequences] float64
+    """log w of each response; minus infinity where there is none."""
+    batch = output.batch
+    every = torch.ones_like(batch.targets, dtype=torch.bool)
+    log_ratio = output.logprobs.double() - batch.behavior_logprobs.double()
+    present = sequence_lengths(every, batch.sequence_ids) > 0
+    return torch.where(present, sequence_sums(log_ratio, every, batch.sequence_ids), -torch.inf)

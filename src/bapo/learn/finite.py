@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bapo.learn.ranks import Ranks, from_all, highest, largest
+from bapo.learn.ranks import Ranks, columns_of_all, from_all, highest, largest
 from bapo.types import TokenBatch
 
 Predicted = tuple[Tensor, Tensor]
@@ -85,10 +85,8 @@ def logged_tokens(
 def _of_all(mine: Tensor, ranks: Ranks) -> list[Tensor]:  # [columns, tokens] each
     if ranks is None:
         return [mine]
-    counts = [int(count) for count in from_all(torch.tensor(mine.shape[1], device=mine.device), ranks)]
-    room = mine.new_zeros(len(mine), max(counts))
-    room[:, : mine.shape[1]] = mine
-    return [part[:, :count] for part, count in zip(from_all(room, ranks), counts, strict=True)]
+    widths = [int(count) for count in from_all(torch.tensor(mine.shape[1], device=mine.device), ranks)]
+    return columns_of_all(mine, widths, ranks)
 
 
 def cause_of(model: Any, tokens: Mapping[str, Tensor], seen: str, ranks: Ranks) -> str:

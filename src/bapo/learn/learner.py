@@ -37,13 +37,11 @@ from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import denominator_of, reduce_tokens
 from bapo.learn.anchor import Drift, drift, worth_a_look
 from bapo.learn.determinism import allow_deterministic_products, deterministic
-from bapo.learn.diagnostics import Output, update_metrics
-from bapo.learn.ess import response_ess
+from bapo.learn.diagnostics import Output, of_all_ranks, response_ess, update_metrics
 from bapo.learn.finite import NotFinite, Skipped, cause_of, check_logprobs, check_state, logged_tokens
 from bapo.learn.flat import optimizer_for
 from bapo.learn.forward import can_pack
 from bapo.learn.head import Predicted
-from bapo.learn.outputs import of_all_ranks
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
 from bapo.learn.reference import Reference

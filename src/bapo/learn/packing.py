@@ -151,7 +151,7 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
             np.concatenate([[0], ends]),
             _runs(firsts, counts),
             _array(chain.from_iterable(t.tokens for t in trajectories), np.int64, int(counts.sum())),
-            np.repeat(np.arange(len(rows)), counts),
+            np.repeat((counts > 0).cumsum() - 1, counts),
             _array(chain.from_iterable(t.versions for t in trajectories), np.int64, int(counts.sum())),
             np.repeat(np.array([uses for _, _, uses in rows], dtype=np.int64), counts),
         ],

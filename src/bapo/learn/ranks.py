@@ -13,8 +13,8 @@ that is silent (stopped, or cut off) ends the others at the timeout of the group
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,8 @@ PATIENCE = 600.0
 """Seconds that a rank waits for the others in one operation, unless told otherwise."""
 FAILED = "bapo/failed"
 """Where the store of the group has the error of the first rank that failed."""
+STOPPED = "stopped"
+"""Stands there if that rank was told to stop at once. The others then do the same."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
 """What the backends say where another rank has gone, or has been silent for too long."""
 _stores: dict[dist.ProcessGroup, Any] = {}
@@ -70,6 +72,11 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
     """Inside, an error on this rank ends the others at once, with an error that names this rank."""
     try:
         yield
+    except KeyboardInterrupt:
+        if ranks in _stores:
+            with suppress(dist.DistError):
+                _stores[ranks].compare_set(FAILED, "", STOPPED)
+        raise
     except Exception as error:
         if ranks is None or ranks not in _stores:
             raise
@@ -82,6 +89,8 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
         if dist.get_backend(ranks) != "gloo":
             ranks.abort()  # the others' waiting kernels
         leave(ranks)
+        if first == STOPPED:
+            raise KeyboardInterrupt from error
         echo = type(error) is RuntimeError or isinstance(error, dist.DistError)  # gloo has no type of its own
         if first != told and echo:
             raise LostRank(f"rank {rank} cannot go on, because another rank failed first. {first}") from error
@@ -128,3 +137,20 @@ def from_all(value: Tensor, ranks: dist.ProcessGroup) -> list[Tensor]:
     found = [torch.empty_like(value) for _ in range(ranks.size())]
     dist.all_gather(found, value.contiguous(), group=ranks)
     return found
+
+
+def columns_of_all(mine: Tensor, widths: Sequence[int], ranks: dist.ProcessGroup) -> list[Tensor]:
+    """The columns of all ranks, in the order of ranks. `widths`: how many each has.
+
+    Those of each rank travel filled up to the most, because ranks can only exchange tensors of one shape.
+    """
+    room = mine.new_zeros(len(mine), max(widths))
+    room[:, : mine.shape[1]] = mine
+    return [columns[:, :width] for columns, width in zip(from_all(room, ranks), widths, strict=True)]
+
+
+def from_all_texts(text: bytes, ranks: dist.ProcessGroup) -> list[bytes]:
+    """The bytes of all ranks, of any length, in the order of ranks. They travel as tensors, so nothing is unpickled."""
+    lengths = [int(length) for length in from_all(torch.tensor(len(text)), ranks)]
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
+    return [part.numpy().tobytes() for part in columns_of_all(mine, lengths, ranks)]

@@ -13,6 +13,7 @@ A learner that is alone reads these files as well, and a sharded learner reads t
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -53,6 +55,20 @@ def save_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimiz
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank} could not write its shards to {directory}: {cause}") from error
+    for shard in directory.glob(f"shard-{dist.get_rank(ranks) + 1:05d}-*.safetensors"):
+        _sort_notes(shard)
+
+
+def _sort_notes(shard: Path) -> None:
+    """Sort what DCP notes in the header of a file, in place: safetensors writes it in a random order."""
+    with shard.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, f"the header of {shard} has {length} bytes, and sorted {len(text)}"
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def load_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> None:

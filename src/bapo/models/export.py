@@ -64,8 +64,11 @@ def save_additions(policy: Policy, directory: Path, *, card: str, base: str) -> 
 
 
 def _fresh(directory: Path) -> Path:
-    """The directory to write to before renaming. What a killed process left behind is removed."""
+    """The directory to write to before renaming. What a killed process left behind is removed, and a link as such."""
     partial = directory.with_name(f"{directory.name}.partial")
     for leftover in (partial, directory):
+        if leftover.is_symlink():
+            leftover.unlink()
         shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()
     return partial

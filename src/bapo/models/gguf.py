@@ -28,7 +28,11 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
             f"reading GGUF needs the package {absent[0]}, which is not installed. Install it with "
             "`pip install 'bapo[gguf]'`."
         )
-    place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    place: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(path.parent),
+        "gguf_file": path.name,
+        "trust_remote_code": False,
+    }
     unpacked: Any = transformers.GgufConfig(dequantize=True)  # otherwise some stay packed where kernels exist for that
     with redirect_stderr(StringIO()):  # hides a progress bar that cannot be switched off
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -40,7 +44,7 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
         settings.pop(mark, None)
     config = type(read.config).from_dict(settings)
     model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=dtype, **options
+        config, dtype=dtype, trust_remote_code=False, **options
     )
     try:
         model.load_state_dict(read.state_dict())

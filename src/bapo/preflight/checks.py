@@ -129,6 +129,8 @@ def no_room(model: ModelConfig, response: int, how_many: str = BY_DRY_RUN) -> It
 
 def model_settings(path: Path) -> dict[str, Any]:
     """The settings of a language model in a directory; none if they cannot be read."""
+    if not (path / "config.json").is_file():
+        return {}
     try:
         settings = json.loads((path / "config.json").read_text())
         return dict(settings.get("text_config") or settings)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from bapo.runs import files
 from bapo.runs.read import Defect, Run, find_runs, is_set_aside, read_run
 from bapo.runs.statistics import mean
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
@@ -197,10 +198,10 @@ def _grid_file(run: Run) -> Path | None:
 
 def grid_record(arms: Sequence[Arm]) -> dict[str, Any] | None:
     """The grid.json that all these runs belong to; None if there is no such file."""
-    files = {_grid_file(run) for arm in arms for run in arm.runs}
-    file = files.pop() if len(files) == 1 else None
+    beside = {_grid_file(run) for arm in arms for run in arm.runs}
+    file = beside.pop() if len(beside) == 1 else None
     try:
-        record = json.loads(file.read_bytes()) if file else None
+        record = json.loads(files.read(file)) if file else None
     except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

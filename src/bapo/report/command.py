@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from tyro.conf import Positional, arg
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
+from bapo.screen.terminal import say
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,19 @@ def run(arguments: Arguments) -> int:
 def _write(paths: Sequence[Path], out: Path | None) -> int:
     from bapo.report import write_report
     from bapo.report.verdict import verdict
-    from bapo.screen.terminal import write_line
 
     if out is None:
         out = paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
     found = write_report(paths, out)
     for defect in found.defects:
-        print(f"bapo: {defect}", file=sys.stderr)
+        say(f"bapo: {defect}", error=True)
     if not found.arms:
         raise ConfigError("there is no run to report on, so nothing was written.")
     runs, arms = sum(len(arm.runs) for arm in found.arms), len(found.arms)
-    print(f"{out}: {counted(runs, 'run')} of {counted(arms, 'configuration')}")
+    say(f"{out}: {counted(runs, 'run')} of {counted(arms, 'configuration')}")
     shown = verdict(found.arms)["verdict"]
     for line in (*shown["lines"], *shown["notes"], *(f"Sign of trouble: {sign}" for sign in shown["warnings"])):
-        write_line(sys.stdout, f"  {line}")
+        say(f"  {line}")
     return 0
 
 
@@ -69,9 +68,9 @@ def _follow(paths: Sequence[Path], port: int | None) -> int:
     with serve(paths, port) as server:
         try:
             for path in (path for path in paths if not path.exists()):
-                print(f"{path} does not exist yet; waiting for it", flush=True)
-            print(f"following {', '.join(map(str, paths))} on {server.url} (Ctrl-C ends)", flush=True)
+                say(f"{path} does not exist yet; waiting for it")
+            say(f"following {', '.join(map(str, paths))} on {server.url} (Ctrl-C ends)")
             server.serve_forever()
         except KeyboardInterrupt:
-            print("\nno longer following; the runs go on")
+            say("\nno longer following; the runs go on")
     return 0

@@ -18,6 +18,7 @@ from bapo.report.samples import samples
 from bapo.report.sft import sft_figures, sft_table
 from bapo.report.table import table
 from bapo.report.verdict import verdict
+from bapo.runs import files
 from bapo.runs.numbers import strict
 
 
@@ -28,7 +29,8 @@ def write_report(paths: Sequence[Path], out: Path) -> Found:
         return found
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(page(contents(found)), encoding="utf-8")
+        with files.made(partial) as file:
+            file.write(page(contents(found)).encode("utf-8"))
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)

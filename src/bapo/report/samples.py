@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from bapo.config.errors import PlaceError
+from bapo.runs import files
 from bapo.runs.numbers import number
 
 RESPONSES = 4
@@ -23,9 +25,11 @@ def samples(directory: Path) -> dict[str, Any]:
     """`shown`: up to three groups, each with its moment; `note`: why there are none."""
     path = directory / "rollouts.jsonl"
     try:
-        return _samples(path, path.stat().st_size)
+        return _samples(path, path.lstat().st_size)
     except FileNotFoundError:
         return {"shown": [], "note": "There is no rollouts.jsonl, so there are no responses to show."}
+    except PlaceError as error:
+        return {"shown": [], "note": str(error)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return {"shown": [], "note": f"rollouts.jsonl cannot be read: {type(error).__name__}: {error}."}
 
@@ -33,7 +37,7 @@ def samples(directory: Path) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _samples(path: Path, size: int) -> dict[str, Any]:
     places, position = [], 0
-    with path.open("rb") as file:
+    with files.opened(path) as file:
         for line in file:
             if line.endswith(b"\n"):
                 places.append(position)

@@ -1,4 +1,10 @@
-"""Files of a run: read without waiting, written whole or not at all, and on the disk before anything relies on them."""
+"""Files of a run: read without waiting, written whole or not at all, and on the disk before anything relies on them.
+
+A run may come from a stranger. So no link in a run directory is followed, whether it stands for a file or for a folder:
+bapo would read or write what it leads to. Nor is a FIFO or a device opened, which could keep bapo waiting for ever. All
+of them are refused by name. The run directory itself, and what is above it, may be links. Folders of others, such as
+those of trackers, are left alone.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +15,117 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
+
+from bapo.config.errors import PlaceError
 
 PARTIAL = ".partial"
 """How the name of a file or directory ends while it is being written. A killed process leaves such names behind."""
 
 
+STEP = re.compile(r"step-\d{6,}(\.\w+)?")
+"""Names in checkpoints/ that are bapo's: complete checkpoints, half-written ones, and those that were set aside."""
+KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFREG: "a file",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+OTHER_DISK = "To keep a run on another disk, give --out a place there; the run directory itself may be a link, too."
+
+
 def opened(path: Path) -> BufferedReader:
-    """A regular file, open for reading. OSError for anything else: opening a FIFO would wait for whoever writes it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    """A file of a run, open for reading. PlaceError if something else stands in its place."""
+    return os.fdopen(_descriptor(path, os.O_RDONLY), "rb")
+
+
+def appended(path: Path) -> BinaryIO:
+    """A file of a run, open for reading anywhere and for writing at its end. It is made if there is none."""
+    return cast(BinaryIO, os.fdopen(_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b"))
+
+
+def made(path: Path) -> BinaryIO:
+    """A new file, open for writing. One of this name is removed first, so nothing is written into what was there."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    return cast(BinaryIO, os.fdopen(_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb"))
+
+
+def cut(path: Path, size: int) -> None:
+    """Cut a file of a run back to this size."""
+    with os.fdopen(_descriptor(path, os.O_RDWR), "r+b") as file:
+        file.truncate(size)
+
+
+def folder(path: Path) -> Path:
+    """A folder of a run, which is made if there is none."""
+    _check_kind(path, stat.S_IFDIR)
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def check_kinds(directory: Path, *, files: Iterable[str], folders: Iterable[str] = ()) -> None:
+    """PlaceError if something else stands in the place of one of these files and folders, in checkpoints/ and below."""
+    for name in files:
+        _check_kind(directory / name, stat.S_IFREG)
+    for name in folders:
+        _check_kind(directory / name, stat.S_IFDIR)
+    for step in directory.glob("checkpoints/*"):
+        if STEP.fullmatch(step.name):
+            _check_kind(step, stat.S_IFDIR)
+            with suppress(FileNotFoundError):  # another rank removes what was half-written
+                for path in step.iterdir():
+                    _check_kind(path, stat.S_IFREG)
+
+
+def _check_kind(path: Path, wanted: int) -> None:
+    try:
+        found = stat.S_IFMT(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if found != wanted:
+        raise PlaceError(path, _told(found, wanted))
+
+
+def _told(found: int, wanted: int) -> str:
+    """What is wrong with a path that is of another kind than it should be, and what to do."""
+    belongs = "and not a regular file" if wanted == stat.S_IFREG else "and not a directory"
+    if found == stat.S_IFLNK:
+        return (
+            f"is a link {belongs}, and no link in a run directory is followed: it may lead to files of other programs. "
+            f"Put in its place what it leads to, or remove it. {OTHER_DISK}"
+        )
+    return f"is {KINDS.get(found, 'something else')} {belongs}. Remove it, or put back what was there."
+
+
+def _descriptor(path: Path, flags: int) -> int:
+    """Open a regular file without following a link and without waiting."""
+    _check_kind(path, stat.S_IFREG)
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise PlaceError(path, _told(stat.S_IFLNK, stat.S_IFREG)) from None
+        raise
+    status = os.fstat(descriptor)
+    if (found := stat.S_IFMT(status.st_mode)) != stat.S_IFREG:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+        raise PlaceError(path, _told(found, stat.S_IFREG))
+    if flags & os.O_RDWR and status.st_nlink > 1:
+        os.close(descriptor)
+        raise PlaceError(
+            path,
+            "is one file with another name (a hard link), which would change with it. Copy it, and put the copy in its "
+            "place.",
+        )
+    return descriptor
 
 
 def read(path: Path) -> bytes:
@@ -48,9 +150,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def write(path: Path, text: str) -> None:
     """Write a file, whole or not at all. It is on the disk afterwards."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all. It is on the disk afterwards."""
     partial = path.with_name(f"{path.name}{PARTIAL}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with made(partial) as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
@@ -80,6 +187,7 @@ def checksum(path: Path) -> str:
 
 def checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints in a directory, oldest first: those whose name says a step and nothing else."""
+    _check_kind(directory, stat.S_IFDIR)
     found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 

@@ -68,9 +68,10 @@ def record(run: Path, event: str, **facts: Any) -> None:
     """Add a line, and wait until it is on the disk."""
     line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | facts
     path = run / FILE
-    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")  # by a kill
-    with path.open("a") as file:
-        file.write(("\n" if torn else "") + json.dumps(line) + "\n")
+    with files.appended(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        torn = file.read(1) not in (b"", b"\n")  # by a kill
+        file.write((("\n" if torn else "") + json.dumps(line) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
     files.flush(run)

@@ -68,6 +68,11 @@ class Ledger:
         lines, self._lines = self._lines, []
         return lines
 
+    @property
+    def written(self) -> bool:
+        """Whether every event was taken, to be written."""
+        return not self._lines
+
 
 @dataclass(frozen=True)
 class Wrong:
@@ -202,12 +207,12 @@ def in_state(lines: Iterable[dict[str, Any]], wanted: str) -> set[int]:
     return {group for group, last in state.items() if last == wanted}
 
 
-def read(run: Path) -> list[dict[str, Any]]:
+def read(run: Path, size: int | None = None) -> list[dict[str, Any]]:
     """The lines of a run's ledger. A process that is at work, or was killed, may leave half a line, which is left out.
 
-    Raises CheckpointError if the file is damaged.
+    `size`: look only at so many bytes. Raises CheckpointError if the file is damaged.
     """
-    *whole, _ = files.read(run / FILE).split(b"\n")
+    *whole, _ = files.read(run / FILE)[:size].split(b"\n")
     return [_line(data, f"{run / FILE}, line {number},") for number, data in enumerate(whole, start=1)]
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from bapo.config.errors import ConfigError
+from bapo.runs.files import appended
+from bapo.screen.terminal import say
 
 
 @contextmanager
@@ -23,26 +23,24 @@ def held(path: Path, *, busy: str) -> Iterator[int]:
     Yields the descriptor, which child processes must inherit to share the lock. If the file system has no locks, a note
     on standard error says so, and the block runs.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
-    directory = os.open(path.parent, os.O_RDONLY)
+    file, directory = appended(path), os.open(path.parent, os.O_RDONLY)
+    descriptor = file.fileno()
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"{path} is not a regular file, so it cannot be a lock. Remove it, then try again.")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _lock_directory(directory)
         except BlockingIOError:
             raise ConfigError(busy) from None
         except OSError as error:
-            print(
+            say(
                 f"bapo: {path.parent} is on a file system without locks ({error.strerror}). Make sure that no other "
                 "process works there.",
-                file=sys.stderr,
+                error=True,
             )
         yield descriptor
     finally:
         os.close(directory)
-        os.close(descriptor)
+        file.close()
 
 
 def _lock_directory(descriptor: int) -> None:
@@ -57,12 +55,12 @@ def _lock_directory(descriptor: int) -> None:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds the lock now. This creates no file and does not keep the lock."""
-    return _taken(path) or _taken(path.parent)
+    return _taken(path, os.O_NOFOLLOW) or _taken(path.parent)
 
 
-def _taken(path: Path) -> bool:
+def _taken(path: Path, flags: int = 0) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
     except OSError:  # no such file
         return False
     try:

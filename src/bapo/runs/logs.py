@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo.config.errors import CheckpointError
 from bapo.runs import files
+from bapo.screen.terminal import say
 
 CHUNK = 1 << 20
 """How many bytes are read at a time."""
@@ -74,8 +74,8 @@ class Log:
         """Cut the file back to `size` bytes and go on from there."""
         self.close()
         self.size, self._hash = size, hashlib.sha256()
-        if self.path.exists():
-            os.truncate(self.path, size)
+        if os.path.lexists(self.path):
+            files.cut(self.path, size)
             with files.opened(self.path) as file:
                 self._hash = _hash_of(file, size)
 
@@ -88,7 +88,7 @@ class Log:
     def _present(self) -> BinaryIO:
         """The open file, which is surely the one with its name and holds what was written."""
         if self._file is None:
-            self._file = self.path.open("a+b")
+            self._file = files.appended(self.path)
         elif not self._has_its_name(self._file):
             self._file = self._written_again(self._file)
         found = os.fstat(self._file.fileno()).st_size
@@ -102,22 +102,22 @@ class Log:
 
     def _has_its_name(self, file: BinaryIO) -> bool:
         try:
-            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+            return os.path.samestat(os.fstat(file.fileno()), self.path.lstat())
         except FileNotFoundError:
             return False
 
     def _written_again(self, old: BinaryIO) -> BinaryIO:
         """The log under its own name again. It was deleted, but its content lives as long as it is open."""
-        if self.path.exists():
+        if os.path.lexists(self.path):
             raise CheckpointError(
                 f"{self.path} was replaced by another file while the run was at work, so the run stops. Put the file "
                 f"of the run back, then continue with `bapo resume {self.path.parent}`."
             )
-        print(f"bapo: {self.path} was deleted while the run was at work. It was written again.", file=sys.stderr)
+        say(f"bapo: {self.path} was deleted while the run was at work. It was written again.", error=True)
         old.seek(0)
         with old, self.path.open("xb") as new:
             shutil.copyfileobj(old, new)
-        return self.path.open("a+b")
+        return files.appended(self.path)
 
 
 def _hash_of(file: BinaryIO, size: int) -> hashlib._Hash:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bapo.config.errors import ConfigError
+from bapo.config.errors import ConfigError, PlaceError
 from bapo.config.recipe import parse_config, parse_sft_config
 from bapo.runs import files
 
@@ -145,6 +145,8 @@ def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int
             _check_summary(run)
     except _Damage as damage:
         return Defect(path, "damaged", str(damage), (damage.name,))
+    except PlaceError as error:
+        return Defect(path, "damaged", str(error), (Path(error.filename).name,))
     except OSError as error:
         return Defect(path, "damaged", f"cannot be read: {error.strerror or error}.")
     return run

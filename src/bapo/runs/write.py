@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import parse
@@ -33,14 +33,23 @@ CONFIG, SUMMARY = "config.json", "summary.json"
 LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "ledger.jsonl", "failures.jsonl")
 MODEL_CHECKSUMS = "model.sha256"
 """The checksums of the trained model, in the format of `sha256sum --check`."""
+FILES = (CONFIG, SUMMARY, *LOGS, MODEL_CHECKSUMS, "data.json", "lock", history.FILE)
+FOLDERS = ("checkpoints", "model", "adapter", "skipped")
+"""What bapo itself reads and writes in a run directory."""
 BEFORE_THE_FIRST_STEP = {CONFIG, "checkpoints", "data.json", "lock", history.FILE}
 
 
 class RunDirectory:
-    """The files of a run. Logs are appended line by line and flushed, so that others can follow them."""
+    """The files of a run. Logs are appended line by line and flushed, so that others can follow them.
+
+    PlaceError if a link, or anything else that does not belong there, stands in the place of one of them.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        files.check_kinds(path, files=FILES, folders=FOLDERS)
+        self.given = path
+        """The path as a person wrote it, for messages."""
+        self.path = path = path.absolute()  # whatever becomes of the working directory
         self.id: str | None = None
         """The identity of the run, once it is known."""
         self._logs = {name: Log(path / name) for name in LOGS}
@@ -141,10 +150,8 @@ class RunDirectory:
     def write_arrays(self, name: str, arrays: dict[str, NDArray[Any]]) -> None:
         """Write a safetensors file, whole or not at all."""
         path = self.path / name
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        save_file(arrays, partial)
-        partial.rename(path)
+        files.folder(path.parent)
+        files.write_bytes(path, save(arrays))
 
     def append(self, name: str, *values: dict[str, Any]) -> None:
         """Append lines to a log."""
@@ -233,6 +240,8 @@ def _model_flaw(run: Path) -> str | None:
     try:
         lines = files.read(run / MODEL_CHECKSUMS).decode().splitlines()
         expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        if strange := [name for name in expected if not _is_in_model(name)]:
+            return f"{MODEL_CHECKSUMS} names {strange[0]!r}, which is no file of the trained model"
         for name, digest in expected.items():
             if files.checksum(run / name) != digest:
                 return f"{name} is not as it was written"
@@ -243,6 +252,11 @@ def _model_flaw(run: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         return f"the trained model cannot be read: {error}"
     return None if expected else f"{MODEL_CHECKSUMS} is empty"
+
+
+def _is_in_model(name: str) -> bool:
+    folder, *below = name.split("/")
+    return folder in ("model", "adapter") and bool(below) and not {"", ".", ".."} & set(below) and "\0" not in name
 
 
 def _empty_model(run: Path) -> str | None:

@@ -1,17 +1,33 @@
-"""Writing to a terminal, a pipe or a file: what a stream can show, and how to make any text safe to show there."""
+"""Writing to a terminal, a pipe or a file: the one place that prints.
+
+Much of what bapo tells comes from strangers: names of files and columns, templates, responses, errors of reward
+functions. On a terminal, a control character in it could move the cursor, hide a line or change the title. So every
+text passes `visible`, which shows such characters as dots, whether it goes out as a line (`say`, `write_line`), through
+rich (`make_console`) or, from libraries, through standard error (`Visible`). What machines read goes out as it is
+(`write_exact`).
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
+from collections.abc import Iterable
 from math import isfinite
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-__all__ = ["can_redraw", "duration", "make_console", "printable", "write_line"]
+__all__ = [
+    *("Visible", "can_redraw", "duration", "make_console", "printable", "say", "visible"),
+    *("write_drawn", "write_exact", "write_line"),
+]
 
 _SIMPLE = ("dumb", "unknown")
 """Values of TERM that name a terminal without a movable cursor."""
+_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+"""What colours a text, and does nothing else."""
 
 
 def can_redraw(stream: TextIO) -> bool:
@@ -19,22 +35,76 @@ def can_redraw(stream: TextIO) -> bool:
     return stream.isatty() and _encoding(stream).lower().startswith("utf") and os.environ.get("TERM") not in _SIMPLE
 
 
-def make_console(stream: TextIO) -> Console:
-    """A console of rich that redraws the stream in place."""
-    return Console(file=stream, force_terminal=True, highlight=False)
+def make_console(stream: TextIO, *, colours: bool = True, width: int | None = None) -> Console:
+    """A console of rich that redraws the stream in place, if it has colours."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        """A console that shows control characters in any text; those of rich itself stay what they are."""
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                plain = segment.control or segment.text.isprintable()
+                yield segment if plain else Segment(visible(segment.text), segment.style)
+
+    return SafeConsole(file=stream, force_terminal=colours, width=width, highlight=False)
+
+
+def say(text: str = "", *, error: bool = False) -> None:
+    """Print the text as a line of its own, now, on standard output or standard error."""
+    write_line(sys.stderr if error else sys.stdout, text)
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Write the text as a line of its own, now. Letters that the stream's encoding lacks become question marks."""
+    """Write the text as a line of its own, now. Control characters, and letters that the stream lacks, are replaced."""
+    write_drawn(stream, visible(text.expandtabs(4).replace("\r\n", "\n")))
+
+
+def write_drawn(stream: TextIO, text: str) -> None:
+    """Write what a console of `make_console` drew into memory. Letters that the stream lacks become question marks."""
     encoding = _encoding(stream)
     stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
     stream.flush()
 
 
+def write_exact(text: str) -> None:
+    """Write what a machine will read, such as JSON or a script, to standard output as it is."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def visible(text: str) -> str:
+    """The text with a dot for every character that is none: control characters, marks of direction, lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter == "\n" or letter.isprintable() else "·" for letter in text)
+
+
 def printable(text: str, *, newline: str = "\n") -> str:
-    """The text without anything that could move the cursor: control characters and lone surrogates become dots."""
-    lines = text.expandtabs(4).splitlines()
-    return newline.join("".join(letter if letter.isprintable() else "·" for letter in line) for line in lines)
+    """The same, whatever ends its lines; `newline` takes the place of that."""
+    return newline.join(visible(line) for line in text.expandtabs(4).splitlines())
+
+
+class Visible:
+    """A stream for what libraries write: the texts become visible, and only colours are kept."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text."""
+        parts = _COLOURS.split(text)
+        self.stream.write("".join(part if index % 2 else visible(part) for index, part in enumerate(parts)))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write all of them."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def duration(seconds: float) -> str:

@@ -46,7 +46,7 @@ from bapo.screen.view import View
 from bapo.train.fleet import Fleet
 from bapo.train.learners import RemoteLearner
 from bapo.train.loop import Parts, RunState, StepRecord, admit, learn, load_weights
-from bapo.train.scoring import Failure, Scored, response_metrics, score, unscored
+from bapo.train.scoring import Scored, response_metrics, score, together, unscored
 from bapo.types import Group, group_from_state, group_state
 
 PUMP_SECONDS = 0.1
@@ -71,7 +71,8 @@ class AsyncLoop:
         """Groups that have come back and belong to no rollout yet, in the order in which they came."""
         self._scoring: list[tuple[list[Group], Future[Scored]]] = []
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="scoring")
-        self._failures: list[Failure] = []
+        self._scored: list[Scored] = []
+        """What was scored in this step so far."""
 
     def take_step(self, view: View) -> StepRecord:
         """One rollout and the updates on it, with sampling in parallel."""
@@ -93,13 +94,13 @@ class AsyncLoop:
             updates = list(learn(parts, state, tell))
         ended = time.perf_counter()
         state.step += 1
-        failures, self._failures = self._failures, []
+        scored, self._scored = together(self._scored), []
         sampled = parts.scheduler.since(before)
         tokens = sampled.sampled_tokens + sum(update.tokens for update in updates)
         return StepRecord(
             step=state.step,
             rollout={
-                **response_metrics(groups, failures=len(failures)),
+                **response_metrics(groups, failures=len(scored.failures)),
                 **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
                 **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
                 "rollout/admitted": admitted,
@@ -107,7 +108,7 @@ class AsyncLoop:
             },
             updates=updates,
             samples=groups[:1],
-            failures=failures,
+            scored=scored,
             timing={
                 "seconds": ended - began,
                 "rollout_seconds": waited - began,
@@ -131,7 +132,7 @@ class AsyncLoop:
         """Whether enough groups have come back for the rollout of this step, and none that is due is missing."""
         if self.state.taken + len(self._returned) < self.state.windows[0]:
             return False
-        missing = [*self.parts.scheduler.in_progress, *(group for groups, _ in self._scoring for group in groups)]
+        missing = [*self.parts.scheduler.in_progress, *self._in_scoring]
         sampling = self._fleet.oldest
         return not (any(self._due(group.oldest) for group in missing) or self._due(sampling))
 
@@ -164,11 +165,16 @@ class AsyncLoop:
             parts.scheduler.accept(request, segment)
         rollout = parts.scheduler.take()
         self._returned += [(group.id, None) for group in rollout.dropped]
-        if rollout.groups:
-            job = self._verifier.submit(score, rollout.groups, parts.task, parts.policy.decode, parts.overlong)
-            self._scoring.append((rollout.groups, job))
+        self._score(rollout.groups)
         while self._scoring and self._scoring[0][1].done():
             self._take_scores()
+
+    def _score(self, groups: list[Group]) -> None:
+        """Ask the verifier for the rewards of these groups, after those that it was asked for before."""
+        if groups:
+            parts = self.parts
+            job = self._verifier.submit(score, groups, parts.task, parts.policy.decode, parts.overlong)
+            self._scoring.append((groups, job))
 
     def _take_scores(self) -> None:
         """Take in the groups whose verifier was asked first, waiting for it. A verifier has its own deadlines."""
@@ -178,7 +184,7 @@ class AsyncLoop:
             self.parts.ledger.record("unscored", group.id)
         rewarded = {group.id: group for group in scored.groups}
         self._returned += [(group.id, rewarded.get(group.id)) for group in groups]
-        self._failures += scored.failures
+        self._scored.append(scored)
 
     def _progress(self, tokens_before: int) -> Sampled:
         totals, responses = self.parts.scheduler.totals(), self.parts.config.rollout.responses
@@ -225,19 +231,29 @@ class AsyncLoop:
         """End the thread that scores."""
         self._verifier.shutdown(wait=False, cancel_futures=True)
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """The groups that wait for their rollout, as plain JSON data, after those that are being scored are."""
-        while self._scoring:
-            self._take_scores()
-        return [{"id": id, "group": None if group is None else group_state(group)} for id, group in self._returned]
+    def state_dict(self) -> dict[str, Any]:
+        """The groups between their last response and their rollout, as plain JSON data.
 
-    def load_state_dict(self, saved: list[dict[str, Any]]) -> None:
-        """Continue with the groups that `state_dict` returned."""
+        This only looks: it neither waits for a verifier nor moves a group. What happens to a group is part of the step
+        in which `pump` takes note of it, and of the ledger's lines of that step.
+        """
+        waiting = [{"id": id, "group": None if group is None else group_state(group)} for id, group in self._returned]
+        return {"waiting": waiting, "scoring": [_without_rewards(group_state(group)) for group in self._in_scoring]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue with the groups that `state_dict` returned. The verifier is asked again for the rewards to come."""
         self._returned = [
-            (each["id"], None if each["group"] is None else group_from_state(each["group"])) for each in saved
+            (each["id"], None if each["group"] is None else group_from_state(each["group"]))
+            for each in saved["waiting"]
         ]
+        self._score([group_from_state(group) for group in saved.get("scoring", [])])
 
     @property
-    def waiting(self) -> set[int]:
-        """The ids of groups with rewards that wait for their rollout."""
-        return {id for id, group in self._returned if group is not None}
+    def _in_scoring(self) -> list[Group]:
+        return [group for groups, _ in self._scoring for group in groups]
+
+
+def _without_rewards(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a group whose verifier is at work, without what it has found so far."""
+    trajectories = [trajectory | {"reward": None, "shaping": 0.0} for trajectory in state["trajectories"]]
+    return state | {"trajectories": trajectories}

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from bapo.config.errors import BapoError, CheckpointError
 from bapo.learn.learner import Learns
 from bapo.runs import files
+from bapo.runs.write import LOGS
 from bapo.train.team import ALONE, Team
 
 CONFIG, MANIFEST, STATE = "config.json", "manifest.json", "state.json"
@@ -46,7 +47,7 @@ def save(
     team: Team = ALONE,
 ) -> Path:
     """Write the checkpoint of the step just completed, then remove all but the newest `keep`."""
-    final = directory / f"step-{step:06d}"
+    final = directory / name_of(step)
     if team.lead(final.exists):
         return final  # a step is a function of what came before it, so this one is already saved
     partial = directory / f"{final.name}{files.PARTIAL}"
@@ -55,8 +56,8 @@ def save(
         learner.save(partial)
         team.lead(lambda: _write(partial / STATE, state | {"version": learner.version, "ranks": team.size}))
         team.lead(lambda: _write(partial / CONFIG, config))
-        written = team.lead(lambda: sorted(partial.iterdir()))
-        parts = team.share(lambda: {path.name: _flushed(path) for path in written[team.rank :: team.size]})
+        written = team.lead(lambda: sorted(path.name for path in partial.iterdir()))
+        parts = team.share(lambda: {name: _flushed(partial / name) for name in written[team.rank :: team.size]})
         checksums = {name: checksum for part in parts for name, checksum in part.items()}
         team.lead(lambda: _finish(partial, final, dict(sorted(checksums.items())), keep=keep))
     except SafetensorError as error:  # this is how safetensors reports a full disk
@@ -70,7 +71,8 @@ def save(
 
 def _make(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    files.folder(partial.parent)
+    partial.mkdir()
     files.flush(partial.parent.parent)  # the directory of all checkpoints may be new
 
 
@@ -80,7 +82,8 @@ def _remove(partial: Path, team: Team) -> None:
 
 
 def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))
+    with files.made(path) as file:
+        file.write(json.dumps(value).encode())
 
 
 def _flushed(path: Path) -> str:
@@ -125,6 +128,11 @@ def set_aside_newer(path: Path) -> list[str]:
         shutil.rmtree(place, ignore_errors=True)
         aside.append(other.rename(place).name)
     return aside
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint that is written after this step."""
+    return f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
@@ -199,6 +207,8 @@ def _manifest(path: Path) -> dict[str, str]:
         present = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")} - {MANIFEST}
     except (OSError, ValueError) as error:
         raise _Flaw(f"cannot read {MANIFEST}: {error}") from None
+    if strange := [name for name in checksums if Path(name).name != name or "\0" in name]:
+        raise _Flaw(f"{MANIFEST} names {strange[0]!r}, which is no file of a checkpoint")
     unnamed = sorted((present | {STATE}) - checksums.keys())
     if unnamed:
         raise _Flaw(f"{MANIFEST} has no checksum of {', '.join(unnamed)}")
@@ -212,7 +222,18 @@ def _state(path: Path) -> dict[str, Any]:
         raise _Flaw(f"cannot read {STATE}: {error}") from None
     if missing := [key for key in ("version", "logs") if key not in state]:
         raise _Flaw(f"{STATE} does not say {' and '.join(missing)}")
+    if not _counts(state["version"]):
+        raise _Flaw(f"{STATE} has a version that is no number of updates: {state['version']!r:.60}")
+    logs, digests = state["logs"], state.get("log_digests", {})
+    if not isinstance(logs, dict) or not set(logs) <= set(LOGS) or not all(map(_counts, logs.values())):
+        raise _Flaw(f"{STATE} has sizes of logs that are none of this version: {logs!r:.60}")
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise _Flaw(f"{STATE} has checksums of logs that are none: {digests!r:.60}")
     return state
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _compare(path: Path, checksums: dict[str, str]) -> None:

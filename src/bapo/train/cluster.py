@@ -23,12 +23,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bapo.config import imports
 from bapo.config.errors import ClusterError, ConfigError
 
 try:
@@ -247,9 +248,11 @@ class Cluster:
             _stay_on_this_machine()
             os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 is for machines that serve others, too
             options |= {"num_cpus": processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        _leave_signals_to_us()
         try:
             _check_reachable(address)
-            ray.init(address=address or "local", **options)
+            with imports.clean_environment():
+                ray.init(address=address or "local", job_config=_without_paths(), **options)
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ClusterError(
                 f"cluster.address={address!r}: cannot connect to Ray: {_first_line(error)}. Start it with `ray start "
@@ -258,9 +261,9 @@ class Cluster:
             ) from error
         ray._private.worker.print_to_stdstream = _hush
         if address is None:
-            watchdog = [sys.executable, "-m", "bapo.train.watchdog", str(os.getpid())]
-            nowhere = subprocess.DEVNULL
-            subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere)  # noqa: S603
+            watchdog = [sys.executable, "-P", "-m", "bapo.train.watchdog", str(os.getpid())]
+            nowhere, env = subprocess.DEVNULL, imports.environment()
+            subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere, env=env)  # noqa: S603
 
     def places(self, count: int, resources: dict[str, float], *, seconds: float, what: str) -> list[Place]:
         """Reserve so many places, near each other where possible."""
@@ -289,12 +292,31 @@ def _check_reachable(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
 
 
+class _NoPaths(list[str]):
+    """Ray adds the current directory to this list, which its workers then search first, before what is installed."""
+
+    def extend(self, _: Iterable[str]) -> None:
+        """Nothing: what lives in workers is bapo, which is installed."""
+
+
+def _without_paths() -> Any:
+    job = ray.job_config.JobConfig()
+    job._py_driver_sys_path = _NoPaths()
+    return job
+
+
 def _stay_on_this_machine() -> None:
     """Make a Ray that is started from here listen on 127.0.0.1 only. It has no other switch for this than the one for
     desktop systems, which it reads from the environment, in this process at the time of its import.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _leave_signals_to_us() -> None:
+    """Keep Ray from handling SIGTERM in this process: its handlers in Python and in C++ would replace ours."""
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    ray._private.ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
 
 
 def _hush(*_: object, **__: object) -> None:

@@ -4,8 +4,9 @@
     settings   a checkpoint has a copy of the configuration that its steps were taken with. A setting that differs now
                is refused by name, unless it is one that may change on the way (MAY_CHANGE)
     logs       they must begin with what the run had written when the checkpoint was made
+    groups     the ledger must have every group where the state of the checkpoint has it
 
-Nothing is changed before all three are known to be right. A checkpoint of an earlier version has neither identity nor
+Nothing is changed before all four are known to be right. A checkpoint of an earlier version has neither identity nor
 configuration. It is accepted with a note, and its logs must at least be readable.
 """
 
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import COMMANDS, parse
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.config.words import flat
-from bapo.runs import history
+from bapo.runs import history, ledger
 from bapo.runs.history import Changes
 from bapo.runs.write import RunDirectory
 from bapo.train import checkpoint
@@ -50,6 +51,16 @@ class Continued:
     notes: list[str] = field(default_factory=list)
     """What a person should know."""
 
+    def as_data(self) -> dict[str, Any]:
+        """The same as JSON data, for the other ranks. `of` is its inverse."""
+        return vars(self) | {"source": str(self.source)}
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Self:
+        """What `as_data` wrote."""
+        changes = {key: (before, now) for key, (before, now) in data["changes"].items()}
+        return cls(Path(data["source"]), changes, data["notes"])
+
 
 def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
     """Decide which checkpoint the run goes on from, and that it may. Raises CheckpointError if it may not.
@@ -75,6 +86,41 @@ def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
             f"was. {checkpoint.advice(source, lambda other: run.flaw(other) is None)}"
         )
     return Continued(source, changes, notes)
+
+
+def check_ledger(path: Path, state: dict[str, Any], *, max_staleness: int) -> None:
+    """Raise CheckpointError if the ledger of the run in `path` and this state of a checkpoint disagree about a group.
+
+    A version of bapo that had no ledger kept no length of one, so there is nothing to compare.
+    """
+
+    def wrong(state: dict[str, Any]) -> list[str]:
+        return _disagreements(ledger.read(path, state["logs"].get(ledger.FILE, 0)), state, max_staleness=max_staleness)
+
+    if ledger.FILE not in state["logs"] or not (path / ledger.FILE).exists():
+        return
+    if found := wrong(state):
+        source = path / "checkpoints" / checkpoint.name_of(state["progress"]["step"])
+        raise CheckpointError(
+            f"{path / ledger.FILE} does not fit {source.name}: {found[0]}. Nothing was changed. Put the file back as "
+            f"it was. {checkpoint.advice(source, lambda other: not wrong(other))}"
+        )
+
+
+def _disagreements(lines: list[dict[str, Any]], state: dict[str, Any], *, max_staleness: int) -> list[str]:
+    """What a ledger and the state at its end say differently, and what is wrong with the ledger itself."""
+    held = [each["group"] for each in state["buffer"]["held"]]
+    with_rewards = [each["group"] for each in state.get("waiting", []) if each["group"] is not None]
+    places = {
+        "admitted": state["scheduler"]["groups"],
+        "finished": [*state.get("scoring", []), *with_rewards],
+        "held": held,
+    }
+    found = [str(wrong) for wrong in ledger.balance(lines, max_staleness=max_staleness).wrong]
+    for place, groups in places.items():
+        differ = ledger.in_state(lines, place) ^ {group["id"] for group in groups}
+        found += [f"group {id} is {place} in one and not in the other" for id in sorted(differ)]
+    return found
 
 
 def _check_identity(run: RunDirectory, source: Path, state: dict[str, Any]) -> list[str]:

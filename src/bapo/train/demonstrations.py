@@ -27,7 +27,7 @@ from bapo.models import Policy
 from bapo.models.policy import end_of_turn
 from bapo.preflight.data import Demonstrations
 from bapo.tasks.data.demonstrations import Demonstration
-from bapo.types import Message, batches_per_pass
+from bapo.types import Message, batches_per_pass, even_part
 
 
 class Encoded(NamedTuple):
@@ -73,7 +73,7 @@ class Batches:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self.data)))
             random.Random(f"{self.seed}/{epoch}").shuffle(self._order)  # noqa: S311
-        begin, end = (len(self._order) * i // self.per_epoch for i in (index, index + 1))
+        begin, end = even_part(len(self._order), self.per_epoch, index)
         return [self.data[i] for i in self._order[begin:end]]
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from bapo.config.numerals import counted
 from bapo.config.run import Config
+from bapo.runs import files
 from bapo.runs.ledger import FILE as LEDGER
 from bapo.runs.ledger import balance
 from bapo.runs.ledger import read as read_ledger
+from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
 from bapo.train.job import Summary
 
@@ -23,25 +25,24 @@ def show_ending(config: Config, summary: Summary, path: Path, *, drift: str) -> 
     title = f"{counted(config.eval.problems or 0, 'held-out problem')}, temperature {config.eval.temperature:g}"
     summary_table(title, _rows(summary, k))
     if not summary["updates"] and not summary["skipped"]:
-        print(_why_no_update(config, summary["after"]))
+        say(_why_no_update(config, summary["after"]))
     failures = path / "failures.jsonl"
-    if failures.exists() and failures.stat().st_size:
-        lines = failures.read_text().splitlines()
+    if failures.exists() and (lines := files.read(failures).splitlines()):
         told = counted(len(lines), "response was", "responses were")
-        print(f"{told} left out, because the verifier failed: {failures}")
-    print(
+        say(f"{told} left out, because the verifier failed: {failures}")
+    say(
         f"{counted(summary['updates'], 'update')} in {summary['training_seconds']:.0f} s of training; no token "
         f"older than {counted(round(summary['staleness_max']), 'update')} (bound {config.offpolicy.max_staleness})"
     )
     if summary["skipped"]:
         told = counted(summary["skipped"], "update was", "updates were")
-        print(f"{told} skipped, because the loss or the gradient was not finite")
+        say(f"{told} skipped, because the loss or the gradient was not finite")
     if "restarts" in summary:
-        print(f"restarts: {_restarts(summary['restarts'])}")
+        say(f"restarts: {_restarts(summary['restarts'])}")
     if drift:
-        print(f"sampler and learner differ since {drift}")
+        say(f"sampler and learner differ since {drift}")
     if (path / LEDGER).exists():
-        print(f"ledger: {_balance(config, path)}")
+        say(f"ledger: {_balance(config, path)}")
 
 
 def _balance(config: Config, path: Path) -> str:

@@ -62,7 +62,7 @@ class Job(ABC):
 
     @abstractmethod
     def advance(self, log: Log) -> None:
-        """Take one step and log it."""
+        """Take one step and log it: when this returns, every line about what happened so far is in the logs."""
 
     @abstractmethod
     def measure(self, log: Log, when: When) -> None:
@@ -77,11 +77,15 @@ class Job(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Everything besides the learner that the next step depends on, as plain JSON data."""
+        """Everything besides the learner that the next step depends on, as plain JSON data.
+
+        It only looks. If anything happened here, the logs of the checkpoint would not tell of it.
+        """
 
     @abstractmethod
     def restore(self, state: dict[str, Any], path: Path) -> None:
-        """Continue from this state. Raises CheckpointError if the data changed since the run in `path` began."""
+        """Continue from this state. Raises CheckpointError if the data changed since the run in `path` began, or if the
+        state does not fit its logs. Nothing in `path` is changed before or by this."""
 
     @abstractmethod
     def summary(self, lines: list[dict[str, Any]]) -> Summary:
@@ -105,9 +109,6 @@ class Job(ABC):
 
     def saved(self, checkpoint: Path) -> None:  # noqa: B027 - most jobs have nothing to do
         """Called when a checkpoint of the present state is complete."""
-
-    def resumed(self, path: Path) -> None:  # noqa: B027 - most jobs have nothing to do
-        """Called when the run in `path` has been restored and its logs were cut back to the checkpoint."""
 
     def export(self, path: Path, card: str, team: Team) -> None:
         """Write the trained model so that transformers and vLLM can load it, and low-rank additions separately."""

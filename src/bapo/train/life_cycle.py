@@ -25,13 +25,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bapo import __version__
-from bapo.config.errors import CheckpointError, ConfigError, Interrupted
+from bapo.config.errors import BapoError, CheckpointError, ConfigError, Interrupted
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.process import stops
+from bapo.process.stops import PASSED_ON_SECONDS
 from bapo.runs import files, history
 from bapo.runs.read import logged_steps
 from bapo.runs.write import CONFIG, SUMMARY, RunDirectory, unused
+from bapo.screen.terminal import say
 from bapo.screen.view import View, make_view
+from bapo.tasks.verify.finding import file_of
+from bapo.tasks.verify.scorers import MATH
 from bapo.train import checkpoint
 from bapo.train.build import resolve
 from bapo.train.card import UNFINISHED_CARD, with_changes
@@ -44,8 +49,6 @@ from bapo.train.together import Onlooker, joined
 from bapo.train.trackers import Tracked, tracking
 
 Kind = TypeVar("Kind", Config, SftConfig)
-PASSED_ON_SECONDS = 2.0
-"""How long after the first signal torchrun may pass it on."""
 AT_ONCE = "at once"
 """Stands where the first signal would, while there is nothing to finish: the next one does not wait."""
 
@@ -55,7 +58,7 @@ def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None
     config = resolve(config)
     with joined(config.device) as team, ExitStack() as ending:
         job = ending.enter_context(closing(_made(make, config, team)))
-        path = team.lead(lambda: ending.enter_context(RunDirectory.begun(job.config)).path)
+        path = Path(team.lead(lambda: str(ending.enter_context(RunDirectory.begun(job.config)).given)))
         return _begin(job, ending.enter_context(closing(_run(path, team))), team, plain=plain)
 
 
@@ -77,19 +80,20 @@ def resume(
     kept = run.config(schema)
     finished, flaw = run.complete()
     if finished is not None and source is None and config in (None, kept):
-        print(f"{path} is complete; its model is in {path / 'model'}.")
+        say(f"{path} is complete; its model is in {path / 'model'}.")
         return finished
     wanted = resolve(kept if config is None else config)
     with joined(wanted.device) as team, ExitStack() as ending:
         run = ending.enter_context(closing(_run(path, team)))
         team.lead(lambda: ending.enter_context(run.held()))
         team.lead(lambda: files.sweep(path))
+        team.lead(lambda: _say_what_it_brings(wanted))
         if team.lead(lambda: unused(path)):
             team.lead(run.clear)
             job = ending.enter_context(closing(_made(make, wanted, team)))
             run.write(CONFIG, job.config.model_dump(mode="json"))
             return _begin(job, run, team, plain=plain, notes=["there is no checkpoint yet, so the run begins anew"])
-        continued = team.lead(lambda: examine(run, wanted, source))
+        continued = Continued.of(team.lead(lambda: examine(run, wanted, source).as_data()))
         if flaw is not None:
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
@@ -99,17 +103,39 @@ def resume(
         return _shown(job, run, team, summary)
 
 
+def _say_what_it_brings(config: Config | SftConfig) -> None:
+    """Say which code a run brings with it, before that code is run: the run may be somebody else's."""
+    if not isinstance(config, Config):
+        return
+    reward, address = config.task.reward, config.cluster.address
+    if config.task.name == "data" and reward != MATH:
+        say(f"the run's reward function {reward} is imported from {file_of(reward) or 'an unknown place'}")
+    if config.cluster.on and address is not None:
+        say(f"the run joins the Ray cluster at {address}, which can run code here")
+
+
 def _restored(job: Job, run: RunDirectory, team: Team, continued: Continued) -> list[str]:
     """Take the job and its directory back to a checkpoint. Returns what a person should know about that."""
     state = checkpoint.load(continued.source, job.learner, team=team)
-    job.restore(state, run.path)
+    _restore(job, state, run.path, continued.source)
     _check_length(job, continued.source)
     team.lead(lambda: _go_back(run, job.config, continued, state))
     _write_files(job, run)  # nothing else would notice that they were damaged
-    job.resumed(run.path)
     team.lead(lambda: _record(run, job, "resume", continued))
     where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
     return [*continued.notes, *team_notes(team, state.get("ranks", 1)), f"resumed {where}"]
+
+
+def _restore(job: Job, state: dict[str, Any], path: Path, source: Path) -> None:
+    try:
+        job.restore(state, path)
+    except BapoError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{source / checkpoint.STATE} is not the state of such a run: {type(error).__name__}: {error}. Put back "
+            f"the file that the run wrote. {checkpoint.advice(source)}"
+        ) from None
 
 
 def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, notes: Sequence[str] = ()) -> Summary:
@@ -190,7 +216,9 @@ def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:
 @contextmanager
 def _watched(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, after: int = 0) -> Iterator[Log]:
     """Open the screen, and let the job report there from now on. `after`: the step that a resumed job continues."""
-    title = f"{job.title()} · {job.config.model.path} · {run.path}"
+    title = f"{job.title()} · {job.config.model.path} · {run.given}"
+    stops.advise(f"Continue with: {team.command} resume {run.given}")
+    stops.enter(stops.Phase.RAISE)
     with _view(job, title, team, plain=plain) as view:
         view.begin_after(after)
         log = Log(run, view)
@@ -243,21 +271,22 @@ def _finished(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
             if job.done % job.config.checkpoint_every == 0 or last or stopped:
                 _save(job, run, team)
     if stopped:
-        raise Interrupted(
-            f"stopped after {job.unit} {job.done}, which was saved. Continue with: {team.command} resume {run.path}"
-        )
+        stops.enter(stops.Phase.ENDING)
+        raise Interrupted(f"stopped after {job.unit} {job.done}, which was saved. {stops.advice()}")
     job.measure(log, "after")
     job.export(run.path, UNFINISHED_CARD, team)
-    return team.lead(lambda: _summarized(job, run))
+    summary = team.lead(lambda: _summarized(job, run))
+    stops.done()
+    return summary
 
 
 def _shown(job: Job, run: RunDirectory, team: Team, summary: Summary) -> Summary:
     """The summary, after it was printed below the screen."""
     if team.leads:
-        job.show(summary, run.path)
-        print(f"run directory   {run.path}\ntrained model   {run.path / 'model'}")
-        for title, command in zip(("next", *[""] * 9), job.next_steps(run.path), strict=False):
-            print(f"{title:<16}{command}")
+        job.show(summary, run.given)
+        say(f"run directory   {run.given}\ntrained model   {run.given / 'model'}")
+        for title, command in zip(("next", *[""] * 9), job.next_steps(run.given), strict=False):
+            say(f"{title:<16}{command}")
     return summary
 
 
@@ -281,7 +310,11 @@ def _view(job: Job, title: str, team: Team, *, plain: bool | None) -> View:
 
 
 def _save(job: Job, run: RunDirectory, team: Team) -> None:
-    """Save everything needed to continue after this step, including the present length of the flushed logs."""
+    """Save everything needed to continue after this step.
+
+    A checkpoint is about one instant, the end of a step: the state, and the length of the logs that tell how it came
+    about. The step has written all of its lines, and nothing happens until both are known.
+    """
     run.flush()
     state = job.state()
     check_alike(state, team, f"after {job.unit} {job.done}")
@@ -300,7 +333,7 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
             f"Put the file back as it was, then `bapo resume {run.path}` writes both."
         )
     metrics, timing = (
-        [json.loads(line) for line in (run.path / name).read_text().splitlines()]
+        [json.loads(line) for line in files.read(run.path / name).splitlines()]
         for name in ("metrics.jsonl", "timing.jsonl")
     )
     summary = job.summary(metrics) | {"training_seconds": sum(line["seconds"] for line in timing)}
@@ -325,20 +358,16 @@ def _stop_on_signal(stopping: list[str], team: Team, view: View) -> Iterator[Non
     """
     heard = time.monotonic()
 
-    def ask(number: int, _frame: Any) -> None:
+    def ask(number: int) -> None:
         nonlocal heard
         if stopping:
             if team.size > 1 and time.monotonic() - heard < PASSED_ON_SECONDS:
                 return
-            raise KeyboardInterrupt
+            stops.at_once()
         heard = time.monotonic()
         stopping.append(signal.Signals(number).name)
         if team.leads:
             view.interrupt("stopping after this step; press Ctrl-C again to stop at once")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stops.listening(ask):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

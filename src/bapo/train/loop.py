@@ -25,7 +25,7 @@ from bapo.runs.ledger import Ledger
 from bapo.screen.watch import Learned, Tell, Watching
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
-from bapo.train.scoring import Failure, response_metrics, score, unscored
+from bapo.train.scoring import Failing, Scored, response_metrics, score, unscored
 from bapo.train.skipped import ends_run
 from bapo.types import Group
 
@@ -39,6 +39,7 @@ class RunState:
     owed: int = 0  # groups of the last step without a signal (filtered, dropped); the next step makes up for them
     taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
     skipped: int = 0  # updates skipped in a row, up to the last one
+    failing: Failing = field(default_factory=Failing)  # groups in a row on which the verifier failed altogether
     drift: str = ""  # how far sampler and learner were apart when they were first found to be, in words
     windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
 
@@ -72,7 +73,7 @@ class StepRecord:
     rollout: dict[str, Any]
     updates: list[Update]
     samples: list[Group]
-    failures: list[Failure]
+    scored: Scored
     timing: dict[str, float]
 
 
@@ -93,7 +94,6 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
         updates = list(learn(parts, state, tell))
     ended = time.perf_counter()
     state.step += 1
-    tokens = rollout.metrics.sampled_tokens + sum(update.tokens for update in updates)
     return StepRecord(
         step=state.step,
         rollout={
@@ -104,12 +104,12 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
         },
         updates=updates,
         samples=rollout.groups[:1],
-        failures=scored.failures,
+        scored=scored,
         timing={
             "seconds": ended - began,
             "rollout_seconds": sampled - began,
             "learn_seconds": ended - sampled,
-            "tokens_per_second": tokens / (ended - began),
+            "tokens_per_second": (rollout.metrics.sampled_tokens + sum(u.tokens for u in updates)) / (ended - began),
         },
     )
 

@@ -37,17 +37,17 @@ from bapo.preflight.data import TaskData
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.runs.ledger import FILE as LEDGER
-from bapo.runs.ledger import balance, in_state
-from bapo.runs.ledger import read as read_ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.tasks.data.problems import fingerprint
 from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card
+from bapo.train.continuing import check_ledger
 from bapo.train.ending import show_ending
 from bapo.train.job import Job, Summary, When
 from bapo.train.log import Log
 from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
+from bapo.train.scoring import ENOUGH_GROUPS, Failing
 from bapo.train.skipped import ends_run, skipped_line, stop_after
 from bapo.train.team import ALONE, Team
 from bapo.types import Group, Trajectory
@@ -131,10 +131,7 @@ class Training(Job):
         log.timing({"step": record.step} | record.timing)
         log.run.append(LEDGER, *self.parts.ledger.take())
         self._log_samples(record, log)
-        if record.failures:
-            log.run.append("failures.jsonl", *({"step": record.step} | asdict(f) for f in record.failures))
-            if "reward" not in record.rollout:
-                raise VerifierFailed(len(record.failures), record.failures[0].cause, f"of step {record.step}")
+        self._look_at_failures(record, log)
         if not record.updates and "reward" in record.rollout:
             log.view.note(f"step {record.step}: no update. A group teaches only if its rewards differ, and none did.")
         self._tell_of_fragments(record, log)
@@ -142,6 +139,21 @@ class Training(Job):
         self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
         log.view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
+
+    def _look_at_failures(self, record: StepRecord, log: Log) -> None:
+        """Log responses without a reward, and end the run if the verifier fails on group after group."""
+        failures = record.scored.failures
+        if failures:
+            log.run.append("failures.jsonl", *({"step": record.step} | asdict(failure) for failure in failures))
+        failing = self.run_state.failing = self.run_state.failing.after(record.step, record.scored)
+        if failing.ends_run:
+            steps = f"step {record.step}" if failing.since == record.step else f"steps {failing.since} to {record.step}"
+            raise VerifierFailed(failing.responses, failing.cause, f"of {steps}")
+        if failing.groups and failures:
+            log.view.note(
+                f"step {record.step}: no reward, because the verifier failed on all {len(failures)} responses "
+                f"(failures.jsonl says why). The run ends if it does so for {ENOUGH_GROUPS} groups in a row."
+            )
 
     def _update_line(self, step: int, update: Update) -> dict[str, Any]:
         """The line of metrics.jsonl, counting updates that were skipped in a row."""
@@ -254,8 +266,7 @@ class Training(Job):
 
     def state(self) -> dict[str, Any]:
         """See `Job.state`."""
-        # first: it waits for what is being scored
-        waiting = {} if self.asynchronous is None else {"waiting": self.asynchronous.state_dict()}
+        assert self.parts.ledger.written, "the ledger has events that the state would have and the log would not"
         return {
             "progress": asdict(self.run_state),
             "problems": self._fingerprint(),
@@ -263,7 +274,8 @@ class Training(Job):
             "scheduler": self.parts.scheduler.state_dict(),
             "buffer": self.parts.buffer.state_dict(),
             **self._reference(),
-        } | waiting
+            **({} if self.asynchronous is None else self.asynchronous.state_dict()),
+        }
 
     def restore(self, state: dict[str, Any], path: Path) -> None:
         """See `Job.restore`."""
@@ -278,31 +290,14 @@ class Training(Job):
                 f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
                 "back, or start a new run."
             )
-        self.parts.stream.cursor = state["cursor"]
+        check_ledger(path, state, max_staleness=self.config.offpolicy.max_staleness)
+        self.parts.stream.cursor = _number_in(state, "cursor")
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
-        self.run_state = RunState(**state["progress"])
+        self.run_state = _progress(state["progress"])
         if self.asynchronous is not None:
             self.asynchronous.state = self.run_state
-            self.asynchronous.load_state_dict(state["waiting"])
-
-    def resumed(self, path: Path) -> None:
-        """See `Job.resumed`. Refuse a run whose ledger and checkpoint disagree about a group."""
-        if not (path / LEDGER).exists():  # of a version that had none
-            return
-        lines, parts = read_ledger(path), self.parts
-        wrong = [*map(str, balance(lines, max_staleness=self.config.offpolicy.max_staleness).wrong)]
-        waiting = set() if self.asynchronous is None else self.asynchronous.waiting
-        for state, ids in (
-            ("admitted", {group.id for group in parts.scheduler.in_progress}),
-            ("finished", waiting),
-            ("held", parts.buffer.held),
-        ):
-            wrong += [f"group {id} is {state} in one and not in the other" for id in in_state(lines, state) ^ ids]
-        if wrong:
-            raise CheckpointError(
-                f"{path / LEDGER} does not fit the checkpoint: {wrong[0]}. Restore the file, or start a new run."
-            )
+            self.asynchronous.load_state_dict(state)
 
     def saved(self, checkpoint: Path) -> None:
         """See `Job.saved`."""
@@ -375,6 +370,21 @@ def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) 
         now = weight.clone()
         yield name, aside[name]
         aside[name] = now
+
+
+def _number_in(state: dict[str, Any], name: str) -> int:
+    number = state[name]
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{name} is {number!r}, and not a whole number")
+    return number
+
+
+def _progress(kept: dict[str, Any]) -> RunState:
+    """The progress as it was saved, with values of the kinds that they should have."""
+    for name, default in asdict(RunState()).items():
+        if name in kept and type(kept[name]) is not type(default):
+            raise TypeError(f"{name} is {kept[name]!r}, and not such a value as {default!r}")
+    return RunState(**kept | {"failing": Failing(**kept.get("failing", {}))})
 
 
 def _asynchronous(parts: Parts, state: RunState) -> AsyncLoop | None:

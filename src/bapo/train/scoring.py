@@ -31,6 +31,54 @@ class Scored:
 
     groups: list[Group]
     failures: list[Failure]
+    asked_groups: int = 0
+    """How many groups the verifier was asked about."""
+    asked_responses: int = 0
+    """How many responses they have."""
+
+
+def together(parts: Sequence[Scored]) -> Scored:
+    """What was scored in several parts."""
+    groups, failures = ([each for part in parts for each in getattr(part, name)] for name in ("groups", "failures"))
+    asked = (sum(getattr(part, name) for part in parts) for name in ("asked_groups", "asked_responses"))
+    return Scored(groups, failures, *asked)
+
+
+ENOUGH_GROUPS = 8
+"""If the verifier fails on all responses of so many groups in a row, it is not the problems that are broken."""
+
+
+@dataclass(frozen=True)
+class Failing:
+    """The groups in a row, up to the last step, on which the verifier failed altogether, however many steps they took.
+
+    A step may finish a single group, and its problem may be broken. So a step alone says nothing about the verifier.
+    """
+
+    groups: int = 0
+    responses: int = 0
+    since: int = 0
+    """The step in which the first of them was scored."""
+    cause: str = ""
+    """Why the verifier failed on the first response."""
+
+    def after(self, step: int, scored: Scored) -> Failing:
+        """The same, after a step in which these groups were scored. One reward ends the row."""
+        if not scored.asked_responses:
+            return self
+        if len(scored.failures) < scored.asked_responses:
+            return Failing()
+        return Failing(
+            self.groups + scored.asked_groups,
+            self.responses + scored.asked_responses,
+            self.since or step,
+            self.cause or scored.failures[0].cause,
+        )
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether nothing can be learned with this verifier."""
+        return self.groups >= ENOUGH_GROUPS
 
 
 def score(
@@ -49,7 +97,8 @@ def score(
         trajectory.shaping = overlong(len(trajectory.tokens))
         if result.reward is None:
             failures.append(Failure(group.id, group.problem.id, text, result.failure))
-    return Scored([whole for group in groups if (whole := _rewarded(group))], failures)
+    whole = [rewarded for group in groups if (rewarded := _rewarded(group))]
+    return Scored(whole, failures, len(groups), len(asked))
 
 
 def unscored(groups: Sequence[Group], scored: Scored) -> list[Group]:

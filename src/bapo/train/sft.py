@@ -38,6 +38,7 @@ from bapo.learn.learner import Learner
 from bapo.learn.settings import LearnerSettings
 from bapo.learn.sft import measure_fit, sft_step
 from bapo.preflight.data import Demonstrations, load_sft
+from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
 from bapo.train import life_cycle
 from bapo.train.build import make_policy, optimizer_settings
@@ -200,8 +201,8 @@ class SupervisedTraining(Job):
             summary_table(counted(len(self.data.held_out), "held-out demonstration"), rows)
         if summary["skipped"]:
             told = counted(summary["skipped"], "update was", "updates were")
-            print(f"{told} skipped, because the loss or the gradient was not finite")
-        print(
+            say(f"{told} skipped, because the loss or the gradient was not finite")
+        say(
             f"{counted(summary['updates'], 'update')} on {summary['tokens']:,.0f} response tokens in "
             f"{summary['training_seconds']:.0f} s of training"
         )

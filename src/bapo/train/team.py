@@ -3,6 +3,9 @@
     share   every member does its part, and all get all results
     lead    the first member does something for all: it writes files, or decides
 
+Results travel as JSON, because whoever reaches the store of a torchrun could join, and opening a pickle can run code. A
+member keeps its own result as it is. What JSON changes, such as tuples and paths, callers turn into JSON data first.
+
 An error of one member is raised on all of them, at the same place, so nobody waits for somebody who has gone. A run in
 a single process is a team of one: nothing is exchanged.
 """
@@ -15,10 +18,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
-
 from bapo.config.errors import RankFailed
-from bapo.learn.ranks import Ranks
+from bapo.learn.ranks import Ranks, from_all_texts
 
 Result = TypeVar("Result")
 
@@ -44,23 +45,23 @@ class Team:
         return "bapo" if self.size == 1 else f"torchrun --nproc-per-node {self.on_this_machine} -m bapo"
 
     def share(self, work: Callable[[], Result]) -> list[Result]:
-        """The results of every member's work, in the order of ranks, on all."""
+        """The results of every member's work, in the order of ranks, on all. Results are JSON data."""
         if self.ranks is None:
             return [work()]
         result, failure = None, None
         try:
             result = work()
+            said = json.dumps([result, None])
         except Exception as error:
             failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        found: list[tuple[Result, str | None]] = [None] * self.size  # type: ignore[list-item]
-        dist.all_gather_object(found, (result, told), group=self.ranks)
+            said = json.dumps([None, f"{type(failure).__name__}: {failure}"])
+        found = [json.loads(text) for text in from_all_texts(said.encode(), self.ranks)]
         if failure is not None:
             raise failure
         for rank, (_, why) in enumerate(found):
             if why is not None:
                 raise RankFailed(f"rank {rank} failed, so the other ranks stop, too. {why}")
-        return [value for value, _ in found]
+        return [cast(Result, result if rank == self.rank else value) for rank, (value, _) in enumerate(found)]
 
     def lead(self, work: Callable[[], Result]) -> Result:
         """The result of the first member's work, on all. The others do not call it."""

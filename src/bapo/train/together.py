@@ -41,7 +41,7 @@ from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segme
 from bapo.runs.write import RunDirectory
 from bapo.tasks.task import Task
 from bapo.train.team import ALONE, Team
-from bapo.types import Problem, Score
+from bapo.types import Problem, Score, Status
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """What torchrun puts into the environment of each rank."""
@@ -121,8 +121,8 @@ class SharedEngine:
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
         """See `Engine.collect`."""
-        parts = self.team.share(lambda: self.engine.collect(timeout))
-        return [collected for part in parts for collected in part]
+        parts = self.team.share(lambda: [(id, vars(segment)) for id, segment in self.engine.collect(timeout)])
+        return [(id, _segment(values)) for part in parts for id, values in part]
 
     def park(self) -> None:
         """See `Engine.park`."""
@@ -140,8 +140,14 @@ class SharedTask:
         """See `Task.scores`."""
         rank, size = self.team.rank, self.team.size
         mine = responses[rank::size]
-        parts = self.team.share(lambda: self.task.scores(mine) if mine else [])
-        return [parts[index % size][index // size] for index in range(len(responses))]
+        parts = self.team.share(lambda: [vars(score) for score in self.task.scores(mine)] if mine else [])
+        return [Score(**parts[index % size][index // size]) for index in range(len(responses))]
+
+
+def _segment(values: dict[str, Any]) -> Segment:
+    """A segment from its fields as JSON data."""
+    status = values["status"]
+    return Segment(**values | {"status": None if status is None else Status(status)})
 
 
 class Onlooker(RunDirectory):

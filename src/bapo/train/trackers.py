@@ -19,15 +19,19 @@ import io
 import logging
 import math
 import os
+import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import unquote, urlsplit
 
 from bapo.config.errors import ConfigError
 from bapo.config.words import flat
+from bapo.runs import files
 
 Axis = Literal["step", "update"]
 OF_UPDATES = ("update", "skipped")
@@ -35,6 +39,8 @@ OF_UPDATES = ("update", "skipped")
 PLACE = ("kind", "step", "version", "eval/temperature")
 """Keys that say where a line belongs, and not what was measured."""
 MLFLOW_TAG = "bapo.run"
+SECRET = ("PASSWORD", "TOKEN", "SECRET", "API_KEY", "ACCESS_KEY")
+"""How the names of environment variables end whose values nobody should see."""
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """How long a server may keep a run waiting, unless the environment says otherwise."""
 
@@ -103,9 +109,10 @@ class TensorBoard:
     def __init__(self, run: Tracked) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        folder = files.folder(run.path / "tensorboard")
         done: dict[Axis, int] = {"step": run.step, "update": run.version}
         self._writers = {
-            axis: SummaryWriter(str(run.path / "tensorboard" / axis), purge_step=count + 1 if run.step else 0)
+            axis: SummaryWriter(str(files.folder(folder / axis)), purge_step=count + 1 if run.step else 0)
             for axis, count in done.items()
         }
 
@@ -128,6 +135,7 @@ class WeightsAndBiases:
     def __init__(self, run: Tracked) -> None:
         import wandb
 
+        files.folder(run.path / "wandb")
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         self._run = wandb.init(
             project=run.project,
@@ -250,7 +258,7 @@ class Trackers:
             if not isinstance(error, Exception):  # a person has waited long enough for it
                 raise
             self.tell(
-                f"log.to: {name} failed, so it gets nothing more: {type(error).__name__}: {error}. The run goes on, "
+                f"log.to: {name} failed, so it gets nothing more: {_told(error)}. The run goes on, "
                 "and its own files have everything."
             )
 
@@ -265,7 +273,7 @@ def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) ->
                 trackers.open[name] = MAKERS[name](run)
             except Exception as error:
                 raise ConfigError(
-                    f"log.to: {name} cannot start: {type(error).__name__}: {error}. Correct its settings, or leave it "
+                    f"log.to: {name} cannot start: {_told(error)}. Correct its settings, or leave it "
                     f"out of log.to; then `bapo resume {run.path}` goes on."
                 ) from error
         yield trackers
@@ -276,10 +284,32 @@ def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) ->
 
 @contextlib.contextmanager
 def _one_at_a_time(name: str) -> Iterator[None]:
-    """Wait until no other process of this user is in the same place."""
-    with open(Path(tempfile.gettempdir()) / f"bapo-{name}-{os.getuid()}.lock", "w") as file:
+    """Wait until no other process of this user is in the same place.
+
+    The lock is in a directory that belongs to this user alone: anybody may write into the one around it.
+    """
+    place = Path(tempfile.gettempdir()) / f"bapo-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    status = place.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{place} is not a directory of this user alone; remove it, or set TMPDIR")
+    with files.appended(place / f"{name}.lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _told(error: BaseException) -> str:
+    """An error of a tracker in words, without the passwords that addresses and the environment hold."""
+    told = f"{type(error).__name__}: {error}"
+    secrets = {value for key, value in os.environ.items() if key.endswith(SECRET) and len(value) > 3}
+    for address in (value for key, value in os.environ.items() if key.endswith(("_URI", "_URL"))):
+        with contextlib.suppress(ValueError):
+            if password := urlsplit(address).password:
+                secrets |= {password, unquote(password)}
+    for secret in sorted(secrets, key=len, reverse=True):
+        told = told.replace(secret, "***")
+    return re.sub(r"(://[^\s/:@]*):[^\s/]*@", r"\1:***@", told)
 
 
 @contextlib.contextmanager

@@ -172,12 +172,45 @@ class Grading(Watched):
 @pytest.mark.parametrize("options", [{}, CAPPED, {"bapo_used_low": 1.0}], ids=["no delta", "delta", "push once"])
 def test_what_is_retained_is_what_has_a_gradient_in_trls_loss(tmp_path, options):
     run = trained(tmp_path, Grading, num_iterations=4, max_steps=6, **options)
-    blocked = 0
-    for logprobs, (_, _, advantages, mask, _, retained) in run.calls:
+    assert blocked_without_a_gradient(run.calls)[-1] > 0
+
+
+def blocked_without_a_gradient(calls):
+    """How many positive and negative tokens of these loss calls were not retained; none of them has a gradient."""
+    blocked = torch.zeros(2, dtype=torch.int64)
+    for logprobs, (_, _, advantages, mask, _, retained) in calls:
         signed = mask & (advantages != 0)
-        assert torch.equal(logprobs.grad.flatten()[signed] != 0, retained[signed])
-        blocked += int((~retained & signed & (advantages < 0)).sum())
-    assert blocked > 0
+        torch.testing.assert_close(logprobs.grad.flatten()[signed] != 0, retained[signed], rtol=0, atol=0)
+        for i, sign in enumerate((1, -1)):
+            blocked[i] += (~retained & signed & (sign * advantages > 0)).sum()
+    return blocked.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "positive", "negative"),
+    [
+        ({"bapo_low": [1.0, 1.0], "bapo_high": [1.2, 1.2]}, False, True),
+        ({"bapo_low": [0.8, 0.8], "bapo_high": [1.0, 1.0]}, True, False),
+        ({"bapo_low": [1.0, 1.0], "bapo_high": [1.0, 1.0]}, True, True),
+        ({"bapo_low": [0.8, 0.8], "bapo_high": [1.0, 1.0], "bapo_used_low": 1.0}, True, True),
+        (
+            {"bapo_low": [0.6, 1.0], "bapo_high": [1.2, 1.2], "bapo_target_share": 1.0, "bapo_low_step": 0.1},
+            False,
+            True,
+        ),
+    ],
+    ids=["low", "high", "both", "high and push once", "searched"],
+)
+@pytest.mark.parametrize("scope", ["update", "microbatch"])
+def test_a_bound_of_one_clips_fresh_tokens_as_in_the_core(tmp_path, scope, options, positive, negative):
+    """A learning rate of 0 leaves every ratio at exactly 1, the bound itself, where `torch.clamp` alone lets pass."""
+    run = trained(tmp_path, Grading, learning_rate=0.0, num_iterations=2, max_steps=2, bapo_scope=scope, **options)
+    blocked = blocked_without_a_gradient(run.calls)
+    assert [count > 0 for count in blocked] == [positive, negative]
+    for logprobs, (_, behavior, advantages, mask, _, retained) in run.calls:
+        assert torch.equal(logprobs.detach().flatten()[mask], behavior[mask])
+        if positive and negative and "bapo_used_low" not in options:
+            assert not retained[mask & (advantages != 0)].any()
 
 
 def test_one_microbatch_needs_no_pass_ahead(tmp_path):
@@ -219,6 +252,12 @@ def test_two_processes_choose_the_bounds_of_one(tmp_path):
     assert len(set(one["clip_high"])) > 1
     assert_close(torch.tensor(one["share"]), torch.tensor(two["share"]))
     assert_close(one["weights"], two["weights"])
+    assert max(two["clipped"]) > 0
+    for seen in (one, two):
+        theirs, *ours = seen["fixed"]  # at fixed bounds: TRL's own trainer, then ours at both scopes
+        for loss, norm, moved in ours:
+            assert (loss, norm) == theirs[:2]
+            assert all(torch.equal(value, theirs[2][name]) for name, value in moved.items())
 
 
 def test_without_stale_tokens_the_ratio_is_one_and_the_pass_ahead_is_saved(tmp_path):

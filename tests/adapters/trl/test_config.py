@@ -33,7 +33,6 @@ def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_liger_kernel": True}, "use_liger_kernel=True is not supported"),
         ({"importance_sampling_level": "sequence"}, "Set importance_sampling_level='token'"),
         ({"loss_type": "cispo"}, "Use one of grpo, bnpo, dr_grpo, dapo"),
         ({"epsilon": 0.3}, "BAPO chooses both bounds"),
@@ -55,6 +54,13 @@ def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
 def test_what_cannot_be_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **options)
+
+
+def test_liger_is_allowed_where_trl_applies_only_its_layers(tmp_path, monkeypatch):
+    assert config(tmp_path, use_liger_kernel=True).use_liger_kernel
+    monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", GRPOTrainer._compute_loss, raising=False)  # as up to 1.13
+    with pytest.raises(ValueError, match=r"use_liger_kernel=True is not supported with TRL .* install TRL 1\.15"):
+        config(tmp_path, use_liger_kernel=True)
 
 
 def test_every_clip_setting_is_an_option(tmp_path):
@@ -91,6 +97,15 @@ def test_a_changed_trl_fails_at_import_with_the_tested_versions():
 
     with pytest.raises(ImportError, match=r"tested with TRL 1\.16, but TRL 9\.0 is installed.*_compute_loss"):
         check_trl(Changed, "9.0")
+
+    class Older(GRPOTrainer):  # the signature up to TRL 1.6, which returns two values
+        def _get_per_token_logps_and_entropies(
+            self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False
+        ):
+            return (input_ids[:, -logits_to_keep:],) * (1 + compute_entropy)
+
+    with pytest.raises(ImportError, match=r"TRL 1\.6 is installed.*_get_per_token_logps_and_entropies.*pip install"):
+        check_trl(Older, "1.6")
     with pytest.raises(ImportError, match="get_high_entropy_mask"):
         check_trl(type("Emptied", (GRPOTrainer,), {"get_high_entropy_mask": None}), "9.0")
     script = "import trl; del trl.GRPOTrainer._compute_loss; import bapo.adapters.trl"

@@ -183,6 +183,9 @@ def test_the_model_card_names_the_method(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "2510.18927" in card
     assert "BAPO" in card
+    assert {"trl", "grpo", "bapo"} <= set(run.model.model_tags)
+    assert all(f"- {tag}\n" in card for tag in ("trl", "grpo", "bapo"))
+    assert "@article{xi2025bapo,\n    title        = {{BAPO: Stabilizing Off-Policy" in card
 
 
 def test_a_reward_that_verifies_is_learned(tmp_path):

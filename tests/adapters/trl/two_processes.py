@@ -4,9 +4,10 @@ import sys
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from trl import GRPOConfig, GRPOTrainer
 
 from bapo.adapters.trl import BapoTrainer
-from tests.adapters.trl.tiny import log_of, prompts, tokenizer, trained, weights
+from tests.adapters.trl.tiny import FIXED, log_of, prompts, tokenizer, trained, weights
 
 
 def rollout(texts, trainer):
@@ -51,21 +52,23 @@ def main(out):
     from accelerate import PartialState
 
     processes = PartialState(cpu=True).num_processes
-    run = trained(
-        f"{out}.run",
-        Counting,
-        arguments={"rollout_func": rollout, "train_dataset": prompts().select(range(16))},
-        per_device_train_batch_size=4 // processes,
-        shuffle_dataset=False,
-        optim="sgd",
-        max_steps=6,
-        bapo_target_share=0.55,
-        bapo_high=[1.1, 3.0],
-    )
+    options = {
+        "arguments": {"rollout_func": rollout, "train_dataset": prompts().select(range(16))},
+        "per_device_train_batch_size": 4 // processes,
+        "shuffle_dataset": False,
+        "optim": "sgd",
+        "max_steps": 6,
+    }
+    run = trained(f"{out}.run", Counting, bapo_target_share=0.55, bapo_high=[1.1, 3.0], **options)
+    fixed = [trained(f"{out}.grpo", GRPOTrainer, GRPOConfig, **options)]
+    fixed += [trained(f"{out}.{scope}", bapo_scope=scope, **FIXED, **options) for scope in ("update", "microbatch")]
     if run.accelerator.is_main_process:
         logs = {name: log_of(run, f"bapo/{name}") for name in ("clip_low", "clip_high", "share")}
         state = {name.removeprefix("module."): value for name, value in weights(run).items()}
-        torch.save({**logs, "weights": state, "processes": processes, "collectives": run.collectives}, out)
+        same = [(log_of(one, "loss"), log_of(one, "grad_norm"), weights(one)) for one in fixed]
+        clipped = log_of(fixed[0], "clip_ratio/region_mean")
+        seen = {"processes": processes, "collectives": run.collectives, "fixed": same, "clipped": clipped}
+        torch.save({**logs, "weights": state, **seen}, out)
 
 
 if __name__ == "__main__":

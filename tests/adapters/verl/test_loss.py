@@ -1,9 +1,11 @@
 """The loss under verl's own registry: how it gets there, what it computes, what it refuses."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from torch.testing import assert_close
 
 pytest.importorskip("verl")
 
+import verl
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.utils import tensordict_utils as tu
 
 from bapo import ClipSettings
-from bapo.adapters.verl import BapoPolicyLossConfig, bapo_policy_loss
+from bapo.adapters.verl import BapoPolicyLossConfig, bapo_policy_loss, hook_engine
 from bapo.core.bounds import StopReason
 from bapo.core.settings import CLIP_OPTIONS
 from tests.adapters.logged import core as core_on
@@ -184,6 +188,55 @@ def test_refusals_say_what_to_set():
         BapoPolicyLossConfig(target_share=1.5)
     with pytest.raises(ValueError, match="scope='updates' is not known"):
         BapoPolicyLossConfig(scope="updates")
+
+
+def engine_with(config):
+    """verl's own engine class, hooked, as far as a refusal before its first pass needs it."""
+    from verl.workers.engine.base import BaseEngine
+
+    hook_engine()
+    engine = BaseEngine()
+    engine.engine_config = config
+    engine.get_data_parallel_group = lambda: None
+    return engine
+
+
+def train(engine, rows=4, **options):
+    loss = functools.partial(bapo_policy_loss, config=tiny.actor_config(*tiny.bapo_options(**options)))
+    data = tiny.batch()[:rows].clone()
+    tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    return engine.train_batch(data, loss)
+
+
+def test_engines_whose_bounds_would_not_be_those_of_the_update_are_refused():
+    from verl.workers.config.engine import EngineRouterReplayConfig, McoreEngineConfig, VeOmniEngineConfig
+
+    dynamic = McoreEngineConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=64)
+    with pytest.raises(ValueError, match=r"dynamic_context_parallel=True.*bounds of its own\. Set .*scope=microbatch"):
+        train(engine_with(dynamic))
+    recording = VeOmniEngineConfig(router_replay=EngineRouterReplayConfig(mode="R2"))
+    with pytest.raises(ValueError, match=r"mode='R2'.*Set .*scope=microbatch, or router_replay\.mode=R3"):
+        train(engine_with(recording))
+    # What is not refused goes on to verl's own method, which this bare engine does not have.
+    replaying = VeOmniEngineConfig(router_replay=EngineRouterReplayConfig(mode="R3"))
+    for engine, options in (
+        (dynamic, {"scope": "microbatch"}),
+        (recording, {"scope": "microbatch"}),
+        (recording, {"rows": 2}),
+        (replaying, {}),
+        (McoreEngineConfig(router_replay=EngineRouterReplayConfig(mode="R2")), {}),
+    ):
+        with pytest.raises(NotImplementedError):
+            train(engine_with(engine), **options)
+
+
+def test_the_reasons_for_these_refusals_are_still_in_verl():
+    engines = Path(verl.__file__).parent / "workers" / "engine"
+    dynamic = (engines / "megatron" / "transformer_impl.py").read_text()
+    assert "return mpu.get_dynamic_data_context_parallel_groups(group_size=1)" in dynamic
+    assert 'and data.get("routed_experts", None) is None' in dynamic  # Megatron records only what it does not have
+    recording = (engines / "veomni" / "transformer_impl.py").read_text()
+    assert 'if self._router_replay_mode == "R2" and forward_only:' in recording
 
 
 def test_the_launch_script_is_a_configuration_verl_accepts():

@@ -5,11 +5,18 @@ float64; each program leaves one column of partial sums, so there are no atomics
 order in which programs run. The second, a single program, adds the columns and walks the path. Nothing in between: no
 candidates x tokens temporaries, no look from the host.
 
-Comparisons are those of `bapo.core.table`: with thresholds rounded to the ratio's dtype, on signed ratios r sign(A),
+Comparisons are those of `bapo.core.bounds`: with thresholds rounded to the ratio's dtype, on signed ratios r sign(A),
 where one `<` serves both signs. A value that is not finite turns the whole table into NaN.
+
+Both kernels are short, and Triton's search for the right compilation takes longer than their launch: at every call it
+looks at the type, the value and the alignment of every argument. We name what can differ between two calls in a key,
+and `Launcher` remembers the compilation for that key.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from bapo.core.kernels import blocks_of
-from bapo.core.kernels.launch import INT32, Launcher, kinds_of
 from bapo.core.kernels.ratio import limited_ratio
 
 MAX_PROGRAMS = 264
@@ -25,6 +31,11 @@ MAX_PROGRAMS = 264
 BLOCK_TOKENS = 256
 BLOCK_CANDIDATES = 16
 PATH_BLOCK = 64
+TAKES_ALL_ARGUMENTS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+"""Whether a compiled kernel takes all arguments, as the kernel itself does. Earlier versions left constants out."""
+ALIGNMENT = 16
+"""Bytes. Triton compiles for addresses that are multiples of this, and separately for others."""
+INT32 = 2**31
 
 
 def signal_partials(
@@ -42,7 +53,7 @@ def signal_partials(
     used_low: Tensor | None = None,  # 0-d float64: the bound of negative tokens with uses
     log_ratio_limit: float | None = None,
 ) -> Tensor:  # [highs + lows + 1, programs] float64: the sum of its columns is the signal table
-    """The signal table of `bapo.core.table.signal_table`, in as many parts as programs filled it.
+    """The signal table of `bapo.core.bounds.signal_table`, in as many parts as programs filled it.
 
     Inputs may have any floating dtype, and hold anything where the mask is off. With `log_ratio_limit`, ratios are
     computed on the way from log-probs, and tokens past the limit are left out.
@@ -84,7 +95,7 @@ def choose_bounds(
     high_first: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # 0-d
-    """Low, high, share, share at start and at end, stop reason: what `bapo.core.bounds.bounds_from_table` returns."""
+    """Low, high, share, share at start and at end, stop reason: what `bapo.core.bounds.first_to_reach` finds."""
     lows, highs = low.numel(), high.numel()
     programs = partials.numel() // (lows + highs + 1)
     values = torch.empty(5, dtype=dtype, device=partials.device)
@@ -303,6 +314,34 @@ def _choose_kernel(
     tl.store(values_ptr + 3, share_at_start + poison)
     tl.store(values_ptr + 4, share_at_end + poison)
     tl.store(stop_ptr, stop.to(tl.int64))
+
+
+class Launcher:
+    """One kernel, with the options of its launches."""
+
+    def __init__(self, kernel: Any, **options: int) -> None:
+        self.kernel, self.options = kernel, options
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch. `key`: all in the arguments that makes another compilation; None: let Triton look."""
+        compiled = None if key is None else self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments)
+            return
+        compiled = self.kernel[grid](*arguments, **self.options)  # None from the interpreter
+        if key is not None and TAKES_ALL_ARGUMENTS and compiled is not None:
+            self._compiled[key] = compiled
+
+
+def kinds_of(*tensors: Tensor) -> tuple[torch.dtype | int, ...] | None:
+    """What Triton sees in these tensors, if all of them are aligned: their types and their device."""
+    address = 0
+    for tensor in tensors:
+        address |= tensor.data_ptr()
+    if address % ALIGNMENT:
+        return None
+    return (tensors[0].get_device(), *(tensor.dtype for tensor in tensors))
 
 
 _fill_partials, _choose = Launcher(_signal_kernel), Launcher(_choose_kernel, num_warps=8)

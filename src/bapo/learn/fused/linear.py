@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Linear
 
-from bapo.core.kernels.gate import gate
-from bapo.learn.fused.kernels.gate import gate_backward
+from bapo.core.kernels.gate import gate, gate_backward
 from bapo.models.layers import ADDITION
 
 

@@ -35,6 +35,7 @@ _ONLY_HERE = {
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "PYTHONSAFEPATH": "1",  # or they would look for modules in the current directory first
 }
 
 
@@ -99,7 +100,8 @@ def expected_weights(model: str) -> dict[str, tuple[int, ...]]:
             "format: give the directory of one."
         )
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))  # type: ignore[no-untyped-call]
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     return {name: tuple(weight.shape) for name, weight in made.named_parameters()}
 
 
@@ -174,6 +176,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "enforce_eager": current_platform.is_cpu() if settings.eager is None else settings.eager,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "generation_config": "vllm",  # not the model's own: it would change the distribution
         "logprobs_mode": "processed_logprobs",  # those of the tempered distribution
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),

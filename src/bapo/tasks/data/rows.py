@@ -15,6 +15,7 @@ import codecs
 import csv
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,9 @@ from typing import IO, Any, NamedTuple
 __all__ = ["FORMATS", "Row", "data_format", "read_rows"]
 
 PARQUET_BATCH = 1024
-LONGEST_CSV_FIELD = 2**27
+LONGEST_CSV_FIELD = LONGEST_LINE = 2**27
+UNPACKED, TIMES = 2**28, 100
+"""How many bytes a compressed file may always become, and how many times its size."""
 
 
 class Row(NamedTuple):
@@ -51,6 +54,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             f"{path} has the ending {path.suffix or '(none)'}, which is not a known data format. A data file must end "
             f"in {', '.join(FORMATS)}; all but parquet may be compressed (.gz)."
         )
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file, so it cannot be read as data. Write its rows into a file.")
     row = None
     try:
         for row in FORMATS[kind](path):
@@ -77,7 +82,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    text = "".join(line for _, line in _lines(path))
+    text = "".join(line for _, line in _lines(path, longest=None))  # all of it may be one line
     if not text.lstrip().startswith("["):
         yield from _jsonl(path)
         return
@@ -143,11 +148,11 @@ FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
 }  # fmt: skip
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, longest: int | None = LONGEST_LINE) -> Iterator[tuple[int, str]]:
     """The lines of a text file, numbered. Only a line feed ends a line: JSON strings may hold any other separator."""
     file: IO[bytes]
     with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:  # type: ignore[assignment]
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(_bounded(file, path, longest), 1):
             content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             try:
                 yield number, content.decode()
@@ -156,6 +161,26 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                     f"{path}, line {number} is not UTF-8: it has byte 0x{error.object[error.start]:02x} at position "
                     f"{error.start + 1}. Convert the file: iconv -f ITS-ENCODING -t UTF-8 {path.name}."
                 ) from None
+
+
+def _bounded(file: IO[bytes], path: Path, longest: int | None) -> Iterator[bytes]:
+    """The lines of a file. A small file must not become more than the memory holds: neither a line, nor all of it."""
+    packed = path.suffix.lower() == ".gz"
+    most = max(UNPACKED, TIMES * path.stat().st_size) if packed else sys.maxsize - 1
+    longest = most if longest is None else longest
+    unpacked = 0
+    while line := file.readline(min(longest, most - unpacked) + 1):
+        unpacked += len(line)
+        if unpacked > most:
+            raise ValueError(
+                f"{path} unpacks to more than {most:,} bytes, {TIMES} times its size or more. If you trust it, unpack "
+                f"it first: gunzip {path.name}."
+            )
+        if len(line) > longest:
+            raise ValueError(
+                f"{path} has a line of more than {longest:,} bytes, which is no row of data. Write one row per line."
+            )
+        yield line
 
 
 def _json_object(line: str, path: Path, unit: str, number: int) -> dict[str, Any]:

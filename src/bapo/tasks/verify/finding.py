@@ -10,18 +10,21 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import importlib.util
 import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from bapo.tasks.data.columns import ANSWERS
+from bapo.tasks.verify.unharmed import unharmed
 from bapo.tasks.verify.worker import describe
 
-__all__ = ["KEYWORDS", "accepted_keywords", "find_function", "is_async", "written_as"]
+__all__ = ["KEYWORDS", "accepted_keywords", "file_of", "find_function", "is_async", "written_as"]
 
 KEYWORDS = ("response", "answer", "prompt", "extra")
 TRL_LISTS = ("completions", "prompts", "completion_ids")
@@ -42,7 +45,8 @@ def find_function(name: str) -> Callable[..., Any]:
         sys.path.append(here)
     importlib.invalidate_caches()  # the file may be new
     try:
-        module = importlib.import_module(module_name)
+        with unharmed():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ValueError(
@@ -68,6 +72,23 @@ def find_function(name: str) -> Callable[..., Any]:
         hint = f"Did you mean {' or '.join(near)}?" if near else "Define it there, or name another."
         raise ValueError(f"reward function {name!r}: {module_name} has no function {function_name!r}. {hint}")
     return function  # type: ignore[no-any-return]
+
+
+def file_of(name: str) -> str | None:
+    """The file in which `find_function` would find the module of `module:function`. Nothing of it is run.
+
+    None: there is none, or only the import itself knows.
+    """
+    first, *others = name.partition(":")[0].split(".")
+    try:
+        spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, [os.getcwd()])
+        for count in range(1, len(others) + 1):
+            if spec is None or spec.submodule_search_locations is None:
+                return None
+            spec = PathFinder.find_spec(".".join([first, *others[:count]]), list(spec.submodule_search_locations))
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None else spec.origin
 
 
 def written_as(name: str) -> str:

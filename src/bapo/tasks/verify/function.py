@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async
+from bapo.tasks.verify.unharmed import unharmed
 from bapo.tasks.verify.worker import LARGEST_REWARD, describe
 from bapo.types import Problem, Score
 
@@ -59,7 +60,8 @@ class FunctionReward:
         found: dict[int, Score] = {}
         stopped = Score(None)
         try:
-            self._runner.run(self._all(responses, found))
+            with unharmed():
+                self._runner.run(self._all(responses, found))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # of a task that the function started
@@ -73,7 +75,8 @@ class FunctionReward:
 
     def _one(self, problem: Problem, response: str) -> Score:
         try:
-            return _score(self._function(**self._arguments(problem, response)))
+            with unharmed():
+                return _score(self._function(**self._arguments(problem, response)))
         except KeyboardInterrupt:
             raise
         except BaseException as error:

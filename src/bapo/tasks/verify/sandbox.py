@@ -15,8 +15,9 @@ evaluate it. So a verifier is a pure function `verify(answer, response) -> Score
 
 None of these is a reward of 0: the verifier could not tell. A verifier that catches its own MemoryError decides for
 itself. A worker imports its verifier once, never imports torch, and is used for as long as it lives. Equal pairs are
-verified once per call. In our process, one thread per worker feeds the worker and waits for it. The pool serves one
-caller at a time, and other callers wait until that call returns.
+verified once per call. A verifier in the current directory is found if our own process looks there, too, but only
+after everything that is installed. In our process, one thread per worker feeds the worker and waits for it. The pool
+serves one caller at a time, and other callers wait until that call returns.
 
 A worker that dies while it starts is started again, up to START_TRIES times. Responses are failures if no worker can be
 started for them.
@@ -41,6 +42,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,6 +59,8 @@ START_TRIES = 3
 GRACE_SECONDS = 2.0
 """How long after the worker's own timer we kill it, and how long it may take to exit when asked to."""
 MAX_DEFAULT_WORKERS = 16
+OWN_PLACE = str(Path(__file__).parents[3])
+"""Where bapo itself is installed."""
 
 
 def default_workers() -> int:
@@ -238,20 +242,25 @@ class _Worker:
 
     def _start(self) -> None:
         self.connection, theirs = socket.socketpair()
+        here = os.getcwd()
+        found_here = here in sys.path or "" in sys.path
+        installed = [path for path in sys.path if path not in ("", here) or path == OWN_PLACE]
         environment = {
             **os.environ,
-            **{"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "0"},
+            **{"PYTHONPATH": os.pathsep.join(installed), "PYTHONHASHSEED": "0"},
             **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         }
         with theirs:
             self.process: subprocess.Popen[bytes] | None = subprocess.Popen(  # noqa: S603
                 [
                     sys.executable,
+                    "-P",  # or the current directory would be the first place to look
                     "-m",
                     WORKER,
                     str(theirs.fileno()),
                     self.function,
                     str(self.memory_mb),
+                    here if found_here else "",
                 ],
                 pass_fds=[theirs.fileno()],
                 env=environment,

@@ -1,6 +1,8 @@
 """The inside of a sandbox: a process that calls one function for its owner, at the other end of a socket.
 
-    python -m bapo.tasks.verify.worker FD module:function MEMORY_MB
+    python -P -m bapo.tasks.verify.worker FD module:function MEMORY_MB PLACE
+
+PLACE is a directory in which to look for modules last, or empty.
 
 A worker is two processes, so that recovery from a hostile call costs a fork and not an import. The keeper imports the
 function once and forks a child, and the child answers calls. When a call kills the child, the keeper reports the cause
@@ -69,7 +71,8 @@ def load(name: str) -> Callable[..., Any]:
 
 def main(arguments: list[str]) -> int:
     """The keeper: imports the function, then keeps a child alive until the owner hangs up."""
-    descriptor, name, memory_mb = arguments
+    descriptor, name, memory_mb, place = arguments
+    sys.path += [place] if place else []
     connection = socket.socket(fileno=int(descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

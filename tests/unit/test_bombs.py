@@ -1,0 +1,146 @@
+"""Small files that say they are large, or become large, and templates that never end."""
+
+import gzip
+import io
+import json
+import time
+import zipfile
+
+import numpy as np
+import pytest
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from bapo import cli
+from bapo.config.errors import DumpError
+from bapo.diagnose import dump_files
+from bapo.models import templates
+from bapo.models.template_worker import names_read, render
+from bapo.tasks.data import rows
+
+
+def npz(path, shape, *, data=b"\0" * 16, compression=zipfile.ZIP_STORED):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("logprobs.npy", header.getvalue() + data)
+    return path
+
+
+@pytest.mark.parametrize("shape", [(10**12,), (2**40, 2**40), (10**9, 10**9, 0, 1), (5,)])
+def test_an_array_that_says_it_is_larger_than_its_file_is_refused(tmp_path, capsys, shape):
+    path = npz(tmp_path / "a.npz", shape)
+    assert cli.run(["diagnose", str(path)]) == 2
+    assert "a.npz" in capsys.readouterr().err
+    if 0 not in shape:
+        with pytest.raises(DumpError, match=r"logprobs.npy says that it holds [\d,]+ bytes of numbers, but has \d+"):
+            dump_files.read_columns(path)
+
+
+def test_a_dump_that_unpacks_without_measure_is_refused_and_a_large_one_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(dump_files, "UNPACKED", 1 << 16)
+    count = 1 << 20
+    path = npz(tmp_path / "a.npz", (count // 4,), data=b"\0" * count, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(DumpError, match=r"would unpack to [\d,]+ bytes, more than 100 times its size.*numpy\.savez"):
+        dump_files.read_columns(path)
+    noise = np.random.default_rng(0).normal(size=count // 4).astype(np.float32)
+    np.savez_compressed(tmp_path / "b.npz", logprobs=noise)
+    assert np.array_equal(dump_files.read_columns(tmp_path / "b.npz")["logprobs"], noise)
+
+
+def test_a_compressed_file_that_unpacks_without_measure_is_refused_and_a_large_one_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "UNPACKED", 1 << 16)
+    line = json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n"
+    for name, text in (
+        ("many.jsonl.gz", line * 100_000),
+        ("one.jsonl.gz", json.dumps({"prompt": " " * (1 << 22)})),
+        ("one.json.gz", json.dumps([{"prompt": " " * (1 << 22)}])),
+        ("many.csv.gz", "prompt,answer\n" + "1,1\n" * 1_000_000),
+    ):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(text.encode()))
+        with pytest.raises(ValueError, match=rf"{name} unpacks to more than [\d,]+ bytes, 100 times.*gunzip {name}"):
+            list(rows.read_rows(path))
+        plain = path.with_suffix("")
+        plain.write_text(text)
+        assert len(list(rows.read_rows(plain))) >= 1
+    noise = np.random.default_rng(0).integers(0, 10**9, size=20_000).tolist()
+    large = tmp_path / "large.jsonl.gz"
+    large.write_bytes(gzip.compress("".join(json.dumps({"prompt": str(n)}) + "\n" for n in noise).encode()))
+    assert len(list(rows.read_rows(large))) == 20_000
+
+
+def test_a_line_without_an_end_is_refused_and_json_may_be_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 16)
+    monkeypatch.setattr(rows._lines, "__defaults__", (1 << 16,))
+    text = json.dumps({"prompt": "x" * (1 << 17)})
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"a\.jsonl has a line of more than 65,536 bytes"):
+        list(rows.read_rows(tmp_path / "a.jsonl"))
+    (tmp_path / "a.json").write_text(f"[{text}]")
+    assert len(list(rows.read_rows(tmp_path / "a.json"))) == 1
+
+
+ENDLESS = {
+    "a loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a number": "{% set x = namespace(n=3) %}{% for i in range(60) %}{% set x.n = x.n ** 3 %}{% endfor %}",
+    "a text": "{{ 'a' * 9999999999 }}",
+    "a constant": "{{ ((9 ** 9) ** 9) ** (9 ** 8) }}",
+    "a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+}
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    templates.RENDERER.close()
+    yield
+    templates.RENDERER.close()
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_does_not_end_is_stopped(short, template):
+    began = time.monotonic()
+    with pytest.raises(TemplateError, match=r"does not end within|MemoryError"):
+        templates.RENDERER.ask("render", template, {})
+    assert time.monotonic() - began < 30
+    assert templates.RENDERER.ask("render", "{{ x }}", {"x": "next"}) == "next"
+
+
+CHAT = [
+    {"role": "system", "content": "Be <b>bold</b> 'and' \"q\""},
+    {"role": "user", "content": "Wie? 世界 \udc80 \n x  "},
+]
+WRITTEN = [
+    "{% for m in messages %}<|{{ m.role }}|>{{ m['content'] | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>{% endif %}",
+    "{{ bos_token }}{%- for m in messages -%}\n  {{ m | tojson }}\n{% endfor %}\n  {{ messages | tojson(indent=2) }}\n",
+    "  {% if tools is none %}none{% endif %}\n  {# c #}\n"
+    "{{ documents }}{{ undefined_one }}{{ undefined_one is defined }}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{{ ns.n }}{{ loop.last }}{% endfor %}",
+    "{% macro say(x) %}[{{ x }}]{% endmacro %}{{ say(messages[0].content) }}"
+    "{{ strftime_now('%Y') }}{{ [3, 1] | sort }}",
+    "{{ messages[1].content.split('?')[0].upper() }}{{ '%05.1f' | format(3.14159) }}{{ {'b': 1} | tojson }}",
+]
+
+
+@pytest.mark.parametrize("template", WRITTEN)
+def test_templates_are_rendered_as_transformers_renders_them(template):
+    values = {"add_generation_prompt": True, "bos_token": "<s>"}
+    expected = render_jinja_template([CHAT], chat_template=template, **values)[0][0]
+    asked = values | {"messages": CHAT, "tools": None, "documents": None}
+    assert render(template, asked) == expected
+    assert templates.RENDERER.ask("render", template, asked) == expected
+    assert names_read(template) == sorted(templates.names_read(template))
+
+
+def test_a_template_refuses_as_in_transformers():
+    for template in ("{{ raise_exception('no system') }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 / 0 }}"):
+        with pytest.raises((TemplateError, ZeroDivisionError)) as expected:
+            render_jinja_template([CHAT], chat_template=template)
+        with pytest.raises(TemplateError) as found:
+            templates.RENDERER.ask("render", template, {"messages": CHAT})
+        assert str(expected.value) in str(found.value)
