@@ -60,6 +60,7 @@ def main(out):
         "max_steps": 6,
     }
     run = trained(f"{out}.run", Counting, bapo_target_share=0.55, bapo_high=[1.1, 3.0], **options)
+    options["learning_rate"] = 1.0  # so that fixed bounds clip
     fixed = [trained(f"{out}.grpo", GRPOTrainer, GRPOConfig, **options)]
     fixed += [trained(f"{out}.{scope}", bapo_scope=scope, **FIXED, **options) for scope in ("update", "microbatch")]
     if run.accelerator.is_main_process:
