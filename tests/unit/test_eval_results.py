@@ -332,6 +332,7 @@ def test_the_key_that_differs_is_named_even_in_depth(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path):
-    (tmp_path / "lock").mkdir()
-    with pytest.raises(ConfigError, match=r"cannot be written to: .*Choose another place"), opened(tmp_path, {"k": 1}):
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "evaluation"
+    with pytest.raises(ConfigError, match=r"cannot be written to: .*Choose another place"), opened(place, {"k": 1}):
         pass

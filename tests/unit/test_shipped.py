@@ -28,13 +28,16 @@ def test_the_list_names_them_all_with_what_they_are(command, capsys):
         assert len(line.split()) > 4
 
 
-def test_a_name_is_found_from_anywhere_and_a_file_of_ones_own_comes_first(tmp_path, monkeypatch):
+def test_a_name_is_found_from_anywhere_and_a_file_beside_the_data_does_not_take_its_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_recipe("offpolicy")["offpolicy"]["partial_budget"] == 5000
     assert read_recipe("on-policy")["name"] == "on-policy"
     assert len(load_grid("quick").cells) == 8
     (tmp_path / "offpolicy").write_text("steps = 3")
-    assert read_recipe("offpolicy") == {"steps": 3}
+    assert read_recipe("offpolicy")["offpolicy"]["partial_budget"] == 5000
+    assert read_recipe("./offpolicy") == {"steps": 3}
+    (tmp_path / "mine").write_text("steps = 4")
+    assert read_recipe("mine") == {"steps": 4}
     (tmp_path / "mine.toml").write_text("[base]\nrecipe = 'grpo'\n[[objective]]\nlabel = 'a'")
     assert load_grid("mine.toml").cells[0].config.objective.name == "grpo"
 

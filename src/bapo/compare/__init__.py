@@ -19,6 +19,7 @@ from bapo.compare.progress import make_progress
 from bapo.compare.results import collect, table_lines, write_json
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
+from bapo.runs.files import check_kinds
 from bapo.runs.lock import held, is_held
 from bapo.screen.terminal import write_line
 
@@ -57,6 +58,7 @@ def compare(
             _say(stream, busy)
         return 0
     grid.out.mkdir(parents=True, exist_ok=True)
+    check_kinds(grid.out, files=("grid.json", "runs.jsonl", "results.json"))
     with held(grid.out / "lock", busy=busy) as lock:
         jobs = _chosen(make_plan(grid), only)  # again, now that no other process can change it
         write_json(grid.out / "grid.json", grid.record())

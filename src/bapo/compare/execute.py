@@ -101,9 +101,9 @@ def _start(job: Job, lock: int, threads: int) -> _Process | None:
     """Start the job's process and set its state; None if it could not be started."""
     path = job.cell.path
     try:
-        clear_unused(path)
         for below in (path.parent.parent, path.parent):
             files.folder(below)
+        clear_unused(path)
         config = job.cell.config.model_copy(update={"threads": job.cell.config.threads or threads})
         target = path
         if job.action == "train":
@@ -148,6 +148,8 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progres
 def _begin_again(job: Job, progress: Progress) -> None:
     """Set a damaged run aside and let its job wait to start from the beginning."""
     try:
+        for above in (job.cell.path.parent.parent, job.cell.path.parent):
+            files.folder(above)
         kept = set_aside(job.cell.path)
     except OSError as error:
         job.note += f" It could not be set aside: {error}."

@@ -136,6 +136,8 @@ def clear_unused(path: Path) -> None:
 def _examine(cell: Cell) -> tuple[Job, list[str]]:
     """The job for a cell, and how the configuration in its directory differs from the grid's."""
     path = cell.path
+    out = path.parents[2]
+    files.check_kinds(out, files=(), folders=[str(p.relative_to(out)) for p in (path.parents[1], path.parent, path)])
     if not path.exists() or unused(path):
         return Job(cell, State.WAITING), []
     run = read_run(path, finished=False)

@@ -1,7 +1,7 @@
 """Recipes and grids that come with bapo, and go by their names: `bapo train offpolicy`, `bapo compare quick`.
 
 They are the files in the folders recipes/ and grids/ of the package. The first comment of each says what it is. A file
-of yours with that name, in the directory you work in, comes first.
+of that name in the current directory, which may be a stranger's, does not take its place: `./offpolicy` means that one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def find(given: str | Path) -> Path:
     """The file that a path or a name leads to. A path that does not exist is left for whoever opens it."""
     path, known = Path(given).expanduser(), shipped()
     name = path.stem.replace("-", "_")
+    is_name = str(given) == path.name and not path.suffix
+    if is_name and name in known:
+        return known[name]
     if path.is_file():
         return path
-    if str(given) == path.name and not path.suffix:
-        if name in known:
-            return known[name]
+    if is_name:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise ConfigError(

@@ -55,7 +55,8 @@ def save_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimiz
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank} could not write its shards to {directory}: {cause}") from error
-    for shard in directory.glob(f"shard-{dist.get_rank(ranks) + 1:05d}-*.safetensors"):
+    rank = dist.get_rank(ranks) if dist.is_initialized() else 0
+    for shard in directory.glob(f"shard-{rank + 1:05d}-*.safetensors"):
         _sort_notes(shard)
 
 

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self, TypeVar
 
 from numpy.typing import NDArray
@@ -193,7 +193,9 @@ def unused(path: Path) -> bool:
     if not path.is_dir():
         return False
     names = {entry.name.removesuffix(files.PARTIAL) for entry in path.iterdir()}
-    return names <= BEFORE_THE_FIRST_STEP and not files.checkpoints(path / "checkpoints")
+    if not names <= BEFORE_THE_FIRST_STEP or files.checkpoints(path / "checkpoints"):
+        return False
+    return all(files.STEP.fullmatch(entry.name) for entry in (path / "checkpoints").glob("*"))
 
 
 def _made(out: str) -> Path:
@@ -242,6 +244,8 @@ def _model_flaw(run: Path) -> str | None:
         expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
         if strange := [name for name in expected if not _is_in_model(name)]:
             return f"{MODEL_CHECKSUMS} names {strange[0]!r}, which is no file of the trained model"
+        folders = {str(above) for name in expected for above in list(PurePath(name).parents)[:-1]}
+        files.check_kinds(run, files=expected, folders=sorted(folders))
         for name, digest in expected.items():
             if files.checksum(run / name) != digest:
                 return f"{name} is not as it was written"
