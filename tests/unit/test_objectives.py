@@ -18,7 +18,9 @@ ADVANTAGES = [1.0, 1.0, -1.0, -1.0]
 BEHAVIOR = log(0.1)
 
 
-def evaluate(objective, *, ratios=RATIOS, advantages=ADVANTAGES, behavior=BEHAVIOR, sequences=None, **options):
+def evaluate(
+    objective, *, ratios=RATIOS, advantages=ADVANTAGES, behavior=BEHAVIOR, sequences=None, uses=None, **options
+):
     """Loss per token, d loss / d log pi per token, and which tokens are retained."""
     count = len(ratios)
     behavior_logprobs = torch.full((count,), behavior, dtype=torch.float64)
@@ -29,6 +31,7 @@ def evaluate(objective, *, ratios=RATIOS, advantages=ADVANTAGES, behavior=BEHAVI
         torch.tensor(advantages, dtype=torch.float64),
         torch.ones(count, dtype=torch.bool),
         None if sequences is None else torch.tensor(sequences),
+        None if uses is None else torch.tensor(uses),
     )
     result = OBJECTIVES[objective](tokens, **options)
     result.loss.sum().backward()
@@ -49,6 +52,19 @@ def test_grpo_stops_the_gradient_only_past_the_bound_that_binds():
 
 def test_clip_higher_moves_only_the_upper_bound():
     check("clip_higher", [-1.28, -0.5, 1.5, 0.8], [0, -0.5, 1.5, 0], [False, True, True, False])
+
+
+def test_push_once_pushes_a_used_negative_token_only_while_it_is_more_likely_than_when_it_was_sampled():
+    # Fresh tokens have GRPO's clip. Used negative ones (A = -1) lose their gradient below 1, where their loss is -A.
+    check(
+        "push_once",
+        [-1.2, 0.9, 1.0, 1.1, -0.5],
+        [0, 0.9, 0, 1.1, -0.5],
+        [False, True, False, True, True],
+        ratios=[1.5, 0.9, 0.9, 1.1, 0.5],
+        advantages=[1.0, -1.0, -1.0, -1.0, 1.0],
+        uses=[0, 0, 3, 1, 1],
+    )
 
 
 def test_dual_clip_caps_negatives_from_above():
@@ -300,12 +316,13 @@ def test_gradients_agree_with_finite_differences(objective):
     start = behavior + 0.4 * torch.randn(24, generator=generator, dtype=torch.float64).clamp(-2, 2)
     advantages = torch.randn(8, generator=generator, dtype=torch.float64).repeat_interleave(3)
     mask, ids = torch.ones(24, dtype=torch.bool), torch.arange(8).repeat_interleave(3)
-    options = {"low": 0.7, "high": 1.4} if objective in ("grpo", "clip_higher", "gspo") else {}
+    uses = torch.arange(24) % 2 if OBJECTIVES[objective].needs_uses else None
+    options = {"low": 0.7, "high": 1.4} if objective in ("grpo", "clip_higher", "push_once", "gspo") else {}
     if objective == "bapo":
         options = {"bounds": ClipBounds(*(torch.tensor(x, dtype=torch.float64) for x in (0.7, 1.4, 0.5)))}
 
     def total(logprobs):
-        return OBJECTIVES[objective](Tokens(logprobs, behavior, advantages, mask, ids), **options).loss.sum()
+        return OBJECTIVES[objective](Tokens(logprobs, behavior, advantages, mask, ids, uses), **options).loss.sum()
 
     assert torch.autograd.gradcheck(total, start.clone().requires_grad_(), eps=1e-7, atol=1e-5)
 
@@ -329,19 +346,25 @@ def test_the_names_that_need_no_torch_are_those_of_the_objectives():
 
 
 def test_an_objective_says_what_it_takes():
-    assert OBJECTIVES["dual_clip"].options == ("low", "high", "cap", "used_low")
-    assert OBJECTIVES["bapo"].options == ("dual_clip",)  # its bounds are solved, not chosen
-    assert OBJECTIVES["topr"].options == ()
-    assert OBJECTIVES["dppo"].options == ("delta",)
-    kinds = ("solves_bounds", "whole_update", "needs_sequences")
+    assert OBJECTIVES["dual_clip"].options == {"low": 0.8, "high": 1.2, "cap": 3.0, "used_low": None}
+    assert OBJECTIVES["bapo"].options == {"dual_clip": None}  # its bounds are solved, not chosen
+    assert OBJECTIVES["topr"].options == {}
+    assert OBJECTIVES["dppo"].options == {"delta": 0.15}
+    kinds = ("solves_bounds", "whole_update", "needs_sequences", "needs_uses")
     found = {kind: [name for name in OBJECTIVES if getattr(OBJECTIVES[name], kind)] for kind in kinds}
-    assert found == {"solves_bounds": ["bapo"], "whole_update": ["m2po"], "needs_sequences": ["gspo", "topr"]}
+    assert found == {
+        "solves_bounds": ["bapo"],
+        "whole_update": ["m2po"],
+        "needs_sequences": ["gspo", "topr"],
+        "needs_uses": ["push_once"],
+    }
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 def test_only_those_that_need_sequences_fail_without_them(objective):
     bounds = ClipBounds(low=torch.tensor(0.8), high=torch.tensor(1.2), share=torch.tensor(0.5))
     options = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
+    options |= {"uses": [0, 1, 0, 1]} if OBJECTIVES[objective].needs_uses else {}
     if OBJECTIVES[objective].needs_sequences:
         with pytest.raises(ValueError, match="Pass sequence_ids"):
             evaluate(objective, **options)

@@ -42,6 +42,7 @@ from bapo.adapters.shared import (
     ignored_epsilons,
     not_importable,
     refuse_nan,
+    settings_of,
     warn_never_used,
 )
 from bapo.core.bounds import ClipBounds, bounds_from_table
@@ -110,12 +111,17 @@ FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass
 class BapoConfig(GRPOConfig):
-    """`GRPOConfig` plus where BAPO may put its clip bounds. An option left at None has the preset's value."""
+    """`GRPOConfig` plus where the clip bounds may be. An option left at None has the preset's value."""
 
+    bapo_objective: str = _option(
+        "bapo",
+        "'bapo' searches for the bounds in every update. 'grpo' and 'push_once' do not: they clip at (0.8, 1.2), "
+        "unless bapo_low and bapo_high are given, and 'push_once' has bapo_used_low=1.",
+    )
     bapo_preset: str | None = _option(
         None,
-        "Settings to start from: 'fixed', 'push-once', 'paper', 'weak-model' or 'released-script'. Without one: the "
-        "paper's numbers with the measure 'gradient'.",
+        "Settings of the search to start from: 'paper', 'weak-model' or 'released-script'. Without one: the paper's "
+        "numbers with the measure 'gradient'.",
     )
     bapo_target_share: float | None = _option(
         None, "Share of the signal that positive tokens should hold, in [0, 1]. 0.4 without a preset."
@@ -194,7 +200,7 @@ class BapoConfig(GRPOConfig):
         """These options as the core's ClipSettings."""
         options = {name: getattr(self, f"bapo_{name}") for name in CLIP_OPTIONS}
         try:
-            settings = ClipSettings.from_options(self.bapo_preset, **options)
+            settings = settings_of(self.bapo_objective, self.bapo_preset, **options)
             refuse_weighing(settings, "TRL")
             return settings
         except ValueError as error:

@@ -102,7 +102,7 @@ def require_uses(used_low: float | None, uses: Tensor | None) -> None:
     if used_low is not None and uses is None:
         raise ValueError(
             f"used_low={used_low} is a bound for tokens that were trained on before, so it needs uses=: how often each "
-            "token was. Pass them, or choose settings without it; the preset push-once sets it."
+            "token was. Pass them, or leave used_low out; the objective push_once has it by default."
         )
     if used_low is None and uses is not None:
         raise ValueError(

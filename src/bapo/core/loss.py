@@ -46,7 +46,7 @@ from bapo.core.checks import (
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
 from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, TokenLoss, Tokens, bapo
 from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.settings import ClipSettings, require_choice, used_low_of
 
 DEFAULT_SETTINGS = ClipSettings()
 REDUCTIONS = get_args(Reduction)
@@ -332,7 +332,7 @@ def _used_low(
 ) -> float | None:
     """The bound of used tokens that this call asks for, wherever the objective takes it from."""
     if not OBJECTIVES[objective].solves_bounds:
-        return options.get("used_low")
+        return used_low_of(objective, options)
     return settings.used_low if bounds is None else bounds.used_low
 
 

@@ -272,6 +272,15 @@ def dual_clip(
     return Clipped(tokens, low, high, cap=cap, used_low=used_low)
 
 
+def push_once(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, used_low: float = 1.0) -> Clipped:
+    """GRPO's clip, with a lower bound of 1 for tokens that were trained on before (ours; docs/algorithm.md).
+
+    A negative token is pushed down once. After that it is pushed down only while it is more likely than when it was
+    sampled.
+    """
+    return grpo(tokens, low=low, high=high, used_low=used_low)
+
+
 def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) -> Clipped:
     """The clipped surrogate at bounds solved from this update's own tokens (BAPO, arXiv:2510.18927).
 
@@ -414,11 +423,14 @@ class Objective:
     """Looks at all tokens of the update in one call, so an update cannot be cut into micro-batches."""
     needs_sequences: bool = False
     """Has to know which response each token belongs to."""
+    needs_uses: bool = False
+    """Has to know how often each token was trained on before, with its default options."""
 
     @cached_property
-    def options(self) -> tuple[str, ...]:
-        """Names of its own options."""
-        return tuple(name for name in inspect.signature(self.compute).parameters if name not in ("tokens", "bounds"))
+    def options(self) -> dict[str, float | None]:
+        """Its own options with their defaults."""
+        parameters = inspect.signature(self.compute).parameters
+        return {name: each.default for name, each in parameters.items() if name not in ("tokens", "bounds")}
 
     def __call__(self, tokens: Tokens, **options: Any) -> TokenLoss | Clipped:
         """The loss of each token."""
@@ -429,6 +441,7 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(grpo),
     "clip_higher": Objective(clip_higher),
     "dual_clip": Objective(dual_clip),
+    "push_once": Objective(push_once, needs_uses=True),
     "bapo": Objective(bapo, solves_bounds=True),
     "dcpo": Objective(dcpo),
     "cispo": Objective(cispo),

@@ -65,7 +65,7 @@ def test_liger_is_allowed_where_trl_applies_only_its_layers(tmp_path, monkeypatc
 
 def test_every_clip_setting_is_an_option(tmp_path):
     ours = {field.name for field in dataclasses.fields(BapoConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
-    assert ours == {f"bapo_{name}" for name in ("preset", *CLIP_OPTIONS, "scope")}
+    assert ours == {f"bapo_{name}" for name in ("objective", "preset", *CLIP_OPTIONS, "scope")}
     assert config(tmp_path, bapo_remainder="leave").clip_settings == ClipSettings()
 
 
