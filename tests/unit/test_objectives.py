@@ -33,7 +33,7 @@ def evaluate(
         None if sequences is None else torch.tensor(sequences),
         None if uses is None else torch.tensor(uses),
     )
-    result = OBJECTIVES[objective](tokens, **options)
+    result = OBJECTIVES[objective].compute(tokens, **options)
     result.loss.sum().backward()
     return result.loss.tolist(), logprobs.grad.tolist(), result.retained.tolist()
 
@@ -261,8 +261,8 @@ def test_dppo_keeps_a_token_exactly_at_delta():
     logprobs = behavior + torch.tensor([1.5, 0.5], dtype=torch.float64).log()
     reach = (logprobs.exp() - behavior.exp()).abs().min().item()
     tokens = Tokens(logprobs, behavior, torch.tensor([1.0, -1.0]), torch.ones(2).bool())
-    assert OBJECTIVES["dppo"](tokens, delta=reach + 1e-15).retained.all()
-    assert not OBJECTIVES["dppo"](tokens, delta=reach - 1e-15).retained.any()
+    assert OBJECTIVES["dppo"].compute(tokens, delta=reach + 1e-15).retained.all()
+    assert not OBJECTIVES["dppo"].compute(tokens, delta=reach - 1e-15).retained.any()
 
 
 def test_dppo_agrees_with_a_loop_over_its_formula():
@@ -293,7 +293,7 @@ def test_dppo_hides_no_infinity_behind_its_mask_and_retains_nothing_past_the_rat
     # The probability fell from .9 to 0 at A < 0, which is past delta: masked, but a defect all the same.
     logprobs = torch.tensor([-math.inf, -5.0], requires_grad=True)
     tokens = Tokens(logprobs, torch.tensor([log(0.9), -30.0]), torch.tensor([-1.0, -1.0]), torch.ones(2).bool())
-    result = OBJECTIVES["dppo"](tokens)
+    result = OBJECTIVES["dppo"].compute(tokens)
     result.loss.sum().backward()
     assert result.loss.isnan().tolist() == [True, False]
     assert logprobs.grad[1] == 0  # log r = 25
@@ -322,7 +322,9 @@ def test_gradients_agree_with_finite_differences(objective):
         options = {"bounds": ClipBounds(*(torch.tensor(x, dtype=torch.float64) for x in (0.7, 1.4, 0.5)))}
 
     def total(logprobs):
-        return OBJECTIVES[objective](Tokens(logprobs, behavior, advantages, mask, ids, uses), **options).loss.sum()
+        return (
+            OBJECTIVES[objective].compute(Tokens(logprobs, behavior, advantages, mask, ids, uses), **options).loss.sum()
+        )
 
     assert torch.autograd.gradcheck(total, start.clone().requires_grad_(), eps=1e-7, atol=1e-5)
 

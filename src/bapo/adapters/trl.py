@@ -49,7 +49,7 @@ from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
 from bapo.core.entropy_rule import entropy_statistics
-from bapo.core.loss import clean_tokens, update_table
+from bapo.core.loss import update_table
 from bapo.core.objectives import Tokens, retained_by
 from bapo.core.settings import CLIP_OPTIONS, ClipSettings, refuse_weighing, require_choice
 
@@ -330,7 +330,7 @@ class BapoTrainer(GRPOTrainer):
             low = float(bounds.used_low)
         lower, upper = clamped_at(low, high, used=used, advantages=arguments[2], dtype=logprobs.dtype)
         self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
-        tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
+        tokens = Tokens(*arguments[:3], check_mask(arguments[3]))
         retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within & ~self._capped(tokens)
         columns = (tokens.logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask, entropy.float(), retained)
         self._update.parts.append(_Part(bounds, tuple(column.flatten() for column in columns)))
@@ -403,7 +403,7 @@ class BapoTrainer(GRPOTrainer):
     ) -> Tensor:
         """The signal table of one micro-batch. A token past delta has no gradient and does not count as one."""
         if self.args.delta is not None and self._settings.measure == "gradient":
-            tokens = clean_tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
+            tokens = Tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
             mask = tokens.mask & ~self._capped(tokens)
         counted = None if self._settings.used_low is None else torch.full_like(mask, uses, dtype=torch.int64)
         return update_table(logprobs, behavior_logprobs, advantages, mask, self._settings, uses=counted)

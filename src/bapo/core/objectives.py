@@ -18,13 +18,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
-from bapo.core.checks import compared, require_uses, working_dtype, zero_or_nan, zero_outside
+from bapo.core.checks import compared, working_dtype, zero_or_nan, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -45,6 +45,14 @@ class Tokens:
     mask: Tensor  # bool
     sequence_ids: Tensor | None = None  # which response each packed token belongs to
     uses: Tensor | None = None  # integers: how often each token was trained on before
+
+    def __post_init__(self) -> None:
+        swapped = self.given_behavior_logprobs.requires_grad and not self.given_logprobs.requires_grad
+        if swapped and torch.is_grad_enabled():
+            raise ValueError(
+                "behavior_logprobs requires grad and logprobs does not: the two are swapped. The first argument is the "
+                "policy being trained; the second, the one that sampled, is a constant."
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,7 +194,6 @@ class Clipped:
     used_low: float | None = None  # in place of low, for tokens that were trained on before
 
     def __post_init__(self) -> None:
-        require_uses(self.used_low, self.tokens.uses)
         number = isinstance(self.used_low, int | float) and not isinstance(self.used_low, bool)
         if self.used_low is not None and not (number and 0 <= self.used_low < math.inf):
             raise ValueError(
@@ -431,10 +438,6 @@ class Objective:
         """Its own options with their defaults."""
         parameters = inspect.signature(self.compute).parameters
         return {name: each.default for name, each in parameters.items() if name not in ("tokens", "bounds")}
-
-    def __call__(self, tokens: Tokens, **options: Any) -> TokenLoss | Clipped:
-        """The loss of each token."""
-        return self.compute(tokens, **options)
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -23,7 +23,7 @@ from torch import Tensor
 from bapo.core.bounds import StopReason
 from bapo.core.checks import LOGPROB_SLACK
 from bapo.core.entropy_rule import quadrant_masses
-from bapo.core.loss import clean_tokens, policy_loss
+from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES, Tokens, retained_by
 from bapo.core.settings import PRESETS, ClipSettings
 from bapo.diagnose.dump_files import Array
@@ -158,7 +158,7 @@ def measure(update: LoggedUpdate) -> Numbers | None:
     if update.sequence_ids is not None:
         present, ids = np.unique(update.sequence_ids[good], return_inverse=True)
     advantages = _tensor(update.advantages[good])
-    tokens = clean_tokens(
+    tokens = Tokens(
         _tensor(update.logprobs[good]),
         _tensor(update.behavior_logprobs[good]),
         advantages,

@@ -20,7 +20,7 @@ class Visits(Watched):
     """Keeps of each training loss call: its update, inputs and uses, its log-probs with their gradient, its bounds."""
 
     def _set_epsilons(self, *args):
-        self.uses = self._uses(len(self._update.parts))
+        self.uses = self._uses(self._step)
         super()._set_epsilons(*args)
 
     def seen(self, logprobs):
