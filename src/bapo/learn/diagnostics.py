@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
 from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics, use_profile
-from bapo.core.kl import k3
 from bapo.core.loss import PolicyLoss, weigh_negatives
 from bapo.core.objectives import Tokens
 from bapo.core.reduction import sequence_lengths, sequence_sums
 from bapo.learn.anchor import anchor_metrics, fresh_tokens, without_nothing
 from bapo.learn.packing import empty_batch
 from bapo.learn.ranks import Ranks, columns_of_all, from_all, highest, summed
+from bapo.learn.reference import k3
 from bapo.learn.settings import LearnerSettings
 from bapo.types import TokenBatch
 
