@@ -29,7 +29,6 @@ from bapo.core.settings import (
     AdvantageName,
     ClipSettings,
     Measure,
-    ObjectiveName,
     Order,
     Preset,
     Remainder,
@@ -39,7 +38,7 @@ from bapo.core.settings import (
 )
 from bapo.demo import MAX_RESPONSE_TOKENS
 
-OBJECTIVE_NAMES: tuple[str, ...] = get_args(ObjectiveName)
+OBJECTIVE_NAMES = tuple(OBJECTIVE_OPTIONS)
 ADVANTAGE_NAMES: tuple[str, ...] = get_args(AdvantageName)
 
 

@@ -18,11 +18,6 @@ Weight = Literal["none", "rollout_prob"]
 Order = Literal["high_first", "low_first"]
 Remainder = Literal["leave", "weigh"]
 Preset = Literal["paper", "weak-model", "released-script"]
-ObjectiveName = Literal[
-    *("grpo", "clip_higher", "dual_clip", "push_once", "bapo"),
-    *("dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po", "dppo"),
-]
-"""The keys of OBJECTIVES in objectives.py, which needs torch."""
 OBJECTIVE_OPTIONS: dict[str, dict[str, float | None]] = {
     "grpo": {"low": 0.8, "high": 1.2, "used_low": None},
     "clip_higher": {"low": 0.8, "high": 1.28, "used_low": None},
@@ -38,7 +33,7 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, float | None]] = {
     "m2po": {"threshold": 0.04, "low": 0.7, "high": 1.5},
     "dppo": {"delta": 0.15},
 }
-"""The options of each objective with their defaults: the keyword arguments of its function in objectives.py."""
+"""The keys of OBJECTIVES in objectives.py, which needs torch, with the keyword arguments of each function."""
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 """The keys of ADVANTAGES in advantages.py, which needs torch."""
 
