@@ -145,12 +145,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
 
 def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """The ratio between two bounds, each a number or a tensor; `high` where they are the wrong way round."""
-    if isinstance(low, Tensor) == isinstance(high, Tensor):
-        return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
-    pair = (
-        x if isinstance(x, Tensor) else torch.full((), x, dtype=ratio.dtype, device=ratio.device) for x in (low, high)
-    )
-    return torch.clip(ratio, *pair)
+    return ratio.clamp(min=low).clamp(max=high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
 
 
 def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
