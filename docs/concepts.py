@@ -1,7 +1,7 @@
 """Draws the pictures of docs/concepts.md from two runs, and the one of docs/index.md from the table in docs/results.md.
 
     bapo train offpolicy --steps 14 --offpolicy.partial-budget 4000 --out runs/parked
-    bapo train --steps 4 --rollout.prompts 8 --learn.batch-groups 8 --objective.preset None --offpolicy.reuse 16 \
+    bapo train --steps 4 --rollout.prompts 8 --learn.batch-groups 8 --objective.name bapo --offpolicy.reuse 16 \
         --learn.lr 2e-4 --out runs/bounds
     python docs/concepts.py runs/parked runs/bounds
 

@@ -29,7 +29,7 @@ ARMS = {
     ("reuse-2", "grpo"): ({"name": "grpo"}, {"reuse": 2}, (0, 1)),
     ("reuse-4", "bapo"): (SEARCHING, {"reuse": 4}, (0,)),
     ("reuse-4", "clip_higher"): ({"name": "clip_higher"}, {"reuse": 4}, (0,)),
-    ("reuse-4", "push-once"): ({"name": "bapo"}, {"reuse": 4}, (0,)),
+    ("reuse-4", "push-once"): ({"name": "push_once"}, {"reuse": 4}, (0,)),
     ("partial", "bapo"): (SEARCHING, {"reuse": 2, "partial_budget": 600}, (0,)),
 }
 

@@ -31,7 +31,7 @@ def with_lora(dtype=torch.float32):
 CASES = {
     "searched": (SETTINGS, tiny),
     "used tokens": (replace(SETTINGS, clip=replace(CLIP, used_low=1.0)), tiny),
-    "push once": (replace(SETTINGS, clip=ClipSettings.preset("push-once"), reduction="token_mean"), tiny),
+    "push once": (replace(SETTINGS, objective="push_once", reduction="token_mean"), tiny),
     "weighed": (replace(SETTINGS, clip=replace(CLIP, target_share=0.9, remainder="weigh")), tiny),
     "one micro-batch": (replace(SETTINGS, micro_tokens=4096), tiny),
     "checkpointed": (replace(SETTINGS, activation_checkpointing=True), tiny),

@@ -109,7 +109,7 @@ def test_cells_are_base_then_setting_then_objective_then_seed(tmp_path):
         objective.options = {high = 1.3}
         [[objective]]
         label = "gradient"
-        objective.preset = "none"
+        objective.name = "bapo"
         learn.lr = 4e-4
     """)
     grid = load_grid(tmp_path / "grid.toml")

@@ -1,6 +1,5 @@
 import re
 from math import inf, nan
-from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -11,9 +10,9 @@ from bapo.config.keys import all_keys
 from bapo.config.placement import available_cores, placed
 from bapo.config.recipe import check, load, parse, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
-from bapo.config.sections import TAKE_USED_LOW, PresetChoice
+from bapo.config.sections import renamed
 from bapo.config.sft import SftConfig
-from bapo.core.settings import Preset
+from bapo.core.settings import ClipSettings
 from bapo.train.build import resolve
 
 
@@ -35,53 +34,80 @@ def test_names_are_those_of_the_core():
     from bapo.core.settings import OBJECTIVE_OPTIONS
 
     assert set(OBJECTIVE_NAMES) == set(OBJECTIVES)
-    assert {name: tuple(sorted(objective.options)) for name, objective in OBJECTIVES.items()} == OBJECTIVE_OPTIONS
+    assert {name: objective.options for name, objective in OBJECTIVES.items()} == OBJECTIVE_OPTIONS
     assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
 
 
 def test_presets_and_overrides_make_clip_settings():
-    fixed = parse_config({}, source="test").objective.clip
-    assert (fixed.low, fixed.high, fixed.used_low) == ((0.8, 0.8), (1.2, 1.2), None)
+    assert parse_config({"objective": {"name": "bapo"}}, source="test").objective.clip == ClipSettings()
     weak = parse_config({"objective": {"preset": "weak-model", "used_low": 0.95}}, source="test").objective.clip
     assert (weak.target_share, weak.low, weak.measure, weak.used_low) == (0.45, (0.8, 0.9), "surrogate", 0.95)
-    config = parse_config({"objective": {"preset": None, "target_share": 0.5, "high": [1.2, 2.4]}}, source="test")
+    config = parse_config({"objective": {"target_share": 0.5, "high": [1.2, 2.4]}}, source="test")
     assert (config.objective.clip.measure, config.objective.clip.high) == ("gradient", (1.2, 2.4))
     script = parse_config({"objective": {"preset": "released-script"}}, source="test").objective.clip
     assert (script.low_step, script.order, round(script.target_share, 4)) == (0.05, "low_first", 0.3333)
 
 
-def test_a_preset_can_be_chosen_by_every_name_it_has():
-    from bapo.core.objectives import OBJECTIVES
-
-    assert get_args(PresetChoice) == ("auto", *get_args(Preset))
-    assert {name for name in OBJECTIVES if "used_low" in OBJECTIVES[name].options} == set(TAKE_USED_LOW)
-
-
-def test_the_preset_auto_is_decided_by_the_number_of_passes():
-    for reuse, preset, used_low in (
-        (1, "fixed", None),
-        (7, "fixed", None),
-        (8, "push-once", 1.0),
-        (12, "push-once", 1.0),
-    ):
+def test_the_objective_auto_is_decided_by_the_number_of_passes():
+    for reuse, name, used_low in ((1, "grpo", None), (7, "grpo", None), (8, "push_once", 1.0), (12, "push_once", 1.0)):
         config = resolve(parse_config({"offpolicy": {"reuse": reuse}, "device": "cpu"}, source="test"))
-        assert (config.objective.preset, config.objective.clip.used_low) == (preset, used_low)
-    stated = resolve(parse_config({"offpolicy": {"reuse": 8}, "objective": {"preset": "paper"}}, source="test"))
-    assert stated.objective.preset == "paper"
-    other = resolve(parse_config({"offpolicy": {"reuse": 8}, "objective": {"name": "grpo"}}, source="test"))
-    assert (other.objective.preset, other.objective.options) == ("auto", {})
+        assert (config.objective.name, config.objective.bound_of_used) == (name, used_low)
+    for stated in ("bapo", "grpo", "push_once"):
+        config = parse_config({"offpolicy": {"reuse": 8}, "objective": {"name": stated}}, source="test")
+        assert resolve(config).objective == config.objective
+
+
+def test_the_keys_of_bapo_name_it():
+    for keys in ({"preset": "paper"}, {"low": [0.7, 0.9]}, {"scope": "microbatch"}):
+        objective = parse_config({"objective": keys}, source="test").objective
+        assert objective == parse_config({"objective": {"name": "bapo", **keys}}, source="test").objective
+    assert parse_config({}, source="test").objective.name == "auto"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"name": "bapo", "preset": "fixed"}, {"name": "grpo"}),
+        ({"name": "bapo", "preset": "push-once", "scope": "microbatch"}, {"name": "push_once"}),
+        ({"name": "gspo", "preset": "auto", "options": {"low": 0.9}}, {"name": "gspo", "options": {"low": 0.9}}),
+        ({"name": "bapo", "preset": None, "low": [0.7, 0.9]}, {"name": "bapo", "low": [0.7, 0.9]}),
+        ({"name": "bapo", "preset": "paper", "used_low": 1.0}, {"name": "bapo", "preset": "paper", "used_low": 1.0}),
+        (
+            {"name": "bapo", "preset": "fixed", "high": [1.2, 2.0], "options": {"dual_clip": 3.0}},
+            {"name": "bapo", "low": [0.8, 0.8], "high": [1.2, 2.0], "options": {"dual_clip": 3.0}},
+        ),
+        (
+            {"name": "bapo", "preset": "push-once", "remainder": "weigh", "target_share": 0.5},
+            {"name": "bapo", "low": [0.8, 0.8], "high": [1.2, 1.2], "used_low": 1.0, "remainder": "weigh"}
+            | {"target_share": 0.5},
+        ),
+    ],
+)
+def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
+    assert Config.model_validate({"objective": renamed(old)}) == Config.model_validate({"objective": new})
+    stored = {**Config().objective.model_dump(mode="json"), **old}  # a run states every key
+    assert Config.model_validate({"objective": renamed(stored)}) == Config.model_validate({"objective": new})
 
 
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
         ({"offpolicy": {"resue": 2}}, ["offpolicy.resue is not a known key", "Did you mean offpolicy.reuse"]),
-        ({"objective": {"target_share": 0.5}}, ["objective.target_share=0.5", "a single pair", "'weak-model'"]),
         (
-            {"objective": {"name": "grpo", "preset": "push-once"}},
-            ["objective.preset='push-once' belongs to objective.name='bapo'", "objective.options = { used_low = 1.0 }"],
+            {"objective": {"target_share": 0.5, "low": [0.8, 0.8], "high": [1.2, 1.2]}},
+            ["objective.target_share=0.5", "a single pair", "Give ranges to search"],
         ),
-        ({"objective": {"preset": "push once"}}, ["objective.preset = 'push once'", "'push-once'"]),
+        ({"objective": {"preset": "push-once"}}, ["'push-once' is not a preset", 'objective.name = "push_once"']),
+        ({"objective": {"preset": "fixed"}}, ["'fixed' is not a preset", 'Write objective.name = "grpo" instead']),
+        ({"objective": {"name": "bapo", "preset": "auto"}}, ["'auto' is not a preset", 'objective.name = "auto"']),
+        ({"objective": {"name": "bapo", "preset": "none"}}, ["'none' is not a preset", "without a preset has"]),
+        ({"objective": {"preset": None}}, ["objective.preset=none says of no objective what it is. Leave it out"]),
+        ({"objective": {"preset": "papr"}}, ["objective.preset = 'papr': choose 'paper', 'weak-model'"]),
+        ({"objective": {"options": {"low": 0.9}}}, ["objective.options.low belongs to an objective that is named"]),
+        (
+            {"objective": {"name": "auto", "used_low": 1.0}},
+            ["objective.used_low=1.0 belongs to objective.name='bapo', not to 'auto'", "objective.name = 'push_once'"],
+        ),
         ({"lr": 1e-4}, ["lr is not a known key", "Did you mean learn.lr"]),
         ({"steps": 0}, ["steps = 0"]),
         ({"device": "gpu"}, ["device = 'gpu'", "'cuda'"]),
@@ -104,7 +130,10 @@ def test_the_preset_auto_is_decided_by_the_number_of_passes():
         ({"offpolicy": {"replay_fraction": 0.5, "replay_max_age": 3}}, ["Set replay_max_age >= 4"]),
         ({"offpolicy": {"replay_capacity": 20}}, ["Set replay_capacity >= 32"]),
         ({"offpolicy": {"partial_budget": 9, "partial_max_age": 0}}, ["none could ever be resumed"]),
-        ({"objective": {"name": "grpo", "low": [0.5, 0.9]}}, ["objective.low belongs to objective.name='bapo'"]),
+        (
+            {"objective": {"name": "grpo", "low": [0.5, 0.9]}},
+            ["objective.low=(0.5, 0.9) belongs to objective.n"],
+        ),
         ({"objective": {"name": "grpo", "preset": "paper"}}, ["objective.preset='paper' belongs to", "Leave it out"]),
         ({"seed": -1}, ["seed = -1"]),
         ({"name": "grpo"}, ["Did you mean task.name or objective.name?"]),
@@ -191,7 +220,7 @@ def test_recipes_are_toml(tmp_path):
 
 
 def test_recipes_may_be_the_json_that_a_run_keeps(tmp_path):
-    config = parse_config({"steps": 7, "objective": {"preset": None}, "eval": {"also_at": [0, 0.6]}}, source="test")
+    config = parse_config({"steps": 7, "objective": {"name": "bapo"}, "eval": {"also_at": [0, 0.6]}}, source="test")
     recipe = tmp_path / "config.json"
     recipe.write_text(config.model_dump_json())
     assert load(Config, recipe) == config
@@ -199,10 +228,6 @@ def test_recipes_may_be_the_json_that_a_run_keeps(tmp_path):
         recipe.write_text(text)
         with pytest.raises(ConfigError, match=reason):
             load(Config, recipe)
-
-
-def test_toml_says_none_for_no_preset():
-    assert parse_config({"objective": {"preset": "none"}}, source="test").objective.clip.measure == "gradient"
 
 
 def test_every_key_has_a_name():
@@ -410,7 +435,7 @@ def test_a_key_with_a_dot_in_its_name_belongs_into_a_table():
 def test_a_run_says_what_push_once_does_in_it(offpolicy, told):
     from bapo.train.build import clip_notes
 
-    config = Config.model_validate({"objective": {"preset": "push-once"}, "offpolicy": offpolicy})
+    config = Config.model_validate({"objective": {"name": "push_once"}, "offpolicy": offpolicy})
     (note,) = clip_notes(resolve(config))
     assert told in note
     assert clip_notes(resolve(Config.model_validate({"offpolicy": {"reuse": 1}}))) == []

@@ -64,7 +64,7 @@ def test_curves_are_the_shares_and_bounds_of_every_update():
     share, upper, lower = charts(result)["figures"][0]["panels"]
     drawn = {RULES[series["arm"]]: series["runs"][0] for series in share["series"]}
     assert list(drawn) == ["unclipped", "(0.8, 1.2)", "push once", "bapo"]
-    for name, fate in (("(0.8, 1.2)", "grpo"), ("push once", "grpo push once"), ("bapo", "bapo")):
+    for name, fate in (("(0.8, 1.2)", "grpo"), ("push once", "push_once"), ("bapo", "bapo")):
         assert drawn[name] == pytest.approx(
             [numbers.fates[fate].gradient.share for numbers in result.updates], rel=1e-5
         )

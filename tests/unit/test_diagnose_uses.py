@@ -13,7 +13,7 @@ import torch
 from bapo import policy_loss
 from bapo.diagnose.diagnosis import as_json, diagnose
 from bapo.diagnose.dumps import Dump, LoggedUpdate, read_dump
-from bapo.diagnose.measure import PUSH_ONCE, measure, total
+from bapo.diagnose.measure import measure, total
 from bapo.diagnose.page import html_page
 from bapo.diagnose.push_once import Pushes, first, joined, later, of_uses, pushes_by_use
 from bapo.diagnose.tables import parts, uses
@@ -125,18 +125,18 @@ def with_count(update, count):
 
 
 def test_the_objective_is_tried_where_uses_are_known():
-    assert PUSH_ONCE not in measure(CLEAN).fates
+    assert "push_once" not in measure(CLEAN).fates
     update = replace(CLEAN, uses=np.arange(len(CLEAN.logprobs)) % 3)
-    fate = measure(update).fates[PUSH_ONCE]
+    fate = measure(update).fates["push_once"]
     out = policy_loss(*tensors(update), objective="grpo", used_low=1.0, uses=torch.from_numpy(update.uses))
     keys = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
     assert fate.clipped == pytest.approx([float(out.metrics[key]) for key in keys])
     assert fate.gradient.share == pytest.approx(float(out.bounds.share), abs=1e-6)
     assert fate.gradient.share == pytest.approx(of_uses(measure(update).pushes).share_then, abs=1e-6)
     fresh = measure(with_count(CLEAN, 0)).fates
-    assert fresh[PUSH_ONCE] == fresh["grpo"]
+    assert fresh["push_once"] == fresh["grpo"]
     both = total([measure(update), measure(with_count(CLEAN, 0))])
-    assert both.fates[PUSH_ONCE].blocked.negative > both.fates["grpo"].blocked.negative
+    assert both.fates["push_once"].blocked.negative > both.fates["grpo"].blocked.negative
 
 
 def moved(update, drift=0.1, seed=0):
@@ -256,7 +256,7 @@ def test_where_uses_cannot_be_inferred_they_are_unknown(updates, columns, said):
     table = uses(result.overall)
     assert table.title == "Negative tokens"
     assert [row[0] for row in table.rows] == ["not known"]
-    assert PUSH_ONCE not in result.overall.fates
+    assert "push_once" not in result.overall.fates
 
 
 @pytest.mark.parametrize("columns", [RECOMPUTED, BEFORE_THE_FIRST_STEP])
@@ -308,8 +308,8 @@ def test_advice_on_later_uses_says_what_the_numbers_say():
         f"pushes {used.pushed_share:.0%} down further, and these hold {used.pushed_mass:.0%} of the gradient",
         f"keep {used.kept_share:.0%} of the negative tokens in later uses",
         f"from {whole.share:.2f} to {whole.share_then:.2f}",
-        "objective.preset = 'push-once'",
-        "bapo_preset='push-once'",
+        "objective.name = 'push_once'",
+        "bapo_objective='push_once'",
     ):
         assert part in text
     assert "inferred" not in advice(with_count(CLEAN, 0), with_count(again, 1))

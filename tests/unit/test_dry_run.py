@@ -28,7 +28,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
         "5 steps of 16 prompts x 8 responses = 640 responses",
         "3 per step, 15 in all",
         "tokens grow 2 updates old",
-        "lower bound 0.8, upper bound 1.2, as in PPO and GRPO; preset fixed",
+        "clip       grpo, low 0.8, high 1.2\n",
         "runs/x, a checkpoint every 10 steps",
         "Nothing is wrong.",
     ):
@@ -41,14 +41,17 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
     [
         (
             ("--offpolicy.reuse", "8"),
-            "upper bound 1.2, and 1 below for negative tokens that were used before (push once)",
+            "clip       push_once, low 0.8, high 1.2, used_low 1; used_low is the lower bound of tokens that were",
         ),
         (
-            ("--objective.preset", "push-once", "--offpolicy.reuse", "1"),
+            ("--objective.name", "push_once", "--offpolicy.reuse", "1"),
             "warning    push once does nothing in this run: no token is trained on twice",
         ),
-        (("--objective.preset", "weak-model"), "upper bound 1.2 to 2, chosen anew in every update (BAPO)"),
-        (("--objective.name", "clip_higher", "--objective.options", "high", "1.3"), "clip       clip_higher, high 1.3"),
+        (("--objective.preset", "weak-model"), "upper bound 1.2 to 2, chosen anew in every update; preset weak-m"),
+        (
+            ("--objective.name", "clip_higher", "--objective.options", "high", "1.3"),
+            "clip_higher, low 0.8, high 1.3",
+        ),
     ],
 )
 def test_a_dry_run_says_which_bounds_a_token_has(words, told, capsys):
@@ -84,7 +87,7 @@ def test_bounds_that_cannot_be_are_refused_in_a_line(capsys):
         (("--objective.low", "0.9", "0.8"), "low=(0.9, 0.8) is not ordered"),
         (("--objective.name", "clip_higher", "--objective.options", "low", "0.2", "high", "0.28"), "do not enclose 1"),
         (("--objective.name", "dual_clip", "--objective.options", "cap", "0.5"), "the dual clip is 0.5"),
-        (("--objective.options", "dual_clip", "0.5"), "the dual clip is 0.5"),
+        (("--objective.name", "bapo", "--objective.options", "dual_clip", "0.5"), "the dual clip is 0.5"),
         (("--objective.name", "rloo"), "objective.name='rloo' is not known"),
     ):
         for command in (["train", "--dry-run"], ["train"]):

@@ -116,8 +116,9 @@ def test_one_pair_of_bounds_needs_no_pass_before_the_update(monkeypatch):
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     forward, parameters = Learner.logprobs, []
     for options in (
-        {"objective": "bapo", "clip": ClipSettings.preset("push-once")},
+        {"objective": "bapo", "clip": ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2), used_low=1.0)},
         {"objective": "grpo", "options": {"used_low": 1.0}},
+        {"objective": "push_once"},
     ):
         calls = []
         monkeypatch.setattr(
@@ -186,7 +187,8 @@ def same_update(ours, theirs, limits):
     [
         ("bapo", ClipSettings(target_share=0.55)),
         ("bapo", ClipSettings(target_share=0.55, used_low=1.0)),
-        ("bapo", ClipSettings.preset("push-once")),
+        ("bapo", ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2), used_low=1.0)),
+        ("push_once", ClipSettings()),
         ("grpo", ClipSettings()),
         ("gspo", ClipSettings()),
     ],
@@ -261,7 +263,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 
 
 @pytest.mark.parametrize("micro_tokens", [10**6, 40])
-@pytest.mark.parametrize("clip", [ClipSettings.preset("paper"), ClipSettings.preset("fixed")], ids=["search", "fixed"])
+@pytest.mark.parametrize(
+    "clip", [ClipSettings.preset("paper"), ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2))], ids=["search", "fixed"]
+)
 def test_an_update_is_skipped_where_the_model_is_not_finite_and_the_next_one_is_as_if_it_had_not_been(
     micro_tokens, clip
 ):

@@ -70,6 +70,10 @@ def test_bfloat16_inputs_are_worked_on_in_float32():
     assert logprobs.grad.dtype == torch.bfloat16
 
 
+def uses_for(objective, mask):
+    return {"uses": mask.long()} if OBJECTIVES[objective].needs_uses else {}
+
+
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 def test_huge_log_ratios_and_garbage_under_the_mask_stay_finite(objective):
     logprobs, behavior, advantages, mask = batch()
@@ -79,7 +83,8 @@ def test_huge_log_ratios_and_garbage_under_the_mask_stay_finite(objective):
         logprobs[~mask] = math.nan
         behavior[~mask] = math.inf
         advantages[~mask] = math.nan
-    out = policy_loss(logprobs, behavior, advantages, mask, objective=objective, entropy=torch.ones_like(behavior))
+    more = {"entropy": torch.ones_like(behavior), **uses_for(objective, mask)}
+    out = policy_loss(logprobs, behavior, advantages, mask, objective=objective, **more)
     out.loss.backward()
     assert out.loss.isfinite()
     assert logprobs.grad.isfinite().all()
@@ -97,7 +102,8 @@ def test_nothing_waits_for_the_device(objective):
             torch.empty(4, 8).bool(),
             torch.empty(4, 8),
         )
-    out = policy_loss(logprobs, behavior, advantages, mask, objective=objective, entropy=entropy)
+    more = {"entropy": entropy, **uses_for(objective, mask)}
+    out = policy_loss(logprobs, behavior, advantages, mask, objective=objective, **more)
     out.loss.backward()
     assert out.loss.device.type == logprobs.grad.device.type == "meta"
     assert all(value.device.type == "meta" for value in out.metrics.values())
@@ -117,7 +123,7 @@ def test_an_unlooked_at_nan_poisons_the_loss(monkeypatch):
             logprobs, behavior, advantages, mask = batch()
             with torch.no_grad():
                 logprobs[0, 0] = bad
-            options = {"bounds": bounds} if objective == "bapo" else {}
+            options = {"bounds": bounds} if objective == "bapo" else uses_for(objective, mask)
             out = policy_loss(logprobs, behavior, advantages, mask, objective=objective, **options)
             out.loss.backward()
             assert not out.loss.isfinite(), (objective, bad)

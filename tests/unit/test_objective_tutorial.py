@@ -24,8 +24,7 @@ def test_the_new_objective_passes_its_own_test(tmp_path):
     put_before(core / "objectives.py", "@dataclass(frozen=True)\nclass Objective:", f"{function}\n\n")
     objective, options = (line for line in entries.splitlines(keepends=True) if "log_clip" in line)
     put_before(core / "objectives.py", '    "dppo": Objective(dppo),', objective)
-    put_before(core / "settings.py", '"dppo"\n', '"log_clip", ')
-    put_before(core / "settings.py", '    "dppo": ("delta",),', options)
+    put_before(core / "settings.py", '    "dppo": {"delta": 0.15},', options)
     (tmp_path / "test_page.py").write_text(f"import math\n\nimport torch\nfrom bapo import policy_loss\n\n\n{test}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "test_page.py"]
     surroundings = {"PYTHONPATH": str(tmp_path)}

@@ -2,7 +2,6 @@
 
 import math
 from math import exp, log, sqrt
-from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.testing import assert_close
 
 from bapo import ClipBounds, policy_loss
 from bapo.core.objectives import OBJECTIVES, Tokens, clipped_surrogate
-from bapo.core.settings import ObjectiveName
+from bapo.core.settings import OBJECTIVE_OPTIONS
 
 # Four tokens at behaviour probability 1/10, with ratios 1.5, 0.5, 1.5, 0.5 and advantages +1, +1, -1, -1.
 RATIOS = [1.5, 0.5, 1.5, 0.5]
@@ -18,7 +17,9 @@ ADVANTAGES = [1.0, 1.0, -1.0, -1.0]
 BEHAVIOR = log(0.1)
 
 
-def evaluate(objective, *, ratios=RATIOS, advantages=ADVANTAGES, behavior=BEHAVIOR, sequences=None, **options):
+def evaluate(
+    objective, *, ratios=RATIOS, advantages=ADVANTAGES, behavior=BEHAVIOR, sequences=None, uses=None, **options
+):
     """Loss per token, d loss / d log pi per token, and which tokens are retained."""
     count = len(ratios)
     behavior_logprobs = torch.full((count,), behavior, dtype=torch.float64)
@@ -29,8 +30,9 @@ def evaluate(objective, *, ratios=RATIOS, advantages=ADVANTAGES, behavior=BEHAVI
         torch.tensor(advantages, dtype=torch.float64),
         torch.ones(count, dtype=torch.bool),
         None if sequences is None else torch.tensor(sequences),
+        None if uses is None else torch.tensor(uses),
     )
-    result = OBJECTIVES[objective](tokens, **options)
+    result = OBJECTIVES[objective].compute(tokens, **options)
     result.loss.sum().backward()
     return result.loss.tolist(), logprobs.grad.tolist(), result.retained.tolist()
 
@@ -49,6 +51,19 @@ def test_grpo_stops_the_gradient_only_past_the_bound_that_binds():
 
 def test_clip_higher_moves_only_the_upper_bound():
     check("clip_higher", [-1.28, -0.5, 1.5, 0.8], [0, -0.5, 1.5, 0], [False, True, True, False])
+
+
+def test_push_once_pushes_a_used_negative_token_only_while_it_is_more_likely_than_when_it_was_sampled():
+    # Fresh tokens have GRPO's clip. Used negative ones (A = -1) lose their gradient below 1, where their loss is -A.
+    check(
+        "push_once",
+        [-1.2, 0.9, 1.0, 1.1, -0.5],
+        [0, 0.9, 0, 1.1, -0.5],
+        [False, True, False, True, True],
+        ratios=[1.5, 0.9, 0.9, 1.1, 0.5],
+        advantages=[1.0, -1.0, -1.0, -1.0, 1.0],
+        uses=[0, 0, 3, 1, 1],
+    )
 
 
 def test_dual_clip_caps_negatives_from_above():
@@ -245,8 +260,8 @@ def test_dppo_keeps_a_token_exactly_at_delta():
     logprobs = behavior + torch.tensor([1.5, 0.5], dtype=torch.float64).log()
     reach = (logprobs.exp() - behavior.exp()).abs().min().item()
     tokens = Tokens(logprobs, behavior, torch.tensor([1.0, -1.0]), torch.ones(2).bool())
-    assert OBJECTIVES["dppo"](tokens, delta=reach + 1e-15).retained.all()
-    assert not OBJECTIVES["dppo"](tokens, delta=reach - 1e-15).retained.any()
+    assert OBJECTIVES["dppo"].compute(tokens, delta=reach + 1e-15).retained.all()
+    assert not OBJECTIVES["dppo"].compute(tokens, delta=reach - 1e-15).retained.any()
 
 
 def test_dppo_agrees_with_a_loop_over_its_formula():
@@ -277,7 +292,7 @@ def test_dppo_hides_no_infinity_behind_its_mask_and_retains_nothing_past_the_rat
     # The probability fell from .9 to 0 at A < 0, which is past delta: masked, but a defect all the same.
     logprobs = torch.tensor([-math.inf, -5.0], requires_grad=True)
     tokens = Tokens(logprobs, torch.tensor([log(0.9), -30.0]), torch.tensor([-1.0, -1.0]), torch.ones(2).bool())
-    result = OBJECTIVES["dppo"](tokens)
+    result = OBJECTIVES["dppo"].compute(tokens)
     result.loss.sum().backward()
     assert result.loss.isnan().tolist() == [True, False]
     assert logprobs.grad[1] == 0  # log r = 25
@@ -300,12 +315,15 @@ def test_gradients_agree_with_finite_differences(objective):
     start = behavior + 0.4 * torch.randn(24, generator=generator, dtype=torch.float64).clamp(-2, 2)
     advantages = torch.randn(8, generator=generator, dtype=torch.float64).repeat_interleave(3)
     mask, ids = torch.ones(24, dtype=torch.bool), torch.arange(8).repeat_interleave(3)
-    options = {"low": 0.7, "high": 1.4} if objective in ("grpo", "clip_higher", "gspo") else {}
+    uses = torch.arange(24) % 2 if OBJECTIVES[objective].needs_uses else None
+    options = {"low": 0.7, "high": 1.4} if objective in ("grpo", "clip_higher", "push_once", "gspo") else {}
     if objective == "bapo":
         options = {"bounds": ClipBounds(*(torch.tensor(x, dtype=torch.float64) for x in (0.7, 1.4, 0.5)))}
 
     def total(logprobs):
-        return OBJECTIVES[objective](Tokens(logprobs, behavior, advantages, mask, ids), **options).loss.sum()
+        return (
+            OBJECTIVES[objective].compute(Tokens(logprobs, behavior, advantages, mask, ids, uses), **options).loss.sum()
+        )
 
     assert torch.autograd.gradcheck(total, start.clone().requires_grad_(), eps=1e-7, atol=1e-5)
 
@@ -325,23 +343,29 @@ def test_dual_clip_below_one_is_refused():
 
 
 def test_the_names_that_need_no_torch_are_those_of_the_objectives():
-    assert get_args(ObjectiveName) == tuple(OBJECTIVES)
+    assert tuple(OBJECTIVE_OPTIONS) == tuple(OBJECTIVES)
 
 
 def test_an_objective_says_what_it_takes():
-    assert OBJECTIVES["dual_clip"].options == ("low", "high", "cap", "used_low")
-    assert OBJECTIVES["bapo"].options == ("dual_clip",)  # its bounds are solved, not chosen
-    assert OBJECTIVES["topr"].options == ()
-    assert OBJECTIVES["dppo"].options == ("delta",)
-    kinds = ("solves_bounds", "whole_update", "needs_sequences")
+    assert OBJECTIVES["dual_clip"].options == {"low": 0.8, "high": 1.2, "cap": 3.0, "used_low": None}
+    assert OBJECTIVES["bapo"].options == {"dual_clip": None}  # its bounds are solved, not chosen
+    assert OBJECTIVES["topr"].options == {}
+    assert OBJECTIVES["dppo"].options == {"delta": 0.15}
+    kinds = ("solves_bounds", "whole_update", "needs_sequences", "needs_uses")
     found = {kind: [name for name in OBJECTIVES if getattr(OBJECTIVES[name], kind)] for kind in kinds}
-    assert found == {"solves_bounds": ["bapo"], "whole_update": ["m2po"], "needs_sequences": ["gspo", "topr"]}
+    assert found == {
+        "solves_bounds": ["bapo"],
+        "whole_update": ["m2po"],
+        "needs_sequences": ["gspo", "topr"],
+        "needs_uses": ["push_once"],
+    }
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 def test_only_those_that_need_sequences_fail_without_them(objective):
     bounds = ClipBounds(low=torch.tensor(0.8), high=torch.tensor(1.2), share=torch.tensor(0.5))
     options = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
+    options |= {"uses": [0, 1, 0, 1]} if OBJECTIVES[objective].needs_uses else {}
     if OBJECTIVES[objective].needs_sequences:
         with pytest.raises(ValueError, match="Pass sequence_ids"):
             evaluate(objective, **options)

@@ -109,14 +109,15 @@ def test_others_are_measured_against_a_fixed_clip(tmp_path):
         config["objective"] |= {"name": "bapo", "preset": preset}
         (run / "config.json").write_text(json.dumps(config))
     (line,) = top(tmp_path)[0]["lines"]
-    assert line.startswith("One seed decides nothing: bapo preset paper and fixed clip have the same avg@2.")
+    assert line.startswith("One seed decides nothing: bapo preset paper and grpo have the same avg@2.")
 
 
 @pytest.mark.parametrize(
     ("objective", "name"),
     [
-        ({"name": "bapo", "preset": "fixed"}, "fixed clip"),
-        ({"name": "bapo", "preset": "push-once"}, "push-once"),
+        ({"name": "bapo", "preset": "fixed"}, "grpo"),
+        ({"name": "bapo", "preset": "push-once"}, "push_once"),
+        ({"name": "push_once", "preset": None}, "push_once"),
         ({"name": "bapo", "preset": "weak-model"}, "bapo"),
         ({"name": "bapo", "preset": "fixed", "high": [1.2, 2.0]}, "bapo"),
         ({"name": "bapo", "preset": "fixed", "remainder": "weigh"}, "bapo"),
@@ -258,7 +259,7 @@ def said(run):
 def test_push_once_blocks_used_tokens_by_design():
     blocked = with_log(updates=[{"clip_fraction": 0.4}] * 40)
     assert len(said(blocked)) == 1
-    push_once = {**blocked.config, "objective": {"name": "bapo", "preset": "push-once"}}
+    push_once = {**blocked.config, "objective": {"name": "push_once"}}
     assert said(Run(**{**vars(blocked), "config": push_once})) == []
 
 

@@ -25,8 +25,6 @@ def test_targets_convert_to_shares():
 def test_presets():
     paper = ClipSettings.preset("paper")
     assert (paper.target_share, paper.low, paper.high, paper.measure) == (0.4, (0.6, 0.9), (1.2, 3.0), "surrogate")
-    once = ClipSettings.preset("push-once")
-    assert (once.low, once.high, once.used_low) == ((0.8, 0.8), (1.2, 1.2), 1.0)
     weak = ClipSettings.preset("weak-model")
     assert (weak.target_share, weak.low, weak.high, weak.low_step) == (0.45, (0.8, 0.9), (1.2, 2.0), 0.02)
     script = ClipSettings.preset("released-script")
@@ -88,6 +86,9 @@ def test_impossible_settings_say_what_and_why(arguments, message):
 def test_unknown_preset_suggests_the_nearest():
     with pytest.raises(ValueError, match="Did you mean 'weak-model'"):
         ClipSettings.preset("weak_model")
+    for name, objective in (("fixed", "grpo"), ("push-once", "push_once")):
+        with pytest.raises(ValueError, match=f"not search for bounds. It is an objective: {objective!r}"):
+            ClipSettings.preset(name)
 
 
 @pytest.mark.parametrize("ranges", [{"low": (0.2, 0.2), "high": (0.28, 0.28)}, {"low": (1.1, 1.2)}, {"high": (0.9, 2)}])

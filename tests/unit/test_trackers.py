@@ -19,7 +19,7 @@ NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
 SMALL = [
     *("--device", "cpu", "--threads", "1", "--rollout.prompts", "8", "--rollout.responses", "4"),
     *("--rollout.max-tokens", "56", "--eval.problems", "4", "--eval.k", "2", "--eval.every", "0"),
-    *("--offpolicy.reuse", "2", "--objective.preset", "none"),
+    *("--offpolicy.reuse", "2", "--objective.name", "bapo"),
 ]
 
 

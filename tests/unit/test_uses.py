@@ -14,7 +14,7 @@ from bapo import ClipSettings, StopReason, bounds_from_table, policy_loss, signa
 from bapo.core.bounds import ClipBounds, rounded_down
 from bapo.core.entropy_rule import use_profile
 from bapo.core.kernels.clipped import clipped_loss
-from bapo.core.loss import clean_tokens, clipped_at, update_table
+from bapo.core.loss import clipped_at, update_table
 from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 from bapo.types import USE_EDGES
 from tests.reference import search
@@ -122,7 +122,7 @@ def test_the_loss_by_hand(objective):
     if objective == "bapo":
         pair = torch.tensor([0.8, 1.2], dtype=torch.float64)
         options = {"bounds": ClipBounds(pair[0], pair[1], pair[0], used_low=1.0)}
-    result = OBJECTIVES[objective](tokens, **options)
+    result = OBJECTIVES[objective].compute(tokens, **options)
     assert result.loss.tolist() == pytest.approx([0.9, 1.0, 1.1, 1.1, -0.9, -1.1])
     result.loss.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx([0.9, 0, 1.1, 1.1, -0.9, -1.1])
@@ -150,7 +150,7 @@ def test_the_kernel_of_the_loss_equals_the_torch_path(low, high, cap, used_low):
     leaf = logprobs.clone().requires_grad_()
     options = {"low": low, "high": high, "used_low": used_low} | ({} if cap is None else {"cap": cap})
     tokens = Tokens(leaf, behavior, advantages, mask, uses=uses)
-    theirs = OBJECTIVES["grpo" if cap is None else "dual_clip"](tokens, **options)
+    theirs = OBJECTIVES["grpo" if cap is None else "dual_clip"].compute(tokens, **options)
     torch.where(mask, theirs.loss, 0.0).sum().div(mask.sum()).backward()
     ours_leaf = logprobs.to(DEVICE).requires_grad_()
     rest = [x.to(DEVICE) for x in (behavior, advantages, mask)]
@@ -263,7 +263,7 @@ def test_the_profile_by_use_equals_a_loop():
     logprobs, behavior, advantages, mask, uses = stale(600, seed=3)
     uses = uses * 4
     retained = torch.rand(600, generator=torch.Generator().manual_seed(1)) < 0.7
-    profile = use_profile(clean_tokens(logprobs, behavior, advantages, mask, uses=uses), retained)
+    profile = use_profile(Tokens(logprobs, behavior, advantages, mask, uses=uses), retained)
     rows = list(zip(logprobs - behavior, advantages, mask, uses.tolist(), retained, strict=True))
     edges = [0, *USE_EDGES, math.inf]
     for place, (first, last) in enumerate(itertools.pairwise(edges)):

@@ -74,7 +74,7 @@ DEMO = [
     *("train", "--device", "cpu", "--steps", "4", "--threads", "1", "--checkpoint-every", "2", "--out", "run"),
     *("--rollout.prompts", "4", "--rollout.responses", "4", "--learn.batch-groups", "4"),
     *("--offpolicy.reuse", "2", "--offpolicy.replay-fraction", "0.3", "--offpolicy.partial-budget", "500"),
-    *("--objective.preset", "push-once", "--eval.problems", "2", "--eval.k", "2", "--eval.every", "3"),
+    *("--objective.name", "push_once", "--eval.problems", "2", "--eval.k", "2", "--eval.every", "3"),
 ]
 EVAL = [
     *("eval", "--model", "../world/model", "--data", "numbers=../world/test.jsonl", "--k", "2", "--slots", "4"),

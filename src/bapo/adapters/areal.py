@@ -38,7 +38,8 @@ class WithinBounds:
     """An AReaL actor engine whose optimizer steps are clipped at solved bounds (arXiv:2510.18927)."""
 
     clip_settings: ClipSettings = ClipSettings()
-    """Where the bounds may be. Set it in the class that combines this one with an engine of AReaL."""
+    """Where the bounds may be. Set it in the class that combines this one with an engine of AReaL; `settings_of` of
+    `bapo.adapters.shared` makes it for an objective that does not search, such as push_once."""
 
     def train_batch(
         self,

@@ -20,9 +20,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, just_above, not_importable
+from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, just_above, not_importable, settings_of
 from bapo.core.controller import BoundController, averageable
-from bapo.core.settings import ClipSettings, refuse_weighing, require_choice
+from bapo.core.settings import refuse_weighing, require_choice
 
 TESTED_VERSIONS = "0.11.2"
 
@@ -113,9 +113,9 @@ def policy_loss(
     *,
     all_ranks: bool = True,
     ratio_to: RatioTo = "rollout",
-    **settings: Any,  # fields of ClipSettings
+    **settings: Any,  # of `settings_of`: objective, and fields of ClipSettings
 ) -> Callable[..., BapoPolicyLoss]:
     """A stand-in for the name `PolicyLoss`: OpenRLHF's arguments make a `BapoPolicyLoss` with these options."""
     require_choice("ratio_to", ratio_to, get_args(RatioTo))
-    controller = BoundController(ClipSettings.from_options(preset, **settings), window, all_ranks=all_ranks)
+    controller = BoundController(settings_of(preset=preset, **settings), window, all_ranks=all_ranks)
     return functools.partial(BapoPolicyLoss, controller=controller, ratio_to=ratio_to)

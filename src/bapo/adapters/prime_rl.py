@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bapo.adapters.shared import as_key, refuse_used_low
+from bapo.adapters.shared import as_key, refuse_used_low, settings_of
 from bapo.core.controller import BoundController, averageable
-from bapo.core.settings import ClipSettings
 
 
 class LossOutputs(NamedTuple):
@@ -32,16 +31,15 @@ class LossOutputs(NamedTuple):
 def bapo_loss(
     inputs: Any,  # prime-rl's LossInputs, [tokens] each
     window: int = 64,
-    preset: str | None = None,
     dual_clip: float | None = None,
-    **settings: Any,  # fields of ClipSettings
+    **settings: Any,  # of `settings_of`: objective, preset, and fields of ClipSettings
 ) -> LossOutputs:
     """One sequence's clipped surrogate at the bounds of the window (arXiv:2510.18927), summed.
 
     `loss_weights`, where a version of prime-rl has them, multiply a token's signal as they multiply its loss.
     """
     weights = getattr(inputs, "loss_weights", None)
-    out = _controller(window, preset, as_key(settings.items())).policy_loss(
+    out = _controller(window, as_key(settings.items())).policy_loss(
         inputs.trainer_logprobs,
         inputs.inference_logprobs,
         inputs.advantages if weights is None else inputs.advantages * weights,
@@ -53,8 +51,8 @@ def bapo_loss(
 
 
 @cache
-def _controller(window: int, preset: str | None, options: tuple[tuple[str, Any], ...]) -> BoundController:
+def _controller(window: int, options: tuple[tuple[str, Any], ...]) -> BoundController:
     """One per process and configuration: prime-rl hands over a function, so the window lives here."""
-    settings = ClipSettings.from_options(preset, **dict(options))
+    settings = settings_of(**dict(options))
     refuse_used_low(settings, "prime-rl trains on every rollout once, and its LossInputs do not say otherwise")
     return BoundController(settings, window)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import StopReason
-from bapo.core.settings import ClipSettings
+from bapo.core.settings import ClipSettings, require_choice
 
 SCOPES = ("update", "microbatch")
 """What one pair of bounds is solved from: the whole optimizer step, or each loss call on its own."""
@@ -24,6 +24,38 @@ NO_SIGNAL = f"bapo/stop/{StopReason.NO_SIGNAL.name.lower()}"
 """The metric that counts parts without any advantage."""
 DEFAULT_EPSILON = 0.2
 """The default of every framework here. Somebody who set another value expects it to be used."""
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    "grpo": {"low": (0.8, 0.8), "high": (1.2, 1.2)},
+    "push_once": {"low": (0.8, 0.8), "high": (1.2, 1.2), "used_low": 1.0},
+}
+"""Objectives that do not search for their bounds -> the bounds, as settings of a search with one candidate."""
+
+
+def settings_of(objective: str = "bapo", preset: str | None = None, **options: Any) -> ClipSettings:
+    """The bounds of an objective as clip settings. An option that is None has the preset's or the objective's value.
+
+    objective   bapo searches. grpo and push_once do not: their options are low and high, each a pair of equal numbers,
+                and used_low.
+    """
+    require_choice("objective", objective, ("bapo", *FIXED))
+    if objective == "bapo":
+        return ClipSettings.from_options(preset, **options)
+    given = {name: value for name, value in {"preset": preset, **options}.items() if value is not None}
+    for name, value in given.items():
+        if name not in FIXED["push_once"]:
+            raise ValueError(
+                f"{name}={value!r} is of objective='bapo', which searches, but objective={objective!r} does not. Leave "
+                "it out."
+            )
+    settings = ClipSettings.from_options(**{**FIXED[objective], **given})
+    if settings.depends_on_tokens:
+        raise ValueError(
+            f"low={settings.low} and high={settings.high} are ranges to search, but objective={objective!r} does not "
+            "search. Give two equal numbers for each, or objective='bapo'."
+        )
+    return settings
 
 
 def not_importable(adapter: str, framework: str, tested: str, install: str, error: ImportError) -> ImportError:
@@ -59,8 +91,8 @@ def refuse_used_low(settings: ClipSettings, why: str) -> None:
     if settings.used_low is not None:
         raise ValueError(
             f"used_low={settings.used_low} is a bound for tokens that were trained on before, but {why}. Leave out "
-            "used_low, and the preset push-once, which sets it. In a training loop of your own, bapo.policy_loss(..., "
-            "uses=...) takes the counts."
+            "used_low, and the objective push_once, which sets it. In a training loop of your own, "
+            "bapo.policy_loss(..., uses=...) takes the counts."
         )
 
 
@@ -71,7 +103,7 @@ def warn_never_used(settings: ClipSettings, prefix: str, passes: str) -> None:
     """
     if settings.used_low is not None:
         warnings.warn(
-            f"{prefix}used_low={settings.used_low} (which {prefix}preset=push-once sets, too) does nothing with "
+            f"{prefix}used_low={settings.used_low} (which {prefix}objective=push_once sets, too) does nothing with "
             f"{passes}: it is a bound for tokens that were trained on before, and no token is trained on twice. Raise "
             "that option, or leave the bound out.",
             stacklevel=3,

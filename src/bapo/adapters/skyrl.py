@@ -17,9 +17,16 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, not_importable, refuse_used_low
+from bapo.adapters.shared import (
+    DEFAULT_EPSILON,
+    RatioTo,
+    ignored_epsilons,
+    not_importable,
+    refuse_used_low,
+    settings_of,
+)
 from bapo.core.controller import BoundController, as_numbers
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.settings import require_choice
 
 TESTED_VERSIONS = "0.3.0"
 
@@ -49,10 +56,10 @@ class BapoPolicyLoss:
         all_ranks: bool = False,
         ratio_to: RatioTo = "rollout",
         dual_clip: float | None = None,
-        **settings: Any,  # fields of ClipSettings
+        **settings: Any,  # of `settings_of`: objective, and fields of ClipSettings
     ) -> None:
         require_choice("ratio_to", ratio_to, get_args(RatioTo))
-        clip_settings = ClipSettings.from_options(preset, **settings)
+        clip_settings = settings_of(preset=preset, **settings)
         refuse_used_low(clip_settings, "SkyRL does not tell a loss which of its update_epochs_per_batch it is in")
         self.controller = BoundController(clip_settings, window, all_ranks=all_ranks)
         self.ratio_to = ratio_to

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, as_key, ignored_epsilons, refuse_used_low
+from bapo.adapters.shared import DEFAULT_EPSILON, as_key, ignored_epsilons, refuse_used_low, settings_of
 from bapo.core.controller import BoundController, averageable
-from bapo.core.settings import ClipSettings, refuse_weighing
+from bapo.core.settings import refuse_weighing
 
 PREFIX = "bapo_"
-"""Options are attributes of slime's arguments: bapo_preset, bapo_window, and bapo_<field of ClipSettings>."""
+"""Options are attributes of slime's arguments: bapo_window, and bapo_<name> for each option of `settings_of`."""
 
 
 def bapo_loss(
@@ -86,7 +86,7 @@ def _controller(*options: tuple[str, Any]) -> BoundController:
     """One per process and configuration: slime loads a function, so the window lives here."""
     given = dict(options)
     window = given.pop("window", 1)
-    settings = ClipSettings.from_options(given.pop("preset", None), **given)
+    settings = settings_of(**given)
     refuse_weighing(settings, "slime")
     refuse_used_low(settings, "slime trains on every response once, and its batches do not say otherwise")
     return BoundController(settings, window)

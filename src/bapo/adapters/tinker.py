@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo.adapters.shared import settings_of
 from bapo.core.controller import as_numbers
 from bapo.core.loss import policy_loss
-from bapo.core.settings import ClipSettings
 
 TESTED_VERSIONS = "0.36.0"
 INPUTS = ("logprobs", "advantages", "mask")
@@ -36,14 +36,14 @@ def bapo_loss(
     *,
     denominator: float | None = None,
     dual_clip: float | None = None,
-    **settings: Any,  # fields of ClipSettings
+    **settings: Any,  # of `settings_of`: objective, and fields of ClipSettings
 ) -> CustomLoss:
     """The clipped surrogate at bounds solved from all data of a call (arXiv:2510.18927).
 
     The loss is divided by `denominator`, or by the number of tokens under the mask where none is given. Give one where
     an `optim_step` follows several calls: their gradients add up, and each call still solves bounds of its own.
     """
-    clip_settings = ClipSettings.from_options(preset, **settings)
+    clip_settings = settings_of(preset=preset, **settings)
 
     def loss(data: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         def column(name: str) -> Tensor:

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from bapo.adapters.shared import not_importable, refuse_used_low
+from bapo.adapters.shared import not_importable, refuse_used_low, settings_of
 from bapo.core.controller import BoundController, averageable, read
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clipped_at, update_table
-from bapo.core.settings import ClipSettings
 
 TESTED_VERSIONS = "0.6.0"
 
@@ -37,15 +36,14 @@ class BapoPolicyLossFn(PolicyLossFn):
     def __init__(
         self,
         backend: str = "verl",
-        preset: str | None = None,
         window: int = 1,
         dual_clip: float | None = None,
         loss_agg_mode: str = "token-mean",
-        **settings: Any,  # fields of ClipSettings
+        **settings: Any,  # of `settings_of`: objective, preset, and fields of ClipSettings
     ) -> None:
         super().__init__(backend=backend)
         try:
-            clip_settings = ClipSettings.from_options(preset, **settings)
+            clip_settings = settings_of(**settings)
             refuse_used_low(clip_settings, "Trinity tells a policy loss neither the epoch nor the use_count")
         except ValueError as error:
             raise ValueError(f"policy_loss_fn_args: {error}") from None

@@ -42,13 +42,14 @@ from bapo.adapters.shared import (
     ignored_epsilons,
     not_importable,
     refuse_nan,
+    settings_of,
     warn_never_used,
 )
 from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
 from bapo.core.entropy_rule import entropy_statistics
-from bapo.core.loss import clean_tokens, update_table
+from bapo.core.loss import update_table
 from bapo.core.objectives import Tokens, retained_by
 from bapo.core.settings import CLIP_OPTIONS, ClipSettings, refuse_weighing, require_choice
 
@@ -110,12 +111,17 @@ FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass
 class BapoConfig(GRPOConfig):
-    """`GRPOConfig` plus where BAPO may put its clip bounds. An option left at None has the preset's value."""
+    """`GRPOConfig` plus where the clip bounds may be. An option left at None has the preset's value."""
 
+    bapo_objective: str = _option(
+        "bapo",
+        "'bapo' searches for the bounds in every update. 'grpo' and 'push_once' do not: they clip at (0.8, 1.2), "
+        "unless bapo_low and bapo_high are given, and 'push_once' has bapo_used_low=1.",
+    )
     bapo_preset: str | None = _option(
         None,
-        "Settings to start from: 'fixed', 'push-once', 'paper', 'weak-model' or 'released-script'. Without one: the "
-        "paper's numbers with the measure 'gradient'.",
+        "Settings of the search to start from: 'paper', 'weak-model' or 'released-script'. Without one: the paper's "
+        "numbers with the measure 'gradient'.",
     )
     bapo_target_share: float | None = _option(
         None, "Share of the signal that positive tokens should hold, in [0, 1]. 0.4 without a preset."
@@ -194,7 +200,7 @@ class BapoConfig(GRPOConfig):
         """These options as the core's ClipSettings."""
         options = {name: getattr(self, f"bapo_{name}") for name in CLIP_OPTIONS}
         try:
-            settings = ClipSettings.from_options(self.bapo_preset, **options)
+            settings = settings_of(self.bapo_objective, self.bapo_preset, **options)
             refuse_weighing(settings, "TRL")
             return settings
         except ValueError as error:
@@ -324,7 +330,7 @@ class BapoTrainer(GRPOTrainer):
             low = float(bounds.used_low)
         lower, upper = clamped_at(low, high, used=used, advantages=arguments[2], dtype=logprobs.dtype)
         self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
-        tokens = clean_tokens(*arguments[:3], check_mask(arguments[3]))
+        tokens = Tokens(*arguments[:3], check_mask(arguments[3]))
         retained = retained_by(tokens.ratio, tokens.advantages, low, high) & tokens.within & ~self._capped(tokens)
         columns = (tokens.logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask, entropy.float(), retained)
         self._update.parts.append(_Part(bounds, tuple(column.flatten() for column in columns)))
@@ -397,7 +403,7 @@ class BapoTrainer(GRPOTrainer):
     ) -> Tensor:
         """The signal table of one micro-batch. A token past delta has no gradient and does not count as one."""
         if self.args.delta is not None and self._settings.measure == "gradient":
-            tokens = clean_tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
+            tokens = Tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
             mask = tokens.mask & ~self._capped(tokens)
         counted = None if self._settings.used_low is None else torch.full_like(mask, uses, dtype=torch.int64)
         return update_table(logprobs, behavior_logprobs, advantages, mask, self._settings, uses=counted)

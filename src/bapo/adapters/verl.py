@@ -40,7 +40,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, SCOPES, ignored_epsilons, not_importable, refuse_nan, warn_never_used
+from bapo.adapters.shared import (
+    DEFAULT_EPSILON,
+    SCOPES,
+    ignored_epsilons,
+    not_importable,
+    refuse_nan,
+    settings_of,
+    warn_never_used,
+)
 from bapo.core.bounds import ClipBounds, bounds_from_table, bounds_over_ranks
 from bapo.core.controller import averageable, read
 from bapo.core.entropy_rule import clip_statistics
@@ -69,14 +77,16 @@ RETURNS_FOUR = "dict" not in str(inspect.signature(POLICY_LOSS_REGISTRY["vanilla
 
 @dataclass
 class BapoPolicyLossConfig(PolicyLossConfig):
-    """verl's `PolicyLossConfig` plus where BAPO may put its clip bounds. An option left at None has the preset's value.
+    """verl's `PolicyLossConfig` plus where the clip bounds may be. An option left at None has the preset's value.
 
-    The fields are those of the core's ClipSettings, plus `preset`, `scope` and `dual_clip`.
+    The fields are those of the core's ClipSettings, plus `objective`, `preset`, `scope` and `dual_clip`.
     """
 
     loss_mode: str = NAME
+    objective: str = "bapo"
+    """`bapo`, which searches for the bounds in every update, or `grpo` or `push_once`, which do not."""
     preset: str | None = None
-    """`fixed`, `push-once`, `paper`, `weak-model`, `released-script`. Without one: the paper's, measure `gradient`."""
+    """Of the search: `paper`, `weak-model`, `released-script`. Without one: the paper's numbers, measure `gradient`."""
     target_share: float | None = None
     low: list[float] | None = None
     high: list[float] | None = None
@@ -123,7 +133,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     def clip_settings(self) -> ClipSettings:
         """These options as the core's ClipSettings."""
         try:
-            return ClipSettings.from_options(self.preset, **{name: getattr(self, name) for name in CLIP_OPTIONS})
+            return settings_of(self.objective, self.preset, **{name: getattr(self, name) for name in CLIP_OPTIONS})
         except ValueError as error:
             raise ValueError(f"actor_rollout_ref.actor.policy_loss: {error}") from None
 

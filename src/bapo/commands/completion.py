@@ -27,7 +27,7 @@ from bapo.screen.terminal import write_exact
 
 (POSITIONAL,) = Positional[int].__metadata__  # type: ignore[attr-defined]
 """tyro's mark of an argument that is given by its place."""
-CHOICES = {"--objective.name": OBJECTIVE_NAMES, "--learn.advantages": ADVANTAGE_NAMES}
+CHOICES = {"--objective.name": ("auto", *OBJECTIVE_NAMES), "--learn.advantages": ADVANTAGE_NAMES}
 """The choices of keys that any text could be given to."""
 
 

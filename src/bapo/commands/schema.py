@@ -47,8 +47,7 @@ def _recipe(config: type[Config] | type[SftConfig]) -> dict[str, Any]:
     schema["definitions"] = schema.pop("$defs")
     sections = schema["definitions"]
     if config is Config:
-        sections["ObjectiveConfig"]["properties"]["name"]["enum"] = list(OBJECTIVE_NAMES)
-        sections["ObjectiveConfig"]["properties"]["preset"]["anyOf"].append({"const": "none"})
+        sections["ObjectiveConfig"]["properties"]["name"]["enum"] = ["auto", *OBJECTIVE_NAMES]
         sections["LearnConfig"]["properties"]["advantages"]["enum"] = list(ADVANTAGE_NAMES)
     return schema
 

@@ -145,7 +145,9 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
         run = read_run(path, finished=False, sizes=sizes)  # resuming cuts off what comes after them
     if isinstance(run, Defect):
         return Job(cell, State.DAMAGED, note=run.message), []
-    different = list(_differences(cell.config.model_dump(mode="json"), run.config))
+    objective = cell.config.objective.for_passes(cell.config.offpolicy.reuse)
+    wanted = cell.config.model_copy(update={"objective": objective})
+    different = list(_differences(wanted.model_dump(mode="json"), run.config))
     if run.summary:
         return Job(cell, State.FINISHED, before=cell.config.steps, step=cell.config.steps), different
     if not any((path / "checkpoints").glob("step-??????")):
@@ -168,8 +170,6 @@ def _remembered(path: Path) -> dict[str, int]:
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in wanted.items():
         name, other = f"{prefix}{key}", found.get(key)
-        if name == "objective.preset" and wanted["name"] != "bapo":
-            continue  # it means nothing there, and a run states the default of its day
         if name == "eval.problems" and value is None:
             continue  # the run's data decided it
         if isinstance(value, Mapping) and isinstance(other, Mapping) and name != "objective.options":

@@ -24,18 +24,21 @@ from bapo.config.base import (
     WeightDecay,
 )
 from bapo.core.settings import (
+    NOT_PRESETS,
+    OBJECTIVE_OPTIONS,
     AdvantageName,
     ClipSettings,
     Measure,
-    ObjectiveName,
     Order,
+    Preset,
     Remainder,
     Weight,
     require_choice,
+    used_low_of,
 )
 from bapo.demo import MAX_RESPONSE_TOKENS
 
-OBJECTIVE_NAMES: tuple[str, ...] = get_args(ObjectiveName)
+OBJECTIVE_NAMES = tuple(OBJECTIVE_OPTIONS)
 ADVANTAGE_NAMES: tuple[str, ...] = get_args(AdvantageName)
 
 
@@ -126,25 +129,29 @@ class RolloutConfig(Section):
     responses that came last wait. None: every slot has room for the longest response."""
 
 
-PresetChoice = Literal["auto", "fixed", "push-once", "paper", "weak-model", "released-script"]
-"""The presets of ClipSettings, and `auto`, which is one of them."""
-TAKE_USED_LOW = ("grpo", "clip_higher", "dual_clip")
-"""Objectives with the option used_low."""
 PUSH_ONCE_FROM = 8
 """Passes from which push once is ahead of GRPO's bounds in our own study; see docs/results.md."""
+NO_LONGER_PRESETS = {
+    "auto": 'Write objective.name = "auto", which is the default, or leave both out.',
+    "none": 'Leave it out: objective.name = "bapo" without a preset has the paper\'s numbers and the gradient measure.',
+    **{name: f'Write objective.name = "{objective}" instead.' for name, objective in NOT_PRESETS.items()},
+}
+"""What stood in objective.preset before it was only for published settings of a search -> what to write now."""
 
 
 class ObjectiveConfig(Section):
     """The loss. The keys from preset to scope belong to bapo; one that is set overrides the preset."""
 
-    name: str = Field("bapo", description=f"One of: {', '.join(OBJECTIVE_NAMES)}.")
+    name: str = Field(
+        "auto",
+        description=f"auto: push_once if offpolicy.reuse is {PUSH_ONCE_FROM} or more, else grpo; bapo if one of its "
+        f"keys is given. Or one of: {', '.join(OBJECTIVE_NAMES)}.",
+    )
     options: dict[str, float] = Field(default_factory=dict)
-    """Options of an objective other than bapo, such as low and high of grpo."""
-    preset: PresetChoice | None = "auto"
-    """The clip settings to start from. fixed: GRPO's bounds, (0.8, 1.2). push-once: the same, and a lower bound of 1
-    for tokens that were trained on before. auto: push-once if offpolicy.reuse is 8 or more, else fixed. paper,
-    weak-model, released-script: published settings of BAPO, which search. None (in TOML: "none"): the paper's numbers
-    with the gradient measure."""
+    """Options of an objective that is named, such as low and high of grpo."""
+    preset: Preset | None = None
+    """Published settings of BAPO's search to start from. None: the paper's numbers, but the share is measured by the
+    gradient."""
     target_share: float | None = None
     """The share of the signal that positive tokens should hold."""
     low: tuple[float, float] | None = None
@@ -167,24 +174,33 @@ class ObjectiveConfig(Section):
     """The tokens that share one pair of bounds: those of a whole update (as in the paper), or those of each micro-batch
     (as in the authors' code)."""
 
-    @field_validator("preset", mode="before")
-    @classmethod
-    def _toml_has_no_null(cls, value: Any) -> Any:
-        return None if value == "none" else value
-
     @model_validator(mode="before")
     @classmethod
-    def _stored_default(cls, values: Any) -> Any:
-        """The config.json of a run states every key. It may state weak-model, once the default, for any objective."""
-        if isinstance(values, dict) and values.get("name", "bapo") != "bapo" and values.get("preset") == "weak-model":
-            return values | {"preset": "auto"}
+    def _named_by_its_keys(cls, values: Any) -> Any:
+        """The keys of bapo say that bapo is meant, so nobody has to say it twice."""
+        if not isinstance(values, dict) or "name" in values:
+            return values
+        if any(values.get(key) is not None for key in cls.model_fields if key not in ("name", "options")):
+            return values | {"name": "bapo"}
+        if "preset" in values:
+            raise ValueError(f"objective.preset=none says of no objective what it is. {NO_LONGER_PRESETS['none']}")
         return values
 
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _published(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in NO_LONGER_PRESETS:
+            raise ValueError(
+                f"objective.preset={value!r} is not a preset: presets are published settings of BAPO's search. "
+                f"{NO_LONGER_PRESETS[value]}"
+            )
+        return value
+
     def for_passes(self, passes: int) -> Self:
-        """The same, with a preset that is decided."""
-        if self.name != "bapo" or self.preset != "auto":
+        """The same, with an objective that is decided."""
+        if self.name != "auto":
             return self
-        return self.model_copy(update={"preset": "push-once" if passes >= PUSH_ONCE_FROM else "fixed"})
+        return self.model_copy(update={"name": "push_once" if passes >= PUSH_ONCE_FROM else "grpo"})
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -194,50 +210,76 @@ class ObjectiveConfig(Section):
 
     @property
     def clip(self) -> ClipSettings:
-        """The clip settings that the preset and the overrides describe."""
-        return ClipSettings.from_options("fixed" if self.preset == "auto" else self.preset, **self.overrides)
+        """The clip settings that the preset and the overrides describe. Only bapo uses them."""
+        return ClipSettings.from_options(self.preset, **self.overrides)
+
+    @property
+    def all_options(self) -> dict[str, float]:
+        """The options of an objective other than bapo: those that are set, and the defaults of the others."""
+        options = OBJECTIVE_OPTIONS.get(self.name, {}) | self.options
+        return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def bound_of_used(self) -> float | None:
+        """The lower bound of tokens that were trained on before; None: that of all tokens."""
+        return self.clip.used_low if self.name == "bapo" else used_low_of(self.name, self.options)
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        require_choice("objective.name", self.name, OBJECTIVE_NAMES)
+        require_choice("objective.name", self.name, ("auto", *OBJECTIVE_NAMES))
+        if self.name == "auto" and self.options:
+            raise ValueError(
+                f"objective.options.{next(iter(self.options))} belongs to an objective that is named. Set "
+                "objective.name, for example to 'grpo'."
+            )
         if self.name != "bapo":
             self._refuse_what_only_bapo_has()
+            return self
         if self.remainder == "weigh" and self.scope == "microbatch":
             raise ValueError(
                 "objective.remainder='weigh' balances a whole update, but objective.scope='microbatch' would weigh "
                 "each micro-batch alone and drop those without a positive token. Set objective.scope='update'."
             )
-        if self.name == "bapo":
-            self._refuse_what_a_single_pair_ignores()
-        return self
-
-    def _refuse_what_a_single_pair_ignores(self) -> None:
         searches = self.clip.depends_on_tokens
         ignored = [key for key in ("target_share", "order") if key in self.overrides]
         if ignored and not searches:
             raise ValueError(
                 f"objective.{ignored[0]}={self.overrides[ignored[0]]!r} belongs to a search for bounds, but "
-                f"objective.preset={self.preset!r} has a single pair. Set objective.preset='weak-model' or 'paper', or "
-                "give objective.low and objective.high ranges to search."
+                "objective.low and objective.high are a single pair. Give ranges to search, such as low = [0.6, 0.9]."
             )
+        return self
 
     def _refuse_what_only_bapo_has(self) -> None:
-        once = "" if self.name not in TAKE_USED_LOW else " For push once, set objective.options = { used_low = 1.0 }."
-        if self.overrides:
+        """Raise for keys of bapo beside another objective."""
+        given: dict[str, Any] = {"preset": self.preset} if self.preset else {}
+        given |= self.overrides | ({} if self.scope == "update" else {"scope": self.scope})
+        for key, value in given.items():
+            once = " For push once, set objective.name = 'push_once'." if key == "used_low" else ""
             raise ValueError(
-                f"objective.{next(iter(self.overrides))} belongs to objective.name='bapo', not to {self.name!r}, which "
-                f"ignores it. Options of {self.name!r} go into objective.options.{once}"
+                f"objective.{key}={value!r} belongs to objective.name='bapo', not to {self.name!r}, which ignores it. "
+                f"Leave it out, or set objective.name='bapo'. Options of other objectives go into "
+                f"objective.options.{once}"
             )
-        if self.preset not in (None, "auto"):
-            raise ValueError(
-                f"objective.preset={self.preset!r} belongs to objective.name='bapo', not to {self.name!r}, which "
-                f"ignores it. Leave it out.{once}"
-            )
-        if self.scope != "update":
-            raise ValueError(
-                f"objective.scope={self.scope!r} says which tokens share BAPO's bounds, but {self.name!r} does not "
-                "solve for bounds. Leave it out."
-            )
+
+
+def renamed(objective: dict[str, Any]) -> dict[str, Any]:
+    """The objective in the config.json of an earlier version, as it is stated now: for readers, not for training.
+
+    A clip that does not search was called bapo, with the preset fixed or push-once. And every other objective had a
+    preset, too, where it meant nothing.
+    """
+    if "preset" not in objective:
+        return objective
+    if objective.get("name") != "bapo":
+        return objective | {"preset": None}
+    name = NOT_PRESETS.get(str(objective.get("preset")))
+    if name is None:
+        return objective
+    stated = {key: value for key, value in objective.items() if value not in (None, {}) and key != "preset"}
+    if stated.keys() <= {"name", "scope"}:
+        return {"name": name}
+    pair = {"low": (0.8, 0.8), "high": (1.2, 1.2), "used_low": used_low_of(name, {})}
+    return pair | stated
 
 
 class OffPolicyConfig(Section):

@@ -35,7 +35,6 @@ from bapo.core.checks import (
     check_shapes,
     check_uses,
     compared,
-    require_uses,
     working_dtype,
     zero_or_nan,
 )
@@ -106,18 +105,30 @@ def solve_bounds(
     process_group: dist.ProcessGroup | None = None,  # sum the signal over these ranks, with one all-reduce
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
-    if process_group is None:
-        parts = parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses)
-        if mask.device.type == "cpu" and not parts[-1].any():
-            check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
-        return bounds_from_table(parts, settings, dtype=working_dtype(ratio))
     try:
-        table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs, uses=uses)
+        parts = parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses)
+        if process_group is None and mask.device.type == "cpu" and not parts[-1].any():
+            check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
     except Exception:
-        poison_peers(settings, process_group, mask.device)
+        if process_group is not None:
+            poison_peers(settings, process_group, mask.device)
         raise
+    return solved_bounds(parts, settings, process_group, dtype=working_dtype(ratio))
+
+
+def solved_bounds(
+    parts: Tensor,  # the signal table of these tokens, or one per column
+    settings: ClipSettings,
+    process_group: dist.ProcessGroup | None,
+    *,
+    dtype: torch.dtype,
+) -> ClipBounds:
+    """The bounds of these tokens, or of those of all ranks. A rank on CPU raises if another one has bad input."""
+    if process_group is None:
+        return bounds_from_table(parts, settings, dtype=dtype)
+    table = summed(parts)
     dist.all_reduce(table, group=process_group)
-    bounds = bounds_from_table(table, settings, dtype=working_dtype(ratio))
+    bounds = bounds_from_table(table, settings, dtype=dtype)
     if table.device.type == "cpu" and bool(bounds.share.isnan()):
         raise ValueError(
             "the signal summed over process_group is not finite, although this rank's is: another rank got bad input. "
@@ -180,8 +191,7 @@ def parts_of_ratios(
 ) -> Tensor:  # [highs + lows + 1] or [highs + lows + 1, parts] float64
     """The signal table of these tokens, or one per column that `summed` adds up."""
     check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
-    require_uses(settings.used_low, uses)
-    check_uses(uses, mask)
+    check_uses(uses, mask, settings.used_low)
     mask = check_mask(mask)
     if settings.weight == "none":
         behavior_logprobs = None

@@ -75,10 +75,23 @@ def check_sequence_ids(sequence_ids: Tensor | None, mask: Tensor) -> None:
             )
 
 
-def check_uses(uses: Tensor | None, mask: Tensor) -> None:
-    """How often each token was trained on before: one whole number per token, none of them negative."""
+def check_uses(uses: Tensor | None, mask: Tensor, used_low: float | None) -> None:
+    """How often each token was trained on before: one whole number per token, none of them negative.
+
+    They come together with a bound for used tokens: neither is ignored in silence.
+    """
+    if used_low is not None and uses is None:
+        raise ValueError(
+            f"used_low={used_low} is a bound for tokens that were trained on before, so it needs uses=: how often each "
+            "token was. Pass them, or leave used_low out; the objective push_once has it by default."
+        )
     if uses is None:
         return
+    if used_low is None:
+        raise ValueError(
+            "uses= is given, but used_low is not set, so it would be ignored. Set used_low=1.0 (in ClipSettings for "
+            "objective='bapo', as an option of grpo, clip_higher and dual_clip), or leave uses= out."
+        )
     if not isinstance(uses, Tensor):
         raise ValueError(f"uses is a {type(uses).__name__}; expected a tensor of integers, one for each token.")
     if uses.shape != mask.shape or uses.is_floating_point() or uses.is_complex():
@@ -94,20 +107,6 @@ def check_uses(uses: Tensor | None, mask: Tensor) -> None:
         raise ValueError(
             f"uses holds {int(chosen.min())}, but a token cannot have been trained on less than 0 times. Count the "
             "updates that used the token before this one."
-        )
-
-
-def require_uses(used_low: float | None, uses: Tensor | None) -> None:
-    """A bound for used tokens and the uses themselves come together: neither is ignored in silence."""
-    if used_low is not None and uses is None:
-        raise ValueError(
-            f"used_low={used_low} is a bound for tokens that were trained on before, so it needs uses=: how often each "
-            "token was. Pass them, or choose settings without it; the preset push-once sets it."
-        )
-    if used_low is None and uses is not None:
-        raise ValueError(
-            "uses= is given, but used_low is not set, so it would be ignored. Set used_low=1.0 (in ClipSettings for "
-            "objective='bapo', as an option of grpo, clip_higher and dual_clip), or leave uses= out."
         )
 
 

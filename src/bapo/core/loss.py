@@ -16,22 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bapo.core import kernels
-from bapo.core.bounds import (
-    ClipBounds,
-    bounds_from_table,
-    parts_by_kernel,
-    poison_peers,
-    solve_bounds,
-    summed,
-    summed_signal,
-)
+from bapo.core.bounds import ClipBounds, parts_by_kernel, poison_peers, solved_bounds, summed, summed_signal
 from bapo.core.checks import (
     check_mask,
     check_not_empty,
@@ -39,12 +31,11 @@ from bapo.core.checks import (
     check_shapes,
     check_tokens,
     check_uses,
-    require_uses,
     zero_or_nan,
     zero_outside,
 )
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
-from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, TokenLoss, Tokens, bapo
+from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, Objective, TokenLoss, Tokens, bapo
 from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
 from bapo.core.settings import ClipSettings, require_choice
 
@@ -100,41 +91,64 @@ def policy_loss(
     ValueError on CPU; on an accelerator, where looking would be a host sync, NaN and infinity make loss, gradient and
     bounds NaN, and `bapo.core.checks.check_tokens` says which token it was.
     """
-    solves = _solves_bounds(objective) and bounds is None
-    settings_or_default = settings if isinstance(settings, ClipSettings) else DEFAULT_SETTINGS
+    chosen = OBJECTIVES.get(objective)
+    solves = chosen is not None and chosen.solves_bounds and bounds is None
+    clip = settings if isinstance(settings, ClipSettings) else DEFAULT_SETTINGS
     try:
-        _check_options(objective, settings, bounds, process_group, options)
+        chosen = _chosen(objective, settings, bounds, process_group, options)
+        if chosen.solves_bounds:
+            used_low = clip.used_low if bounds is None else bounds.used_low
+        else:
+            used_low = {**chosen.options, **options}.get("used_low")
         require_choice("reduction", reduction, REDUCTIONS)
-        check_shapes(
-            mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy
+        tokens = _checked(
+            logprobs, behavior_logprobs, advantages, mask, used_low, uses, sequence_ids=sequence_ids, entropy=entropy
         )
-        check_sequence_ids(sequence_ids, mask)
-        require_uses(_used_low(objective, settings_or_default, bounds, options), uses)
-        check_uses(uses, mask)
-        mask = check_mask(mask)
-        if mask.device.type == "cpu":
-            check_tokens(logprobs, behavior_logprobs, advantages, mask, entropy=entropy, sequence_ids=sequence_ids)
         if denominator is None:
             check_not_empty(
-                mask, "Skip it; as one part of a larger update, pass the update's bounds= and denominator=."
+                tokens.mask, "Skip it; as one part of a larger update, pass the update's bounds= and denominator=."
             )
             if reduction != "token_mean":  # which is counted where the tokens are added up
-                denominator = denominator_of(mask, reduction, sequence_ids=sequence_ids, length=length)
+                denominator = denominator_of(tokens.mask, reduction, sequence_ids=sequence_ids, length=length)
         else:
             _check_denominator(denominator)
-        tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses)
     except Exception:
         if solves and process_group is not None:
-            poison_peers(settings_or_default, process_group, logprobs.device)
+            poison_peers(clip, process_group, logprobs.device)
         raise
 
     if solves:
-        bounds = _solve(tokens, settings_or_default, process_group)
-    tokens = _weighed(tokens, bounds)
-    solved = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
-    result = OBJECTIVES[objective](tokens, **solved, **options)
-    reduced = reduced_loss(result, tokens, reduction, denominator)
-    return PolicyLoss(reduced.loss, reduced.bounds, _metrics(tokens, reduced, entropy), reduced.retained)
+        bounds = solved_bounds(_table_parts(tokens, clip), clip, process_group, dtype=tokens.dtype)
+    if bounds is not None:
+        tokens = weigh_negatives(tokens, bounds.negative_weight)
+    result = chosen.compute(tokens, **({"bounds": bounds} if chosen.solves_bounds else {}), **options)
+    by_kernel = isinstance(result, Clipped) and kernels.usable(tokens.mask) and tokens.dtype == torch.float32
+    out = (_reduced_by_kernel if by_kernel else _reduced)(result, tokens, reduction, denominator)
+    if entropy is not None:
+        entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.dtype))
+        out.metrics.update(entropy_statistics(tokens, entropy, out.retained))
+    return out
+
+
+def _checked(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    used_low: float | None,
+    uses: Tensor | None,
+    *,
+    sequence_ids: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> Tokens:
+    """The tokens of one call. Padding can hold anything: `Tokens` puts zeros where the mask is off."""
+    check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy)
+    check_sequence_ids(sequence_ids, mask)
+    check_uses(uses, mask, used_low)
+    mask = check_mask(mask)
+    if mask.device.type == "cpu":
+        check_tokens(logprobs, behavior_logprobs, advantages, mask, entropy=entropy, sequence_ids=sequence_ids)
+    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses)
 
 
 @torch.no_grad()
@@ -148,33 +162,15 @@ def update_table(
     uses: Tensor | None = None,
 ) -> Tensor:
     """The signal table of one part of an update, with ratios exactly as `policy_loss` computes them. Tables add up."""
-    check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
-    require_uses(settings.used_low, uses)
-    check_uses(uses, mask)
-    mask = check_mask(mask)
-    if mask.device.type == "cpu":
-        check_tokens(logprobs, behavior_logprobs, advantages, mask)
-    tokens = clean_tokens(logprobs, behavior_logprobs, advantages, mask, uses=uses)
+    tokens = _checked(logprobs, behavior_logprobs, advantages, mask, settings.used_low, uses)
     return summed(_table_parts(tokens, settings))
 
 
-def _solve(tokens: Tokens, settings: ClipSettings, process_group: dist.ProcessGroup | None) -> ClipBounds:
-    """Bounds from these tokens. A token past the ratio limit has no gradient, so it does not count here either."""
-    if process_group is None:
-        return bounds_from_table(_table_parts(tokens, settings), settings, dtype=tokens.dtype)
-    return solve_bounds(
-        tokens.ratio.detach(),
-        tokens.advantages,
-        tokens.mask & tokens.within,
-        settings,
-        behavior_logprobs=tokens.behavior_logprobs,
-        uses=tokens.uses,
-        process_group=process_group,
-    )
-
-
 def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
-    """The signal table of these tokens, or one per column. Tokens past the ratio limit are left out."""
+    """The signal table of these tokens, or one per column.
+
+    A token past the ratio limit has no gradient, so it does not count here either.
+    """
     if kernels.usable(tokens.mask):
         given = tokens.given_logprobs, tokens.given_advantages, tokens.mask
         return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
@@ -183,33 +179,12 @@ def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
     return summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses)
 
 
-def clean_tokens(
-    logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    sequence_ids: Tensor | None = None,
-    uses: Tensor | None = None,
-) -> Tokens:
-    """The tokens of one call. Padding can hold anything: `Tokens` puts zeros where the mask is off."""
-    if behavior_logprobs.requires_grad and not logprobs.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "behavior_logprobs requires grad and logprobs does not: the two are swapped. The first argument is the "
-            "policy being trained; the second, the one that sampled, is a constant."
-        )
-    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses)
-
-
-def weigh_negatives(tokens: Tokens, weight: Tensor) -> Tokens:
+def weigh_negatives(tokens: Tokens, weight: Tensor | None) -> Tokens:
     """The tokens, with the advantages of negative ones multiplied by a weight that corrects what the bounds left."""
+    if weight is None:
+        return tokens
     advantages = tokens.given_advantages.detach()
     return replace(tokens, given_advantages=torch.where(advantages < 0, advantages * weight, advantages))
-
-
-def _weighed(tokens: Tokens, bounds: ClipBounds | None) -> Tokens:
-    """The tokens as the loss takes them: weighed where the bounds say so."""
-    weight = None if bounds is None else bounds.negative_weight
-    return tokens if weight is None else weigh_negatives(tokens, weight)
 
 
 def clipped_at(
@@ -223,41 +198,32 @@ def clipped_at(
     dual_clip: float | None = None,
 ) -> Clipped:
     """The loss of each token at solved bounds, for trainers that average losses themselves; `policy_loss` does both."""
-    check_uses(uses, mask)
-    tokens = _weighed(clean_tokens(logprobs, behavior_logprobs, advantages, mask, uses=uses), bounds)
+    check_uses(uses, mask, bounds.used_low)
+    tokens = weigh_negatives(Tokens(logprobs, behavior_logprobs, advantages, mask, uses=uses), bounds.negative_weight)
     return bapo(tokens, bounds=bounds, dual_clip=dual_clip)
 
 
-class ReducedLoss(NamedTuple):
-    """An objective's result as one number, and what is reported with it."""
-
-    loss: Tensor  # 0-d
-    retained: Tensor
-    bounds: ClipBounds | None
-    statistics: dict[str, Tensor]  # `clip_statistics`
-
-
-def reduced_loss(
+def _reduced(
     result: TokenLoss | Clipped, tokens: Tokens, reduction: Reduction, denominator: Tensor | float | None
-) -> ReducedLoss:
-    """Masked, weighted, summed and divided. A NaN loss gives NaN gradients to every token.
+) -> PolicyLoss:
+    """Masked, weighted, summed and divided, without a denominator by the number of tokens under the mask.
 
-    Without a denominator, it is the number of tokens under the mask.
+    A NaN loss gives NaN gradients to every token.
     """
-    mask, ids = tokens.mask, tokens.sequence_ids
-    if isinstance(result, Clipped) and kernels.usable(mask) and tokens.dtype == torch.float32:
-        return _clipped_by_kernel(result, tokens, reduction, denominator)
     if denominator is None:
-        denominator = denominator_of(mask, "token_mean")
-    loss = reduce_tokens(result.loss, mask, reduction, denominator=denominator, sequence_ids=ids)
+        denominator = denominator_of(tokens.mask, "token_mean")
+    ids = tokens.sequence_ids
+    loss = reduce_tokens(result.loss, tokens.mask, reduction, denominator=denominator, sequence_ids=ids)
     loss = loss * (1 + zero_or_nan(loss.detach()))  # else the other tokens would keep finite gradients
     bounds = result.bounds if isinstance(result, Clipped) else None
-    return ReducedLoss(loss, result.retained, bounds, clip_statistics(tokens, result.retained))
+    statistics = clip_statistics(tokens, result.retained)
+    return PolicyLoss(loss, bounds, statistics | (bounds.metrics() if bounds else {}), result.retained)
 
 
-def _clipped_by_kernel(
+def _reduced_by_kernel(
     clipped: Clipped, tokens: Tokens, reduction: Reduction, denominator: Tensor | float | None
-) -> ReducedLoss:
+) -> PolicyLoss:
+    """The same in one pass."""
     from bapo.core.kernels.clipped import clipped_loss
 
     weights = None
@@ -277,35 +243,23 @@ def _clipped_by_kernel(
         weights=weights,
         denominator=denominator,
     )
-    bounds = clipped.solved
-    if bounds is None:
-        low, high, share = fused.bounds
-        bounds = ClipBounds(low, high, share, used_low=clipped.used_low)
-    return ReducedLoss(fused.loss, fused.retained, bounds, fused.statistics)
+    bounds = clipped.solved or ClipBounds(*fused.bounds, used_low=clipped.used_low)
+    return PolicyLoss(fused.loss, bounds, fused.statistics | bounds.metrics(), fused.retained)
 
 
-def _metrics(tokens: Tokens, reduced: ReducedLoss, entropy: Tensor | None) -> dict[str, Tensor]:
-    metrics = dict(reduced.statistics)
-    if reduced.bounds is not None:
-        metrics |= reduced.bounds.metrics()
-    if entropy is not None:
-        entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.dtype))
-        metrics |= entropy_statistics(tokens, entropy, reduced.retained)
-    return metrics
-
-
-def _check_options(
+def _chosen(
     objective: str, settings: object, bounds: object, process_group: object, options: dict[str, Any]
-) -> None:
-    """Raise for options that the objective does not take: none is silently ignored."""
+) -> Objective:
+    """The objective. Raises for options that it does not take: none is silently ignored."""
     require_choice("objective", objective, OBJECTIVES)
-    known = OBJECTIVES[objective].options
-    for name in options:
-        if name not in known:
+    chosen = OBJECTIVES[objective]
+    taken = ", ".join(chosen.options) or "none"
+    for name, value in options.items():
+        if name not in chosen.options:
             hint = f" Clip settings go into settings=ClipSettings({name}=...)." if hasattr(ClipSettings, name) else ""
             raise ValueError(
-                f"{name}={options[name]!r} is not an argument of policy_loss, nor an option of "
-                f"objective={objective!r}, which takes: {', '.join(known) or 'none'}.{hint}"
+                f"{name}={value!r} is not an argument of policy_loss, nor an option of objective={objective!r}, which "
+                f"takes: {taken}.{hint}"
             )
     for name, value, kind, builder in (
         ("settings", settings, ClipSettings, "ClipSettings.preset('paper')"),
@@ -313,32 +267,18 @@ def _check_options(
     ):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name}={value!r} is not a {kind.__name__}. Build one, e.g. with {builder}.")
-    given = [
-        n for n, v in (("settings", settings), ("bounds", bounds), ("process_group", process_group)) if v is not None
-    ]
-    if given and not OBJECTIVES[objective].solves_bounds:
-        users = " and ".join(f"objective={name!r}" for name in OBJECTIVES if OBJECTIVES[name].solves_bounds)
+    searched = {"settings": settings, "bounds": bounds, "process_group": process_group}
+    given = [name for name, value in searched.items() if value is not None]
+    if given and not chosen.solves_bounds:
+        users = " and ".join(f"objective={name!r}" for name, other in OBJECTIVES.items() if other.solves_bounds)
         raise ValueError(
             f"{given[0]}= is used by {users} only, not by {objective!r}. Leave it out, or use the options of "
-            f"{objective!r}: {', '.join(known) or 'none'}."
+            f"{objective!r}: {taken}."
         )
     if bounds is not None and len(given) > 1:
         other = next(name for name in given if name != "bounds")
         raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
-
-
-def _used_low(
-    objective: str, settings: ClipSettings, bounds: ClipBounds | None, options: dict[str, Any]
-) -> float | None:
-    """The bound of used tokens that this call asks for, wherever the objective takes it from."""
-    if not OBJECTIVES[objective].solves_bounds:
-        return options.get("used_low")
-    return settings.used_low if bounds is None else bounds.used_low
-
-
-def _solves_bounds(objective: str) -> bool:
-    """False for a name that is not known: `_check_options` refuses it."""
-    return objective in OBJECTIVES and OBJECTIVES[objective].solves_bounds
+    return chosen
 
 
 def _check_denominator(denominator: Tensor | float) -> None:

@@ -18,13 +18,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
-from bapo.core.checks import compared, require_uses, working_dtype, zero_or_nan, zero_outside
+from bapo.core.checks import compared, working_dtype, zero_or_nan, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -45,6 +45,14 @@ class Tokens:
     mask: Tensor  # bool
     sequence_ids: Tensor | None = None  # which response each packed token belongs to
     uses: Tensor | None = None  # integers: how often each token was trained on before
+
+    def __post_init__(self) -> None:
+        swapped = self.given_behavior_logprobs.requires_grad and not self.given_logprobs.requires_grad
+        if swapped and torch.is_grad_enabled():
+            raise ValueError(
+                "behavior_logprobs requires grad and logprobs does not: the two are swapped. The first argument is the "
+                "policy being trained; the second, the one that sampled, is a constant."
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,12 +145,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
 
 def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """The ratio between two bounds, each a number or a tensor; `high` where they are the wrong way round."""
-    if isinstance(low, Tensor) == isinstance(high, Tensor):
-        return torch.clip(ratio, low, high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
-    pair = (
-        x if isinstance(x, Tensor) else torch.full((), x, dtype=ratio.dtype, device=ratio.device) for x in (low, high)
-    )
-    return torch.clip(ratio, *pair)
+    return ratio.clamp(min=low).clamp(max=high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
 
 
 def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
@@ -186,7 +189,6 @@ class Clipped:
     used_low: float | None = None  # in place of low, for tokens that were trained on before
 
     def __post_init__(self) -> None:
-        require_uses(self.used_low, self.tokens.uses)
         number = isinstance(self.used_low, int | float) and not isinstance(self.used_low, bool)
         if self.used_low is not None and not (number and 0 <= self.used_low < math.inf):
             raise ValueError(
@@ -270,6 +272,15 @@ def dual_clip(
     """
     _check_bounds(low, high)
     return Clipped(tokens, low, high, cap=cap, used_low=used_low)
+
+
+def push_once(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, used_low: float = 1.0) -> Clipped:
+    """GRPO's clip, with a lower bound of 1 for tokens that were trained on before (ours; docs/algorithm.md).
+
+    A negative token is pushed down once. After that it is pushed down only while it is more likely than when it was
+    sampled.
+    """
+    return grpo(tokens, low=low, high=high, used_low=used_low)
 
 
 def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) -> Clipped:
@@ -414,21 +425,21 @@ class Objective:
     """Looks at all tokens of the update in one call, so an update cannot be cut into micro-batches."""
     needs_sequences: bool = False
     """Has to know which response each token belongs to."""
+    needs_uses: bool = False
+    """Has to know how often each token was trained on before, with its default options."""
 
     @cached_property
-    def options(self) -> tuple[str, ...]:
-        """Names of its own options."""
-        return tuple(name for name in inspect.signature(self.compute).parameters if name not in ("tokens", "bounds"))
-
-    def __call__(self, tokens: Tokens, **options: Any) -> TokenLoss | Clipped:
-        """The loss of each token."""
-        return self.compute(tokens, **options)
+    def options(self) -> dict[str, float | None]:
+        """Its own options with their defaults."""
+        parameters = inspect.signature(self.compute).parameters
+        return {name: each.default for name, each in parameters.items() if name not in ("tokens", "bounds")}
 
 
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(grpo),
     "clip_higher": Objective(clip_higher),
     "dual_clip": Objective(dual_clip),
+    "push_once": Objective(push_once, needs_uses=True),
     "bapo": Objective(bapo, solves_bounds=True),
     "dcpo": Objective(dcpo),
     "cispo": Objective(cispo),

@@ -9,6 +9,7 @@ files can be checked without it; the names of objectives and advantages stand he
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -16,26 +17,23 @@ Measure = Literal["gradient", "surrogate"]
 Weight = Literal["none", "rollout_prob"]
 Order = Literal["high_first", "low_first"]
 Remainder = Literal["leave", "weigh"]
-Preset = Literal["fixed", "push-once", "paper", "weak-model", "released-script"]
-ObjectiveName = Literal[
-    "grpo", "clip_higher", "dual_clip", "bapo", "dcpo", "cispo", "gspo", "sapo", "topr", "asymre", "m2po", "dppo"
-]
-"""The keys of OBJECTIVES in objectives.py, which needs torch."""
-OBJECTIVE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "grpo": ("high", "low", "used_low"),
-    "clip_higher": ("high", "low", "used_low"),
-    "dual_clip": ("cap", "high", "low", "used_low"),
-    "bapo": ("dual_clip",),
-    "dcpo": ("eps_high", "eps_low", "max_ratio"),
-    "cispo": ("high", "low"),
-    "gspo": ("high", "low"),
-    "sapo": ("tau_negative", "tau_positive"),
-    "topr": (),
-    "asymre": ("shift",),
-    "m2po": ("high", "low", "threshold"),
-    "dppo": ("delta",),
+Preset = Literal["paper", "weak-model", "released-script"]
+OBJECTIVE_OPTIONS: dict[str, dict[str, float | None]] = {
+    "grpo": {"low": 0.8, "high": 1.2, "used_low": None},
+    "clip_higher": {"low": 0.8, "high": 1.28, "used_low": None},
+    "dual_clip": {"low": 0.8, "high": 1.2, "cap": 3.0, "used_low": None},
+    "push_once": {"low": 0.8, "high": 1.2, "used_low": 1.0},
+    "bapo": {"dual_clip": None},
+    "dcpo": {"eps_low": 0.16, "eps_high": 0.2, "max_ratio": 10.0},
+    "cispo": {"low": 0.0, "high": 5.0},
+    "gspo": {"low": 1 - 3e-4, "high": 1 + 4e-4},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "topr": {},
+    "asymre": {"shift": -0.1},
+    "m2po": {"threshold": 0.04, "low": 0.7, "high": 1.5},
+    "dppo": {"delta": 0.15},
 }
-"""The options of each objective: the keyword arguments of its function in objectives.py."""
+"""The keys of OBJECTIVES in objectives.py, which needs torch, with the keyword arguments of each function."""
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 """The keys of ADVANTAGES in advantages.py, which needs torch."""
 
@@ -97,11 +95,11 @@ class ClipSettings:
     @classmethod
     def preset(cls, name: Preset) -> ClipSettings:
         """Published settings: `paper` (main experiments), `weak-model` (3B Llama), `released-script` (authors' code).
-        Without a search: `fixed` (GRPO's bounds), `push-once` (the same for tokens that were never trained on).
 
-        `push-once` is ours and needs `uses`. The released script also clips negative tokens at ratio 3: pass
-        `dual_clip=3.0` to `policy_loss` for that.
+        The released script also clips negative tokens at ratio 3: pass `dual_clip=3.0` to `policy_loss` for that.
         """
+        if name in NOT_PRESETS:
+            raise ValueError(f"preset={name!r} does not search for bounds. It is an objective: {NOT_PRESETS[name]!r}.")
         require_choice("preset", name, PRESETS)
         return cls(**PRESETS[name])
 
@@ -153,8 +151,6 @@ class ClipSettings:
 CLIP_OPTIONS = tuple(field.name for field in fields(ClipSettings))
 """Names of the options that `ClipSettings.from_options` takes beside a preset."""
 PRESETS: dict[str, dict[str, Any]] = {
-    "fixed": {"low": (0.8, 0.8), "high": (1.2, 1.2)},
-    "push-once": {"low": (0.8, 0.8), "high": (1.2, 1.2), "used_low": 1.0},
     "paper": {"target_share": 0.4, "low": (0.6, 0.9), "high": (1.2, 3.0), "measure": "surrogate"},
     "weak-model": {"target_share": 0.45, "low": (0.8, 0.9), "high": (1.2, 2.0), "measure": "surrogate"},
     "released-script": {
@@ -167,6 +163,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "order": "low_first",
     },
 }
+NOT_PRESETS = {"fixed": "grpo", "push-once": "push_once"}
+"""Clips that do not search, by the names that one may look for among the presets -> the objective that is meant."""
+
+
+def used_low_of(objective: str, options: Mapping[str, float | None]) -> float | None:
+    """The lower bound of used tokens that an objective has with these options, or by default; None: that of all."""
+    return {**OBJECTIVE_OPTIONS.get(objective, {}), **options}.get("used_low")
 
 
 def require_choice(argument: str, value: object, choices: Any) -> None:

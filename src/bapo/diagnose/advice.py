@@ -32,9 +32,9 @@ LOWERS_ENTROPY = ("high_prob_high_adv", "low_prob_low_adv")
 SPELLED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "ClipSettings()"}
 """How the settings that may be advised are written."""
 HOW_TO_PUSH_ONCE = (
-    "To set it: in this trainer, objective.preset = 'push-once' (the default from eight passes on); in policy_loss, "
-    "settings=ClipSettings.preset('push-once') with uses=; in TRL, bapo_preset='push-once'; in verl, "
-    "policy_loss.preset=push-once (docs/adapters)."
+    "To set it: in this trainer, objective.name = 'push_once' (the default from eight passes on); in policy_loss, "
+    "objective='push_once' with uses=; in TRL, bapo_objective='push_once'; in verl, policy_loss.objective=push_once "
+    "(docs/adapters)."
 )
 MOST_LINES = 10
 """A recommendation is read only if it is short."""

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from bapo.diagnose.diagnosis import Diagnosis
-from bapo.diagnose.measure import PUSH_ONCE, SETTINGS, Numbers, Signal
+from bapo.diagnose.measure import SETTINGS, Numbers, Signal
 from bapo.runs.numbers import number, numbers
 
 Panel = dict[str, Any]
@@ -23,7 +23,7 @@ FIXED = "(0.8, 1.2)"
 SHARES: dict[str, Callable[[Numbers], Signal | None]] = {
     "unclipped": lambda update: update.shares["gradient"]["unclipped"],
     FIXED: lambda update: update.fates["grpo"].gradient,
-    "push once": lambda update: update.fates[PUSH_ONCE].gradient if PUSH_ONCE in update.fates else None,
+    "push once": lambda update: update.fates["push_once"].gradient if "push_once" in update.fates else None,
     "bapo": lambda update: update.fates["bapo"].gradient,
 }
 """Rules whose share is drawn -> the gradient that they leave of an update."""

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,21 +23,19 @@ from torch import Tensor
 from bapo.core.bounds import StopReason
 from bapo.core.checks import LOGPROB_SLACK
 from bapo.core.entropy_rule import quadrant_masses
-from bapo.core.loss import clean_tokens, policy_loss
+from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES, Tokens, retained_by
 from bapo.core.settings import PRESETS, ClipSettings
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import LoggedUpdate
 from bapo.diagnose.pooled import Pooled, join, lengths, mismatch, pool, ratios, share_error
-from bapo.diagnose.push_once import USED_LOW, Pushes, joined, pushes_by_use
+from bapo.diagnose.push_once import Pushes, joined, pushes_by_use
 
 SETTINGS: dict[str, ClipSettings] = {
     "bapo": ClipSettings(),
-    **{f"bapo {name}": ClipSettings.preset(name) for name in PRESETS if name not in ("fixed", "push-once")},  # type: ignore[arg-type]
+    **{f"bapo {name}": ClipSettings.preset(name) for name in PRESETS},  # type: ignore[arg-type]
 }
 """BAPO's settings that are tried: the default of this library (gradient measure) and each published preset."""
-PUSH_ONCE = "grpo push once"
-"""The label of GRPO's clip with a lower bound of 1 for tokens that were trained on before."""
 FIXED = {"unclipped": (-1.0, math.inf), "(0.8, 1.2)": (0.8, 1.2), "(0.8, 1.28)": (0.8, 1.28)}
 """Fixed clips at which the positive share is given."""
 
@@ -161,7 +158,7 @@ def measure(update: LoggedUpdate) -> Numbers | None:
     if update.sequence_ids is not None:
         present, ids = np.unique(update.sequence_ids[good], return_inverse=True)
     advantages = _tensor(update.advantages[good])
-    tokens = clean_tokens(
+    tokens = Tokens(
         _tensor(update.logprobs[good]),
         _tensor(update.behavior_logprobs[good]),
         advantages,
@@ -262,9 +259,7 @@ def _outcomes(
     fates: dict[str, Fate] = {}
     bounds: dict[str, list[Bounds]] = {}
     quadrants: dict[str, dict[str, float]] = {}
-    for name, objective, settings, options in _tried(tokens):
-        if OBJECTIVES[objective].needs_sequences and tokens.sequence_ids is None:
-            continue
+    for name, objective, settings in _tried(tokens):
         logprobs = tokens.logprobs.detach().requires_grad_()
         out = policy_loss(
             logprobs,
@@ -275,8 +270,7 @@ def _outcomes(
             settings=settings,
             denominator=1.0,
             sequence_ids=tokens.sequence_ids,
-            uses=tokens.uses if options else None,
-            **options,
+            uses=tokens.uses if OBJECTIVES[objective].needs_uses else None,
         )
         out.loss.backward()  # type: ignore[no-untyped-call]
         assert logprobs.grad is not None
@@ -301,18 +295,19 @@ def _outcomes(
     return fates, bounds, quadrants or None
 
 
-def _tried(tokens: Tokens) -> Iterator[tuple[str, str, ClipSettings | None, dict[str, Any]]]:
-    """Label, objective, settings and options of everything that is tried.
+def _tried(tokens: Tokens) -> Iterator[tuple[str, str, ClipSettings | None]]:
+    """Label, objective and settings of everything that is tried: what these tokens have all inputs for.
 
-    An objective that solves bounds is tried under each of SETTINGS, and push once where uses are known.
+    An objective that solves bounds is tried under each of SETTINGS.
     """
     for name, objective in OBJECTIVES.items():
+        inputs = (objective.needs_sequences, tokens.sequence_ids), (objective.needs_uses, tokens.uses)
+        if any(needed and given is None for needed, given in inputs):
+            continue
         if objective.solves_bounds:
-            yield from ((label, name, settings, {}) for label, settings in SETTINGS.items())
+            yield from ((label, name, settings) for label, settings in SETTINGS.items())
         else:
-            yield name, name, None, {}
-        if name == "grpo" and tokens.uses is not None:
-            yield PUSH_ONCE, name, None, {"used_low": USED_LOW}
+            yield name, name, None
 
 
 def _by_sign(values: Tensor, advantages: Tensor) -> Signal:

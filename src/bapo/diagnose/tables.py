@@ -14,7 +14,7 @@ from bapo.core.entropy_rule import QUADRANTS
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.dumps import NAMES
 from bapo.diagnose.findings import Finding
-from bapo.diagnose.measure import PUSH_ONCE, SETTINGS, Numbers
+from bapo.diagnose.measure import SETTINGS, Numbers
 from bapo.diagnose.push_once import Pushes, later, of_uses
 from bapo.diagnose.uses import UNKNOWN
 
@@ -108,11 +108,10 @@ def objectives(numbers: Numbers) -> Part:
             [name, *(f"{value:.1%}" for value in fate.clipped), *map(str, blocked), _share(fate.gradient.share)]
         )
     whole = numbers.fates["grpo"].tokens
-    push_once = f" {PUSH_ONCE} is grpo with used_low = 1." if PUSH_ONCE in numbers.fates else ""
     return Part(
         "What each objective would have clipped",
         f"Which of the {int(whole.positive)} positive and {int(whole.negative)} negative tokens lose their gradient, "
-        f"and the positive share of the gradient that is left. Every objective has its default options.{push_once}",
+        f"and the positive share of the gradient that is left. Every objective has its default options.",
         ["objective", "clipped", "positive", "negative", "tokens +", "tokens -", "share left"],
         rows,
         [fate.gradient.share for fate in numbers.fates.values()],

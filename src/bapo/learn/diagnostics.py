@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
 from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics, use_profile
-from bapo.core.kl import k3
-from bapo.core.loss import PolicyLoss, clean_tokens, weigh_negatives
+from bapo.core.loss import PolicyLoss, weigh_negatives
 from bapo.core.objectives import Tokens
 from bapo.core.reduction import sequence_lengths, sequence_sums
 from bapo.learn.anchor import anchor_metrics, fresh_tokens, without_nothing
 from bapo.learn.packing import empty_batch
 from bapo.learn.ranks import Ranks, columns_of_all, from_all, highest, summed
+from bapo.learn.reference import k3
 from bapo.learn.settings import LearnerSettings
 from bapo.types import TokenBatch
 
@@ -48,7 +48,7 @@ def update_metrics(
     """Diagnostics over the tokens of the whole update and what ranks share, read from the device in one transfer."""
     batches = [output.batch for output in outputs]
     every = torch.ones(sum(len(batch.targets) for batch in batches), dtype=torch.bool, device=batches[0].targets.device)
-    tokens = clean_tokens(
+    tokens = Tokens(
         torch.cat([output.logprobs for output in outputs]),
         torch.cat([batch.behavior_logprobs for batch in batches]),
         torch.cat([batch.advantages for batch in batches]),

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.checks import check_finite
-from bapo.core.kl import k3
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import denominator_of, reduce_tokens
@@ -44,7 +43,7 @@ from bapo.learn.forward import can_pack
 from bapo.learn.head import Predicted
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
-from bapo.learn.reference import Reference
+from bapo.learn.reference import Reference, k3
 from bapo.learn.settings import LearnerSettings, ess_factor, learning_rate
 from bapo.learn.sharded import is_sharded, load_sharded
 from bapo.learn.weights import fingerprint, restore_weights, trained_weights

@@ -8,6 +8,14 @@ kept with the group, so later visits and replays cost no pass, and a resumed run
 computed as the learner computes its own, at the same temperature, packed or padded alike; only learn.compile is left
 out, because one pass per group does not repay a compilation.
 
+The penalty itself is an estimate at each token (GRPO, arXiv:2402.03300, eq. 4):
+
+    k3_t = exp(d_t) - d_t - 1,   d_t = log pi_ref(t) - log pi(t)
+
+It is never negative, it is 0 where both models agree, and its mean over tokens that the policy itself samples is
+KL(policy || reference). Here older versions of the policy sampled most tokens. That is not corrected, as it is not in
+verl: on stale data the mean of k3 is a penalty and not an exact KL. TRL 1.16 multiplies k3 by the ratio by default.
+
 A resumed run makes the reference from model.path again, before its checkpoint is loaded. The fingerprint shows whether
 these are still the weights with which the run began.
 """
@@ -24,6 +32,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bapo.learn.packing import pack_demonstrations
 from bapo.learn.settings import LearnerSettings
@@ -31,6 +40,11 @@ from bapo.learn.weights import fingerprint, frozen_weights
 from bapo.learn.whole import WholeModel
 from bapo.models.layers import without_additions
 from bapo.types import Group, Trajectory
+
+K3_LIMIT = 20.0
+"""The log-difference up to which the estimator is exact."""
+K3_SLOPE = math.expm1(K3_LIMIT)
+"""The derivative of the estimator there."""
 
 
 def initial(model: Any) -> Any:
@@ -76,3 +90,20 @@ def _keep(trajectory: Trajectory, logprobs: list[float]) -> None:
             "distance to them. Set model.dtype='float32', or learn.kl=0."
         )
     trajectory.reference_logprobs = logprobs
+
+
+def k3(
+    logprobs: Tensor,  # under the policy now; carries grad
+    reference_logprobs: Tensor,  # same shape; under the reference, a constant
+) -> Tensor:  # same shape; float32, or float64 for such log-probs
+    """The estimate at each token. Its derivative by the policy's log-prob is 1 - exp(d), and 1 - exp(20) at most.
+
+    exp(d) overflows where the policy has all but given up a token that the reference likes. Up to d = 20 the estimator
+    is exact; beyond, it goes on along its tangent. So value and gradient stay finite, and the gradient still leads back
+    to the reference. TRL has no such guard; verl clamps d to 20 and k3 to 10, and tokens beyond have no gradient.
+    """
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    difference = reference_logprobs.detach().to(dtype) - logprobs.to(dtype)
+    exact = difference.clamp(max=K3_LIMIT)
+    tangent = K3_SLOPE * torch.relu(difference - K3_LIMIT)
+    return torch.expm1(exact) - exact + tangent  # expm1: few digits are lost where both models agree

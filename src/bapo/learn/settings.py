@@ -12,7 +12,7 @@ import torch
 from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
-from bapo.core.settings import ClipSettings
+from bapo.core.settings import ClipSettings, used_low_of
 
 Schedule = Literal["constant", "linear", "cosine"]
 MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
@@ -104,8 +104,7 @@ class LearnerSettings:
     @property
     def used_low(self) -> float | None:
         """The lower bound of tokens that were trained on before; None: that of all tokens."""
-        used_low: float | None = self.clip.used_low if self.solves_bounds else self.options.get("used_low")
-        return used_low
+        return self.clip.used_low if self.solves_bounds else used_low_of(self.objective, self.options)
 
 
 def learning_rate(update: int, settings: LearnerSettings) -> float:

@@ -21,8 +21,6 @@ from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 NOT_THE_EXPERIMENT = {"seed", "out", "device", "threads", "checkpoint_every", "checkpoint_keep", "sample_every"}
 """Keys in which the runs of one arm may differ: the seed, and keys that do not change what is trained."""
-FIXED_CLIP = "fixed clip"
-"""What an arm with the bounds of PPO and GRPO is called."""
 BINNED: tuple[tuple[tuple[str, ...], int | None], ...] = (
     (("staleness_histogram",), None),
     (("ratio_histogram", "ratio_prob", "ratio_entropy"), len(LOG_RATIO_EDGES) + 1),
@@ -218,19 +216,10 @@ def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:
     said = {key: f"{key.rsplit('.', 1)[-1]} {config[key]}" for key in differing if config.get(key) is not None}
     if run.sft:
         return ", ".join(said.values()) or Path(config["model.path"]).name, "sft"
-    name = _clip_rule(config)
-    named = {"objective.name", *({"objective.preset"} if name != config["objective.name"] else ())}
-    of_objective = [text for key, text in said.items() if key.startswith("objective.") and key not in named]
+    said.pop("objective.name", None)
+    of_objective = [text for key, text in said.items() if key.startswith("objective.")]
     others = [text for key, text in said.items() if not key.startswith("objective.")]
-    return ", ".join(others) or sources(run.config), " ".join([name, *of_objective])
-
-
-def _clip_rule(config: dict[str, Any]) -> str:
-    """The name of the objective. BAPO's with a preset that does not search for bounds is called after the preset."""
-    set_apart = any(config.get(f"objective.{key}") is not None for key in ("low", "high", "used_low", "target_share"))
-    if config["objective.name"] != "bapo" or set_apart or config.get("objective.remainder") == "weigh":
-        return str(config["objective.name"])
-    return {"fixed": FIXED_CLIP, "push-once": "push-once"}.get(config.get("objective.preset", ""), "bapo")
+    return ", ".join(others) or sources(run.config), " ".join([config["objective.name"], *of_objective])
 
 
 def sources(config: dict[str, Any]) -> str:

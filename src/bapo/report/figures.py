@@ -258,9 +258,7 @@ def _fixed_clip(arm: Arm) -> tuple[float, float, float | None] | None:
     }
     if len(pairs) != 1 or _searches(arm):
         return None
-    objective = Config.model_validate(arm.config).objective
-    used = objective.clip.used_low if objective.name == "bapo" else objective.options.get("used_low")
-    return *pairs.pop(), used
+    return *pairs.pop(), Config.model_validate(arm.config).objective.bound_of_used
 
 
 def _said(low: float, high: float, used_low: float | None) -> str:

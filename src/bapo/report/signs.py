@@ -124,7 +124,7 @@ def entropy(run: Run) -> str | None:
 def clipping(run: Run) -> str | None:
     """The clip blocks much of the data."""
     last = ends(run, "clip_fraction", "clip").get("clip_last", 0.0)
-    push_once = run.config.get("objective", {}).get("preset") == "push-once"  # it blocks used tokens by design
+    push_once = run.config.get("objective", {}).get("name") == "push_once"  # it blocks used tokens by design
     if len(run.updates) < FEW or not last > CLIPPED or push_once:
         return None
     return f"the clip blocked {last:.0%} of the tokens in the last tenth of updates"

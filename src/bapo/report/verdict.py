@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bapo.report.arms import FIXED_CLIP, Arm, flat, grid_record, samples_per_problem
+from bapo.report.arms import Arm, flat, grid_record, samples_per_problem
 from bapo.report.signs import signs
 from bapo.runs.comparison import FEWEST_SEEDS, Rows, compared, difference_cells, meeting_by, scores
 from bapo.runs.exam import scored_on
@@ -77,7 +77,7 @@ def places(arms: Sequence[Arm]) -> dict[tuple[str, str], Arm]:
 
     def order(item: tuple[tuple[str, str], Arm]) -> tuple[int, int, bool]:
         arm = item[1]
-        first = arm.config["objective"]["name"] != "grpo" and arm.objective != FIXED_CLIP
+        first = arm.config["objective"]["name"] != "grpo"
         return _place(record, "settings", arm.setting), _place(record, "objectives", arm.objective), first
 
     return dict(sorted(found.items(), key=order))

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from bapo.config.errors import ConfigError, PlaceError
 from bapo.config.recipe import parse_config, parse_sft_config
+from bapo.config.sections import renamed
 from bapo.runs import files
 
 __all__ = ["STOP_REASONS", "Defect", "Run", "find_runs", "read_run"]
@@ -231,6 +232,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     learn = values.get("learn")
     if isinstance(learn, dict) and learn.get("clip_norm") == math.inf:  # earlier versions took it for no clip at all
         learn["clip_norm"] = NO_CLIP
+    if isinstance(values.get("objective"), dict):
+        values["objective"] = renamed(values["objective"])
     parse = parse_sft_config if values.get("kind") == "sft" else parse_config
     try:
         config: dict[str, Any] = parse(values, source="config.json").model_dump(mode="json")

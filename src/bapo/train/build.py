@@ -44,7 +44,7 @@ UNKNOWN = 0.2
 
 
 def resolve(config: Kind) -> Kind:
-    """Decide everything in the configuration that depends on this machine, and which preset `auto` is."""
+    """Decide everything in the configuration that depends on this machine, and which objective `auto` is."""
     elsewhere = isinstance(config, Config) and config.cluster.address is not None
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
     refuse_on_cpu(device, config.learn, asked=config.device)
@@ -199,7 +199,7 @@ def cluster_notes(config: Config) -> list[str]:
 
 def clip_notes(config: Config) -> list[str]:
     """What a person should know of a clip that the bounds on the screen do not show."""
-    used_low = learner_settings(config).used_low
+    used_low = config.objective.bound_of_used
     if used_low is None:
         return []
     told = f"push once: tokens that were trained on before have a lower bound of {used_low:g}"
@@ -208,9 +208,8 @@ def clip_notes(config: Config) -> list[str]:
 
 def idle_push_once(config: Config) -> Iterator[str]:
     """Says so if push once is asked for, but has nothing to do."""
-    objective, off = config.objective, config.offpolicy
-    used_low = objective.clip.used_low if objective.name == "bapo" else objective.options.get("used_low")
-    if used_low is not None and off.reuse == 1 and not off.replay_fraction:
+    off = config.offpolicy
+    if config.objective.bound_of_used is not None and off.reuse == 1 and not off.replay_fraction:
         yield (
             "push once does nothing in this run: no token is trained on twice (offpolicy.reuse=1, "
             "offpolicy.replay_fraction=0)"

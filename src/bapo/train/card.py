@@ -117,15 +117,14 @@ def _trained(config: Config | SftConfig) -> str:
 def _objective(config: Config) -> str:
     objective = config.objective
     if objective.name != "bapo":
-        options = ", ".join(f"{name}={value:g}" for name, value in sorted(objective.options.items()))
-        return f"{objective.name} ({options or 'its defaults'})"
+        told = ", ".join(f"{name}={value:g}" for name, value in objective.all_options.items())
+        return f"{objective.name} ({told})" if told else objective.name
     clip = objective.clip
+    preset = f"preset {objective.preset}" if objective.preset else "no preset"
     used = "" if clip.used_low is None else f"; lower bound of tokens that were trained on before: {clip.used_low:g}"
-    if not clip.depends_on_tokens:
-        return f"bapo (preset {objective.preset}): bounds ({clip.low[0]:g}, {clip.high[0]:g}){used}"
     low, high = (f"[{start:g}, {end:g}]" for start, end in (clip.low, clip.high))
     return (
-        f"bapo (preset {objective.preset}): target share {clip.target_share:g}, lower bound in {low}, upper bound in "
+        f"bapo ({preset}): target share {clip.target_share:g}, lower bound in {low}, upper bound in "
         f"{high}, {clip.measure} measure{used}"
     )
 

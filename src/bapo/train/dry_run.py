@@ -257,18 +257,16 @@ def _clip(config: Config) -> str:
     """Which rule decides what a token may change."""
     objective = config.objective
     if objective.name != "bapo":
-        options = ", ".join(f"{name} {value}" for name, value in objective.options.items())
-        return objective.name + (f", {options}" if options else "")
-    clip = objective.clip
-    low, high = (" to ".join(f"{bound:g}" for bound in dict.fromkeys(pair)) for pair in (clip.low, clip.high))
-    told = f"lower bound {low}, upper bound {high}"
-    if clip.used_low is not None:
-        told += f", and {clip.used_low:g} below for negative tokens that were used before (push once)"
-    elif (*clip.low, *clip.high) == (0.8, 0.8, 1.2, 1.2):
-        told += ", as in PPO and GRPO"
-    if clip.low[0] != clip.low[1] or clip.high[0] != clip.high[1]:
-        told += ", chosen anew in every update (BAPO)"
-    return f"{told}; preset {objective.preset}"
+        told = ", ".join([objective.name, *(f"{name} {value:g}" for name, value in objective.all_options.items())])
+    else:
+        clip = objective.clip
+        low, high = (" to ".join(f"{bound:g}" for bound in dict.fromkeys(pair)) for pair in (clip.low, clip.high))
+        told = f"bapo, lower bound {low}, upper bound {high}"
+        told += ", chosen anew in every update" if clip.depends_on_tokens else ""
+        told += f"; preset {objective.preset}" if objective.preset else ""
+    if objective.bound_of_used is not None:
+        told += "; used_low is the lower bound of tokens that were trained on before (push once)"
+    return told
 
 
 def _evaluations(config: Config) -> str:

@@ -19,7 +19,7 @@ from tests.adapters.trl.tiny import config, digits, model, prompts, tokenizer
 
 def test_defaults_are_the_cores(tmp_path):
     assert config(tmp_path).clip_settings == ClipSettings()
-    assert config(tmp_path).bapo_scope == "update"
+    assert (config(tmp_path).bapo_objective, config(tmp_path).bapo_scope) == ("bapo", "update")
 
 
 @pytest.mark.parametrize("name", ["paper", "weak-model", "released-script"])
@@ -41,6 +41,13 @@ def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
         ({"delta": 1.1, "bapo_high": [1.2, 1.2]}, r"delta=1\.1 caps every ratio"),
         ({"bapo_scope": "batch"}, "bapo_scope='batch' is not known"),
         ({"bapo_preset": "papr"}, "Did you mean 'paper'"),
+        ({"bapo_preset": "push-once"}, "does not search for bounds. It is an objective: 'push_once'"),
+        ({"bapo_objective": "push-once"}, "Did you mean 'push_once'"),
+        ({"bapo_objective": "grpo", "bapo_preset": "paper"}, "preset='paper' is of objective='bapo', which searches"),
+        (
+            {"bapo_objective": "grpo", "bapo_low": [0.6, 0.9]},
+            "objective='grpo' does not search. Give two equal numbers",
+        ),
         ({"bapo_target_share": 1.4}, "target_share=1.4 exceeds 1"),
         ({"bapo_low": [0.9, 0.6]}, "is not ordered"),
         ({"bapo_high": [1.2]}, "must be a pair"),
@@ -65,7 +72,7 @@ def test_liger_is_allowed_where_trl_applies_only_its_layers(tmp_path, monkeypatc
 
 def test_every_clip_setting_is_an_option(tmp_path):
     ours = {field.name for field in dataclasses.fields(BapoConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
-    assert ours == {f"bapo_{name}" for name in ("preset", *CLIP_OPTIONS, "scope")}
+    assert ours == {f"bapo_{name}" for name in ("objective", "preset", *CLIP_OPTIONS, "scope")}
     assert config(tmp_path, bapo_remainder="leave").clip_settings == ClipSettings()
 
 

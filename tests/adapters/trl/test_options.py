@@ -128,7 +128,7 @@ SEARCH = {"bapo_target_share": 0.55, "bapo_high": [1.1, 3.0]}
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize(
     ("bounds", "ahead"),
-    [(FIXED, 0), ({"bapo_preset": "push-once"}, 0), ({"bapo_scope": "microbatch", **SEARCH}, 0), (SEARCH, 1)],
+    [(FIXED, 0), ({"bapo_objective": "push_once"}, 0), ({"bapo_scope": "microbatch", **SEARCH}, 0), (SEARCH, 1)],
     ids=["fixed", "push once", "microbatch", "search"],
 )
 def test_only_a_search_over_an_update_asks_for_more_logprobs(tmp_path, monkeypatch, bounds, ahead, accumulation):

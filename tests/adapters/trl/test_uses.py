@@ -126,8 +126,8 @@ def test_the_first_pass_is_the_one_without_the_rule_bit_for_bit(tmp_path):
 def test_a_rule_for_used_tokens_without_a_second_pass_is_pointed_out(tmp_path):
     once = {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_steps": 1}
     with pytest.warns(UserWarning, match=r"^bapo_used_low=1\.0 .* does nothing with num_iterations=1"):
-        trained(tmp_path / "once", num_iterations=1, bapo_preset="push-once", **once)
-    for quiet in ({"num_iterations": 2, "bapo_preset": "push-once"}, {"num_iterations": 1, "bapo_preset": "paper"}):
+        trained(tmp_path / "once", num_iterations=1, bapo_objective="push_once", **once)
+    for quiet in ({"num_iterations": 2, "bapo_objective": "push_once"}, {"num_iterations": 1, "bapo_preset": "paper"}):
         with warnings.catch_warnings(record=True) as said:
             trained(tmp_path / "quiet", **quiet, **once)
         assert not [one for one in said if "used_low" in str(one.message)]

@@ -168,7 +168,7 @@ def test_the_remainder_is_weighed_as_in_the_core():
 
 def test_every_clip_setting_is_an_option():
     ours = {field.name for field in dataclasses.fields(BapoPolicyLossConfig)}
-    assert {"preset", "scope", "dual_clip", *CLIP_OPTIONS} <= ours
+    assert {"objective", "preset", "scope", "dual_clip", *CLIP_OPTIONS} <= ours
 
 
 def test_refusals_say_what_to_set():

@@ -8,7 +8,7 @@
 
 The torch code says what is computed and runs everywhere. Its module asks `usable`, and imports a kernel only when it
 takes it, so a machine without CUDA never imports Triton. Nothing here looks at a value: choosing never makes the host
-wait for the device. Norm and gate belong to the layers of sampler and learner, which run on CUDA only. Tests run all
+wait for the device. `layers.py` belongs to sampler and learner, whose layers run on CUDA only. Tests run all
 kernels on CPU under Triton's interpreter.
 """
 

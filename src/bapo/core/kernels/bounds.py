@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from bapo.core.kernels import blocks_of
-from bapo.core.kernels.ratio import limited_ratio
 
 MAX_PROGRAMS = 264
 """Columns of partial sums at most: two for each of the 132 multiprocessors of a large GPU."""
@@ -107,6 +106,18 @@ def choose_bounds(
     _choose(key, (1, 1, 1), *given, programs, lows, highs, target_share, *constants)
     low_bound, high_bound, share, share_at_start, share_at_end = values.unbind()
     return low_bound, high_bound, share, share_at_start, share_at_end, stop
+
+
+@triton.jit
+def limited_ratio(difference, LIMIT: tl.constexpr):
+    """r = exp(clamp(log pi - log pi_behavior, -LIMIT, LIMIT)); NaN where the difference is NaN or infinite.
+
+    Rounded from float64, because the hardware's fast exponential in float32 is off by several units in the last place
+    at large arguments.
+    """
+    limited = tl.where(difference > LIMIT, LIMIT, tl.where(difference < -LIMIT, -LIMIT, difference))
+    ratio = tl.exp(limited.to(tl.float64)).to(difference.dtype)
+    return tl.where(tl.abs(difference) < float("inf"), ratio, float("nan"))
 
 
 @triton.jit(do_not_specialize=["tokens", "lows", "highs", "high_blocks"])

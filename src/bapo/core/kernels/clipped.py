@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bapo.core.kernels import blocks_of
-from bapo.core.kernels.ratio import limited_ratio
+from bapo.core.kernels.bounds import limited_ratio
 
 BLOCK_TOKENS = 1024
 SUMS = 8

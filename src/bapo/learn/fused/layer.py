@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Linear
 
-from bapo.core.kernels.norm import norm, norm_backward
+from bapo.core.kernels.layers import norm, norm_backward
 from bapo.learn.fused.kernels.attention import LONG_FROM, Plan, attend, attend_backward, plan_of
 from bapo.learn.fused.kernels.rotation import rotate, rotate_backward
 from bapo.learn.fused.linear import gated_project, handed_over, part_of, project

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Linear
 
-from bapo.core.kernels.gate import gate, gate_backward
+from bapo.core.kernels.layers import gate, gate_backward
 from bapo.models.layers import ADDITION
 
 

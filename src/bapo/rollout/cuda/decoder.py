@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
-from bapo.core.kernels.gate import gate
-from bapo.core.kernels.norm import add_norm
+from bapo.core.kernels.layers import add_norm, gate
 from bapo.core.wide import wide_linear
 from bapo.models.layers import has_addition, strange_architecture, strange_projections
 from bapo.rollout.cuda.kernels.layers import rotate_and_store
