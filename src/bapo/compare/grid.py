@@ -33,7 +33,7 @@ from bapo.config.base import possible_path
 from bapo.config.errors import ConfigError
 from bapo.config.recipe import KINDS, check, command_for, listed, read_recipe
 from bapo.config.run import Config
-from bapo.config.words import merged
+from bapo.config.words import flat, merged
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")
 MOST_SEEDS = 10_000
@@ -55,6 +55,11 @@ class Cell:
     def name(self) -> str:
         """Its place in the grid, which is also its path below the grid's directory."""
         return f"{self.setting}/{self.objective}/seed-{self.seed}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its configuration, under dotted keys."""
+        return dict(flat(self.config.model_dump(mode="json")))
 
 
 @dataclass(frozen=True)

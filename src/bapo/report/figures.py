@@ -249,6 +249,29 @@ OF_SEVERAL = (by_staleness, under_partial, fixed_clips)
 """Those that set arms against each other."""
 
 
+def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
+    """Losses over updates; no figure without a supervised run."""
+    chosen = [index for index, arm in enumerate(arms) if arm.sft]
+    if not chosen:
+        return []
+    held_out = curves(arms, "held_out/loss", "Held-out loss, nats per token", lines="evals", only=chosen)
+    return [
+        figure(
+            "sft",
+            ("Supervised training", None),
+            "Mean negative log-prob of response tokens: those of each update, just before the update, and those of "
+            "held-out demonstrations. If the first falls while the second rises, the model is learning by heart.",
+            [
+                curves(arms, "imitation/loss", "Training loss, nats per token", only=chosen),
+                held_out,
+                curves(arms, "held_out/accuracy", "Held-out tokens predicted right, share", lines="evals", only=chosen),
+                curves(arms, "grad_norm", "Gradient norm before clipping", only=chosen),
+            ],
+            note=None if held_out["series"] else "Nothing was held out, so there is no held-out loss.",
+        )
+    ]
+
+
 def _fixed_clip(arm: Arm) -> tuple[float, float, float | None] | None:
     """The bounds of an arm in which they never move: low, high, and the lower one of used tokens if they have one."""
     pairs = {

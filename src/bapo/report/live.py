@@ -15,8 +15,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from bapo.report.arms import find, run_directories
-from bapo.report.page import contents, page
+from bapo.report.arms import find_arms, run_directories
+from bapo.report.contents import contents, page
 
 HOST = "127.0.0.1"
 PORT = 8377
@@ -40,7 +40,7 @@ class Follower:
         with self._lock:
             tag = self._fingerprint()
             if tag != self._tag:
-                self._values = contents(find(self.paths))
+                self._values = contents(find_arms(self.paths))
                 self._tag = tag
             return self._tag, self._values
 

@@ -1,9 +1,20 @@
-"""Several runs at a time, each in a process of its own, so that none can stop the others.
+"""The runs of a grid as jobs: which are done, which can start or continue, and several of them at a time.
 
-A run is `bapo train` or `bapo resume` in a session of its own, with its output in a file beside its directory. Five
-times a second the loop here checks which runs have ended, starts those that may start, and passes on what the user
-asked for. Ctrl-C reaches only this process. The first one asks every run to stop after its current step, which saves
-it. The second one asks again, which stops the run at once. The third one kills it. Waiting runs are no longer started.
+A job is examined first:
+
+    nothing, or a run without a complete checkpoint      start
+    stopped, with the configuration of the grid          resume, even if lines after its last checkpoint are damaged
+    finished, with the configuration of the grid         finished
+    files that contradict each other                     damaged: left alone, unless asked to retry
+    another configuration                                an error: somebody changed the grid after its runs were made
+
+Threads, and a device or dtype that the grid leaves to `auto`, depend on the machine and do not count as differences.
+
+Each job then has a process of its own, so that none can stop the others: `bapo train` or `bapo resume` in its own
+session, with its output in a file beside its directory. Five times a second the loop here checks which runs have ended,
+starts those that may start, and passes on what the user asked for. Ctrl-C reaches only this process. The first one asks
+every run to stop after its current step, which saves it. The second one asks again, which stops the run at once. The
+third one kills it. Waiting runs are no longer started.
 
 The runs share the lock on the grid's directory. While any of them lives, even after this process was killed, no second
 comparison can touch it.
@@ -12,30 +23,165 @@ comparison can touch it.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from bapo.compare.plan import Job, State, clear_unused, set_aside
-from bapo.config.errors import OUT_OF_MEMORY
+from bapo.compare.grid import Cell, Grid
+from bapo.config.errors import OUT_OF_MEMORY, ConfigError
 from bapo.config.imports import environment
+from bapo.config.placement import available_cores
+from bapo.config.words import flat
 from bapo.process import stops
 from bapo.runs import files
 from bapo.runs.read import Defect, last_step, read_run
+from bapo.runs.write import unused
 
-__all__ = ["Progress", "State", "execute"]
-
+GPU_PARALLEL = 4
+"""Runs at a time on one GPU. A small model leaves most of it idle, and each run needs a few GiB of its memory."""
 POLL_SECONDS = 0.2
 TAIL_LINES = 4
 """How many last lines of a failed run's output are shown."""
 DAMAGED_CHECKPOINT = 3
 """Exit code of `bapo resume` for a checkpoint that is missing or damaged, and where memory ran out."""
+
+
+class State(StrEnum):
+    """Where a run of the grid stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """Stopped by a signal and saved; the same command continues it."""
+    FAILED = "failed"
+    DAMAGED = "damaged"
+
+
+@dataclass
+class Job:
+    """A cell of the grid, and what to do about it."""
+
+    cell: Cell
+    state: State
+    action: Literal["train", "resume"] = "train"
+    """The command that will start it."""
+    note: str = ""
+    """Why it failed, or what is damaged."""
+    before: int = 0
+    """Steps it had logged when this comparison began."""
+    step: int = 0
+    """Steps it has logged."""
+
+    @property
+    def log(self) -> Path:
+        """File with the output of its process."""
+        return self.cell.path.with_name(f"{self.cell.path.name}.log")
+
+    @property
+    def recipe(self) -> Path:
+        """File with the configuration given to its process."""
+        return self.cell.path.with_name(f"{self.cell.path.name}.json")
+
+    def describe(self) -> str:
+        """Its state in a few words, and why."""
+        total = self.cell.config.steps
+        match self.state:
+            case State.WAITING:
+                return "will start" if self.action == "train" else f"will resume at step {self.step} of {total}"
+            case State.RUNNING:
+                return f"step {self.step} of {total}" if self.step else "starting"
+            case State.FINISHED:
+                return "finished"
+            case State.STOPPED:
+                return f"stopped at step {self.step} of {total}"
+        return f"{self.state}: {self.note}"
+
+
+def make_plan(grid: Grid) -> list[Job]:
+    """A job per cell; a ConfigError if there are runs with another configuration than the grid's."""
+    jobs, changed = [], []
+    for cell in grid.cells:
+        job, different = _examine(cell)
+        jobs.append(job)
+        changed += [f"  {cell.name}: {line}" for line in different]
+    if changed:
+        raise ConfigError(
+            f"some runs in {grid.out} were made with another configuration, so nothing was started.\n"
+            + "\n".join(changed)
+            + "\nPut the keys back, or give the changed grid another `out`."
+        )
+    return jobs
+
+
+def _examine(cell: Cell) -> tuple[Job, list[str]]:
+    """The job for a cell, and how the configuration in its directory differs from the grid's."""
+    path = cell.path
+    if not path.exists() or unused(path):
+        return Job(cell, State.WAITING), []
+    run = read_run(path, finished=False)
+    if isinstance(run, Defect) and (sizes := _remembered(path)):
+        run = read_run(path, finished=False, sizes=sizes)  # resuming cuts off what comes after them
+    if isinstance(run, Defect):
+        return Job(cell, State.DAMAGED, note=run.message), []
+    different = list(_differences(cell.values, dict(flat(run.config))))
+    if run.summary:
+        return Job(cell, State.FINISHED, before=cell.config.steps, step=cell.config.steps), different
+    if not any((path / "checkpoints").glob("step-??????")):
+        return Job(cell, State.DAMAGED, note="it has logs but no checkpoint to resume from."), different
+    step = len(run.timing)
+    return Job(cell, State.WAITING, action="resume", before=step, step=step), different
+
+
+def _remembered(path: Path) -> dict[str, int]:
+    """Sizes of an unfinished run's logs at its newest checkpoint; empty if no checkpoint records them."""
+    if (path / "summary.json").exists():
+        return {}
+    try:
+        logs = files.read_object(files.checkpoints(path / "checkpoints")[-1] / "state.json")["logs"]
+        return {name: int(size) for name, size in logs.items()}
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
+        return {}
+
+
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    for key in dict.fromkeys((*wanted, *found)):
+        value, other = wanted.get(key), found.get(key)
+        if key == "objective.preset" and wanted["objective.name"] != "bapo":
+            continue  # it means nothing there, and a run states the default of its day
+        left_open = value == "auto" or (key, value) in [("threads", 0), ("eval.problems", None)]
+        if value != other and key != "out" and not left_open:
+            yield f"{key} is {other!r} in the run and {value!r} in the grid"
+
+
+def default_parallel(cells: Sequence[Cell]) -> int:
+    """Runs at a time: one per core, or GPU_PARALLEL on a GPU; never more than there are."""
+    cores = available_cores()
+    on_gpu = all(cell.config.device != "cpu" for cell in cells) and (
+        any(cell.config.device == "cuda" for cell in cells) or gpu_present()
+    )
+    own = max(cell.config.threads for cell in cells)
+    return max(1, min(GPU_PARALLEL if on_gpu else cores // max(1, own), len(cells)))
+
+
+def threads_for(cells: Sequence[Cell], parallel: int) -> int:
+    """CPU threads of each run: an equal share of the cores."""
+    return max(1, available_cores() // min(parallel, len(cells)))
+
+
+def gpu_present() -> bool:
+    """Whether this process can see an NVIDIA GPU. It does not import torch, so it only sets a default."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class Progress(Protocol):
@@ -101,7 +247,8 @@ def _start(job: Job, lock: int, threads: int) -> _Process | None:
     """Start the job's process and set its state; None if it could not be started."""
     path = job.cell.path
     try:
-        clear_unused(path)
+        if path.exists() and unused(path):  # a run that never reached its first checkpoint
+            shutil.rmtree(path)
         for below in (path.parent.parent, path.parent):
             files.folder(below)
         config = job.cell.config.model_copy(update={"threads": job.cell.config.threads or threads})
@@ -147,12 +294,15 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progres
 
 def _begin_again(job: Job, progress: Progress) -> None:
     """Set a damaged run aside and let its job wait to start from the beginning."""
+    path, number = job.cell.path, 1
+    while (place := path.with_name(f"{path.name}.damaged-{number}")).exists():  # `is_set_aside` knows these names
+        number += 1
     try:
-        kept = set_aside(job.cell.path)
+        path.rename(place)
     except OSError as error:
         job.note += f" It could not be set aside: {error}."
         return
-    progress.note(f"{job.cell.name}: {job.note} It was set aside as {kept.name} and starts again.")
+    progress.note(f"{job.cell.name}: {job.note} It was set aside as {place.name} and starts again.")
     job.state, job.action, job.note, job.step, job.before = State.WAITING, "train", "", 0, 0
 
 
