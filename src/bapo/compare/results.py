@@ -7,7 +7,7 @@ the verdict, which the report uses, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -72,7 +72,7 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
         columns = _columns(k, measure_names(rows))
         cells = [["", "seeds", *columns]]
         for objective, row in rows.items():
-            cells.append([objective, str(row["seeds"]), *(show(row["measures"]) for show in columns.values())])
+            cells.append([objective, str(row["seeds"]), *(_text(row["measures"], name) for name in columns.values())])
         lines += ["", f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval"]
         lines += _aligned(cells)
         lines += _difference_lines(rows, k)
@@ -115,30 +115,20 @@ def _place(cell: Cell) -> dict[str, Any]:
     return {"setting": cell.setting, "objective": cell.objective, "seed": cell.seed, "path": str(cell.path)}
 
 
-def _columns(k: int | str, names: set[str]) -> dict[str, Callable[[Row], str]]:
-    """Heading -> the text in its column, for the measures that there are."""
-    columns = {title: _shower(name) for title, name in scores(k, names).items()}
-    columns |= {"before": _shower("entropy_before")}
-    columns |= {"max grad norm": _shower("max_grad_norm"), "positive share": _shower("share"), "responses": _responses}
-    if "stop_start" in names:
-        columns["stops"] = _stops
-    return columns
+def _columns(k: int | str, names: set[str]) -> dict[str, str]:
+    """Heading -> measure, for the measures that there are. All reasons to stop share a column."""
+    listed = scores(k, names) | {"before": "entropy_before", "max grad norm": "max_grad_norm"}
+    listed |= {"positive share": "share", "responses": "responses"}
+    return listed | ({"stops": "stop"} if "stop_start" in names else {})
 
 
-def _shower(name: str) -> Callable[[Row], str]:
-    def show(row: Row) -> str:
-        if name not in row:
-            return "–"
-        mean, half = row[name]["mean"], row[name]["half_width"]
-        return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"
-
-    return show
-
-
-def _responses(row: Row) -> str:
-    return f"{row['responses']['mean']:.0f}" if "responses" in row else "–"
-
-
-def _stops(row: Row) -> str:
-    shares = [row[f"stop_{name}"]["mean"] for name in STOP_REASONS if f"stop_{name}" in row]
-    return " ".join(f"{100 * share:.0f}" for share in shares) or "–"
+def _text(row: Row, name: str) -> str:
+    if name == "stop":
+        shares = [row[f"stop_{reason}"]["mean"] for reason in STOP_REASONS if f"stop_{reason}" in row]
+        return " ".join(f"{100 * share:.0f}" for share in shares) or "–"
+    if name not in row:
+        return "–"
+    mean, half = row[name]["mean"], row[name]["half_width"]
+    if name == "responses":
+        return f"{mean:.0f}"
+    return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"

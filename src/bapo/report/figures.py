@@ -141,14 +141,12 @@ def ratio_profile(arms: Sequence[Arm]) -> Figure:
             profile(arms, "ratio_entropy", "Mean entropy, by ratio, nats"),
             profile(arms, "ratio_histogram", "Share of tokens, by ratio"),
         ],
-        reason="These runs did not log ratio_histogram: an older version of bapo made them.",
     )
 
 
 def by_use(arms: Sequence[Arm]) -> Figure:
     """Where tokens stand, and which negative ones are pushed further down, by how often they were trained on before."""
     again = [index for index, arm in enumerate(arms) if uses_tokens_again(arm)]
-    logged = any("use_histogram" in line for arm in arms for run in arm.runs for line in run.updates)
     as_sampled = [{"value": 0, "text": "as sampled"}]
     return figure(
         "by-use",
@@ -158,18 +156,14 @@ def by_use(arms: Sequence[Arm]) -> Figure:
         "update pushes further below the probability they were sampled with (r < 1, and the clip lets them through). "
         f"Bins of fewer than {FEW_TOKENS} tokens are left out, and so are runs that used every token once.",
         [
-            use_profile(
-                arms, "use_negative", "log r of negative tokens, by earlier uses", only=again, marks=as_sampled
+            *(
+                use_profile(arms, f"use_{sign}", f"log r of {sign} tokens, by earlier uses", again, marks=as_sampled)
+                for sign in ("negative", "positive")
             ),
-            use_profile(
-                arms, "use_positive", "log r of positive tokens, by earlier uses", only=again, marks=as_sampled
-            ),
-            use_profile(arms, "use_below", "Negative tokens pushed further down, share", only=again),
+            use_profile(arms, "use_below", "Negative tokens pushed further down, share", again),
         ],
         reason="This figure needs runs that train on a response more than once (offpolicy.reuse, "
-        "offpolicy.replay_fraction). These runs used every token once."
-        if logged
-        else "These runs did not log use_histogram: an older version of bapo made them, or they have no update yet.",
+        "offpolicy.replay_fraction). So far, these runs used every token once.",
     )
 
 

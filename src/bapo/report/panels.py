@@ -210,7 +210,7 @@ def profile(arms: Sequence[Arm], key: str, title: str) -> Panel:
 
 
 def use_profile(
-    arms: Sequence[Arm], key: str, title: str, *, only: Iterable[int], marks: Sequence[dict[str, Any]] = ()
+    arms: Sequence[Arm], key: str, title: str, only: Iterable[int], *, marks: Sequence[dict[str, Any]] = ()
 ) -> Panel:
     """A metric over bins of uses, of the arms with these numbers."""
     return {

@@ -37,11 +37,7 @@ Facts = list[dict[str, float]]
 
 SEEDS: Column = ("seeds", "Seeds", "How many runs of this configuration there are. Small print: their seeds.")
 GRAD_NORM: Column = ("max_grad_norm", "Max grad norm", "The largest gradient norm of any update, before it is clipped.")
-TOKENS: Column = (
-    "tokens",
-    "Tokens",
-    "Response tokens trained on, per run; a token counts each time it is used.",
-)
+TOKENS: Column = ("tokens", "Tokens", "Response tokens trained on, per run; a token counts each time it is used.")
 SECONDS: Column = (
     "seconds",
     "Time",
