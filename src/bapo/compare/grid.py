@@ -112,8 +112,8 @@ def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
     if isinstance(value, int) and value > MOST_SEEDS:
         wrong.append(f"seeds = {value}: a grid can have at most {MOST_SEEDS:,} seeds. Give fewer.")
         return ()
-    counted = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    seeds = tuple(counted) if isinstance(counted, range | list) else ()
+    given = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    seeds = tuple(given) if isinstance(given, range | list) else ()
     if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
         wrong.append(f"seeds = {value!r}: give a count such as 3, or a list of different whole numbers from 0.")
     return seeds

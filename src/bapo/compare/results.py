@@ -67,7 +67,8 @@ def collect(grid: Grid) -> dict[str, Any]:
 
 def table_lines(results: Mapping[str, Any]) -> list[str]:
     """The tables and the verdict, as lines of text."""
-    lines, k = [], results["k"] or "k"
+    lines: list[str] = []
+    k = results["k"] or "k"
     for setting, rows in results["settings"].items():
         columns = _columns(k, measure_names(rows))
         cells = [["", "seeds", *columns]]

@@ -112,7 +112,7 @@ class Log:
             self._file = None
 
     def _present(self) -> BinaryIO:
-        """The open file, which is surely the one with its name and holds what was written."""
+        """The open file, once it is clear that it still has its name and holds what was written."""
         if self._file is None:
             self._file = files.appended(self.path)
         elif not self._has_its_name(self._file):
