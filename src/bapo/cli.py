@@ -188,7 +188,7 @@ def _eval(words: list[str]) -> int:
 
 
 def _compare(words: list[str]) -> int:
-    from bapo.compare.command import Arguments, run
+    from bapo.compare import Arguments, run
     from bapo.config.command_line import parse_arguments
 
     return run(parse_arguments(Arguments, words, prog="bapo compare"))
@@ -196,7 +196,7 @@ def _compare(words: list[str]) -> int:
 
 def _report(words: list[str]) -> int:
     from bapo.config.command_line import parse_arguments
-    from bapo.report.command import Arguments, run
+    from bapo.report import Arguments, run
 
     return run(parse_arguments(Arguments, words, prog="bapo report"))
 
@@ -338,7 +338,7 @@ COMMANDS = {
             "stopped runs continue.",
             stopped="The same command continues; finished runs are kept.",
         ),
-        defined_by="bapo.compare.command:Arguments",
+        defined_by="bapo.compare:Arguments",
     ),
     "report": Command(
         _report,
@@ -349,7 +349,7 @@ COMMANDS = {
             disk="Choose another --out, or another --port.",
             stopped="Nothing was written.",
         ),
-        defined_by="bapo.report.command:Arguments",
+        defined_by="bapo.report:Arguments",
     ),
     "diagnose": Command(
         _diagnose,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bapo.models import load_policy
-from bapo.report import find, write_report
+from bapo.report import find_arms, write_report
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.runs.read import Defect, Run, read_run
@@ -142,7 +142,7 @@ def test_an_unfinished_run_says_how_far_it_got(learned, tmp_path):
     (run / "summary.json").unlink()
     problem = read_run(run)
     assert (problem.kind, "480 of 480 steps" in problem.message) == ("unfinished", True)
-    found = find([run])
+    found = find_arms([run])
     assert [len(arm.runs) for arm in found.arms] == [1]
 
 

@@ -75,7 +75,7 @@ ONE_FOLDER = {"vllm": "rollout/vllm"}
 WITHOUT_TORCH = [
     *("bapo", "bapo.types", "bapo.buffer", "bapo.core.settings", "bapo.cli"),
     *("bapo.config.run", "bapo.config.sft", "bapo.config.recipe", "bapo.config.placement", "bapo.config.errors"),
-    *("bapo.config.command_line", "bapo.config.words", "bapo.compare.command", "bapo.report.command"),
+    *("bapo.config.command_line", "bapo.config.words"),
     *("bapo.runs.read", "bapo.runs.write", "bapo.runs.statistics", "bapo.runs.metrics", "bapo.runs.lock"),
     *("bapo.screen.view", "bapo.compare", "bapo.report", "bapo.report.live"),
     *("bapo.diagnose.dumps", "bapo.diagnose.command", "bapo.evaluate", "bapo.evaluate.command"),

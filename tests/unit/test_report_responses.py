@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 
 from bapo.cli import run as cli
-from bapo.report import contents, find
+from bapo.report import contents, find_arms
 from bapo.report.arms import arms_of
 from bapo.report.panels import MAX_POINTS, curves
 from bapo.rollout.scheduler import Scheduler
@@ -88,7 +88,7 @@ def test_a_version_is_placed_at_its_last_evaluation(tmp_path):
 
     run = shutil.copytree(COMPARED / "partial/bapo/seed-0", tmp_path / "run")
     edited(run, "metrics.jsonl", finish)
-    values = contents(find([run]))
+    values = contents(find_arms([run]))
     assert counts(values, "reward", 0) == ([2, 4, 6, 7], [16, 48, 56, 88])
     assert counts(values, "eval/avg", 0) == ([0, 2, 4, 6], [0, 16, 56, 88])  # version 4 after steps 4, 5 and 6
 
@@ -127,7 +127,7 @@ def test_filtered_and_dropped_responses_count(watched_run):
     assert sum(line["rollout/dropped"] for line in rollouts) > 0
     assert sampled_responses(read_run(out)) == [0, *accumulate(left)]
     assert measures(read_run(out))["responses"] == sum(left)
-    cells = contents(find([out]))["table"]["rows"][0]["cells"]
+    cells = contents(find_arms([out]))["table"]["rows"][0]["cells"]
     assert cells["responses"]["value"] == sum(left)
 
 
@@ -172,7 +172,7 @@ def test_a_log_without_counts_is_drawn_over_updates(tmp_path, capsys, spoil):
         assert (series["responses"] is None) == (series["arm"] == arm)
         assert all(run for run in series["runs"])
     edited(grid / "reuse-2/grpo/seed-0", "metrics.jsonl", spoiled)
-    values = contents(find([grid / "reuse-2/grpo"]))
+    values = contents(find_arms([grid / "reuse-2/grpo"]))
     assert values["counts"] == []
     assert values["table"]["rows"][0]["cells"]["responses"]["text"] == "–"
 
@@ -183,6 +183,6 @@ def test_an_update_of_an_unknown_step_has_no_count(tmp_path):
     newer = lines(run, "update")[-1] | {"step": 10**30, "version": 7}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(newer) + "\n")
-    values = contents(find([run]))
+    values = contents(find_arms([run]))
     series = panel(values, "grad_norm")["series"][0]
     assert values["counts"][series["responses"][0]] == [16, 16, 36, 36, 56, 56, None]

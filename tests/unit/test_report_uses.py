@@ -7,7 +7,7 @@ import pytest
 
 from bapo.config.recipe import parse_config
 from bapo.config.sections import renamed
-from bapo.report import contents, find
+from bapo.report import contents, find_arms
 from tests.compared_runs import COMPARED
 
 USE_KEYS = ("use_negative", "use_positive", "use_below")
@@ -31,7 +31,7 @@ def with_updates(run, target, change):
 
 
 def drawn_figure(paths, name):
-    values = contents(find(paths))
+    values = contents(find_arms(paths))
     return values, next(figure for figure in values["figures"] if figure["id"] == name)
 
 
@@ -88,18 +88,18 @@ def test_arms_that_used_every_token_once_are_left_out(tmp_path):
     assert len(values["arms"]) == 2
     shown = [{values["arms"][series["arm"]]["objective"] for series in panel["series"]} for panel in figure["panels"]]
     assert shown == [{"clip_higher"}] * 3
-    (reason,) = contents(find([once]))["undrawn"]
+    (reason,) = contents(find_arms([once]))["undrawn"]
     assert "used every token once" in reason["reason"]
 
 
-def test_runs_that_did_not_log_uses_say_so_and_are_left_out(tmp_path):
+def test_runs_without_numbers_of_uses_are_left_out(tmp_path):
     def forget(line):
         for key in [key for key in line if key.startswith("use_")]:
             del line[key]
 
     old = with_updates(PUSH_ONCE, tmp_path / "old", forget)
-    (reason,) = contents(find([old]))["undrawn"]
-    assert "did not log use_histogram" in reason["reason"]
+    (reason,) = contents(find_arms([old]))["undrawn"]
+    assert "used every token once" in reason["reason"]
     values, figure = drawn_figure([old, CLIP_HIGHER], "by-use")
     assert len(values["arms"]) == 2
     assert [len(panel["series"]) for panel in figure["panels"]] == [1, 1, 1]
@@ -109,7 +109,7 @@ def test_runs_that_did_not_log_uses_say_so_and_are_left_out(tmp_path):
 @pytest.mark.parametrize("damage", [lambda line, key: line.pop(key), lambda line, key: line[key].pop()])
 def test_uses_that_cannot_be_drawn_are_a_defect(tmp_path, key, damage):
     run = with_updates(PUSH_ONCE, tmp_path / "run", lambda line: damage(line, key))
-    found = find([run])
+    found = find_arms([run])
     assert not found.arms
     assert [defect.message for defect in found.defects] == [
         f"metrics.jsonl has updates whose {key} is missing or of another length."

@@ -9,9 +9,8 @@ from bapo.config import placement
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.run import Config
 from bapo.runs import files, history
-from bapo.runs.logs import Log
 from bapo.runs.read import Defect, read_run
-from bapo.runs.write import RunDirectory, unused, why_not_out
+from bapo.runs.write import Log, RunDirectory, unused, why_not_out
 
 
 def begun(out):
@@ -94,14 +93,11 @@ def test_the_model_is_on_the_disk_before_the_run_says_that_it_is_complete(tmp_pa
     assert run.complete() == (None, "summary.json cannot be read: it is empty")
 
 
-def test_a_model_of_an_earlier_version_has_no_checksums_but_must_not_be_empty(tmp_path):
+def test_a_model_without_checksums_is_not_complete(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
-    assert RunDirectory(tmp_path).complete() == (None, "model/ holds no model")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
-    assert RunDirectory(tmp_path).complete() == ({}, None)
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
-    assert RunDirectory(tmp_path).complete() == (None, "model/model.safetensors is empty")
+    assert RunDirectory(tmp_path).complete() == (None, "model.sha256 is missing")
 
 
 def test_a_log_that_is_deleted_during_a_run_is_written_again(tmp_path, capsys):

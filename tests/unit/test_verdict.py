@@ -4,8 +4,7 @@ from math import nan, sqrt
 
 import pytest
 
-from bapo.runs.comparison import compared, difference_cells, meeting_by, scores
-from bapo.runs.verdict import differing_exam, judge
+from bapo.runs.comparison import compare_arms, difference_cells, judge, meeting_by, scores
 
 T4, T2 = 2.7764451, 4.3026527  # Student's t for five and for three seeds
 
@@ -23,8 +22,10 @@ def runs(objective, *, setting="s", **measures):
     ]
 
 
-def verdict(listed, objectives, settings=("s",), *, k=8, temperature=1.0, **more):
-    return judge(compared(listed, settings, objectives), k=k, temperature=temperature, **more)
+def verdict(listed, objectives, settings=("s",), *, k=8, temperature=1.0, unlike=(), **more):
+    one = {"eval.k": k, "eval.temperature": temperature}
+    configs = {setting: [one, one | dict.fromkeys(unlike, 0.6)] for setting in settings}
+    return judge(compare_arms(listed, settings, objectives), configs, **more)
 
 
 GRPO = [0.40, 0.41, 0.42, 0.43, 0.44]
@@ -218,15 +219,12 @@ def test_arms_that_all_ended_below_their_start_are_named():
     for level in (0.42, 0.4204, 0.3, nan):  # one arm that did not fall, in the digits shown, is enough
         other = runs("dcpo", avg=[level], avg_before=[0.42])
         assert bool(verdict(listed + other, ["grpo", "bapo", "dcpo"]).details) == (level == 0.3)
-    assert verdict(listed, ["grpo", "bapo"], unlike={"s": ["eval.k"]}).details == []
+    assert verdict(listed, ["grpo", "bapo"], unlike=["eval.k"]).details == []
 
 
 def test_scores_of_different_exams_are_not_compared():
-    one = {"eval.k": 8, "eval.temperature": 1.0, "learn.lr": 1e-4}
-    keys = differing_exam([one, one | {"eval.temperature": 0.6, "learn.lr": 1e-5}, one])
-    assert keys == ["eval.temperature"]
     listed = runs("grpo", avg=GRPO) + runs("bapo", avg=shifted(GRPO, *[0.3] * 5))
-    found = verdict(listed, ["grpo", "bapo"], unlike={"s": keys})
+    found = verdict(listed, ["grpo", "bapo"], unlike=["eval.temperature", "learn.lr"])
     assert found.lines == ["The scores cannot be compared, because the runs differ in eval.temperature."]
     assert not found.decided
 
@@ -250,7 +248,7 @@ def test_the_problems_are_counted_and_few_are_a_warning():
     assert notes(1319) == ["The scores are from 1,319 held-out problems."]
     assert notes(200, other=300) == ["The scores are from 200 to 300 held-out problems."]
     assert notes(32, other=512)[0].startswith("The scores are from 32 to 512 held-out problems. Fewer than 100 are few")
-    assert notes(32, unlike={"s": ["eval.k"]}) == []  # nothing was compared
+    assert notes(32, unlike=["eval.k"]) == []  # nothing was compared
     assert notes(nan) == []
     alone = runs("grpo", avg=GRPO[:1], problems=[32]) + runs("bapo", avg=GRPO[:1], problems=[32])
     assert verdict(alone, ["grpo", "bapo"]).notes == [  # one seed has no interval, and these scores have none either
@@ -271,17 +269,19 @@ def test_settings_meet_where_there_is_one_objective():
     assert meeting_by(["a", "b"], ["grpo"]) == ("objective", "setting")
     assert meeting_by(["a"], ["grpo"]) == meeting_by(["a", "b"], ["grpo", "bapo"]) == ("setting", "objective")
     listed = runs("grpo", setting="a", avg=GRPO) + runs("grpo", setting="b", avg=shifted(GRPO, *[0.1] * 5))
-    tables = compared(listed, ["grpo"], ["a", "b"], ("objective", "setting"))
-    assert judge(tables, k=4, temperature=None).lines == ["b beats a by 0.100 ± 0.000 avg@4 over 5 seeds."]
-    assert judge(compared(listed, ["a", "b"], ["grpo"]), k=4, temperature=None).lines == []  # nothing to compare
+    one = {"eval.k": 4, "eval.temperature": 1.0}
+    tables = compare_arms(listed, ["grpo"], ["a", "b"], ("objective", "setting"))
+    assert judge(tables, {"grpo": [one, one]}).lines == ["b beats a by 0.100 ± 0.000 avg@4 over 5 seeds."]
+    apart = compare_arms(listed, ["a", "b"], ["grpo"])
+    assert judge(apart, {"a": [one], "b": [one]}).lines == []  # nothing to compare
 
 
 def test_the_table_of_differences_marks_what_the_verdict_decides():
     push = shifted(GRPO, 0.03, 0.04, 0.05, 0.04, 0.04)
     listed = runs("grpo", **{"avg": GRPO, "pass": GRPO}) + runs("push-once", **{"avg": push, "pass": GRPO})
     listed += runs("bapo", **{"avg": push[:2], "pass": GRPO[:2]}) + runs("dcpo", **{"avg": push[:1], "pass": GRPO[:1]})
-    rows = compared(listed, ["s"], ["grpo", "push-once", "bapo", "dcpo"])["s"]
-    assert difference_cells(rows, {"avg@8": "avg", "pass@8": "pass", "entropy": "entropy"}) == [
+    rows = compare_arms(listed, ["s"], ["grpo", "push-once", "bapo", "dcpo"])["s"]
+    assert difference_cells(rows, 8) == [
         ["", "seeds", "avg@8", "pass@8", "entropy"],
         ["push-once - grpo", "5", "+0.040 ± 0.009*", "+0.000 ± 0.000 ", "–"],
         ["bapo - grpo", "2", "+0.035 ± 0.064 ", "+0.000 ± 0.000 ", "–"],  # 12.706 · .0070711 / √2 = .0635

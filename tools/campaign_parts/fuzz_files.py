@@ -106,14 +106,14 @@ def _model(model: Path, case: tuple[str, bytes | None], inside: Path) -> None:
 def _run(run: Path, case: tuple[str, bytes | None], inside: Path) -> None:
     """What `bapo resume` decides before it loads a model, and what `bapo report` shows."""
     from bapo.config.run import Config
-    from bapo.report.arms import find
-    from bapo.report.page import contents
+    from bapo.report.arms import find_arms
+    from bapo.report.contents import contents
     from bapo.runs.read import last_step
     from bapo.runs.write import RunDirectory
     from bapo.train.continuing import examine
 
     copy = _copied(run, case, inside)
-    json.dumps(contents(find([copy])), allow_nan=False)
+    json.dumps(contents(find_arms([copy])), allow_nan=False)
     last_step(copy)
     directory = RunDirectory(copy)
     directory.complete()

@@ -161,7 +161,7 @@ def _grid_values(case: Any, inside: Path) -> None:
 
 def _plan(path: Path) -> None:
     from bapo.compare.grid import load_grid
-    from bapo.compare.plan import default_parallel, make_plan
+    from bapo.compare.jobs import default_parallel, make_plan
 
     grid = load_grid(path)
     jobs = make_plan(grid)

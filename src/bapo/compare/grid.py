@@ -33,7 +33,7 @@ from bapo.config.base import possible_path
 from bapo.config.errors import ConfigError
 from bapo.config.recipe import KINDS, check, command_for, listed, read_recipe
 from bapo.config.run import Config
-from bapo.config.words import merged
+from bapo.config.words import flat, merged
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")
 MOST_SEEDS = 10_000
@@ -55,6 +55,11 @@ class Cell:
     def name(self) -> str:
         """Its place in the grid, which is also its path below the grid's directory."""
         return f"{self.setting}/{self.objective}/seed-{self.seed}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its configuration, under dotted keys."""
+        return dict(flat(self.config.model_dump(mode="json")))
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,8 @@ def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
     if isinstance(value, int) and value > MOST_SEEDS:
         wrong.append(f"seeds = {value}: a grid can have at most {MOST_SEEDS:,} seeds. Give fewer.")
         return ()
-    counted = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    seeds = tuple(counted) if isinstance(counted, range | list) else ()
+    given = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    seeds = tuple(given) if isinstance(given, range | list) else ()
     if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
         wrong.append(f"seeds = {value!r}: give a count such as 3, or a list of different whole numbers from 0.")
     return seeds

@@ -1,24 +1,33 @@
 """What came out of a grid: one table per setting, one row per objective, and the verdict.
 
-Only finished runs count, and each row says how many there are. `bapo.runs.comparison` has the statistics, and
-`bapo.runs.verdict` the words; the report uses both, too.
+Only finished runs count, and each row says how many there are. `bapo.runs.comparison` has the numbers and the words of
+the verdict, which the report uses, too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from bapo.compare.grid import Cell, Grid
 from bapo.runs import files
-from bapo.runs.comparison import FEWEST_SEEDS, Rows, compared, difference_cells, meeting_by, scores
+from bapo.runs.comparison import (
+    FEWEST_SEEDS,
+    Rows,
+    compare_arms,
+    difference_cells,
+    judge,
+    measure_names,
+    meeting_by,
+    scores,
+    shared,
+)
 from bapo.runs.numbers import strict
 from bapo.runs.read import STOP_REASONS, Run, read_run
 from bapo.runs.statistics import measures
-from bapo.runs.verdict import Verdict, differing_exam, judge
 
 WIDTH = 110
 """Characters in a line of the verdict."""
@@ -29,6 +38,7 @@ def collect(grid: Grid) -> dict[str, Any]:
     """The contents of results.json: the measures of every run, and setting -> objective -> measure -> mean, half_width.
 
     The same for the differences from the first objective, over the seeds that both have; and the verdict.
+    `across_settings`: objective -> setting -> the same, if there is only one objective, so that settings are compared.
     """
     runs, missing = [], []
     for cell in grid.cells:
@@ -37,14 +47,16 @@ def collect(grid: Grid) -> dict[str, Any]:
             runs.append(_place(cell) | {"measures": measures(found)})
         else:
             missing.append(_place(cell) | {"kind": found.kind, "why": found.message})
-    ks = {cell.config.eval.k for cell in grid.cells}
-    k = ks.pop() if len(ks) == 1 else None
-    settings = compared(runs, grid.settings, grid.objectives)
-    across = _across_settings(grid, runs)
-    verdict = _verdict(grid, across or settings, k, len(missing))
+    settings = compare_arms(runs, grid.settings, grid.objectives)
+    by = meeting_by(grid.settings, grid.objectives)
+    across = compare_arms(runs, grid.objectives, grid.settings, by) if by[0] == "objective" else None
+    configs: dict[str, list[dict[str, Any]]] = {}
+    for cell in grid.cells:
+        configs.setdefault(getattr(cell, by[0]), []).append(cell.values)
+    verdict = judge(across or settings, configs, missing=len(missing))
     return {
         "name": grid.name,
-        "k": k,
+        "k": shared(configs, "eval.k"),
         "verdict": [*verdict.lines, *verdict.details, *verdict.notes],
         "settings": settings,
         "across_settings": across,
@@ -53,46 +65,20 @@ def collect(grid: Grid) -> dict[str, Any]:
     }
 
 
-def _across_settings(grid: Grid, runs: Sequence[Mapping[str, Any]]) -> dict[str, Rows] | None:
-    """Objective -> setting -> the same, if there is only one objective, so that its settings are what is compared."""
-    by = meeting_by(grid.settings, grid.objectives)
-    return compared(runs, grid.objectives, grid.settings, by) if by[0] == "objective" else None
-
-
-def _verdict(grid: Grid, tables: Mapping[str, Rows], k: int | None, missing: int) -> Verdict:
-    table = meeting_by(grid.settings, grid.objectives)[0]
-    configs = {name: [_dotted(cell) for cell in grid.cells if getattr(cell, table) == name] for name in tables}
-    temperatures = {cell.config.eval.temperature for cell in grid.cells}
-    return judge(
-        tables,
-        k=k or "k",
-        temperature=temperatures.pop() if len(temperatures) == 1 else None,
-        unlike={name: differing_exam(found) for name, found in configs.items()},
-        missing=missing,
-    )
-
-
-def _dotted(cell: Cell) -> dict[str, Any]:
-    sections = cell.config.model_dump(mode="json")
-    parts = {name: part for name, part in sections.items() if isinstance(part, dict)}
-    return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
-
-
 def table_lines(results: Mapping[str, Any]) -> list[str]:
     """The tables and the verdict, as lines of text."""
-    lines = []
+    lines: list[str] = []
+    k = results["k"] or "k"
     for setting, rows in results["settings"].items():
-        names = {name for row in rows.values() for name in row["measures"]}
-        columns = _columns(results["k"] or "k", names)
+        columns = _columns(k, measure_names(rows))
         cells = [["", "seeds", *columns]]
         for objective, row in rows.items():
-            cells.append([objective, str(row["seeds"]), *(show(row["measures"]) for show in columns.values())])
+            cells.append([objective, str(row["seeds"]), *(_text(row["measures"], name) for name in columns.values())])
         lines += ["", f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval"]
         lines += _aligned(cells)
-        lines += _difference_lines(rows, scores(results["k"] or "k", names))
+        lines += _difference_lines(rows, k)
     for objective, rows in (results["across_settings"] or {}).items():
-        names = {name for row in rows.values() for name in row["measures"]}
-        if found := _difference_lines(rows, scores(results["k"] or "k", names)):
+        if found := _difference_lines(rows, k):
             lines += ["", f"{results['name']}, {objective}: the settings against each other", *found[1:]]
     if any("stop_start" in row["measures"] for rows in results["settings"].values() for row in rows.values()):
         reasons = ", ".join(name.replace("_", " ") for name in STOP_REASONS)
@@ -102,9 +88,9 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _difference_lines(rows: Rows, listed: Mapping[str, str]) -> list[str]:
+def _difference_lines(rows: Rows, k: int | str) -> list[str]:
     """The table of differences from the first row; empty if no row shares two seeds with it."""
-    cells = difference_cells(rows, listed)
+    cells = difference_cells(rows, k)
     if not cells:
         return []
     title = f"difference from {next(iter(rows))}, seed by seed, ± half width of its 95% interval"
@@ -130,30 +116,20 @@ def _place(cell: Cell) -> dict[str, Any]:
     return {"setting": cell.setting, "objective": cell.objective, "seed": cell.seed, "path": str(cell.path)}
 
 
-def _columns(k: int | str, names: set[str]) -> dict[str, Callable[[Row], str]]:
-    """Heading -> the text in its column, for the measures that there are."""
-    columns = {title: _shower(name) for title, name in scores(k, names).items()}
-    columns |= {"before": _shower("entropy_before")}
-    columns |= {"max grad norm": _shower("max_grad_norm"), "positive share": _shower("share"), "responses": _responses}
-    if "stop_start" in names:
-        columns["stops"] = _stops
-    return columns
+def _columns(k: int | str, names: set[str]) -> dict[str, str]:
+    """Heading -> measure, for the measures that there are. All reasons to stop share a column."""
+    listed = scores(k, names) | {"before": "entropy_before", "max grad norm": "max_grad_norm"}
+    listed |= {"positive share": "share", "responses": "responses"}
+    return listed | ({"stops": "stop"} if "stop_start" in names else {})
 
 
-def _shower(name: str) -> Callable[[Row], str]:
-    def show(row: Row) -> str:
-        if name not in row:
-            return "–"
-        mean, half = row[name]["mean"], row[name]["half_width"]
-        return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"
-
-    return show
-
-
-def _responses(row: Row) -> str:
-    return f"{row['responses']['mean']:.0f}" if "responses" in row else "–"
-
-
-def _stops(row: Row) -> str:
-    shares = [row[f"stop_{name}"]["mean"] for name in STOP_REASONS if f"stop_{name}" in row]
-    return " ".join(f"{100 * share:.0f}" for share in shares) or "–"
+def _text(row: Row, name: str) -> str:
+    if name == "stop":
+        shares = [row[f"stop_{reason}"]["mean"] for reason in STOP_REASONS if f"stop_{reason}" in row]
+        return " ".join(f"{100 * share:.0f}" for share in shares) or "–"
+    if name not in row:
+        return "–"
+    mean, half = row[name]["mean"], row[name]["half_width"]
+    if name == "responses":
+        return f"{mean:.0f}"
+    return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"

@@ -9,19 +9,15 @@ from pydantic import BaseModel
 
 from bapo.config import known_names
 from bapo.config.run import Config
+from bapo.config.words import leaves
 
 _END = r"(?!\w|\.\w)"
 """What follows a whole key."""
 
 
-def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def all_keys(schema: type[BaseModel] = Config) -> list[str]:
     """Every key of a configuration, with dots between tables."""
-    keys = []
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
-        keys += all_keys(kind, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]  # type: ignore[arg-type]
-    return keys
+    return list(leaves(schema))
 
 
 def known_elsewhere(key: str, schema: type[BaseModel]) -> known_names.Known | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.config.errors import ConfigError, DamagedError, PlaceError
+from bapo.config.words import flat
 from bapo.runs.files import appended, check_kinds, cut, flush, read, read_object
 from bapo.runs.files import write as write_whole
 from bapo.runs.lock import held
@@ -183,7 +184,7 @@ class Directory:
                 f"--out {self.path}: its config.json does not describe an evaluation by this version. Choose another "
                 "directory."
             )
-        before, now = dict(_flat(there)), dict(_flat(identity))
+        before, now = dict(flat(there)), dict(flat(identity))
         for key in [*now, *before]:
             if before.get(key) != now.get(key):
                 why = _WHY.get(key.split(".")[0])
@@ -192,15 +193,6 @@ class Directory:
                     f"{now.get(key)!r}{f': {why}' if why else ''}. Give the same options to continue it, or another "
                     "--out."
                 )
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts by dotted key."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
 
 
 def _append(path: Path, data: bytes) -> None:

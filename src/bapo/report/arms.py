@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from bapo.config.words import flat
 from bapo.runs import files
 from bapo.runs.read import Defect, Run, find_runs, is_set_aside, read_run
 from bapo.runs.statistics import mean
@@ -65,18 +66,17 @@ class Found:
     """Directories that cannot be shown, unfinished runs that are shown as far as they got, and copies."""
 
 
-def find(paths: Sequence[Path]) -> Found:
+def find_arms(paths: Sequence[Path]) -> Found:
     """Every run at or below the paths, gathered into arms. An unreadable directory is a defect, not an error."""
     runs, defects = [], []
     for directory in run_directories(paths):
         run = read_run(directory, finished=False)
         if isinstance(run, Defect):
             defects.append(run)
-            continue
-        if wrong := _unusable(run):
+        elif wrong := _unusable(run):
             defects.append(Defect(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",)))
-            continue
-        runs.append(run)
+        else:
+            runs.append(run)
     shown, copies = _once_per_seed(runs)
     for run in shown:
         if not run.summary:
@@ -159,16 +159,8 @@ def arms_of(runs: Iterable[Run]) -> list[Arm]:
     return sorted(arms, key=lambda a: (ages[a.setting], a.setting, not a.objective.startswith("bapo"), a.objective))
 
 
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration under dotted keys."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return values
-
-
 def _experiment(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in flat(run.config).items() if key not in NOT_THE_EXPERIMENT}
+    return {key: value for key, value in flat(run.config) if key not in NOT_THE_EXPERIMENT}
 
 
 def _arm_key(run: Run) -> str:
@@ -212,7 +204,7 @@ def grid_name(arms: Sequence[Arm]) -> str | None:
 
 
 def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:
-    config = flat(run.config)
+    config = dict(flat(run.config))
     said = {key: f"{key.rsplit('.', 1)[-1]} {config[key]}" for key in differing if config.get(key) is not None}
     if run.sft:
         return ", ".join(said.values()) or Path(config["model.path"]).name, "sft"

@@ -141,14 +141,12 @@ def ratio_profile(arms: Sequence[Arm]) -> Figure:
             profile(arms, "ratio_entropy", "Mean entropy, by ratio, nats"),
             profile(arms, "ratio_histogram", "Share of tokens, by ratio"),
         ],
-        reason="These runs did not log ratio_histogram: an older version of bapo made them.",
     )
 
 
 def by_use(arms: Sequence[Arm]) -> Figure:
     """Where tokens stand, and which negative ones are pushed further down, by how often they were trained on before."""
     again = [index for index, arm in enumerate(arms) if uses_tokens_again(arm)]
-    logged = any("use_histogram" in line for arm in arms for run in arm.runs for line in run.updates)
     as_sampled = [{"value": 0, "text": "as sampled"}]
     return figure(
         "by-use",
@@ -158,18 +156,14 @@ def by_use(arms: Sequence[Arm]) -> Figure:
         "update pushes further below the probability they were sampled with (r < 1, and the clip lets them through). "
         f"Bins of fewer than {FEW_TOKENS} tokens are left out, and so are runs that used every token once.",
         [
-            use_profile(
-                arms, "use_negative", "log r of negative tokens, by earlier uses", only=again, marks=as_sampled
+            *(
+                use_profile(arms, f"use_{sign}", f"log r of {sign} tokens, by earlier uses", again, marks=as_sampled)
+                for sign in ("negative", "positive")
             ),
-            use_profile(
-                arms, "use_positive", "log r of positive tokens, by earlier uses", only=again, marks=as_sampled
-            ),
-            use_profile(arms, "use_below", "Negative tokens pushed further down, share", only=again),
+            use_profile(arms, "use_below", "Negative tokens pushed further down, share", again),
         ],
         reason="This figure needs runs that train on a response more than once (offpolicy.reuse, "
-        "offpolicy.replay_fraction). These runs used every token once."
-        if logged
-        else "These runs did not log use_histogram: an older version of bapo made them, or they have no update yet.",
+        "offpolicy.replay_fraction). So far, these runs used every token once.",
     )
 
 
@@ -247,6 +241,29 @@ FIGURES: tuple[Callable[[Sequence[Arm]], Figure], ...] = (
 )
 OF_SEVERAL = (by_staleness, under_partial, fixed_clips)
 """Those that set arms against each other."""
+
+
+def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
+    """Losses over updates; no figure without a supervised run."""
+    chosen = [index for index, arm in enumerate(arms) if arm.sft]
+    if not chosen:
+        return []
+    held_out = curves(arms, "held_out/loss", "Held-out loss, nats per token", lines="evals", only=chosen)
+    return [
+        figure(
+            "sft",
+            ("Supervised training", None),
+            "Mean negative log-prob of response tokens: those of each update, just before the update, and those of "
+            "held-out demonstrations. If the first falls while the second rises, the model is learning by heart.",
+            [
+                curves(arms, "imitation/loss", "Training loss, nats per token", only=chosen),
+                held_out,
+                curves(arms, "held_out/accuracy", "Held-out tokens predicted right, share", lines="evals", only=chosen),
+                curves(arms, "grad_norm", "Gradient norm before clipping", only=chosen),
+            ],
+            note=None if held_out["series"] else "Nothing was held out, so there is no held-out loss.",
+        )
+    ]
 
 
 def _fixed_clip(arm: Arm) -> tuple[float, float, float | None] | None:

@@ -10,13 +10,14 @@ import errno
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from bapo.report.arms import find, run_directories
-from bapo.report.page import contents, page
+from bapo.report.arms import find_arms, run_directories
+from bapo.report.contents import contents, page
 
 HOST = "127.0.0.1"
 PORT = 8377
@@ -26,21 +27,30 @@ TRIES = 20
 LOGS = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "history.jsonl", "summary.json")
 
 
-class Follower:
-    """The current values of some runs, gathered again only when one of their files has changed."""
+class Server(ThreadingHTTPServer):
+    """Serves the current values of some runs, gathered again only when one of their files has changed."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, port: int, paths: Sequence[Path]) -> None:
+        super().__init__((HOST, port), _Handler)
         self.paths = list(paths)
         self._lock = Lock()
         self._tag = ""
         self._values: dict[str, Any] = {}
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{HOST}:{self.server_address[1]}/"
 
     def values(self) -> tuple[str, dict[str, Any]]:
         """A tag that changes with the values, and the values."""
         with self._lock:
             tag = self._fingerprint()
             if tag != self._tag:
-                self._values = contents(find(self.paths))
+                self._values = contents(find_arms(self.paths))
                 self._tag = tag
             return self._tag, self._values
 
@@ -48,28 +58,10 @@ class Follower:
         seen = []
         for directory in run_directories(self.paths):
             for name in LOGS:
-                try:
+                with suppress(OSError):
                     status = (directory / name).stat()
-                except OSError:
-                    continue
-                seen.append((str(directory), name, status.st_size, status.st_mtime_ns))
+                    seen.append((str(directory), name, status.st_size, status.st_mtime_ns))
         return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
-
-
-class Server(ThreadingHTTPServer):
-    """Serves one follower."""
-
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, port: int, follower: Follower) -> None:
-        super().__init__((HOST, port), _Handler)
-        self.follower = follower
-
-    @property
-    def url(self) -> str:
-        """Where the page is."""
-        return f"http://{HOST}:{self.server_address[1]}/"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -80,9 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in (HOST, "localhost"):  # a foreign page whose host name resolves to this machine
             self._answer(403, "text/plain", b"Only for this machine.")
         elif self.path == "/":
-            self._answer(200, "text/html", page(self.server.follower.values()[1], live=True).encode())
+            self._answer(200, "text/html", page(self.server.values()[1], live=True).encode())
         elif self.path == "/values.json":
-            tag, values = self.server.follower.values()
+            tag, values = self.server.values()
             if self.headers.get("If-None-Match") == f'"{tag}"':
                 self._answer(304, "application/json", b"", tag)
             else:
@@ -108,11 +100,10 @@ def serve(paths: Sequence[Path], port: int | None = None) -> Server:
     """A server on the port asked for, or on the first free one from PORT on. The caller runs and closes it."""
     if port is not None and not 0 <= port < 2**16:
         raise OSError(errno.EINVAL, f"there is no port {port}. Choose one up to {2**16 - 1}, or leave --port out")
-    follower = Follower(paths)
     ports = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
     for candidate in ports:
         try:
-            return Server(candidate, follower)
+            return Server(candidate, paths)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise

@@ -77,11 +77,9 @@ def curves(
 ) -> Panel:
     """One metric over training: the x of all runs of an arm, and each run's values and sampled responses there."""
     axis = "step" if lines == "rollouts" else "version"
-    chosen = set(range(len(arms)) if only is None else only)
     series = []
-    for index, arm in enumerate(arms):
-        if index not in chosen:
-            continue
+    for index in sorted(range(len(arms)) if only is None else only):
+        arm = arms[index]
         logged = [[line for line in _lines(run, lines) if isinstance(line.get(key), int | float)] for run in arm.runs]
         if lines == "evals":
             logged = [_fullest(listed) for listed in logged]
@@ -113,12 +111,8 @@ def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
 
 def _fullest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One evaluation per version. If there are several, it is the last of those on the most problems."""
-    kept: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        known = kept.get(line["version"])
-        if known is None or _problems(line) >= _problems(known):
-            kept[line["version"]] = line
-    return list(kept.values())
+    kept = {line["version"]: line for line in sorted(lines, key=_problems)}
+    return [kept[version] for version in sorted(kept)]
 
 
 def _problems(line: dict[str, Any]) -> float:
@@ -210,7 +204,7 @@ def profile(arms: Sequence[Arm], key: str, title: str) -> Panel:
 
 
 def use_profile(
-    arms: Sequence[Arm], key: str, title: str, *, only: Iterable[int], marks: Sequence[dict[str, Any]] = ()
+    arms: Sequence[Arm], key: str, title: str, only: Iterable[int], *, marks: Sequence[dict[str, Any]] = ()
 ) -> Panel:
     """A metric over bins of uses, of the arms with these numbers."""
     return {
@@ -232,11 +226,11 @@ def uses_tokens_again(arm: Arm) -> bool:
     return any(any(_sum_lists(run, "use_histogram")[1:]) for run in arm.runs)
 
 
-def _profiles(arms: Sequence[Arm], key: str, counted: str, only: Iterable[int] | None = None) -> list[dict[str, Any]]:
-    """The series of a profile: of every run, the metric in each of the bins that the histogram `counted` counts."""
+def _profiles(arms: Sequence[Arm], key: str, histogram: str, only: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    """The series of a profile: of every run, the metric in each of the bins of this histogram."""
     series = []
     for index in sorted(range(len(arms)) if only is None else only):
-        runs = [_profile_of(run, key, counted) for run in arms[index].runs if any(_sum_lists(run, counted))]
+        runs = [_profile_of(run, key, histogram) for run in arms[index].runs if any(_sum_lists(run, histogram))]
         if runs:
             series.append({"arm": index, "x": list(range(len(runs[0]))), "runs": [numbers(values) for values in runs]})
     return series
@@ -249,15 +243,15 @@ def _place(log_ratio: float) -> float:
     return after - 0.5 + (log_ratio - low) / (high - low)
 
 
-def _profile_of(run: Run, key: str, counted: str) -> list[float | None]:
+def _profile_of(run: Run, key: str, histogram: str) -> list[float | None]:
     """A binned metric over a whole run: a mean weighted by the tokens in the bin, or the share of tokens."""
-    counts = _sum_lists(run, counted)
-    if key == counted:
+    counts = _sum_lists(run, histogram)
+    if key == histogram:
         values = _shares(counts)
     else:
         values = [0.0] * len(counts)
         for line in run.updates:
-            for position, (count, value) in enumerate(zip(line[counted], line[key], strict=True)):
+            for position, (count, value) in enumerate(zip(line[histogram], line[key], strict=True)):
                 values[position] += count * value / max(counts[position], 1)
     return [value if count >= FEW_TOKENS else None for value, count in zip(values, counts, strict=True)]
 

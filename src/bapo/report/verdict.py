@@ -1,38 +1,86 @@
-"""What stands on top of the report: the answer in a sentence, and the table of differences behind it.
+"""What stands on top of a report: the answer in a sentence, the differences behind it, and signs of trouble.
 
-Several arms are compared, with the statistics and the words of `bapo compare` (`bapo.runs.comparison` and
-`bapo.runs.verdict`). Arms meet within their setting; if there is one objective, its settings meet; if no two arms share
-a setting or an objective, all of them meet. The first arm of the grid is what others are compared with, or grpo if
-there is no grid. One arm is not compared: its verdict says from where to where it got.
+Every sentence has one place:
+
+    one configuration            `_of_one`: from where to where its score got, or how far an unfinished run is
+    a supervised one             `_of_sft`
+    several configurations       `bapo.runs.comparison.judge`, because `bapo compare` says the same
+    a sign that a run went wrong a function in SIGNS, which looks at one run and returns a sentence or None
+
+Arms meet within their setting; if there is one objective, its settings meet; if no two arms share a setting or an
+objective, all of them meet. The first arm of the grid is what others are compared with, or grpo if there is no grid.
+
+The limits of the signs are rules of thumb. They are set so wide that a sound run shows no sign, and they decide
+nothing: the figures show what happened.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from bapo.report.arms import Arm, flat, grid_record, samples_per_problem
-from bapo.report.signs import signs
-from bapo.runs.comparison import FEWEST_SEEDS, Rows, compared, difference_cells, meeting_by, scores
-from bapo.runs.exam import scored_on
-from bapo.runs.read import Run
-from bapo.runs.statistics import aggregate, mean, measures
-from bapo.runs.verdict import differing_exam, judge
+from bapo.config.words import flat
+from bapo.report.arms import Arm, grid_record, samples_per_problem
+from bapo.runs.comparison import (
+    FEWEST_SEEDS,
+    Rows,
+    against_first,
+    at_temperature,
+    difference_cells,
+    judge,
+    meeting_by,
+    scored_on,
+)
+from bapo.runs.read import Run, logged
+from bapo.runs.statistics import (
+    FEW_RESPONSES,
+    MOSTLY_CUT_OFF,
+    aggregate,
+    first_and_last,
+    mean,
+    measures,
+    sampled_responses,
+    stop_shares,
+)
+
+COLLAPSED = 0.5
+"""A reward below this part of its best tenth has collapsed."""
+LEAST_REWARD = 0.05
+"""A best tenth below this reward cannot collapse."""
+ENTROPY_LEFT = 0.25
+"""Less than this part of the first entropy is left."""
+ENTROPY_GROWN = 2.0
+"""More than this multiple of the first entropy."""
+CLIPPED = 0.25
+"""The clip blocks more than this share of the tokens."""
+SPIKE = 10.0
+"""A gradient norm above this multiple of the median is a spike."""
+FEW = 20
+"""Fewer updates or steps have no trend."""
+UNREWARDED = 0.9
+"""So large a share of the steps without any reward means that the model hardly ever earns one."""
+NO_SIGNAL = 2 / 3
+"""More than this share of the groups carries no signal."""
+CUT_OFF = 0.1
+"""The length limit cuts off so much more of the held-out responses than before training."""
+
+Said = tuple[list[str], list[str], str]
+"""The lines and the notes of a verdict, and the tone in which the page shows them."""
 
 
 def verdict(arms: Sequence[Arm]) -> dict[str, Any]:
     """`verdict` and `differences` of the page. The first has lines, notes, warnings, and a tone."""
     reinforced = [arm for arm in arms if not arm.sft]
-    lines: list[str] = []
-    notes: list[str] = []
+    said: Said = [], [], "plain"
     differences: list[dict[str, Any]] = []
-    tone = "plain"
     if len(reinforced) == 1:
-        lines, notes, tone = _of_one(reinforced[0])
+        said = _of_one(reinforced[0])
     elif reinforced:
-        lines, notes, tone, differences = _of_many(reinforced)
-    lines += [_of_sft(arm, named=len(arms) > 1) for arm in arms if arm.sft]
+        said, differences = _of_many(reinforced)
+    lines, notes, tone = said
+    lines = [*lines, *(_of_sft(arm, named=len(arms) > 1) for arm in arms if arm.sft)]
     shown = {"lines": lines, "notes": notes, "warnings": signs(arms), "tone": tone}
     return {"verdict": shown, "differences": differences}
 
@@ -40,30 +88,17 @@ def verdict(arms: Sequence[Arm]) -> dict[str, Any]:
 # Several arms
 
 
-def _of_many(arms: Sequence[Arm]) -> tuple[list[str], list[str], str, list[dict[str, Any]]]:
-    placed = places(arms)
-    runs = [
-        {"table": table, "row": row, "seed": run.config["seed"], "measures": measures(run)}
-        for (table, row), arm in placed.items()
-        for run in arm.runs
-        if run.summary
-    ]
-    rows: dict[str, list[str]] = {}
-    for table, row in placed:
-        rows.setdefault(table, []).append(row)
-    tables = {table: compared(runs, [table], names, ("table", "row"))[table] for table, names in rows.items()}
-    k = samples_per_problem(arms)
-    temperatures = {arm.config["eval"]["temperature"] for arm in arms}
-    found = judge(
-        tables,
-        k=int(k) if k.isdigit() else k,
-        temperature=temperatures.pop() if len(temperatures) == 1 else None,
-        unlike={
-            name: differing_exam([flat(arm.config) for (t, _), arm in placed.items() if t == name]) for name in rows
-        },
-        missing=_missing(arms),
-    )
-    return found.lines, [*found.details, *found.notes], "decided" if found.decided else "open", _differences(tables, k)
+def _of_many(arms: Sequence[Arm]) -> tuple[Said, list[dict[str, Any]]]:
+    measured: dict[str, dict[str, dict[int, Mapping[str, float]]]] = {}
+    configs: dict[str, list[dict[str, Any]]] = {}
+    for (table, row), arm in places(arms).items():
+        finished = {run.config["seed"]: measures(run) for run in arm.runs if run.summary}
+        measured.setdefault(table, {})[row] = finished
+        configs.setdefault(table, []).append(dict(flat(arm.config)))
+    tables = {table: against_first(rows) for table, rows in measured.items()}
+    found = judge(tables, configs, missing=_missing(arms))
+    said = found.lines, [*found.details, *found.notes], "decided" if found.decided else "open"
+    return said, _differences(tables, samples_per_problem(arms))
 
 
 def places(arms: Sequence[Arm]) -> dict[tuple[str, str], Arm]:
@@ -91,86 +126,60 @@ def _place(record: Mapping[str, Any], key: str, label: str) -> int:
 
 def _missing(arms: Sequence[Arm]) -> int:
     """Runs of these arms that are not finished: those in the record of the grid, or those that were found."""
-    finished = {(arm.setting, arm.objective, run.config["seed"]) for arm in arms for run in arm.runs if run.summary}
     shown = {(arm.setting, arm.objective) for arm in arms}
-    wanted = {(arm.setting, arm.objective, run.config["seed"]) for arm in arms for run in arm.runs}
+    found = {(arm.setting, arm.objective, run.config["seed"]): run for arm in arms for run in arm.runs}
+    wanted = set(found)
     listed = (grid_record(arms) or {}).get("runs")
     for run in listed if isinstance(listed, list) else []:
         place = tuple(str(run.get(key)) for key in ("setting", "objective")) if isinstance(run, dict) else None
         if place in shown and isinstance(run.get("seed"), int):
             wanted.add((*place, run["seed"]))
-    return len(wanted - finished)
+    return len(wanted - {place for place, run in found.items() if run.summary})
 
 
 def _differences(tables: Mapping[str, Rows], k: str) -> list[dict[str, Any]]:
     """Tables with the same columns are one, whose rows begin with the name of their table."""
     joined: dict[tuple[str, ...], list[list[str]]] = {}
     for table, rows in tables.items():
-        names = {name for row in rows.values() for name in row["measures"]}
-        if cells := difference_cells(rows, scores(k, names)):
-            headings, *found = [
-                [f"{table}: {row[0]}" if len(tables) > 1 and row[0] else row[0], *row[1:]] for row in cells
-            ]
-            joined.setdefault(tuple(headings), []).extend(found)
+        if cells := difference_cells(rows, k):
+            headings, *found = cells
+            named = [[f"{table}: {name}" if len(tables) > 1 else name, *others] for name, *others in found]
+            joined.setdefault(tuple(headings), []).extend(named)
     return [{"headings": list(headings), "rows": rows} for headings, rows in joined.items()]
 
 
 # One arm
 
 
-def _of_one(arm: Arm) -> tuple[list[str], list[str], str]:
-    """Lines, notes and tone of the verdict on one configuration."""
+def _of_one(arm: Arm) -> Said:
     finished = [run for run in arm.runs if run.summary]
     if not finished:
         return _so_far(arm), [], "plain"
     k = arm.config["eval"]["k"]
     if len(finished) > 1:
         return _over_seeds(finished, k)
-    after, before = finished[0].summary["after"], finished[0].summary["before"]
-    temperature = arm.config["eval"]["temperature"]
-    others = finished[0].summary.get("also_at", [])
+    summary = finished[0].summary
+    usual = {"temperature": arm.config["eval"]["temperature"], "before": summary["before"], "after": summary["after"]}
     clauses: list[str] = []
     tones: list[str] = []
-    for at, first, last in [
-        (temperature, before, after),
-        *((o["temperature"], o["before"], o["after"]) for o in others),
-    ]:
-        where = (f" at temperature {at:g}" if at else " with greedy sampling") if others else ""
-        said, tone = _from_to(first, last, f"avg@{k}{where}" if not clauses else f"{where.strip()} it")
+    for scored in (usual, *summary["also_at"]):
+        where = at_temperature(scored["temperature"]) if summary["also_at"] else ""
+        name = f"{where.strip()} it" if clauses else f"avg@{k}{where}"
+        said, tone = _from_to(scored["before"], scored["after"], name)
         clauses.append(said)
         tones.append(tone)
-    known = _has_interval(before) and _has_interval(after)
-    notes = [*_scored_on(finished), *(["In brackets: 95% intervals over problems."] if known else [])]
-    notes.append("This is one run. Another seed may end elsewhere.")
-    return [f"{'; '.join(clauses)}."], notes, tones[0]
-
-
-def _scored_on(runs: Sequence[Run], *, seeds: bool = False) -> list[str]:
-    found = [measures(run) for run in runs]
-    problems, reaches = ([run[key] for run in found if key in run] for key in ("problems", "avg_reach"))
-    said = scored_on(problems, reaches, seeds=seeds)
-    return [said] if said else []
-
-
-def _has_interval(line: Mapping[str, Any]) -> bool:
-    return all(isinstance(line.get(key), int | float) for key in ("eval/avg_low", "eval/avg_high"))
+    notes = [*scored_on([measures(finished[0])], seeds=False), "In brackets: 95% intervals over problems."]
+    return [f"{'; '.join(clauses)}."], [*notes, "This is one run. Another seed may end elsewhere."], tones[0]
 
 
 def _from_to(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> tuple[str, str]:
     """From where to where the score got, and the tone of that."""
-    same = _looks_equal(before["eval/avg"], after["eval/avg"])
-    if not (_has_interval(before) and _has_interval(after)):
-        if same:
-            return f"{name} did not change: it is {after['eval/avg']:.3f}, as before training", "plain"
-        return f"{name} went from {before['eval/avg']:.3f} to {after['eval/avg']:.3f}", "plain"
     one, two = (
         f"{line['eval/avg']:.3f} [{line['eval/avg_low']:.3f}, {line['eval/avg_high']:.3f}]" for line in (before, after)
     )
-    if same:
-        both = (
-            f"it is {two}, as before training" if one == two else f"it was {one} before training and is {two} after it"
-        )
-        return f"{name} did not change: {both}", "open"
+    if _look_equal(before["eval/avg"], after["eval/avg"]):
+        both = f"it was {one} before training and is {two} after it"
+        return f"{name} did not change: {f'it is {two}, as before training' if one == two else both}", "open"
     if after["eval/avg_low"] > before["eval/avg_high"]:
         return f"{name} rose from {one} to {two}", "decided"
     if after["eval/avg_high"] < before["eval/avg_low"]:
@@ -178,24 +187,23 @@ def _from_to(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> 
     return f"{name} went from {one} to {two}, which may be chance", "open"
 
 
-def _looks_equal(before: float, after: float) -> bool:
+def _look_equal(before: float, after: float) -> bool:
     """Whether two scores are the same in the three digits that are shown."""
     return f"{before:z.3f}" == f"{after:z.3f}"
 
 
-def _over_seeds(runs: Sequence[Run], k: int) -> tuple[list[str], list[str], str]:
+def _over_seeds(runs: Sequence[Run], k: int) -> Said:
     found = [measures(run) for run in runs]
     before, after = mean([run["avg_before"] for run in found]), mean([run["avg"] for run in found])
     gained, half = aggregate([run["avg"] - run["avg_before"] for run in found])
-    same = _looks_equal(before, after)
-    sure = half is not None and len(found) >= FEWEST_SEEDS and abs(gained) > half and not same
+    same, enough = _look_equal(before, after), len(found) >= FEWEST_SEEDS
+    sure = half is not None and enough and abs(gained) > half and not same
     word = "went" if not sure else "rose" if gained > 0 else "fell"
-    difference = f"{gained:+.3f}" + ("" if half is None or len(found) < FEWEST_SEEDS else f" ± {half:.3f}")
+    difference = f"{gained:+.3f}" + ("" if half is None or not enough else f" ± {half:.3f}")
     line = f"avg@{k} {word} from {before:.3f} to {after:.3f} ({difference} over {len(found)} seeds)."
     if same:
         line = f"avg@{k} is {after:.3f} on average, as before training ({difference} over {len(found)} seeds)."
-    enough = len(found) >= FEWEST_SEEDS
-    notes = _scored_on(runs, seeds=enough)
+    notes = scored_on(found, seeds=enough)
     notes += [] if enough else ["Two seeds are too few to say what another one would give."]
     return [line], notes, "open" if not sure else "decided" if gained > 0 else "wrong"
 
@@ -203,13 +211,11 @@ def _over_seeds(runs: Sequence[Run], k: int) -> tuple[list[str], list[str], str]
 def _so_far(arm: Arm) -> list[str]:
     """How far an unfinished run got: the reward over the first and over the last tenth of its steps."""
     run = max(arm.runs, key=lambda run: len(run.timing))
-    logged = [float(line["reward"]) for line in run.rollouts if isinstance(line.get("reward"), int | float)]
-    rewards = [reward for reward in logged if math.isfinite(reward)]
+    rewards = [reward for reward in logged(run.rollouts, "reward") if math.isfinite(reward)]
     if not rewards:
         return []
-    tenth = max(1, len(rewards) // 10)
-    first, last = mean(rewards[:tenth]), mean(rewards[-tenth:])
-    went = f"has stayed at {last:z.3f}" if _looks_equal(first, last) else f"has gone from {first:.3f} to {last:.3f}"
+    first, last = first_and_last(rewards)
+    went = f"has stayed at {last:z.3f}" if _look_equal(first, last) else f"has gone from {first:.3f} to {last:.3f}"
     went = went if len(rewards) > 1 else f"is {last:z.3f}"
     return [
         f"After {len(run.timing)} of {run.planned} steps, the reward of sampled responses {went}. The score on "
@@ -227,7 +233,167 @@ def _of_sft(arm: Arm, *, named: bool) -> str:
         return f"{name} run is finished. Nothing was held out, so there is no score."
     before, after = mean([pair[0] for pair in pairs]), mean([pair[1] for pair in pairs])
     over = f", the mean over {len(pairs)} seeds" if len(pairs) > 1 else ""
-    if _looks_equal(before, after):
+    if _look_equal(before, after):
         return f"{name} held-out loss did not change: it is {after:.3f} nats per token, as before training{over}."
     word = "fell" if after < before else "rose"
     return f"{name} held-out loss {word} from {before:.3f} to {after:.3f} nats per token{over}."
+
+
+# Signs of trouble: what a reader should look at first
+
+
+def signs(arms: Sequence[Arm]) -> list[str]:
+    """The signs of every arm; with several seeds, a sign says in how many of them it was found, and shows one."""
+    found = []
+    for arm in arms:
+        named = f"{arm.objective}, {arm.setting}: " if len(arms) > 1 else ""
+        for look in SIGNS:
+            said = [text for run in arm.runs if (text := look(run))]
+            if said:
+                where = f" ({len(said)} of {len(arm.runs)} seeds)" if len(arm.runs) > 1 else ""
+                found.append(f"{named}{said[0]}{where}.")
+    return found
+
+
+def unrewarded(run: Run) -> str | None:
+    """The reward was zero in nearly every step."""
+    rewards, responses = logged(run.rollouts, "reward"), sampled_responses(run) or [0]
+    empty = rewards.count(0.0)
+    if not rewards or responses[-1] < FEW_RESPONSES or not empty >= UNREWARDED * len(rewards):
+        return None
+    kept, filtered = _groups(run)
+    if min(rewards) < 0 or kept > (1 - UNREWARDED) * (kept + filtered):  # 0 may be the best, or a mean of both signs
+        return None
+    where = f"in all {empty} steps" if empty == len(rewards) else f"in {empty} of {len(rewards)} steps"
+    return (
+        f"the reward was 0 {where}, so there was next to nothing to learn from; warm-start the model (docs/sft.md), "
+        "give it easier problems, or check in its responses whether the verifier refuses correct ones"
+    )
+
+
+def no_signal(run: Run) -> str | None:
+    """All responses of most groups have the same reward, so these groups teach nothing."""
+    kept, filtered = _groups(run)
+    if kept + filtered < FEW or not filtered > NO_SIGNAL * (kept + filtered) or unrewarded(run):
+        return None
+    rewards = logged(run.rollouts, "reward")
+    what = "easier problems, or a warm start (docs/sft.md)"
+    if not all(0 <= reward <= 1 for reward in rewards):  # on another scale, nobody knows which side is the good one
+        what = "easier or harder problems"
+    elif mean(rewards) > 0.5:
+        what = "harder problems"
+    return (
+        f"{filtered / (kept + filtered):.0%} of the groups carried no signal, because all responses of a group earned "
+        f"the same reward; take larger groups (rollout.responses), or {what}"
+    )
+
+
+def unfinished(run: Run) -> str | None:
+    """Most responses end at the length limit, so the reward is one of fragments."""
+    cut, responses = logged(run.rollouts, "truncated"), sampled_responses(run) or [0]
+    if not cut or responses[-1] < FEW_RESPONSES or not mean(cut) > MOSTLY_CUT_OFF:
+        return None
+    return (
+        f"the length limit cut off {mean(cut):.0%} of the responses, so the reward is mostly one of unfinished text; "
+        f"raise rollout.max_tokens, which is {run.config['rollout']['max_tokens']}, or ask for shorter answers"
+    )
+
+
+def collapse(run: Run) -> str | None:
+    """The reward at the end is far below what it was at its best."""
+    rewards = logged(run.rollouts, "reward")
+    tenth = len(rewards) // 10
+    if len(rewards) < FEW:
+        return None
+    means = [mean(rewards[at : at + tenth]) for at in range(len(rewards) - tenth + 1)]
+    best, last = max(means), means[-1]
+    if best < LEAST_REWARD or not last < COLLAPSED * best:
+        return None
+    return f"the reward collapsed from {best:.2f} at its best to {last:.2f} at the end"
+
+
+def entropy(run: Run) -> str | None:
+    """The policy has become nearly deterministic, or much more random."""
+    before, after = first_and_last(run.series("entropy"))
+    if len(run.updates) < FEW or not before > 0:
+        return None
+    numbers = f"from {before:.3f} to {after:.3f} nats per token"
+    if after < ENTROPY_LEFT * before:
+        return f"entropy fell {numbers}, so the policy explores little"
+    if after > ENTROPY_GROWN * before:
+        return f"entropy rose {numbers}, so the policy has become more random"
+    return None
+
+
+def clipping(run: Run) -> str | None:
+    """The clip blocks much of the data."""
+    _, last = first_and_last(run.series("clip_fraction"))
+    push_once = run.config.get("objective", {}).get("name") == "push_once"  # it blocks used tokens by design
+    if len(run.updates) < FEW or not last > CLIPPED or push_once:
+        return None
+    return f"the clip blocked {last:.0%} of the tokens in the last tenth of updates"
+
+
+def spikes(run: Run) -> str | None:
+    """One update was much larger than the others."""
+    lines = [line for line in run.updates if isinstance(line.get("grad_norm"), int | float)]
+    norms = [(float(line["grad_norm"]), line["version"]) for line in lines]
+    if len(norms) < FEW:
+        return None
+    largest, version = max(norms)
+    middle = median(norm for norm, _ in norms)
+    if not largest > SPIKE * middle > 0:
+        return None
+    return f"the gradient norm reached {largest:.3g} in update {version}, {largest / middle:.0f} times its median"
+
+
+def skipped(run: Run) -> str | None:
+    """Updates whose numbers were not finite."""
+    count = len(run.skipped)
+    if count == 1:
+        return "an update was skipped, because its numbers were not finite"
+    return f"{count} updates were skipped, because their numbers were not finite" if count else None
+
+
+def still(run: Run) -> str | None:
+    """BAPO's bounds never moved."""
+    if len(run.updates) < FEW or stop_shares(run).get("stop_start") != 1.0 or not run.series("clip_high"):
+        return None
+    low, high = run.series("clip_low")[-1], run.series("clip_high")[-1]
+    return f"the bounds never moved from ({low:g}, {high:g}), so a fixed clip would have done the same"
+
+
+def cut_off(run: Run) -> str | None:
+    """Responses have grown into the length limit."""
+    if run.sft or not run.summary:
+        return None
+    before, after = (_evaluated(run, when, "eval/truncated") for when in ("before", "after"))
+    responses = run.config["eval"]["k"] * _evaluated(run, "after", "eval/problems")
+    if responses < FEW_RESPONSES or not after > before + CUT_OFF:
+        return None
+    return f"the length limit cuts off {after:.0%} of the held-out responses, and {before:.0%} before training"
+
+
+def failures(run: Run) -> str | None:
+    """The verifier failed on held-out responses."""
+    count = 0.0 if run.sft or not run.summary else _evaluated(run, "after", "eval/failures")
+    return f"the verifier failed on {count:.0f} held-out responses, which count as wrong" if count else None
+
+
+def _groups(run: Run) -> tuple[int, int]:
+    """How many groups the buffer has kept, and how many it has refused because their rewards did not differ."""
+    last = run.rollouts[-1] if run.rollouts else {}
+    kept, filtered = (last.get(f"buffer/{name}") for name in ("added", "filtered"))
+    return (kept, filtered) if isinstance(kept, int) and isinstance(filtered, int) else (0, 0)
+
+
+def _evaluated(run: Run, when: str, key: str) -> float:
+    """A number of the evaluation before or after training; 0 if it is missing."""
+    value = run.summary[when].get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+SIGNS: tuple[Callable[[Run], str | None], ...] = (
+    *(unrewarded, no_signal, unfinished, collapse, entropy, clipping, spikes, skipped, still, cut_off, failures),
+)
+"""The signs, in the order in which the report shows them."""

@@ -25,11 +25,9 @@ from bapo.config.errors import PlaceError
 
 PARTIAL = ".partial"
 """How the name of a file or directory ends while it is being written. A killed process leaves such names behind."""
-
-
 STEP = re.compile(r"step-\d{6,}(\.\w+)?")
 """Names in checkpoints/ that are bapo's: complete checkpoints, half-written ones, and those that were set aside."""
-KINDS = {
+KIND_NAMES = {
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a directory",
     stat.S_IFREG: "a file",
@@ -102,7 +100,7 @@ def _told(found: int, wanted: int) -> str:
             f"is a link {belongs}, and no link in a run directory is followed: it may lead to files of other programs. "
             f"Put in its place what it leads to, or remove it. {OTHER_DISK}"
         )
-    return f"is {KINDS.get(found, 'something else')} {belongs}. Remove it, or put back what was there."
+    return f"is {KIND_NAMES.get(found, 'something else')} {belongs}. Remove it, or put back what was there."
 
 
 def _descriptor(path: Path, flags: int) -> int:

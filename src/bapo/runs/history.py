@@ -78,7 +78,7 @@ def record(run: Path, event: str, **facts: Any) -> None:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The lines that can be read. A run of an earlier version has none."""
+    """The lines that can be read."""
     try:
         found = files.read(run / FILE).splitlines()
     except OSError:

@@ -75,19 +75,6 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """Something that does not add up."""
-
-    kind: str
-    """What is wrong, without the group that it is about, so that the same mistakes can be told once."""
-    told: str
-    """The whole sentence."""
-
-    def __str__(self) -> str:
-        return self.told
-
-
-@dataclass(frozen=True)
 class Balance:
     """What became of all groups."""
 
@@ -97,36 +84,36 @@ class Balance:
     """How often groups were trained on, all together."""
     stalest: int
     """The largest age at which a group was trained on, by its oldest token, in updates."""
-    wrong: list[Wrong]
-    """What does not add up; empty if the ledger balances."""
+    mistakes: dict[str, list[str]]
+    """What does not add up: each kind of mistake, with a sentence for each time that it was made."""
+
+    @property
+    def wrong(self) -> list[str]:
+        """All mistakes; empty if the ledger balances."""
+        return [told for listed in self.mistakes.values() for told in listed]
 
     def line(self) -> str:
         """One line for people."""
         parts = ", ".join(f"{count:,} {_WORDS[state]}" for state, count in sorted(self.states.items()))
-        verdict = "it balances" if not self.wrong else f"{len(self.wrong)} entries do not add up: {self.wrong[0]}"
+        verdict = f"{len(self.wrong)} entries do not add up: {self.wrong[0]}" if self.wrong else "it balances"
         return f"{self._groups} ({parts}), {self._used}; {verdict}"
 
     def table(self) -> str:
         """All of it for people: what became of the groups, and each kind of mistake once."""
         rows = [(word, f"{self.states[state]:,}") for state, word in _WORDS.items() if state in self.states]
         left, right = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-        listed = [f"  {word:<{left}}  {count:>{right}}" for word, count in rows]
-        return "\n".join([f"{self._groups}, {self._used}", *listed, *self._mistakes()])
-
-    def _mistakes(self) -> list[str]:
+        lines = [f"{self._groups}, {self._used}", *(f"  {word:<{left}}  {count:>{right}}" for word, count in rows)]
         if not self.wrong:
-            return ["the ledger balances"]
-        lines = [f"the ledger does not balance; entries that do not add up: {len(self.wrong):,}"]
-        for kind, count in Counter(wrong.kind for wrong in self.wrong).most_common():
-            examples = [wrong.told for wrong in self.wrong if wrong.kind == kind][:EXAMPLES]
-            lines += [f"  {counted(count, 'time')}: {kind}", *(f"      {told}" for told in examples)]
-            lines += [f"      and {count - EXAMPLES:,} more"] if count > EXAMPLES else []
-        return lines
+            return "\n".join([*lines, "the ledger balances"])
+        lines.append(f"the ledger does not balance; entries that do not add up: {len(self.wrong):,}")
+        for kind, told in sorted(self.mistakes.items(), key=lambda item: -len(item[1])):
+            lines += [f"  {counted(len(told), 'time')}: {kind}", *(f"      {one}" for one in told[:EXAMPLES])]
+            lines += [f"      and {len(told) - EXAMPLES:,} more"] if len(told) > EXAMPLES else []
+        return "\n".join(lines)
 
     @property
     def _groups(self) -> str:
-        groups = sum(self.states.values())
-        return counted(groups, "group")
+        return counted(sum(self.states.values()), "group")
 
     @property
     def _used(self) -> str:
@@ -160,16 +147,16 @@ def balance(
     oldest: dict[int, int] = {}
     uses: Counter[int] = Counter()
     ages: dict[tuple[int, int], int] = {}  # of every group in every update that used it
-    wrong: list[Wrong] = []
+    mistakes: dict[str, list[str]] = {}
 
-    def find(group: int, what: str, where: str = "") -> None:
-        wrong.append(Wrong(f"a group {what}", f"group {group} {what}{where}"))
+    def add_mistake(group: int, what: str, where: str = "") -> None:
+        mistakes.setdefault(f"a group {what}", []).append(f"group {group} {what}{where}")
 
     for line in lines:
         event = line["event"]
         for place, group in enumerate(line["groups"]):
             if state.get(group) not in AFTER[event]:
-                find(group, f"is {event}, but was {state.get(group, 'never admitted')} before")
+                add_mistake(group, f"is {event}, but was {state.get(group, 'never admitted')} before")
             if event not in USES:
                 state[group] = event
                 oldest |= {group: line["oldest"][place]} if event == "held" else {}
@@ -177,28 +164,28 @@ def balance(
             version = line.get("version", 0)
             if event == "skipped":
                 if ages.pop((group, version), None) is None:
-                    find(group, "is skipped in an update that has not used it", f", at version {version}")
+                    add_mistake(group, "is skipped in an update that has not used it", f", at version {version}")
                 else:
                     uses[group] -= 1
                 continue
             age = version - oldest.get(group, 0)
             if (group, version) in ages:
-                find(group, "is trained on twice in one update", f", at version {version}")
+                add_mistake(group, "is trained on twice in one update", f", at version {version}")
             if line["uses"][place] != uses[group]:
                 where = f": {line['uses'][place]} instead of {uses[group]}, at version {version}"
-                find(group, "is trained on with a wrong number of uses", where)
+                add_mistake(group, "is trained on with a wrong number of uses", where)
             if max_staleness is not None and age > max_staleness:
                 where = f": at age {age}, at version {version}"
-                find(group, f"is trained on above the staleness bound of {max_staleness}", where)
+                add_mistake(group, f"is trained on above the staleness bound of {max_staleness}", where)
             ages[group, version] = age
             uses[group] += 1
     for group in sorted(set(range(max(state, default=-1) + 1)) - state.keys()):
-        find(group, "was never admitted")
+        add_mistake(group, "was never admitted")
     lost = (("finished",) if ended else ()) + (("admitted",) if ended and all_used else ())
     for group, last in state.items():
         if last in lost:
-            find(group, f"is still {_WORDS[last]} at the end")
-    return Balance(dict(Counter(state.values())), uses.total(), max(ages.values(), default=0), wrong)
+            add_mistake(group, f"is still {_WORDS[last]} at the end")
+    return Balance(dict(Counter(state.values())), uses.total(), max(ages.values(), default=0), mistakes)
 
 
 def in_state(lines: Iterable[dict[str, Any]], wanted: str) -> set[int]:

@@ -2,8 +2,8 @@
 
 Each line of `metrics.jsonl` has a `kind`: `rollout` (once per step), `update` (once per optimizer step) or `eval`; in a
 supervised run `imitation` (once per optimizer step) or `held_out`; in both `skipped`, for an update whose numbers are
-not finite. Wall-clock figures go to `timing.jsonl`, so that the
-metrics of a run depend on its configuration alone. `python -m bapo.runs.metrics` prints docs/metrics.md.
+not finite. Wall-clock figures go to `timing.jsonl`, so that the metrics of a run depend on its configuration alone.
+`python docs/metrics.py` prints docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -173,9 +173,6 @@ TIMING = {
     "sampling_share": "Share of the time in which a rollout actor sampled, mean over actors; only on a cluster.",
 }
 
-_SHARED = {key: UPDATE[key] for key in ("tokens", "entropy", "grad_norm", "lr")}
-"""Metrics that supervised updates share with the others."""
-
 METRICS: dict[str, str] = EVERY_LINE | ROLLOUT | BUFFER | UPDATE | SKIPPED | EVAL | IMITATION | HELD_OUT
 
 
@@ -184,33 +181,3 @@ def check_declared(metrics: Mapping[str, Any]) -> None:
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown:
         raise KeyError(f"metrics without a sentence in bapo/runs/metrics.py: {', '.join(unknown)}")
-
-
-def markdown() -> str:
-    """The text of docs/metrics.md."""
-    sections = {
-        "Every line": EVERY_LINE,
-        "`rollout` lines: once per step": ROLLOUT | BUFFER,
-        "`update` lines: once per optimizer step": UPDATE,
-        "`skipped` lines: updates that changed nothing": SKIPPED
-        | {k: UPDATE[k] for k in ("tokens", "groups", *(k for k in UPDATE if k.startswith("anchor_")))},
-        "`eval` lines": EVAL,
-        "`imitation` lines of a supervised run: once per optimizer step": IMITATION | _SHARED,
-        "`held_out` lines of a supervised run": HELD_OUT,
-        "`timing.jsonl`: wall clock, once per step": TIMING,
-    }
-    text = [
-        "# Metrics",
-        "",
-        "Every key of `metrics.jsonl` and `timing.jsonl` and its meaning, written by `python -m bapo.runs.metrics`.",
-        "",
-    ]
-    for title, keys in sections.items():
-        text += [f"## {title}", "", "| key | meaning |", "|---|---|"]
-        text += [f"| `{key}` | {sentence.replace('|', chr(92) + '|')} |" for key, sentence in keys.items()]
-        text.append("")
-    return "\n".join(text)
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -16,9 +16,8 @@ never raises and never repairs anything. Values are plain lists, dicts and float
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,17 +27,13 @@ from bapo.config.recipe import parse_config, parse_sft_config
 from bapo.config.sections import renamed
 from bapo.runs import files
 
-__all__ = ["STOP_REASONS", "Defect", "Run", "find_runs", "read_run"]
-
 STOP_REASONS = ("start", "raising_high", "raising_low", "end", "no_signal")
 """Names of the values of the metric `stop`, in order: `bapo.core.bounds.StopReason`, without importing torch."""
-KINDS: dict[str | None, tuple[str, str | None, str]] = {
+LINE_KINDS: dict[str | None, tuple[str, str | None, str]] = {
     None: ("update", "rollout", "eval"),
     "sft": ("imitation", None, "held_out"),
 }
 """For each kind of run, the kinds of its lines in metrics.jsonl: updates, rollouts and evaluations."""
-NO_CLIP = 1e15
-"""The largest learn.clip_norm, which clips nothing."""
 DIGITS = 100
 """Most digits of an integer in a log. No metric is as large, and longer integers may overflow a float."""
 
@@ -55,8 +50,8 @@ class Run:
     rollouts: list[dict[str, Any]]
     """One per step: reward (absent if no response finished), length, truncated, rollout/…, buffer/…"""
     evals: list[dict[str, Any]]
-    """eval/avg, eval/pass, eval/entropy, …; step 0 is before training. eval/problems: on how many problems; an earlier
-    version used fewer of them during training. eval/temperature marks the temperatures of eval.also_at."""
+    """eval/avg, eval/pass, eval/entropy, …; step 0 is before training. eval/problems: on how many problems.
+    eval/temperature marks the temperatures of eval.also_at."""
     timing: list[dict[str, Any]]
     """One per step: seconds, rollout_seconds, learn_seconds, tokens_per_second."""
     summary: dict[str, Any]
@@ -74,7 +69,7 @@ class Run:
 
     def series(self, key: str) -> list[float]:
         """One metric over the updates that logged it."""
-        return [float(line[key]) for line in self.updates if isinstance(line.get(key), int | float)]
+        return logged(self.updates, key)
 
 
 @dataclass(frozen=True)
@@ -92,6 +87,11 @@ class Defect:
 
     def __str__(self) -> str:
         return f"{self.path}: {self.kind}: {self.message}"
+
+
+def logged(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """One number of each of these lines that has it."""
+    return [float(line[key]) for line in lines if isinstance(line.get(key), int | float)]
 
 
 class _Damage(Exception):  # noqa: N818
@@ -129,18 +129,9 @@ def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int
         sizes = sizes or {}
         metrics = _read_lines(path / "metrics.jsonl", whole=complete, size=sizes.get("metrics.jsonl"))
         timing = _read_lines(path / "timing.jsonl", whole=complete, size=sizes.get("timing.jsonl"))
-        update, rollout, evaluation = KINDS[config.get("kind")]
-        run = Run(
-            path=path,
-            config=config,
-            updates=[line for line in metrics if line.get("kind") == update],
-            rollouts=[line for line in metrics if line.get("kind") == rollout],
-            evals=[line for line in metrics if line.get("kind") == evaluation],
-            timing=timing,
-            summary=summary,
-            planned=planned,
-            skipped=[line for line in metrics if line.get("kind") == "skipped"],
-        )
+        kinds = (*LINE_KINDS[config.get("kind")], "skipped")
+        updates, rollouts, evals, skipped = ([line for line in metrics if line.get("kind") == kind] for kind in kinds)
+        run = Run(path, config, updates, rollouts, evals, timing, summary, planned, skipped)
         _check_lines(run, len(metrics))
         if complete:
             _check_summary(run)
@@ -172,21 +163,12 @@ def is_set_aside(path: Path) -> bool:
     return re.search(r"\.damaged-\d+$", path.name) is not None
 
 
-def is_sft(path: Path) -> bool:
-    """Whether a directory holds a run of `bapo sft`; False if it cannot be read."""
-    return bool(_said_in_config(path, "kind") == "sft")
-
-
 def is_evaluation(path: Path) -> bool:
     """Whether a directory holds an evaluation of `bapo eval`; False if it cannot be read."""
-    return str(_said_in_config(path, "format")).startswith("bapo eval ")
-
-
-def _said_in_config(path: Path, key: str) -> Any:
     try:
-        return files.read_object(path / "config.json").get(key)
+        return str(files.read_object(path / "config.json").get("format")).startswith("bapo eval ")
     except (OSError, ValueError):
-        return None
+        return False
 
 
 def last_step(path: Path) -> int:
@@ -229,9 +211,6 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     values = _read_object(path / "config.json")
-    learn = values.get("learn")
-    if isinstance(learn, dict) and learn.get("clip_norm") == math.inf:  # earlier versions took it for no clip at all
-        learn["clip_norm"] = NO_CLIP
     if isinstance(values.get("objective"), dict):
         values["objective"] = renamed(values["objective"])
     parse = parse_sft_config if values.get("kind") == "sft" else parse_config
@@ -314,46 +293,45 @@ def _check_summary(run: Run) -> None:
     for name, listed in _by_step(run):
         if len(listed) != run.planned:
             raise _Damage(name, f"has {len(listed)} of {run.planned} steps, though the run is complete")
+    if not _has_numbers(run.summary, "training_seconds"):
+        raise _Damage("summary.json", "has training_seconds that are not a number")
     if run.summary.get("updates") != len(run.updates):
         raise _Damage("metrics.jsonl", f"has {len(run.updates)} updates, summary.json {run.summary.get('updates')}")
 
 
 def _check_sft_summary(run: Run) -> None:
-    """Check the held-out losses before and after (None if nothing was held out), and the time."""
-    keys = ("held_out/loss", "held_out/perplexity", "held_out/accuracy")
+    """Check the held-out losses before and after; they are None if nothing was held out."""
     for when in ("before", "after"):
         line = run.summary.get(when)
         if line is None and not run.evals and when in run.summary:
             continue
-        if not isinstance(line, dict) or not all(isinstance(line.get(key), int | float) for key in keys):
+        if not _has_numbers(line, "held_out/loss", "held_out/perplexity", "held_out/accuracy"):
             raise _Damage("summary.json", f"lacks the held-out loss {when} training")
         if line not in run.evals:
             raise _Damage("metrics.jsonl", "lacks a measurement that summary.json has")
-    if not isinstance(run.summary.get("training_seconds"), int | float):
-        raise _Damage("summary.json", "has training_seconds that are not a number")
 
 
 def _check_evaluations(run: Run) -> None:
-    """Check the evaluations before and after training, at every temperature, and the time."""
-    if not _is_evaluation(run.summary.get("before")) or not _is_evaluation(run.summary.get("after")):
+    """Check the evaluations before and after training, at every temperature."""
+    before, after, others = (run.summary.get(key) for key in ("before", "after", "also_at"))
+    if not _is_evaluation(before) or not _is_evaluation(after):
         raise _Damage("summary.json", "lacks the evaluation before or after training")
-    if not isinstance(run.summary.get("training_seconds"), int | float | None):
-        raise _Damage("summary.json", "has training_seconds that are not a number")
-    others = run.summary.get("also_at", [])
-    if not isinstance(others, list) or not all(map(_is_pair, others)):
+    if not isinstance(others, list) or not all(
+        _has_numbers(other, "temperature")
+        and _is_evaluation(other.get("before"))
+        and _is_evaluation(other.get("after"))
+        for other in others
+    ):
         raise _Damage("summary.json", "has an entry in also_at that is not a pair of evaluations")
-    if run.summary["before"] not in run.evals or run.summary["after"] not in run.evals:
+    if before not in run.evals or after not in run.evals:
         raise _Damage("metrics.jsonl", "lacks an evaluation that summary.json has")
 
 
 def _is_evaluation(line: Any) -> bool:
-    wanted = ("eval/avg", "eval/pass", "eval/length")
-    if not isinstance(line, dict) or not isinstance(line.get("eval/entropy"), int | float | None):
-        return False
-    return all(isinstance(line.get(key), int | float) for key in wanted)
+    """Whether a line has the numbers of an evaluation. Some engines know no entropy."""
+    wanted = ("eval/avg", "eval/avg_low", "eval/avg_high", "eval/pass", "eval/length", "eval/problems")
+    return _has_numbers(line, *wanted) and isinstance(line.get("eval/entropy"), int | float | None)
 
 
-def _is_pair(other: Any) -> bool:
-    if not isinstance(other, dict) or not isinstance(other.get("temperature"), int | float):
-        return False
-    return _is_evaluation(other.get("before")) and _is_evaluation(other.get("after"))
+def _has_numbers(line: Any, *keys: str) -> bool:
+    return isinstance(line, dict) and all(isinstance(line.get(key), int | float) for key in keys)

@@ -10,19 +10,6 @@ from typing import Any
 
 from bapo.runs.read import STOP_REASONS, Run
 
-__all__ = [
-    "FEW_RESPONSES",
-    "MOSTLY_CUT_OFF",
-    "aggregate",
-    "mean",
-    "measures",
-    "sampled_responses",
-    "stop_shares",
-    "student_quantile",
-    "update_means",
-    "worst",
-]
-
 FEW_RESPONSES = 100
 """Fewer responses say little about a share of them."""
 MOSTLY_CUT_OFF = 0.75
@@ -40,10 +27,16 @@ def measures(run: Run) -> dict[str, float]:
     A supervised run has held_out, perplexity and accuracy (`_before`: before training), max_grad_norm, updates and
     training_seconds.
     """
-    if run.sft:
-        return _sft_measures(run)
+    values = _held_out_losses(run) if run.sft else _scores(run)
+    if norms := run.series("grad_norm"):
+        values["max_grad_norm"] = worst(norms)
+    values |= {"updates": len(run.updates), "training_seconds": run.summary["training_seconds"]}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _scores(run: Run) -> dict[str, float | None]:
     before, after = run.summary["before"], run.summary["after"]
-    values = {
+    values: dict[str, float | None] = {
         "avg": after["eval/avg"],
         "avg_before": before["eval/avg"],
         "pass": after["eval/pass"],
@@ -51,43 +44,30 @@ def measures(run: Run) -> dict[str, float]:
         "entropy": after.get("eval/entropy"),
         "entropy_before": before.get("eval/entropy"),
         "length": after["eval/length"],
-        "problems": _number(after, "eval/problems"),
-        "avg_reach": max((r for r in map(_reach, (before, after)) if r is not None), default=None),
-        "updates": float(len(run.updates)),
-        "training_seconds": run.summary.get("training_seconds"),
+        "problems": after["eval/problems"],
+        "avg_reach": max(_reach(before), _reach(after)),
     }
-    for other in run.summary.get("also_at", ()):
+    for other in run.summary["also_at"]:
         values[f"avg_at_{other['temperature']:g}"] = other["after"]["eval/avg"]
         values[f"pass_at_{other['temperature']:g}"] = other["after"]["eval/pass"]
-    if norms := run.series("grad_norm"):
-        values["max_grad_norm"] = worst(norms)
-    values |= update_means(run)
     if responses := sampled_responses(run):
         values["responses"] = responses[-1]
-    values |= stop_shares(run)
-    return {name: float(value) for name, value in values.items() if value is not None}
+    return values | update_means(run) | stop_shares(run)
 
 
-def _reach(line: Mapping[str, Any]) -> float | None:
-    """How far the interval of avg over problems reaches from avg, to the farther side; None if there is none."""
-    avg, low, high = (_number(line, f"eval/{key}") for key in ("avg", "avg_low", "avg_high"))
-    return None if avg is None or low is None or high is None else max(high - avg, avg - low)
+def _reach(line: Mapping[str, Any]) -> float:
+    """How far the interval of avg over problems reaches from avg, to the farther side."""
+    return max(line["eval/avg_high"] - line["eval/avg"], line["eval/avg"] - line["eval/avg_low"])
 
 
-def _number(line: Mapping[str, Any], key: str) -> float | None:
-    return float(value) if isinstance(value := line.get(key), int | float) else None
-
-
-def _sft_measures(run: Run) -> dict[str, float]:
-    values = {"updates": float(len(run.updates)), "training_seconds": float(run.summary["training_seconds"])}
-    for when, suffix in (("before", "_before"), ("after", "")):
-        if (line := run.summary[when]) is not None:
-            values[f"held_out{suffix}"] = float(line["held_out/loss"])
-            values[f"perplexity{suffix}"] = float(line["held_out/perplexity"])
-            values[f"accuracy{suffix}"] = float(line["held_out/accuracy"])
-    if norms := run.series("grad_norm"):
-        values["max_grad_norm"] = worst(norms)
-    return values
+def _held_out_losses(run: Run) -> dict[str, float | None]:
+    lines = {suffix: run.summary[when] for when, suffix in (("before", "_before"), ("after", ""))}
+    return {
+        f"{name}{suffix}": line[f"held_out/{key}"]
+        for suffix, line in lines.items()
+        if line is not None
+        for name, key in (("held_out", "loss"), ("perplexity", "perplexity"), ("accuracy", "accuracy"))
+    }
 
 
 def sampled_responses(run: Run) -> list[int] | None:
@@ -117,6 +97,12 @@ def stop_shares(run: Run) -> dict[str, float]:
     """stop_start, …: share of updates whose search for bounds ended for that reason; empty without a search."""
     stops = run.series("stop")
     return {f"stop_{name}": stops.count(number) / len(stops) for number, name in enumerate(STOP_REASONS) if stops}
+
+
+def first_and_last(series: Sequence[float]) -> tuple[float, float]:
+    """Means over the first and over the last tenth of a series."""
+    tenth = max(1, len(series) // 10)
+    return mean(series[:tenth]), mean(series[-tenth:])
 
 
 def worst(values: Sequence[float]) -> float:

@@ -1,21 +1,28 @@
 """The directory of a run, as the process that works on it writes it.
 
-Logs are appended line by line, so that others can follow them (logs.py). All other files are written whole or not at
-all, and are on the disk before anything relies on them (files.py). The modules that write the files, run.py and sft.py,
-say what they mean. The process at work holds a lock on the file `lock` and on the directory, which is released when the
-process ends, for whatever reason. Other processes may read meanwhile.
+A log grows line by line, so that others can follow it, and what is in it stays as it was written. The writer remembers
+the size and the SHA-256 of all that it wrote. A checkpoint keeps both, so that a log that was damaged, reordered, cut
+or exchanged is noticed when the run is resumed, and not after all training. A log that somebody deletes while the run
+is at work is still open here, so it is written again.
+
+All other files are written whole or not at all, and are on the disk before anything relies on them (files.py). The
+modules that write the files, train/run.py and train/sft.py, say what they mean. The process at work holds a lock on the
+file `lock` and on the directory, which is released when the process ends, for whatever reason. Others may read
+meanwhile.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePath
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 from numpy.typing import NDArray
 from safetensors.numpy import save
@@ -25,7 +32,7 @@ from bapo.config.recipe import parse
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.runs import files, history, lock
-from bapo.runs.logs import Log
+from bapo.screen.terminal import say
 
 Kept = TypeVar("Kept", Config, SftConfig)
 
@@ -37,6 +44,122 @@ FILES = (CONFIG, SUMMARY, *LOGS, MODEL_CHECKSUMS, "data.json", "lock", history.F
 FOLDERS = ("checkpoints", "model", "adapter", "skipped")
 """What bapo itself reads and writes in a run directory."""
 BEFORE_THE_FIRST_STEP = {CONFIG, "checkpoints", "data.json", "lock", history.FILE}
+CHUNK = 1 << 20
+"""How many bytes of a log are read at a time."""
+
+
+class Log:
+    """One log of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        """How many bytes were written so far."""
+        self._hash = hashlib.sha256()
+        self._file: BinaryIO | None = None
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of what was written so far."""
+        return self._hash.hexdigest()
+
+    def append(self, *values: dict[str, Any]) -> None:
+        """Add lines."""
+        data = "".join(json.dumps(value) + "\n" for value in values).encode()
+        file = self._present()
+        file.write(data)
+        file.flush()
+        self.size += len(data)
+        self._hash.update(data)
+
+    def flush(self) -> None:
+        """Wait until the log is on the disk, so that it is never shorter than a checkpoint says."""
+        if self.size:
+            os.fsync(self._present().fileno())
+
+    def flaw(self, size: int, digest: str | None) -> str | None:
+        """What is wrong with the first `size` bytes of the file; None if they are those that were written."""
+        try:
+            with files.opened(self.path) as file:
+                present = os.fstat(file.fileno()).st_size
+                if present < size:
+                    return f"is shorter than its checkpoint recorded: {present} of {size} bytes"
+                if digest is not None and _hash_of(file, size).hexdigest() == digest:
+                    return None
+                file.seek(0)
+                for number, line in enumerate(file, start=1):
+                    if file.tell() <= size and not _is_object(line):
+                        return f"is damaged: line {number} is not a JSON object"
+        except FileNotFoundError:
+            return "is missing" if size else None
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return None if digest is None else "was changed: its lines are not those that the run wrote"
+
+    def cut(self, size: int) -> None:
+        """Cut the file back to `size` bytes and go on from there."""
+        self.close()
+        self.size, self._hash = size, hashlib.sha256()
+        if os.path.lexists(self.path):
+            files.cut(self.path, size)
+            with files.opened(self.path) as file:
+                self._hash = _hash_of(file, size)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _present(self) -> BinaryIO:
+        """The open file, once it is clear that it still has its name and holds what was written."""
+        if self._file is None:
+            self._file = files.appended(self.path)
+        elif not self._has_its_name(self._file):
+            self._file = self._written_again(self._file)
+        found = os.fstat(self._file.fileno()).st_size
+        if found != self.size:
+            raise CheckpointError(
+                f"{self.path} has {found} bytes, but this run wrote {self.size}: something else changed the file while "
+                "the run was at work, so the run stops. Put back what was in it, then continue with `bapo resume "
+                f"{self.path.parent}`."
+            )
+        return self._file
+
+    def _has_its_name(self, file: BinaryIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def _written_again(self, old: BinaryIO) -> BinaryIO:
+        """The log under its own name again. It was deleted, but its content lives as long as it is open."""
+        if os.path.lexists(self.path):
+            raise CheckpointError(
+                f"{self.path} was replaced by another file while the run was at work, so the run stops. Put the file "
+                f"of the run back, then continue with `bapo resume {self.path.parent}`."
+            )
+        say(f"bapo: {self.path} was deleted while the run was at work. It was written again.", error=True)
+        old.seek(0)
+        with old, self.path.open("xb") as new:
+            shutil.copyfileobj(old, new)
+        return files.appended(self.path)
+
+
+def _hash_of(file: BinaryIO, size: int) -> hashlib._Hash:
+    """The SHA-256 of the next bytes of a file, which may be too many to hold in memory."""
+    found = hashlib.sha256()
+    while size > 0 and (part := file.read(min(size, CHUNK))):
+        found.update(part)
+        size -= len(part)
+    return found
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class RunDirectory:
@@ -238,7 +361,7 @@ def _exists(out: str, path: Path) -> ConfigError:
 
 
 def _model_flaw(run: Path) -> str | None:
-    """What is wrong with the trained model of a complete run. That of an earlier version has no checksums."""
+    """What is wrong with the trained model of a complete run."""
     try:
         lines = files.read(run / MODEL_CHECKSUMS).decode().splitlines()
         expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -250,9 +373,7 @@ def _model_flaw(run: Path) -> str | None:
             if files.checksum(run / name) != digest:
                 return f"{name} is not as it was written"
     except FileNotFoundError as error:
-        if error.filename != str(run / MODEL_CHECKSUMS):
-            return f"{Path(error.filename).relative_to(run)} is missing"
-        return _empty_model(run)
+        return f"{Path(error.filename).relative_to(run)} is missing"
     except (OSError, UnicodeDecodeError) as error:
         return f"the trained model cannot be read: {error}"
     return None if expected else f"{MODEL_CHECKSUMS} is empty"
@@ -261,11 +382,3 @@ def _model_flaw(run: Path) -> str | None:
 def _is_in_model(name: str) -> bool:
     folder, *below = name.split("/")
     return folder in ("model", "adapter") and bool(below) and not {"", ".", ".."} & set(below) and "\0" not in name
-
-
-def _empty_model(run: Path) -> str | None:
-    """What is wrong with a model that has no checksums: only missing and empty files show."""
-    weights = [path for path in (run / "model").glob("*") if path.suffix in (".safetensors", ".json")]
-    if not weights:
-        return "model/ holds no model"
-    return next((f"model/{path.name} is empty" for path in weights if not path.stat().st_size), None)

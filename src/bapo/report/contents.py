@@ -1,0 +1,183 @@
+"""Everything that the page of a report shows, as values for its scripts; and the page, which holds them.
+
+Responses come from the start, the middle and the end of a run. Their log, rollouts.jsonl, can be large, and its last
+line may be half written. So only the places where lines start are noted, and the three lines that are shown are parsed.
+If the log is missing or cannot be parsed, a note says so.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import bapo
+from bapo.config.errors import PlaceError
+from bapo.config.words import flat
+from bapo.pages import CHARTS, document
+from bapo.report.arms import Arm, Found, grid_name
+from bapo.report.figures import figures, sft_figures
+from bapo.report.panels import shared_counts
+from bapo.report.tables import cluster_tables, overview, sft_overview
+from bapo.report.verdict import verdict
+from bapo.runs import files
+from bapo.runs.numbers import number, strict
+
+RESPONSES = 4
+"""How many responses of each group are shown."""
+CHARACTERS = 2000
+"""How many characters of each response are shown."""
+NO_SAMPLES = {"shown": [], "note": "Supervised training samples no responses."}
+
+
+def contents(found: Found) -> dict[str, Any]:
+    """Everything the page shows, as JSON values."""
+    arms = found.arms
+    reinforced = [arm for arm in arms if not arm.sft]  # these come first, so they keep their numbers
+    settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
+    configs = [_shown(run.config) for arm in arms for run in arm.runs]
+    first = configs[0] if configs else {}
+    common = {key: value for key, value in first.items() if all(config.get(key) == value for config in configs)}
+    drawn = [*(figures(reinforced) if reinforced else []), *sft_figures(arms)]
+    return {
+        "title": _title(arms),
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "by": f"bapo {bapo.__version__}",
+        "settings": settings,
+        "objectives": objectives,
+        "arms": [
+            {
+                "setting": arm.setting,
+                "objective": arm.objective,
+                "seeds": [run.config["seed"] for run in arm.runs],
+                "runs": [str(run.path) for run in arm.runs],
+                "steps": [len(run.timing) for run in arm.runs],
+                "of": arm.runs[0].planned,
+                "finished": [bool(run.summary) for run in arm.runs],
+                "config": {k: v for k, v in _shown(arm.config).items() if k not in common and k not in ("seed", "out")},
+            }
+            for arm in arms
+        ],
+        "defects": [{"path": str(d.path), "kind": d.kind, "message": d.message} for d in found.defects],
+        "table": overview(reinforced),
+        "sft": sft_overview(arms),
+        "cluster": cluster_tables(reinforced),
+        **verdict(arms),
+        "counts": shared_counts(drawn),
+        "figures": [one for one in drawn if one["panels"]],
+        "undrawn": [{"title": one["title"], "reason": one["note"]} for one in drawn if not one["panels"]],
+        "samples": [
+            {"arm": index} | (NO_SAMPLES if arm.sft else samples(arm.runs[0].path)) for index, arm in enumerate(arms)
+        ],
+        "common": common,
+    }
+
+
+def page(values: dict[str, Any], *, live: bool = False) -> str:
+    """The HTML document."""
+    without = "<noscript>This report is drawn by a script inside this file. Allow scripts to read it.</noscript>"
+    return document(
+        f"{values['title']} · bapo report",
+        [without, '<main id="page"></main>'],
+        styles=["report/page.css"],
+        scripts=[*CHARTS, *(f"report/{name}.js" for name in ("panels", "view", "tables", "sections", "page"))],
+        values=values,
+        live=live,
+    )
+
+
+def _shown(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as the page lists it: under dotted keys, with infinity (such as no clipping) as text."""
+    values: dict[str, Any] = strict(dict(flat(config)), spell=True)
+    return values
+
+
+def _title(arms: Sequence[Arm]) -> str:
+    """The name of the grid, or what is compared. Supervised runs are not compared, so the title only mentions them."""
+    compared = [arm for arm in arms if not arm.sft]
+    if compared and len(compared) < len(arms):
+        return f"{_title(compared)}, with supervised runs"
+    if not arms:
+        return "No runs"
+    if len(arms) > 1 and (grid := grid_name(arms)):
+        return grid
+    settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
+    if len(objectives) == 1 and len(settings) == 1:
+        return f"{objectives[0]}, {settings[0]}"
+    if len(objectives) == 1:
+        return f"{objectives[0]} in {len(settings)} settings"
+    return " against ".join(objectives) if len(objectives) == 2 else ", ".join(objectives)
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def samples(directory: Path) -> dict[str, Any]:
+    """`shown`: up to three groups, each with its moment; `note`: why there are none."""
+    path = directory / "rollouts.jsonl"
+    try:
+        return _samples(path, path.lstat().st_size)
+    except FileNotFoundError:
+        return {"shown": [], "note": "There is no rollouts.jsonl, so there are no responses to show."}
+    except PlaceError as error:
+        return {"shown": [], "note": str(error)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return {"shown": [], "note": f"rollouts.jsonl cannot be read: {type(error).__name__}: {error}."}
+
+
+@lru_cache(maxsize=256)
+def _samples(path: Path, size: int) -> dict[str, Any]:
+    places, position = [], 0
+    with files.opened(path) as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                places.append(position)
+            position += len(line)
+        if not places:
+            return {"shown": [], "note": "No group has finished yet."}
+        moments = {places[0]: "start", places[len(places) // 2]: "middle", places[-1]: "end"}
+        if len(places) == 1:
+            moments = {places[0]: "only sample"}
+        shown = []
+        for place, moment in sorted(moments.items()):
+            file.seek(place)
+            shown.append({"moment": moment} | _group(json.loads(file.readline())))
+    return {"shown": shown, "note": None}
+
+
+def _group(line: dict[str, Any]) -> dict[str, Any]:
+    listed = list(zip(line["trajectories"], line["written_by"], strict=True))
+    return {
+        "step": int(line["step"]),
+        "prompt": str(line["problem"]["prompt"]),
+        "count": len(listed),
+        "mean_reward": number(sum(_reward(trajectory) or 0 for trajectory, _ in listed) / max(len(listed), 1)),
+        "responses": [_response(trajectory, pieces) for trajectory, pieces in listed[:RESPONSES]],
+    }
+
+
+def _reward(trajectory: dict[str, Any]) -> float | None:
+    """None if the response was not scored."""
+    return None if trajectory["reward"] is None else float(trajectory["reward"])
+
+
+def _response(trajectory: dict[str, Any], pieces: list[Any]) -> dict[str, Any]:
+    """A response, with its text cut where the version of the policy changes."""
+    versions = trajectory["versions"]
+    left, kept = CHARACTERS, []
+    for version, piece in pieces:
+        if left > 0:
+            kept.append([int(version), str(piece)[:left]])
+        left -= len(piece)
+    return {
+        "reward": number(_reward(trajectory)),
+        "status": str(trajectory["status"]),
+        "tokens": len(trajectory["tokens"]),
+        "versions": [int(versions[0]), int(versions[-1])] if versions else [],
+        "pieces": kept,
+        "cut": max(0, -left),
+    }
