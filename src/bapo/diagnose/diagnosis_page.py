@@ -1,19 +1,25 @@
-"""The charts of the page, as values for its scripts: the share, kept and blocked tokens, and the bounds of each rule.
+"""A diagnosis as one HTML file that loads nothing, in the design of the report: headline, advice, charts, tables.
 
-Every rule is an arm in the sense of pages/charts.js. With several updates the share and the bounds are curves over
-them; with one update they are bars and ranges. Curves of more than MAX_POINTS updates are cut into equal stretches:
-signals of a stretch are added up, and bounds are averaged over its updates with a signal.
+Everything but the charts is in the page as text, so it can be read without scripts. All text is escaped, because names
+of files and columns come from outside. The charts are values for the page's scripts: the share, kept and blocked
+tokens, and the bounds of each rule. Every rule is an arm in the sense of pages/charts.js. With several updates the
+share and the bounds are curves over them; with one update they are bars and ranges. Curves of more than MAX_POINTS
+updates are cut into equal stretches: signals of a stretch are added up, and bounds are averaged over its updates with a
+signal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from operator import add
 from statistics import fmean
 from typing import Any
 
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.measure import PUSH_ONCE, SETTINGS, Numbers, Signal
+from bapo.diagnose.tables import Part, parts, read_as, sentence
+from bapo.pages import CHARTS, document, escaped
 from bapo.runs.numbers import number, numbers
 
 Panel = dict[str, Any]
@@ -30,6 +36,71 @@ SHARES: dict[str, Callable[[Numbers], Signal | None]] = {
 RULES = list(dict.fromkeys([*SHARES, *SETTINGS]))
 ROW = 25
 """Height of a row, in pixels."""
+BAR = (
+    '<td><svg class="bar" width="120" height="10" viewBox="0 0 120 10" role="img" aria-label="{share:.0%}">'
+    '<rect class="rest" width="120" height="10" rx="2"/>'
+    '<rect class="fill" width="{width:.1f}" height="10" rx="2"/></svg></td>'
+)
+
+
+def html_page(diagnosis: Diagnosis) -> str:
+    """The whole page."""
+    findings = [
+        f'<li><b class="{"serious" if finding.serious else "remark"}">{escaped(finding.name)}</b> '
+        f"{escaped(sentence(finding, len(diagnosis.dump.updates)))}</li>"
+        for finding in diagnosis.findings
+    ]
+    body = [
+        "<main>",
+        '<header class="top"><div><h1>Diagnosis</h1>'
+        f"<p>{escaped(read_as(diagnosis))}</p></div>"
+        '<button class="button" id="theme" type="button" hidden>Dark</button></header>',
+        f'<section class="verdict {diagnosis.headline.tone}" id="verdict"><p class="answer">'
+        f"{escaped(diagnosis.headline.text)}</p>{_limits(diagnosis.dump.notes)}</section>",
+        f'<section><h2>Recommendation</h2><ul class="advice">{_items(diagnosis.advice)}</ul></section>',
+        "<section><h2>Problems</h2>"
+        + (f'<ul class="advice">{"".join(findings)}</ul>' if findings else "<p>None found.</p>")
+        + "</section>",
+        '<div id="charts"></div>',
+        "<noscript>A script inside this file draws the charts. The tables have the same numbers.</noscript>",
+        *map(_section, parts(diagnosis)),
+        f'<section><h2>What this dump cannot tell</h2><ul class="advice">{_items(diagnosis.unknown)}</ul></section>',
+        "</main>",
+    ]
+    return document(
+        "bapo diagnose",
+        body,
+        styles=["diagnose/diagnosis.css"],
+        scripts=[*CHARTS, "diagnose/diagnosis.js"],
+        values=charts(diagnosis),
+    )
+
+
+def _limits(notes: list[str]) -> str:
+    return "".join(f'<p class="limit">{escaped(note[:1].upper() + note[1:].rstrip("."))}.</p>' for note in notes)
+
+
+def _items(lines: list[str]) -> str:
+    return "".join(f"<li>{escaped(line)}</li>" for line in lines)
+
+
+def _section(part: Part) -> str:
+    headings = "".join(f"<th>{escaped(text)}</th>" for text in part.headings) + ("<th></th>" if part.bars else "")
+    rows = []
+    for index, row in enumerate(part.rows):
+        bar = _bar(part.bars[index]) if part.bars else ""
+        rows.append("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + bar + "</tr>")
+    head = f"<thead><tr>{headings}</tr></thead>" if any(part.headings) else ""
+    return (
+        f"<section><h2>{escaped(part.title)}</h2><p>{escaped(part.reading)}</p>"
+        f'<div class="scroll" tabindex="0"><table class="plain">{head}<tbody>{"".join(rows)}</tbody></table></div>'
+        "</section>"
+    )
+
+
+def _bar(share: float) -> str:
+    share = share if share == share else 0.0  # NaN if no gradient is left
+    return BAR.format(share=share, width=120 * min(1.0, max(0.0, share)))
 
 
 def charts(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -82,7 +153,7 @@ def over_updates(updates: Sequence[Numbers]) -> list[Panel]:
 
 def _share(stretch: Sequence[Numbers], signal: Callable[[Numbers], Signal | None]) -> float | None:
     found = [one for update in stretch if (one := signal(update)) is not None]
-    return number(reduce(lambda a, b: a + b, found, Signal()).share)
+    return number(reduce(add, found, Signal()).share)
 
 
 def _bound(stretch: Sequence[Numbers], rule: str, key: str) -> float | None:
