@@ -19,7 +19,7 @@ from typing import Any
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.measure import PUSH_ONCE, SETTINGS, Numbers, Signal
 from bapo.diagnose.tables import Part, parts, read_as, sentence
-from bapo.pages import CHARTS, document, escaped
+from bapo.pages import CHARTS, document, escaped, top
 from bapo.runs.numbers import number, numbers
 
 Panel = dict[str, Any]
@@ -52,9 +52,7 @@ def html_page(diagnosis: Diagnosis) -> str:
     ]
     body = [
         "<main>",
-        '<header class="top"><div><h1>Diagnosis</h1>'
-        f"<p>{escaped(read_as(diagnosis))}</p></div>"
-        '<button class="button" id="theme" type="button" hidden>Dark</button></header>',
+        top("Diagnosis", read_as(diagnosis)),
         f'<section class="verdict {diagnosis.headline.tone}" id="verdict"><p class="answer">'
         f"{escaped(diagnosis.headline.text)}</p>{_limits(diagnosis.dump.notes)}</section>",
         f'<section><h2>Recommendation</h2><ul class="advice">{_items(diagnosis.advice)}</ul></section>',

@@ -24,17 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from bapo.config.errors import ConfigError, DamagedError, PlaceError
+from bapo.config.words import flat
+from bapo.evaluate.estimates import Row
 from bapo.runs.files import appended, check_kinds, cut, flush, read, read_object
 from bapo.runs.files import write as write_whole
 from bapo.runs.lock import held
 
-__all__ = ["Chunk", "Directory", "opened"]
-
 FORMAT = "bapo eval 1"
 CHECKSUMS = "chunks.jsonl"
 FILES = ("config.json", "responses.jsonl", CHECKSUMS, "results.json", "report.html", "lock")
-Row = dict[str, Any]
-"""A line of responses.jsonl."""
 Chunk = tuple[str, Sequence[str]]
 """Name of a data set, and the ids of some of its problems."""
 
@@ -123,7 +121,7 @@ class Directory:
     def _verified(self, data: bytes) -> bytes:
         """The saved responses, which must be as they were written. A chunk that was cut is left out.
 
-        What follows the last checksum was saved just before a kill, or by an earlier version, which kept none.
+        What follows the last checksum was saved just before a kill.
         """
         start, found = 0, hashlib.sha256()
         for end, digest in _recorded(self.path / CHECKSUMS):
@@ -183,7 +181,7 @@ class Directory:
                 f"--out {self.path}: its config.json does not describe an evaluation by this version. Choose another "
                 "directory."
             )
-        before, now = dict(_flat(there)), dict(_flat(identity))
+        before, now = dict(flat(there)), dict(flat(identity))
         for key in [*now, *before]:
             if before.get(key) != now.get(key):
                 why = _WHY.get(key.split(".")[0])
@@ -192,15 +190,6 @@ class Directory:
                     f"{now.get(key)!r}{f': {why}' if why else ''}. Give the same options to continue it, or another "
                     "--out."
                 )
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts by dotted key."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
 
 
 def _append(path: Path, data: bytes) -> None:

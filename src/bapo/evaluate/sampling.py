@@ -6,20 +6,18 @@ model and what becomes of the responses is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
 from statistics import fmean
 from typing import Any, Protocol
 
-from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, pass_at_k
+from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, mean, pass_at_k
 from bapo.rollout.engine import Engine, Request, Sampling, Segment, TellSampled, generate
 from bapo.rollout.scheduler import new_group
 from bapo.tasks.dataset import Scorer
 from bapo.types import Message, Problem, Score, Status
-
-__all__ = ["Evaluation", "Response", "evaluate", "mean", "sample"]
 
 
 class Speaker(Protocol):
@@ -161,7 +159,10 @@ def sample(
     if len(scores) != len(asked):
         raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
     for problem, score in zip(asked, scores, strict=True):
-        _check_reward(problem, score)
+        if score.reward is not None and not isfinite(score.reward):
+            raise ValueError(
+                f"the verifier gave {score.reward} for problem {problem.id!r}; a reward is a finite number."
+            )
     responses = [Response(*parts) for parts in zip(segments, texts, scores, strict=True)]
     return [responses[i : i + k] for i in range(0, len(responses), k)]
 
@@ -180,15 +181,3 @@ def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> lis
     if segment.status is Status.STOPPED and segment.tokens and segment.tokens[-1] in sampling.stop_ids:
         return segment.tokens[:-1]
     return segment.tokens
-
-
-def _check_reward(problem: Problem, score: Score) -> None:
-    if score.reward is not None and not isfinite(score.reward):
-        raise ValueError(f"the verifier gave {score.reward} for problem {problem.id!r}; a reward is a finite number.")
-
-
-def mean(values: Iterable[float]) -> float | None:
-    """The mean, or None if there are no values or no finite mean (an engine that cannot tell entropies says NaN)."""
-    listed = list(values)
-    value = fmean(listed) if listed else float("nan")
-    return value if isfinite(value) else None

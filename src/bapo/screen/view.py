@@ -33,13 +33,35 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from bapo.screen.columns import ACTOR_COLUMNS, NONE, SHOWN, ActorLine, legend
 from bapo.screen.steady import SteadyLive, Unechoed
-from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
-from bapo.screen.watch import OnScreen, Tell, in_lines
+from bapo.screen.terminal import can_redraw, eta, make_console, printable, write_line
+from bapo.screen.watch import ActorLine, OnScreen, Tell, in_lines
 
-__all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
-
+SHOWN = {
+    "imitation/loss": ("loss", 3),
+    "reward": ("reward", 3),
+    "eval/avg": ("eval", 3),
+    "entropy": ("entropy", 3),
+    "length": ("length", 1),
+    "grad_norm": ("grad", 3),
+    "tokens_per_second": ("tok/s", 0),
+    "seconds": ("seconds", 2),
+    "share": ("share", 3),
+    "clip_low": ("low", 2),
+    "clip_high": ("high", 2),
+    "clip_fraction_positive": ("clipped+", 3),
+    "clip_fraction_negative": ("clipped-", 3),
+    "staleness_mean": ("stale", 1),
+    "staleness_max": ("stalest", 0),
+}
+"""Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
+MEANINGS = {
+    ("share",): "positive part of the signal",
+    ("clip_low", "clip_high"): "bounds of the clip",
+    ("clip_fraction_positive", "clip_fraction_negative"): "clipped share of positive and negative tokens",
+    ("staleness_mean", "staleness_max"): "mean and largest age of tokens, in updates",
+}
+"""What labels mean that do not say it themselves."""
 LINE_SECONDS = 2.0
 """Least time between two lines of the plain view. Notes and the first and last step are always printed."""
 ACTOR_SECONDS = 30.0
@@ -51,6 +73,15 @@ SAMPLE_LINES = 8
 RECENT_STEPS = 20
 """The ETA uses the mean duration of this many recent steps."""
 _LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def legend(shown: Collection[str]) -> str:
+    """`low, high: bounds of the clip; …` for those of these metrics whose labels need it."""
+    told = []
+    for keys, meaning in MEANINGS.items():
+        labels = [SHOWN[key][0] for key in keys if key in shown]
+        told += [f"{', '.join(labels)}: {meaning}"] if labels else []
+    return "; ".join(told)
 
 
 def make_view(
@@ -151,7 +182,7 @@ class View:
 
     def remaining(self) -> str:
         """`eta 1:32`; empty until a step has said how long it took."""
-        return f"eta {eta(self.total_steps - self.current, self.seconds)}" if self.seconds else ""
+        return eta(self.total_steps - self.current, len(self.seconds), sum(self.seconds))
 
 
 class PlainView(View):
@@ -201,8 +232,7 @@ class PlainView(View):
         if self.clock() - self.actors_at >= ACTOR_SECONDS:
             self.actors_at = self.clock()
             for line in lines:
-                told = zip(ACTOR_COLUMNS[2:], line.cells()[2:], strict=True)
-                facts = [f"{name} {cell}" for name, cell in told if cell not in ("", NONE)]
+                facts = [f"{name} {cell}" for name, cell in line.facts().items() if cell.strip("-")]
                 write_line(self.stream, f"  {line.name}: {', '.join([line.doing, *facts])}")
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
@@ -318,11 +348,13 @@ class LiveView(View):
 def _actors_table(lines: Sequence[ActorLine], room: int) -> Table:
     """One row for every actor, as far as there is room; the last row then counts the others."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for number, name in enumerate(ACTOR_COLUMNS):
-        table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
+    for name in ("actor", "does"):
+        table.add_column(name, no_wrap=True)
+    for name in lines[0].facts():
+        table.add_column(name, justify="right", no_wrap=True)
     shown = lines if len(lines) <= room else lines[: room - 1]
     for line in shown:
-        table.add_row(*map(Text, line.cells()))
+        table.add_row(*map(Text, (line.name, line.doing, *line.facts().values())))
     if len(shown) < len(lines):
         table.add_row(Text(f"and {len(lines) - len(shown)} more", "dim"))
     return table
@@ -380,11 +412,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     flat = isclose(low, high, rel_tol=1e-9)  # equal except for rounding
     heights = [mean - mean + 0.4 if flat else (mean - low) / (high - low) for mean in means]
     return "".join(_LEVELS[round(7 * height)] if isfinite(height) else "×" for height in heights)
-
-
-def eta(steps_left: int, recent_seconds: Collection[float]) -> str:
-    """Steps left times the mean of the recent durations, as m:ss or h:mm:ss."""
-    return duration(steps_left * fmean(recent_seconds))
 
 
 def _number(value: float, decimals: int) -> str:

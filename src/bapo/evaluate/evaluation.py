@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,14 +15,13 @@ import torch
 
 from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
-from bapo.evaluate import Response, mean, sample
-from bapo.evaluate.data import DataSet, load_data_sets, scorer
 from bapo.evaluate.directory import opened
-from bapo.evaluate.figures import results
-from bapo.evaluate.page import page
-from bapo.evaluate.parts import Plan, default_directory, load_model, make_plan
+from bapo.evaluate.estimates import mean, results
+from bapo.evaluate.inputs import Plan, default_directory, load_data_sets, load_model, make_plan, open_scorers
+from bapo.evaluate.options import Settings
 from bapo.evaluate.progress import make_progress
-from bapo.evaluate.settings import Settings
+from bapo.evaluate.results_page import page
+from bapo.evaluate.sampling import Response, sample
 from bapo.models import Policy, prompt_text
 from bapo.process import stops
 from bapo.rollout.engine import Engine, Sampling
@@ -32,8 +30,6 @@ from bapo.screen.terminal import write_line
 from bapo.screen.watch import Tell
 from bapo.tasks.dataset import Scorer
 from bapo.types import Problem
-
-__all__ = ["evaluate_model"]
 
 
 def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tuple[Path, dict[str, Any]]:
@@ -53,21 +49,25 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
     engine.load(policy.model.named_parameters(), version=0)
     path = out or default_directory(plan)
     stops.enter(stops.Phase.RAISE)
+    size, total = settings.chunk_problems, sum(len(data.problems) for data in data_sets)
+    chunks = [
+        (data.name, data.problems[i : i + size]) for data in data_sets for i in range(0, len(data.problems), size)
+    ]
     with opened(path, plan.identity) as directory:
-        chunks = plan.chunks(data_sets)
-        rows = directory.complete([(data.name, [p.id for p in data.problems[part]]) for data, part in chunks])
-        total = sum(len(data.problems) for data in data_sets)
-        with make_progress(settings, path, total, rows, stream) as progress, ExitStack() as stack:
-            scorers = _scorers(data_sets, settings, policy, stack) if len(rows) < total else {}
+        rows = directory.complete([(name, [problem.id for problem in problems]) for name, problems in chunks])
+        unscored = data_sets if len(rows) < total else []
+        with (
+            make_progress(settings, path, total, rows, stream) as progress,
+            open_scorers(unscored, settings, opens_thinking=policy.opens_thinking) as scorers,
+        ):
             done = 0
-            for data, part in chunks:
-                problems = data.problems[part]
+            for name, problems in chunks:
                 done += len(problems)
                 if done <= len(rows):
                     continue
-                progress.working_on(data.name)
+                progress.working_on(name)
                 with progress.sampling() as tell:
-                    new = _sampled(engine, policy, scorers[data.name], data.name, problems, plan, tell)
+                    new = _sampled(engine, policy, scorers[name], name, problems, plan, tell)
                 directory.append(new)
                 rows += new
                 progress.saved(new)
@@ -76,18 +76,6 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
         directory.write("results.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         stops.done()
     return path, found
-
-
-def _scorers(data_sets: list[DataSet], settings: Settings, policy: Policy, stack: ExitStack) -> dict[str, Scorer]:
-    """What scores each data set. Processes started here end with the stack."""
-    chosen = {data.name: data.own_scorer for data in data_sets if data.own_scorer and settings.reward is None}
-    if len(chosen) < len(data_sets):
-        try:
-            shared = stack.enter_context(scorer(settings, opens_thinking=policy.opens_thinking))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        chosen |= {data.name: shared for data in data_sets if data.name not in chosen}
-    return chosen
 
 
 def _sampled(
