@@ -434,7 +434,7 @@ def test_summary_table_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    summary_table("run [x]", [("avg@8", "0.38 [0.3, 0.4]", "[red]")], columns=("", "base", "bapo"), stream=stream)
+    summary_table("run [x]", [("avg@8", "0.38 [0.3, 0.4]", "[red]")], stream=stream)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    for word in ("run [x]", "base", "bapo", "avg@8", "0.38 [0.3, 0.4]", "[red]"):
+    for word in ("run [x]", "before", "after", "avg@8", "0.38 [0.3, 0.4]", "[red]"):
         assert word in text

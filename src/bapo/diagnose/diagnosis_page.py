@@ -10,7 +10,7 @@ signal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from statistics import fmean
@@ -133,20 +133,14 @@ def over_updates(updates: Sequence[Numbers]) -> list[Panel]:
     """Curves over updates: the share that each rule leaves, and both bounds."""
     width = -(-len(updates) // MAX_POINTS)
     stretches = [updates[at : at + width] for at in range(0, len(updates), width)]
-    left = [_series(rule, [_share(stretch, signal) for stretch in stretches]) for rule, signal in SHARES.items()]
+    names = [stretch[0].name for stretch in stretches]
     target = SETTINGS["bapo"].target_share
-    return [
-        _curves("Positive share of the gradient", left, stretches, {target: f"target {target:g}"}),
-        *(
-            _curves(
-                f"{side} bound that each rule would choose",
-                [_series(rule, [_bound(stretch, rule, key) for stretch in stretches]) for rule in SETTINGS],
-                stretches,
-                {fixed: f"{fixed:g}"},
-            )
-            for side, key, fixed in (("Upper", "high", 1.2), ("Lower", "low", 0.8))
-        ),
-    ]
+    shares = {rule: [_share(stretch, signal) for stretch in stretches] for rule, signal in SHARES.items()}
+    panels = [_curves("Positive share of the gradient", names, shares, target, f"target {target:g}")]
+    for side, key, fixed in (("Upper", "high", 1.2), ("Lower", "low", 0.8)):
+        found = {rule: [_bound(stretch, rule, key) for stretch in stretches] for rule in SETTINGS}
+        panels.append(_curves(f"{side} bound that each rule would choose", names, found, fixed, f"{fixed:g}"))
+    return panels
 
 
 def _share(stretch: Sequence[Numbers], signal: Callable[[Numbers], Signal | None]) -> float | None:
@@ -159,15 +153,8 @@ def _bound(stretch: Sequence[Numbers], rule: str, key: str) -> float | None:
     return number(fmean(found)) if found else None
 
 
-def _series(rule: str, values: Sequence[float | None]) -> dict[str, Any]:
-    return {"arm": RULES.index(rule), "runs": [list(values)]}
-
-
-def _curves(
-    title: str, series: Sequence[dict[str, Any]], stretches: Sequence[Sequence[Numbers]], marks: dict[float, str]
-) -> Panel:
-    """One panel; x is the place of an update, and its ticks are some of the updates' names."""
-    names = [stretch[0].name for stretch in stretches]
+def _curves(title: str, names: Sequence[str], lines: Mapping[str, list[float | None]], mark: float, text: str) -> Panel:
+    """A line for each rule; x is the place of an update, and its ticks are some of the updates' names."""
     short = all(len(name) <= 8 for name in names)
     every = -(-len(names) // 6)
     return {
@@ -175,10 +162,12 @@ def _curves(
         "title": title,
         "x": "update" if short else "update, in the order of the dump",
         "markers": False,
-        "marks": [{"value": value, "text": text} for value, text in marks.items()],
+        "marks": [{"value": mark, "text": text}],
         "ticks": [{"at": at, "text": name} for at, name in enumerate(names) if at % every == 0] if short else None,
         "series": [
-            one | {"x": list(range(len(names)))} for one in series if any(value is not None for value in one["runs"][0])
+            {"arm": RULES.index(rule), "runs": [values], "x": list(range(len(names)))}
+            for rule, values in lines.items()
+            if any(value is not None for value in values)
         ],
     }
 
@@ -209,13 +198,10 @@ def sides(overall: Numbers) -> Panel:
     """Tokens that each objective keeps and blocks, as shares of all tokens with an advantage."""
     rows = []
     for name, fate in overall.fates.items():
-        whole = (fate.tokens.positive + fate.tokens.negative) or 1.0
-        blocked = fate.blocked
-        parts = (
-            *(fate.tokens.negative - blocked.negative, blocked.negative),
-            *(fate.tokens.positive - blocked.positive, blocked.positive),
-        )
-        rows.append({"name": name, "parts": numbers(part / whole for part in parts)})
+        tokens, blocked = fate.tokens, fate.blocked
+        kept = tokens.negative - blocked.negative, tokens.positive - blocked.positive
+        parts = kept[0], blocked.negative, kept[1], blocked.positive
+        rows.append({"name": name, "parts": numbers(part / (tokens.whole or 1.0) for part in parts)})
     return {
         "kind": "sides",
         "title": "Tokens that each rule keeps and blocks, by side",

@@ -54,10 +54,14 @@ class Signal:
         return Signal(self.positive + other.positive, self.negative + other.negative)
 
     @property
+    def whole(self) -> float:
+        """P + N."""
+        return self.positive + self.negative
+
+    @property
     def share(self) -> float:
         """P / (P + N); NaN where nothing is left."""
-        whole = self.positive + self.negative
-        return self.positive / whole if whole > 0 else math.nan
+        return self.positive / self.whole if self.whole > 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,9 @@ class Fate:
     @property
     def clipped(self) -> tuple[float, float, float]:
         """Share of the tokens blocked: of all signed ones, of positive ones, of negative ones."""
-        pairs = [
-            (self.blocked.positive + self.blocked.negative, self.tokens.positive + self.tokens.negative),
-            (self.blocked.positive, self.tokens.positive),
-            (self.blocked.negative, self.tokens.negative),
-        ]
-        return tuple(part / whole if whole else 0.0 for part, whole in pairs)  # type: ignore[return-value]
+        parts = self.blocked.whole, self.blocked.positive, self.blocked.negative
+        wholes = self.tokens.whole, self.tokens.positive, self.tokens.negative
+        return tuple(a / b if b else 0.0 for a, b in zip(parts, wholes, strict=True))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,9 @@ class Numbers:
         """The bounds of updates with a signal. Without one there is no search: bounds at their start, a share of 1."""
         return [bounds for bounds in self.bounds[settings] if bounds.stop != "NO_SIGNAL"]
 
-    def stops(self, settings: str) -> dict[str, int]:
+    def stops(self, settings: str) -> Counter[str]:
         """How many updates ended their search in which way."""
-        return dict(Counter(bounds.stop for bounds in self.bounds[settings]))
+        return Counter(bounds.stop for bounds in self.bounds[settings])
 
 
 def usable(update: LoggedUpdate) -> Array:
@@ -312,16 +313,12 @@ def _outcomes(
         )
         found = out.bounds
         if settings is not None and found is not None:
-            assert found.stop is not None
-            assert found.share_at_start is not None
-            assert found.share_at_end is not None
-            start, end = float(found.share_at_start), float(found.share_at_end)
-            stop = StopReason(int(found.stop)).name
-            bounds[name] = [Bounds(float(found.low), float(found.high), float(found.share), start, end, stop)]
+            values = found.low, found.high, found.share, found.share_at_start, found.share_at_end, found.stop
+            low, high, share, start, end, stop = (float(value) for value in values if value is not None)
+            bounds[name] = [Bounds(low, high, share, start, end, StopReason(stop).name)]
         if entropy is not None and (settings is not None or name in ("grpo", "clip_higher")):
-            quadrants[name] = {
-                key: float(value) for key, value in quadrant_masses(tokens, entropy, out.retained).items()
-            }
+            masses = quadrant_masses(tokens, entropy, out.retained)
+            quadrants[name] = {key: float(value) for key, value in masses.items()}
     return fates, bounds, quadrants or None
 
 
@@ -353,7 +350,7 @@ def _signal(ratio: Tensor, signal: Tensor, low: float, high: float, measure: str
 
 def _mean_quadrants(parts: Sequence[Numbers]) -> dict[str, dict[str, float]]:
     """Weighed by the gradient mass of each update, which makes it the share of all of it."""
-    mass = [p.shares["gradient"]["unclipped"].positive + p.shares["gradient"]["unclipped"].negative for p in parts]
+    mass = [p.shares["gradient"]["unclipped"].whole for p in parts]
     first = parts[0].quadrants or {}
     return {
         name: {

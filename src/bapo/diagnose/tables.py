@@ -62,9 +62,11 @@ def parts(diagnosis: Diagnosis) -> list[Part]:
     overall = diagnosis.overall
     if overall is None:
         return []
-    tables = (shares, objectives, bounds, uses, quadrants, distance, lengths, staleness, engine)
+    pushed = [uses(overall)] if of_uses(overall.pushes).negative else []
+    tables = (quadrants, distance, lengths, staleness, engine)
     found = [*(table(overall) for table in tables), by_update(diagnosis.updates)]
-    return [part for part in found if part is not None]
+    some = [part for part in found if part is not None]
+    return [shares(overall), objectives(overall), bounds(overall), *pushed, *some]
 
 
 def read_as(diagnosis: Diagnosis) -> str:
@@ -97,10 +99,8 @@ def objectives(numbers: Numbers) -> Part:
     """What every objective would have clipped."""
     rows = []
     for name, fate in numbers.fates.items():
-        blocked = int(fate.blocked.positive), int(fate.blocked.negative)
-        rows.append(
-            [name, *(f"{value:.1%}" for value in fate.clipped), *map(str, blocked), _share(fate.gradient.share)]
-        )
+        blocked = f"{fate.blocked.positive:.0f}", f"{fate.blocked.negative:.0f}"
+        rows.append([name, *map(_percent, fate.clipped), *blocked, _share(fate.gradient.share)])
     whole = numbers.fates["grpo"].tokens
     push_once = f" {PUSH_ONCE} is grpo with used_low = 1." if PUSH_ONCE in numbers.fates else ""
     return Part(
@@ -133,11 +133,9 @@ def bounds(numbers: Numbers) -> Part:
     )
 
 
-def uses(numbers: Numbers, most: int = 8) -> Part | None:
+def uses(numbers: Numbers, most: int = 8) -> Part:
     """Negative tokens that are pushed below the probability they were sampled with, by use."""
     pushes = numbers.pushes
-    if not of_uses(pushes).negative:
-        return None
     reading = (
         "log r: its mean over negative tokens; r < 1: those that are less likely than when they were sampled (about "
         "half, if only noise moves them); pushed: those of them that (0.8, 1.2) lets pass, so that the update pushes "
@@ -148,7 +146,8 @@ def uses(numbers: Numbers, most: int = 8) -> Part | None:
     if not known:
         return Part("Negative tokens", reading, headings, [_pushed("not known", of_uses(pushes))])
     chosen = {str(use + 1): part for use, part in list(known.items())[:most]}
-    chosen |= {"2 or more": later(pushes)} if sum(use > 0 for use in known) > 1 else {}
+    if sum(use > 0 for use in known) > 1:
+        chosen["2 or more"] = later(pushes)
     shared = UNKNOWN not in pushes  # otherwise short responses are missing from each use, and their sign is not random
     rows = [_pushed(label, part) + _kept(part, shared) for label, part in chosen.items()]
     if not shared:
@@ -270,21 +269,13 @@ def by_update(updates: list[Numbers], most: int = 40) -> Part | None:
     step = math.ceil(len(updates) / most)
     rows = []
     for numbers in updates[::step]:
-        chosen = numbers.bounds["bapo"][0]
-        rows.append(
-            [
-                numbers.name,
-                str(numbers.tokens),
-                _share(numbers.shares["gradient"]["unclipped"].share),
-                _share(numbers.fates["grpo"].gradient.share),
-                _share(numbers.fates["bapo"].gradient.share),
-                f"({chosen.low:.2f}, {chosen.high:.2f})",
-                STOPS[chosen.stop],
-                f"{numbers.fates['grpo'].clipped[0]:.1%}",
-                f"{numbers.ratios['kl']:.2g}",
-                f"{numbers.ratios['ess']:.2f}",
-            ]
-        )
+        chosen, grpo = numbers.bounds["bapo"][0], numbers.fates["grpo"]
+        signals = numbers.shares["gradient"]["unclipped"], grpo.gradient, numbers.fates["bapo"].gradient
+        bounds = f"({chosen.low:.2f}, {chosen.high:.2f})"
+        ratios = f"{numbers.ratios['kl']:.2g}", f"{numbers.ratios['ess']:.2f}"
+        shares = [_share(signal.share) for signal in signals]
+        clipped = f"{grpo.clipped[0]:.1%}"
+        rows.append([numbers.name, str(numbers.tokens), *shares, bounds, STOPS[chosen.stop], clipped, *ratios])
     every = f" Every {step}th update is shown." if step > 1 else ""
     return Part(
         "By update",

@@ -78,7 +78,7 @@ def with_uses(dump: Dump) -> tuple[Dump, Uses]:
     doubt = _doubt(dump, seen)
     if doubt:
         return replace(dump, updates=[replace(update, uses=None) for update in updates]), Uses("unknown", doubt)
-    words = _how(updates, seen)
+    words = _inferred(updates, seen)
     inferred = [replace(update, uses=uses) for update, uses in zip(updates, seen.before, strict=True)]
     return replace(dump, updates=inferred, notes=[*dump.notes, words]), Uses("inferred", words)
 
@@ -108,11 +108,11 @@ def _fingerprints(update: LoggedUpdate) -> list[bytes | None]:
     order = np.argsort(update.sequence_ids, kind="stable")  # type: ignore[arg-type]
     ends = np.cumsum(np.bincount(update.sequence_ids))  # type: ignore[arg-type]
     responses = np.split(update.behavior_logprobs[order].astype(np.float64), ends[:-1])
-    return [hashlib.sha256(values.tobytes()).digest() if _improbable(values) else None for values in responses]
-
-
-def _improbable(values: Array) -> bool:
-    return bool(-values.sum() >= SURPRISE) and len(np.unique(values)) >= VALUES
+    improbable = [-values.sum() >= SURPRISE and len(np.unique(values)) >= VALUES for values in responses]
+    return [
+        hashlib.sha256(values.tobytes()).digest() if rare else None
+        for values, rare in zip(responses, improbable, strict=True)
+    ]
 
 
 def _doubt(dump: Dump, seen: Seen) -> str:
@@ -140,7 +140,7 @@ def _doubt(dump: Dump, seen: Seen) -> str:
     return ""
 
 
-def _how(updates: Sequence[LoggedUpdate], seen: Seen) -> str:
+def _inferred(updates: Sequence[LoggedUpdate], seen: Seen) -> str:
     """What was inferred, in words."""
     responses = sum(update.sequences or 0 for update in updates)
     text = (

@@ -16,8 +16,8 @@ import torch
 from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
 from bapo.evaluate.directory import opened
-from bapo.evaluate.estimates import mean, results
-from bapo.evaluate.inputs import Plan, default_directory, load_data_sets, load_model, make_plan, open_scorers
+from bapo.evaluate.estimates import Row, mean, results
+from bapo.evaluate.inputs import default_directory, identify, load_data_sets, load_model, open_scorers
 from bapo.evaluate.options import Settings
 from bapo.evaluate.progress import make_progress
 from bapo.evaluate.results_page import page
@@ -39,7 +39,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
         settings = replace(settings, device=device, dtype=dtype, threads=threads)
         data_sets = load_data_sets(settings)
         policy = load_model(settings)
-        plan = make_plan(settings, policy, data_sets)
+        identity = identify(settings, policy, data_sets)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     for data in data_sets:
@@ -47,13 +47,13 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
             write_line(stream, data.note)
     engine = engine_for(policy.model, slots=settings.slots)
     engine.load(policy.model.named_parameters(), version=0)
-    path = out or default_directory(plan)
+    path = out or default_directory(identity)
     stops.enter(stops.Phase.RAISE)
     size, total = settings.chunk_problems, sum(len(data.problems) for data in data_sets)
     chunks = [
         (data.name, data.problems[i : i + size]) for data in data_sets for i in range(0, len(data.problems), size)
     ]
-    with opened(path, plan.identity) as directory:
+    with opened(path, identity) as directory:
         rows = directory.complete([(name, [problem.id for problem in problems]) for name, problems in chunks])
         unscored = data_sets if len(rows) < total else []
         with (
@@ -67,11 +67,12 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
                     continue
                 progress.working_on(name)
                 with progress.sampling() as tell:
-                    new = _sampled(engine, policy, scorers[name], name, problems, plan, tell)
+                    given = _sampled(engine, policy, scorers[name], problems, identity, tell)
+                new = [_row(name, *pair) for pair in zip(problems, given, strict=True)]
                 directory.append(new)
                 rows += new
                 progress.saved(new)
-        found = results(rows, plan.identity)
+        found = results(rows, identity)
         directory.write("report.html", page(rows, found))
         directory.write("results.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         stops.done()
@@ -79,48 +80,38 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
 
 
 def _sampled(
-    engine: Engine, policy: Policy, scores: Scorer, name: str, problems: Sequence[Problem], plan: Plan, tell: Tell
-) -> list[dict[str, Any]]:
-    """The rows of one chunk."""
-    settings = plan.settings
+    engine: Engine, policy: Policy, scorer: Scorer, problems: Sequence[Problem], identity: dict[str, Any], tell: Tell
+) -> list[list[Response]]:
+    sampling = Sampling(identity["temperature"], policy.stop_ids)
+    how = {key: identity[key] for key in ("k", "max_tokens", "seed")}
     try:
-        answers = sample(
-            engine,
-            policy,
-            scores,
-            problems,
-            k=settings.k,
-            sampling=Sampling(settings.temperature, policy.stop_ids),
-            max_tokens=plan.max_tokens,
-            seed=settings.seed,
-            tell=tell,
-        )
+        return sample(engine, policy, scorer, problems, sampling=sampling, tell=tell, **how)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"--slots {settings.slots} and --max-tokens {plan.max_tokens} need more memory than the device has "
-            f"({str(error).splitlines()[0].rstrip('.')}). Lower one of them and choose another --out, because both are "
-            "part of an evaluation's identity."
+            f"--slots {identity['slots']} and --max-tokens {identity['max_tokens']} need more memory than the device "
+            f"has ({str(error).splitlines()[0].rstrip('.')}). Lower one of them and choose another --out, because both "
+            "are part of an evaluation's identity."
         ) from None
-    return [
-        {
-            "data": name,
-            "id": problem.id,
-            "source": problem.source,
-            "prompt": prompt_text(problem.prompt),
-            "reference": problem.answer,
-            "responses": [_line(response) for response in given],
-        }
-        for problem, given in zip(problems, answers, strict=True)
-    ]
 
 
-def _line(response: Response) -> dict[str, Any]:
+def _row(name: str, problem: Problem, responses: Sequence[Response]) -> Row:
+    """The line of responses.jsonl for a problem of this data set."""
     return {
-        "text": response.text,
-        "tokens": len(response.segment.tokens),
-        "status": str(response.segment.status),
-        "reward": None if response.score.reward is None else float(response.score.reward),
-        "failure": response.score.failure,
-        "answer": response.score.answer,
-        "entropy": mean(response.segment.entropies),
+        "data": name,
+        "id": problem.id,
+        "source": problem.source,
+        "prompt": prompt_text(problem.prompt),
+        "reference": problem.answer,
+        "responses": [
+            {
+                "text": response.text,
+                "tokens": len(response.segment.tokens),
+                "status": str(response.segment.status),
+                "reward": None if response.score.reward is None else float(response.score.reward),
+                "failure": response.score.failure,
+                "answer": response.score.answer,
+                "entropy": mean(response.segment.entropies),
+            }
+            for response in responses
+        ],
     }

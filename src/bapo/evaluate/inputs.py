@@ -1,8 +1,8 @@
 """What goes into an evaluation: problems, what scores them, the model, and the identity that these give it.
 
-`Plan.identity` is everything that determines the result. Two evaluations with the same identity give the same bytes, so
-the identity names the directory, and only the same identity continues it. Weights are identified by a hash of all their
-values, problems by a hash of their ids, prompt tokens and answers.
+The identity is everything that determines the result. Two evaluations with the same identity give the same bytes, so it
+names the directory, and only the same identity continues it. Weights are identified by a hash of all their values,
+problems by a hash of their ids, prompt tokens and answers.
 
 The data set `countdown` is embedded and comes with its verifier. `bapo.tasks.data` reads everything else: benchmarks,
 files, directories and hub data sets, each also as name=path.
@@ -55,17 +55,14 @@ class DataSet:
 def load_data_sets(settings: Settings) -> list[DataSet]:
     """All data sets, in order. Their names must differ, because results are stored by name."""
     found = [_load(name, settings) for name in settings.data]
-    names = [data.name for data in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(
-            f"--data {','.join(settings.data)} has two data sets called {twice!r}. Give one of them another name: "
-            "name=path."
-        )
+    given, names = f"--data {','.join(settings.data)}", [data.name for data in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{given} has two data sets called {name!r}. Give one of them another name: name=path.")
     if "overall" in names:
         raise ValueError(
-            f"--data {','.join(settings.data)} has a data set called 'overall', but the results use that name for all "
-            "data sets together. Give the data set another name: name=path."
+            f"{given} has a data set called 'overall', but the results use that name for all data sets together. Give "
+            "the data set another name: name=path."
         )
     return found
 
@@ -120,16 +117,6 @@ def open_scorers(
         close()
 
 
-@dataclass(frozen=True)
-class Plan:
-    """An evaluation with everything decided."""
-
-    settings: Settings
-    max_tokens: int
-    identity: dict[str, Any]
-    """JSON values."""
-
-
 def load_model(settings: Settings) -> Policy:
     """Load the model without log output. Device, dtype and threads of `settings` must be decided."""
     hush()
@@ -147,8 +134,8 @@ def load_model(settings: Settings) -> Policy:
     return policy
 
 
-def make_plan(settings: Settings, policy: Policy, data_sets: list[DataSet]) -> Plan:
-    """Decide what is left to decide, and compute the identity."""
+def identify(settings: Settings, policy: Policy, data_sets: Sequence[DataSet]) -> dict[str, Any]:
+    """The identity, as JSON values. What is left to decide, such as the length limit, is decided here."""
     prompts = {data.name: [policy.encode(problem.prompt) for problem in data.problems] for data in data_sets}
     max_tokens = _max_tokens(settings, policy, max(len(ids) for listed in prompts.values() for ids in listed))
     fingerprints = {}
@@ -159,7 +146,7 @@ def make_plan(settings: Settings, policy: Policy, data_sets: list[DataSet]) -> P
         fingerprints[data.name] = digest.hexdigest()[:16]
     asked = asdict(settings)
     del asked["chunk"]
-    identity = {
+    decided = {
         **asked,
         "max_tokens": max_tokens,
         "chunk": settings.chunk_problems,
@@ -168,15 +155,16 @@ def make_plan(settings: Settings, policy: Policy, data_sets: list[DataSet]) -> P
         "fingerprints": fingerprints,
         "versions": _versions(settings) | _versions_of_verifier(data_sets, settings),
     }
-    return Plan(settings, max_tokens, json.loads(json.dumps(identity)))
+    identity: dict[str, Any] = json.loads(json.dumps(decided))
+    return identity
 
 
-def default_directory(plan: Plan) -> Path:
+def default_directory(identity: dict[str, Any]) -> Path:
     """evals/MODEL-IDENTITY, so that the same command finds its directory again and others do not use it."""
-    path = Path(plan.settings.model)
+    path = Path(identity["model"])
     name = path.parent.name if path.name == "model" and path.parent.name else path.name
     name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name).strip(".-") or "model"
-    digest = sha256(json.dumps(plan.identity, sort_keys=True).encode()).hexdigest()[:8]
+    digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     return Path("evals") / f"{name}-{digest}"
 
 

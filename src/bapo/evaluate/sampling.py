@@ -77,20 +77,12 @@ class Evaluation:
 
     def summary(self) -> dict[str, float]:
         """For the metrics log. A mean over nothing has no key, and no value is NaN."""
-        values = {
-            "eval/avg": self.avg.value,
-            "eval/avg_low": self.avg.low,
-            "eval/avg_high": self.avg.high,
-            "eval/pass": self.pass_k.value,
-            "eval/pass_low": self.pass_k.low,
-            "eval/pass_high": self.pass_k.high,
-            "eval/entropy": self.entropy,
-            "eval/length": self.length,
-            "eval/length_correct": self.length_correct,
-            "eval/length_wrong": self.length_wrong,
-            "eval/truncated": self.truncated,
-            "eval/failures": float(self.failures),
-        }
+        values: dict[str, float | None] = {}
+        for name, found in (("avg", self.avg), ("pass", self.pass_k)):
+            values |= {f"eval/{name}": found.value, f"eval/{name}_low": found.low, f"eval/{name}_high": found.high}
+        for name in ("entropy", "length", "length_correct", "length_wrong", "truncated"):
+            values[f"eval/{name}"] = getattr(self, name)
+        values["eval/failures"] = float(self.failures)
         return {key: value for key, value in values.items() if value is not None}
 
 
@@ -98,7 +90,7 @@ def evaluate(engine: Engine, speaker: Speaker, scorer: Scorer, problems: Sequenc
     """Sample k responses to every problem, as `sample` does with the same arguments, and count them."""
     rows = sample(engine, speaker, scorer, problems, **how)
     responses = [response for row in rows for response in row]
-    rewards = [tuple(response.reward for response in row) for row in rows]
+    rewards = tuple(tuple(response.reward for response in row) for row in rows)
     lengths = [(len(response.segment.tokens), response.reward > SOLVED) for response in responses]
     k = len(rows[0])
     return Evaluation(
@@ -113,7 +105,7 @@ def evaluate(engine: Engine, speaker: Speaker, scorer: Scorer, problems: Sequenc
         truncated=fmean(response.segment.status is Status.TRUNCATED for response in responses),
         failures=sum(response.score.reward is None for response in responses),
         first_failure=next((r.score.failure for r in responses if r.score.reward is None), ""),
-        rewards=tuple(rewards),
+        rewards=rewards,
     )
 
 
@@ -143,12 +135,14 @@ def sample(
             "some problems occur twice; their responses would be the same, and the intervals too narrow. Give each "
             "problem once and set a larger k for more responses."
         )
+    groups = [
+        new_group(_number(problem), problem, speaker.encode(problem.prompt), responses=k, seed=seed)
+        for problem in problems
+    ]
     requests = [
         Request(context=response.prompt, position=0, seed=response.seed, max_new_tokens=max_tokens)
-        for problem in problems
-        for response in new_group(
-            _number(problem), problem, speaker.encode(problem.prompt), responses=k, seed=seed
-        ).trajectories
+        for group in groups
+        for response in group.trajectories
     ]
     segments = generate(engine, requests, sampling, tell=tell)
 

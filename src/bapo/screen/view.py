@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
@@ -33,7 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from bapo.screen.steady import SteadyLive, Unechoed
+from bapo.screen.steady import SteadyLive, unechoed
 from bapo.screen.terminal import can_redraw, eta, make_console, printable, write_line
 from bapo.screen.watch import ActorLine, OnScreen, Tell, in_lines
 
@@ -103,18 +103,11 @@ def make_view(
     return LiveView(total_steps, title=title, console=make_console(stream), clock=clock, samples=samples)
 
 
-def summary_table(
-    title: str,
-    rows: Sequence[tuple[str, str, str]],
-    *,
-    columns: tuple[str, str, str] = ("", "before", "after"),
-    stream: TextIO | None = None,
-    plain: bool | None = None,
-) -> None:
+def summary_table(title: str, rows: Sequence[tuple[str, str, str]], *, stream: TextIO | None = None) -> None:
     """Print a small table of (name, before, after), for the end of a run."""
     stream = stream or sys.stdout
-    lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (columns, *rows)]
-    if plain or (plain is None and not can_redraw(stream)):
+    lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (("", "before", "after"), *rows)]
+    if not can_redraw(stream):
         name, before, after = (max(len(line[column]) for line in lines) for column in range(3))
         write_line(stream, printable(title))
         for line in lines:
@@ -205,14 +198,14 @@ class PlainView(View):
             self._print_step()
 
     def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """See `View.step`."""
+        """Print a line now and then, and always for the last step."""
         super().step(step, metrics, timing)
         self.waiting = True
         if step >= self.total_steps or self.clock() - self.line_at >= LINE_SECONDS:
             self._print_step()
 
     def sample(self, problem: str, response: str, reward: float) -> None:
-        """See `View.sample`."""
+        """Print a response now and then, each text on one line."""
         if self.clock() - self.sample_at >= SAMPLE_SECONDS:
             self.sample_at = self.clock()
             asked, answered = (printable(text, newline="\\n") for text in (problem, response))
@@ -220,15 +213,15 @@ class PlainView(View):
             write_line(self.stream, f"  sample  reward {_number(reward, 2)}  {asked}  ->  {answered}")
 
     def note(self, text: str) -> None:
-        """See `View.note`."""
+        """Print the text."""
         write_line(self.stream, printable(text))
 
     def interrupt(self, text: str) -> None:
-        """See `View.interrupt`. A terminal has echoed the ^C, so the text goes on a line of its own."""
+        """Print the text, after a terminal's echo of ^C on a line of its own."""
         super().interrupt(f"\n{text}" if self.stream.isatty() else text)
 
     def actors(self, lines: Sequence[ActorLine]) -> None:
-        """See `View.actors`."""
+        """Print a line for every actor now and then."""
         if self.clock() - self.actors_at >= ACTOR_SECONDS:
             self.actors_at = self.clock()
             for line in lines:
@@ -236,7 +229,7 @@ class PlainView(View):
                 write_line(self.stream, f"  {line.name}: {', '.join([line.doing, *facts])}")
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
-        """See `View.doing`."""
+        """Watch what may take long: a line now and then."""
         return in_lines(what, self.note, self.clock)
 
     def _print_step(self) -> None:
@@ -276,50 +269,43 @@ class LiveView(View):
         )
         self.task = self.progress.add_task("", total=total_steps, remaining="")
         self.live = SteadyLive(console, self.frame)
-        self.keys = Unechoed()
+        self.keys = ExitStack()
 
     def __enter__(self) -> Self:
-        self.keys.start()
+        self.keys.enter_context(unechoed())
         self.live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.live.stop()
-        self.keys.stop()
+        self.keys.close()
 
     def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """See `View.step`."""
+        """Show the numbers of this step from now on."""
         with self.lock:
             super().step(step, metrics, timing)
-        self.progress.update(self.task, completed=step, remaining=self.remaining())
-
-    def begin_after(self, step: int) -> None:
-        """See `View.begin_after`."""
-        super().begin_after(step)
-        self.progress.update(self.task, completed=step)
 
     def recall(self, steps: Iterable[tuple[int, Mapping[str, float], Mapping[str, float]]]) -> None:
-        """See `View.recall`."""
+        """Continue the curves of earlier steps."""
         with self.lock:
             super().recall(steps)
-        self.progress.update(self.task, completed=self.current, remaining=self.remaining())
 
     def sample(self, problem: str, response: str, reward: float) -> None:
-        """See `View.sample`."""
+        """Show this response from now on."""
         with self.lock:
             self.last = (printable(problem), printable(response), float(reward))
 
     def note(self, text: str) -> None:
-        """See `View.note`."""
+        """Print the text above the picture."""
         self.console.print(Text(printable(text)))
 
     def actors(self, lines: Sequence[ActorLine]) -> None:
-        """See `View.actors`."""
+        """Show these actors from now on."""
         with self.lock:
             self.crew = list(lines)
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
-        """See `View.doing`."""
+        """Watch what may take long: a line in the border."""
         return self.work.doing(what)
 
     def frame(self) -> RenderableType:
@@ -328,6 +314,7 @@ class LiveView(View):
         with self.lock:
             table = _metrics_table(self.history, columns=2 if width >= 76 else 1, sparks=width >= 40)
             last, crew, meanings = self.last, self.crew, Text(legend(self.history), "dim")
+            self.progress.update(self.task, completed=self.current, remaining=self.remaining())
         free = height - table.row_count - 6  # two panels' borders, the bar, the line below
         room = max(1, free)
         free -= min(len(crew), room) + 1 if crew else 0
