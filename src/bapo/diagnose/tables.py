@@ -19,7 +19,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from bapo.config.numerals import counted
 from bapo.core.entropy_rule import QUADRANTS
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.dumps import NAMES
@@ -74,7 +73,7 @@ def read_as(diagnosis: Diagnosis) -> str:
     dump = diagnosis.dump
     named = [f"{role} = {column}" for role, column in dump.columns.items() if column != role and role in NAMES]
     tokens = sum(len(update.logprobs) for update in dump.updates)
-    text = f"{counted(len(dump.updates), 'update')}, {tokens} tokens under the mask; names of {dump.dialect}"
+    text = f"{_count(len(dump.updates), 'update')}, {tokens} tokens under the mask; names of {dump.dialect}"
     return f"{text}: {', '.join(named)}" if named else text
 
 
@@ -292,8 +291,12 @@ def sentence(finding: Finding, total: int) -> str:
     where = " (in every update)" if total > 1 else ""
     if len(found) < total:
         named = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
-        where = f" (in {len(found)} of {counted(total, 'update')}: {named})"
+        where = f" (in {len(found)} of {_count(total, 'update')}: {named})"
     return f"{finding.evidence}{where}. {finding.action}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _share(value: float) -> str:
