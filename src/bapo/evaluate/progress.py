@@ -51,12 +51,12 @@ class PlainProgress:
         self._count(rows)
 
     def __enter__(self) -> Self:
-        self.say(
+        self.note(
             f"{self.settings.model}: {counted(self.total, 'problem')}, {counted(self.settings.k, 'response')} each, "
             f"temperature {self.settings.temperature:g}, in {self.path}"
         )
         if self.before:
-            self.say(f"{self.before} of {self.total} problems were already done")
+            self.note(f"{self.before} of {self.total} problems were already done")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,15 +68,15 @@ class PlainProgress:
 
     def sampling(self) -> AbstractContextManager[Tell]:
         """While a chunk is sampled and scored: a watch to tell how far it is."""
-        return in_lines("sampling", self.say, self.clock)
+        return in_lines("sampling", self.note, self.clock)
 
     def saved(self, rows: Sequence[Row]) -> None:
         """A chunk is on the disk."""
         self.done += len(rows)
         self._count(rows)
-        self.say(f"{self.done}/{self.total} problems  {self.score()}  {self.remaining()}")
+        self.note(f"{self.done}/{self.total} problems  {self.score()}  {self.remaining()}")
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Print a line."""
         write_line(self.stream, text)
 
