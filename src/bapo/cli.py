@@ -182,7 +182,7 @@ def _resume(words: list[str]) -> None:
 
 def _eval(words: list[str]) -> int:
     from bapo.config.command_line import parse_arguments
-    from bapo.evaluate.options import Arguments, run
+    from bapo.evaluate import Arguments, run
 
     return run(parse_arguments(Arguments, words, prog="bapo eval"))
 
@@ -327,7 +327,7 @@ COMMANDS = {
             stopped="The complete chunks are saved. The same command continues: {command}",
         ),
         long=True,
-        defined_by="bapo.evaluate.options:Arguments",
+        defined_by="bapo.evaluate:Arguments",
     ),
     "compare": Command(
         _compare,

@@ -12,7 +12,7 @@ from bapo.config.command_line import parse_arguments
 from bapo.config.errors import BapoError, VerifierFailed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.evaluate.options import Arguments as Evaluation
+from bapo.evaluate import Arguments as Evaluation
 from bapo.evaluate.options import Settings
 
 

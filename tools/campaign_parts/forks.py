@@ -26,7 +26,7 @@ from pathlib import Path
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PRELOADED = (
-    *("bapo.cli", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.evaluation", "bapo.evaluate.options"),
+    *("bapo.cli", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.evaluation", "bapo.evaluate"),
     *("bapo.report", "bapo.report.command", "bapo.compare.command", "bapo.diagnose"),
     *("transformers.generation.utils", "transformers.models.llama.modeling_llama"),
     *("transformers.convert_slow_tokenizer", "tyro._backends._tyro_backend"),

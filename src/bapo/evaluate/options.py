@@ -1,4 +1,4 @@
-"""`bapo eval`: its options, checked before anything heavy is imported, and what it prints at the end.
+"""The options of `bapo eval`, checked before anything heavy is imported.
 
 What depends on the machine, the model and the data (device, length limit, fingerprints) is decided in `inputs.py`.
 """
@@ -6,7 +6,6 @@ What depends on the machine, the model and the data (device, length limit, finge
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ from tyro.conf import UseAppendAction, arg
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.placement import DeviceName, Precision
-from bapo.screen.terminal import say
 from bapo.tasks.verify.finding import written_as
 
 DEFAULT_K = 16
@@ -139,37 +137,3 @@ class Settings:
     def chunk_problems(self) -> int:
         """Problems per engine call: enough responses to keep the slots full for most of it."""
         return self.chunk or max(1, math.ceil(4 * self.slots / self.k))
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Evaluate a model on benchmarks.
-
-    Samples k responses to every problem, scores them, and reports avg@k, pass@k and maj@k with 95% intervals over
-    problems.
-
-    examples:
-      bapo eval --model demo --data countdown --k 8 --problems 64
-      bapo eval --model runs/my-run/model --data aime24,aime25,math500 --k 16 --max-tokens 8192
-      bapo eval --model Qwen/Qwen3-1.7B --data gsm8k=data/gsm8k/test.jsonl --k 1 --temperature 0
-      bapo eval --model demo --data countdown --reward my_rewards:score
-
-    The same command continues an evaluation that was stopped: what is saved is not sampled again.
-    """
-
-    settings: Annotated[Settings, arg(name="")]
-    out: Annotated[Path | None, option(default="evals/MODEL-IDENTITY, which the same command finds again")] = None
-    """The directory for everything that is written."""
-
-
-def run(arguments: Arguments) -> int:
-    """Carry out the command and return its exit code."""
-    from bapo.evaluate.evaluation import evaluate_model
-    from bapo.evaluate.progress import failure_note, results_table
-
-    path, results = evaluate_model(arguments.settings, arguments.out, sys.stdout)
-    note = failure_note(results)
-    say(f"\n{results_table(results)}\n" + (f"\n{note}\n" if note else ""))
-    say(f"responses  {path / 'responses.jsonl'}")
-    say(f"results    {path / 'results.json'}\nreport     {path / 'report.html'}")
-    return 0
