@@ -27,8 +27,10 @@ UNPACKED, TIMES = 1 << 30, 100
 """How many bytes a compressed file may always become, and how many times its size."""
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
-UNREADABLE = (OSError, ValueError, EOFError, MemoryError, OverflowError, KeyError, RuntimeError, zlib.error)
-UNREADABLE += (zipfile.BadZipFile,)
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, MemoryError, OverflowError, KeyError, RuntimeError),
+    *(zlib.error, zipfile.BadZipFile),
+)
 """What libraries raise at a damaged file."""
 
 FORMATS = (".safetensors", ".npz", ".parquet")

@@ -162,9 +162,9 @@ def _choose(path: Path, table: Mapping[str, Column], mapping: Mapping[str, str],
         )
     for role in ("logprobs", "behavior_logprobs", "advantages"):
         if role not in chosen:
-            names = [*NAMES[role], *(NAMES["anchor"] if role == "behavior_logprobs" else ())]
+            known = [*NAMES[role], *(NAMES["anchor"] if role == "behavior_logprobs" else ())]
             raise DumpError(
-                f"{path} has no column for {role}; known names are {', '.join(names)}. It has: {_listed(table)}. If "
+                f"{path} has no column for {role}; known names are {', '.join(known)}. It has: {_listed(table)}. If "
                 f"one of these is it, say so with --map {role}=COLUMN."
             )
     return chosen
