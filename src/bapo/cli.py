@@ -182,7 +182,7 @@ def _resume(words: list[str]) -> None:
 
 def _eval(words: list[str]) -> int:
     from bapo.config.command_line import parse_arguments
-    from bapo.evaluate.command import Arguments, run
+    from bapo.evaluate import Arguments, run
 
     return run(parse_arguments(Arguments, words, prog="bapo eval"))
 
@@ -203,7 +203,7 @@ def _report(words: list[str]) -> int:
 
 def _diagnose(words: list[str]) -> int:
     from bapo.config.command_line import parse_arguments
-    from bapo.diagnose.command import Arguments, run
+    from bapo.diagnose import Arguments, run
 
     return run(parse_arguments(Arguments, words, prog="bapo diagnose"))
 
@@ -327,7 +327,7 @@ COMMANDS = {
             stopped="The complete chunks are saved. The same command continues: {command}",
         ),
         long=True,
-        defined_by="bapo.evaluate.command:Arguments",
+        defined_by="bapo.evaluate:Arguments",
     ),
     "compare": Command(
         _compare,
@@ -359,7 +359,7 @@ COMMANDS = {
             disk="Free space or choose another place, then give the same command again.",
             stopped="The same command begins again.",
         ),
-        defined_by="bapo.diagnose.command:Arguments",
+        defined_by="bapo.diagnose:Arguments",
     ),
     "ledger": Command(
         _ledger,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from bapo.diagnose.diagnosis import diagnose
+from bapo.diagnose.diagnosis_page import html_page
 from bapo.diagnose.dumps import Dump
-from bapo.diagnose.page import html_page
 from tests.browser.conftest import PATIENCE
 from tests.unit.test_diagnose import batch
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bapo.evaluate.figures import results
-from bapo.evaluate.page import page as document
+from bapo.evaluate.estimates import results
+from bapo.evaluate.results_page import page as document
 
 EVIL = "<img src=x onerror=\"document.title='gone'\"></pre></script><script>document.title='gone'</script>"
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from bapo.diagnose.diagnosis import diagnose
+from bapo.diagnose.diagnosis_page import html_page
 from bapo.diagnose.dumps import Dump
-from bapo.diagnose.page import html_page
-from bapo.evaluate.figures import results
-from bapo.evaluate.page import page as eval_page
+from bapo.evaluate.estimates import results
+from bapo.evaluate.results_page import page as eval_page
 from bapo.report import write_report
 from bapo.runs.history import Restart, record_restart
 from tests.browser.conftest import PATIENCE

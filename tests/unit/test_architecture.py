@@ -78,7 +78,7 @@ WITHOUT_TORCH = [
     *("bapo.config.command_line", "bapo.config.words"),
     *("bapo.runs.read", "bapo.runs.write", "bapo.runs.statistics", "bapo.runs.metrics", "bapo.runs.lock"),
     *("bapo.screen.view", "bapo.compare", "bapo.report", "bapo.report.live"),
-    *("bapo.diagnose.dumps", "bapo.diagnose.command", "bapo.evaluate", "bapo.evaluate.command"),
+    *("bapo.diagnose.dumps", "bapo.diagnose", "bapo.evaluate", "bapo.evaluate.options"),
     *("bapo.tasks.dataset", "bapo.tasks.data.demonstrations", "bapo.tasks.verify.sandbox"),
     *("bapo.tasks.verify.worker", "bapo.tasks.verify.math", "bapo.tasks.countdown"),
     *("bapo.demo", "bapo.preflight.checks", "bapo.commands.training"),

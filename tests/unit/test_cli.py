@@ -12,8 +12,8 @@ from bapo.config.command_line import parse_arguments
 from bapo.config.errors import BapoError, VerifierFailed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.evaluate.command import Arguments as Evaluation
-from bapo.evaluate.settings import Settings
+from bapo.evaluate import Arguments as Evaluation
+from bapo.evaluate.options import Settings
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from bapo.core.entropy_rule import positive_share
 from bapo.core.objectives import OBJECTIVES
 from bapo.diagnose.diagnosis import as_json, diagnose
 from bapo.diagnose.dumps import Dump, LoggedUpdate, read_dump
-from bapo.diagnose.findings import CHECKS, find
 from bapo.diagnose.measure import SETTINGS, Fate, Signal, measure, total
-from bapo.diagnose.tables import bounds
-from bapo.diagnose.text import print_diagnosis
+from bapo.diagnose.problems import REMARKS, SERIOUS, find_problems
+from bapo.diagnose.tables import bounds, print_diagnosis
 from tests.processes import bapo, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -71,7 +70,7 @@ def tensors(update):
 
 
 def names(update):
-    return {finding.name for finding in find([update])}
+    return {finding.name for finding in find_problems([update])}
 
 
 def changed(update, name, here, value):
@@ -214,12 +213,12 @@ BROKEN = {
 
 
 def test_every_problem_has_a_case():
-    assert set(BROKEN) == set(CHECKS)
+    assert set(BROKEN) == {check.__name__ for check in SERIOUS | REMARKS}
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_problems_are_found(name):
-    (found,) = (finding for finding in find([BROKEN[name], CLEAN]) if finding.name == name)
+    (found,) = (finding for finding in find_problems([BROKEN[name], CLEAN]) if finding.name == name)
     assert found.evidence
     assert found.action
     assert found.updates == [BROKEN[name].name]
@@ -228,7 +227,7 @@ def test_problems_are_found(name):
 def test_problems_of_updates_with_one_name_are_all_counted():
     updates = [BROKEN["one_sign"], CLEAN, BROKEN["one_sign"]]
     assert len({update.name for update in updates}) == 1
-    (found,) = (finding for finding in find(updates) if finding.name == "one_sign")
+    (found,) = (finding for finding in find_problems(updates) if finding.name == "one_sign")
     assert found.updates == ["1", "1"]
 
 
@@ -251,13 +250,14 @@ def test_the_mean_ratio_accuses_nobody_whose_learner_is_far_away():
 
 def test_shift_in_the_other_direction():
     assert (
-        "one token ahead" in find([replace(CLEAN, behavior_logprobs=np.roll(CLEAN.behavior_logprobs, -1))])[0].evidence
+        "one token ahead"
+        in find_problems([replace(CLEAN, behavior_logprobs=np.roll(CLEAN.behavior_logprobs, -1))])[0].evidence
     )
-    assert "one token behind" in find([BROKEN["shifted"]])[0].evidence
+    assert "one token behind" in find_problems([BROKEN["shifted"]])[0].evidence
 
 
 def test_temperature_is_named():
-    (found,) = (p for p in find([BROKEN["temperature"]]) if p.name == "temperature")
+    (found,) = (p for p in find_problems([BROKEN["temperature"]]) if p.name == "temperature")
     assert re.search(r"sampled at 0\.(5|6)\d* times the temperature", found.evidence)
 
 

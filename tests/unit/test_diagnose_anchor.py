@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bapo.diagnose.dumps import read_dump
-from bapo.diagnose.findings import find
+from bapo.diagnose.problems import find_problems
 
 RESPONSES, TOKENS, VOCABULARY = 96, 30, 24
 NAMES = {
@@ -60,7 +60,7 @@ def advantages():
 
 
 def evidence(path, check):
-    return [finding.evidence for finding in find(read_dump([path]).updates) if finding.name == check]
+    return [finding.evidence for finding in find_problems(read_dump([path]).updates) if finding.name == check]
 
 
 @pytest.mark.parametrize("cause", FAULTS)

@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bapo.diagnose.charts import MAX_POINTS, RULES, charts
 from bapo.diagnose.diagnosis import as_json, diagnose
+from bapo.diagnose.diagnosis_page import MAX_POINTS, RULES, charts, html_page
 from bapo.diagnose.dumps import Dump
 from bapo.diagnose.measure import SETTINGS, measure, total
-from bapo.diagnose.page import html_page
 from tests.unit.test_diagnose import CLEAN, batch, changed, only
 
 COLUMNS = {"behavior_logprobs": "rollout_log_probs"}

@@ -12,13 +12,11 @@ import torch
 
 from bapo import policy_loss
 from bapo.diagnose.diagnosis import as_json, diagnose
+from bapo.diagnose.diagnosis_page import html_page
 from bapo.diagnose.dumps import Dump, LoggedUpdate, read_dump
 from bapo.diagnose.measure import measure, total
-from bapo.diagnose.page import html_page
-from bapo.diagnose.push_once import Pushes, first, joined, later, of_uses, pushes_by_use
-from bapo.diagnose.tables import parts, uses
-from bapo.diagnose.text import print_diagnosis
-from bapo.diagnose.uses import UNKNOWN, recognise, with_uses
+from bapo.diagnose.tables import parts, print_diagnosis, uses
+from bapo.diagnose.uses import UNKNOWN, Pushes, first, joined, later, of_uses, pushes_by_use, recognise, with_uses
 from tests.processes import bapo, script
 from tests.unit.test_diagnose import CLEAN, EXAMPLES, batch, changed, only, tensors
 

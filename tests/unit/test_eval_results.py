@@ -12,10 +12,10 @@ from rich.console import Console
 from bapo.config.errors import ConfigError, DamagedError
 from bapo.evaluate import avg_at_k, maj_at_k, pass_at_k
 from bapo.evaluate.directory import opened
-from bapo.evaluate.figures import figures, powers_up_to, problem_figures, results
-from bapo.evaluate.page import page
+from bapo.evaluate.estimates import figures, powers_up_to, problem_figures, results
+from bapo.evaluate.options import Settings
 from bapo.evaluate.progress import LiveProgress, PlainProgress, failure_note, make_progress, results_table
-from bapo.evaluate.settings import Settings
+from bapo.evaluate.results_page import page
 from bapo.rollout.engine import Sampled
 
 IDENTITY = {"model": "m", "k": 4, "temperature": 0.6, "max_tokens": 9, "seed": 0, "versions": {"bapo": "0"}}
@@ -204,7 +204,7 @@ def test_plain_progress_counts_only_what_it_did_itself():
     settings = Settings("m", ("d",), k=4)
     with PlainProgress(settings, "out", 10, [EASY] * 2, stream, clock=lambda: now[0]) as progress:
         progress.working_on("d")
-        assert progress.remaining() == "?"
+        assert progress.remaining() == ""
         now[0] += 30
         progress.saved([HARD] * 2)
     lines = stream.getvalue().splitlines()
@@ -247,7 +247,7 @@ def test_progress_within_a_chunk_below_the_bar():
     def shown():
         console = Console(file=io.StringIO(), width=100)
         with console.capture() as capture:
-            console.print(progress.progress.get_renderable())
+            console.print(progress.frame())
         return capture.get().splitlines()
 
     settings = Settings("m", ("d",), k=4)

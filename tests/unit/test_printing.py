@@ -78,7 +78,7 @@ def test_every_way_to_print_shows_control_characters(capsys):
     with view:
         view.note(EVIL)
         view.sample(EVIL, EVIL, 1.0)
-    summary_table(EVIL, [(EVIL, "1", "2")], stream=stream, plain=True)
+    summary_table(EVIL, [(EVIL, "1", "2")], stream=stream)
     assert_tame(stream.getvalue())
 
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from bapo.screen.steady import Unechoed
+from bapo.screen.steady import unechoed
 from bapo.screen.view import LiveView, PlainView
 from tests.terminal import Terminal
 
@@ -104,10 +104,8 @@ def test_keys_are_not_echoed_into_the_picture(keyboard):
 
 def test_a_job_in_the_background_leaves_the_terminal_alone(keyboard, monkeypatch):
     monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
-    keys = Unechoed()
-    keys.start()
-    assert echoes(keyboard)
-    keys.stop()
+    with unechoed():
+        assert echoes(keyboard)
 
 
 def test_a_line_from_a_signal_handler_waits_for_the_line_that_it_interrupted():
@@ -127,6 +125,7 @@ def test_curves_continue_after_a_resume():
     view, _ = live_view()
     view.recall(steps)
     view.step(9, {"reward": 0.9}, {"seconds": 2.0})
+    view.frame()
     assert view.history["reward"] == [step / 10 for step in range(1, 10)]
     assert (view.current, view.progress.tasks[0].completed, view.remaining()) == (9, 9, "eta 1:42")
     stream = io.StringIO()

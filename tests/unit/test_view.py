@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from bapo.rollout.engine import Sampled
-from bapo.screen.columns import MEANINGS, SHOWN, ActorLine
-from bapo.screen.terminal import duration
-from bapo.screen.view import LiveView, PlainView, eta, make_view, sparkline, summary_table
+from bapo.screen.terminal import duration, eta
+from bapo.screen.view import MEANINGS, SHOWN, LiveView, PlainView, make_view, sparkline, summary_table
+from bapo.screen.watch import ActorLine
 
 METRICS = {
     "reward": 0.4321, "entropy": 0.49, "share": 0.41, "clip_low": 0.8, "clip_high": 1.25,
@@ -173,11 +173,12 @@ def test_numbers_that_are_not_finite_or_far_off_are_shown_as_they_are():
 
 
 def test_eta_by_hand():
-    assert eta(46, [1.0, 3.0]) == "1:32"
-    assert eta(0, [5.0]) == "0:00"
-    assert eta(-3, [5.0]) == "0:00"
-    assert eta(1000, [3.725]) == "1:02:05"
-    assert eta(100_000, [3.6]) == "4 days"
+    assert eta(46, 2, 4.0) == "eta 1:32"
+    assert eta(0, 1, 5.0) == "eta 0:00"
+    assert eta(-3, 1, 5.0) == "eta 0:00"
+    assert eta(1000, 1, 3.725) == "eta 1:02:05"
+    assert eta(100_000, 1, 3.6) == "eta 4 days"
+    assert eta(5, 0, 3.0) == ""
     assert [duration(seconds) for seconds in (0, 59.6, 3723, -5, inf)] == ["0:00", "1:00", "1:02:03", "0:00", "?"]
     hours = (47.9997, 48, 635.5, 24 * 1500)
     assert [duration(3600 * count) for count in hours] == ["47:59:59", "2 days", "26 days", "1,500 days"]
@@ -433,7 +434,7 @@ def test_summary_table_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    summary_table("run [x]", [("avg@8", "0.38 [0.3, 0.4]", "[red]")], columns=("", "base", "bapo"), stream=stream)
+    summary_table("run [x]", [("avg@8", "0.38 [0.3, 0.4]", "[red]")], stream=stream)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    for word in ("run [x]", "base", "bapo", "avg@8", "0.38 [0.3, 0.4]", "[red]"):
+    for word in ("run [x]", "before", "after", "avg@8", "0.38 [0.3, 0.4]", "[red]"):
         assert word in text

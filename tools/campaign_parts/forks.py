@@ -26,8 +26,8 @@ from pathlib import Path
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PRELOADED = (
-    *("bapo.cli", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.run", "bapo.evaluate.command"),
-    *("bapo.report", "bapo.compare", "bapo.diagnose.command"),
+    *("bapo.cli", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.evaluation", "bapo.evaluate"),
+    *("bapo.report", "bapo.compare", "bapo.diagnose"),
     *("transformers.generation.utils", "transformers.models.llama.modeling_llama"),
     *("transformers.convert_slow_tokenizer", "tyro._backends._tyro_backend"),
 )

@@ -123,8 +123,8 @@ def _run(run: Path, case: tuple[str, bytes | None], inside: Path) -> None:
 def _evaluation(evaluation: Path, case: tuple[str, bytes | None], inside: Path) -> None:
     """What `bapo eval` decides before it goes on."""
     from bapo.evaluate.directory import opened
-    from bapo.evaluate.figures import results
-    from bapo.evaluate.page import page
+    from bapo.evaluate.estimates import results
+    from bapo.evaluate.results_page import page
 
     said = json.loads((evaluation / "config.json").read_bytes())
     identity = {key: value for key, value in said.items() if key != "format"}

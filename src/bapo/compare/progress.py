@@ -26,7 +26,7 @@ from bapo.compare.grid import Grid
 from bapo.compare.jobs import Job, State
 from bapo.config.numerals import counted
 from bapo.runs.read import tail
-from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
+from bapo.screen.terminal import can_redraw, duration, eta, make_console, printable, write_line
 
 LINE_SECONDS = 30.0
 """Time between two lines of plain progress. Changes of state are always printed."""
@@ -107,7 +107,7 @@ class PlainProgress:
         open_jobs = self.of(State.WAITING, State.RUNNING)
         left = sum((job.cell.config.steps - job.step) * job.cell.config.updates_per_step for job in open_jobs)
         done = sum((job.step - job.before) * job.cell.config.updates_per_step for job in self.jobs)
-        return f"eta {duration(left * (self.clock() - self.began) / done)}" if done > 0 else ""
+        return eta(left, done, self.clock() - self.began)
 
 
 class LiveProgress(PlainProgress):

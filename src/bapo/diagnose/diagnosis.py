@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bapo.diagnose.advice import advise, unknowns
+from bapo.diagnose.advice import Headline, advise, headline, unknowns
 from bapo.diagnose.dumps import Dump
-from bapo.diagnose.findings import Finding, find
-from bapo.diagnose.headline import Headline, headline
-from bapo.diagnose.measure import Numbers, measure, total
-from bapo.diagnose.push_once import Pushes, first, later, of_uses
-from bapo.diagnose.uses import UNKNOWN, Uses, with_uses
+from bapo.diagnose.measure import Fate, Numbers, measure, total
+from bapo.diagnose.problems import Finding, find_problems
+from bapo.diagnose.uses import UNKNOWN, Pushes, Uses, first, later, of_uses, with_uses
 from bapo.runs.numbers import strict
 
 
@@ -37,7 +35,7 @@ def diagnose(dump: Dump) -> Diagnosis:
     dump, uses = with_uses(dump)
     updates = [numbers for update in dump.updates if (numbers := measure(update)) is not None]
     overall = total(updates) if updates else None
-    findings = find(dump.updates)
+    findings = find_problems(dump.updates)
     return Diagnosis(
         dump=dump,
         uses=uses,
@@ -82,17 +80,7 @@ def _numbers(numbers: Numbers) -> dict[str, Any]:
         },
         "share_error": numbers.share_error,
         "share_sequence_mean": None if numbers.sequence_mean is None else numbers.sequence_mean.share,
-        "objectives": {
-            name: dict(
-                zip(("clip_fraction", "clip_fraction_positive", "clip_fraction_negative"), fate.clipped, strict=True)
-            )
-            | {
-                "blocked_positive": int(fate.blocked.positive),
-                "blocked_negative": int(fate.blocked.negative),
-                "share": fate.gradient.share,
-            }
-            for name, fate in numbers.fates.items()
-        },
+        "objectives": {name: _fate(fate) for name, fate in numbers.fates.items()},
         "bounds": {name: [asdict(bounds) for bounds in found] for name, found in numbers.bounds.items()},
         "ratio": numbers.ratios,
         "entropy": numbers.entropy,
@@ -101,6 +89,18 @@ def _numbers(numbers: Numbers) -> dict[str, Any]:
         "staleness": numbers.staleness,
         "mismatch": numbers.mismatch,
         "push_once": _push_once(numbers),
+    }
+
+
+def _fate(fate: Fate) -> dict[str, float]:
+    clipped, clipped_positive, clipped_negative = fate.clipped
+    return {
+        "clip_fraction": clipped,
+        "clip_fraction_positive": clipped_positive,
+        "clip_fraction_negative": clipped_negative,
+        "blocked_positive": int(fate.blocked.positive),
+        "blocked_negative": int(fate.blocked.negative),
+        "share": fate.gradient.share,
     }
 
 

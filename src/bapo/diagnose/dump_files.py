@@ -27,8 +27,19 @@ UNPACKED, TIMES = 1 << 30, 100
 """How many bytes a compressed file may always become, and how many times its size."""
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, MemoryError, OverflowError, KeyError, RuntimeError),
+    *(zlib.error, zipfile.BadZipFile),
+)
+"""What libraries raise at a damaged file."""
+
 FORMATS = (".safetensors", ".npz", ".parquet")
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin")
+PICKLE_REMEDY = (
+    "Opening a pickle runs code, so bapo does not open one. Convert it where you trust it: data = torch.load(FILE); "
+    "safetensors.torch.save_file({k: v.contiguous() for k, v in data.items()}, 'FILE.safetensors'). A verl DataProto "
+    "keeps its tensors in data.batch."
+)
 SAFETENSORS_DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1",
     "BOOL": "?",
@@ -54,7 +65,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             inside = sorted((p for p in path.rglob("*") if p.suffix in FORMATS), key=_natural)
             if not inside:
                 present = sorted({p.suffix or p.name for p in path.iterdir()})
-                hint = _pickle_remedy() if set(present) & set(PICKLES) else ""
+                hint = PICKLE_REMEDY if set(present) & set(PICKLES) else ""
                 raise DumpError(
                     f"{path} has no file that ends in {', '.join(FORMATS)}; it holds: "
                     f"{', '.join(present) or 'nothing'}. {hint}".rstrip()
@@ -71,45 +82,22 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-def _pickle_remedy() -> str:
-    return (
-        "Opening a pickle runs code, so bapo does not open one. Convert it where you trust it: "
-        "data = torch.load(FILE); safetensors.torch.save_file({k: v.contiguous() for k, v in data.items()}, "
-        "'FILE.safetensors'). A verl DataProto keeps its tensors in data.batch."
-    )
-
-
 def read_columns(path: Path) -> dict[str, Column]:
     """The columns of one file."""
     if path.suffix in PICKLES:
-        raise DumpError(f"{path} is a pickle. {_pickle_remedy()}")
+        raise DumpError(f"{path} is a pickle. {PICKLE_REMEDY}")
     if path.suffix not in FORMATS:
         raise DumpError(
             f"{path} has the ending {path.suffix or '(none)'}, but a dump must end in {', '.join(FORMATS)}."
         )
     if not path.is_file():
         raise DumpError(f"{path} is not a regular file. Remove it, or name the files to read.")
+    readers = {".safetensors": _read_safetensors, ".npz": _read_npz, ".parquet": _read_parquet}
     try:
-        match path.suffix:
-            case ".safetensors":
-                return _read_safetensors(path)
-            case ".npz":
-                return _read_npz(path)
-            case _:
-                return _read_parquet(path)
+        return readers[path.suffix](path)
     except DumpError:
         raise
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        MemoryError,
-        OverflowError,
-        KeyError,
-        RuntimeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    except UNREADABLE as error:
         raise DumpError(
             f"{path} cannot be read: {error}. It is damaged, cut short, or not a {path.suffix[1:]} file. Write it "
             "again."
@@ -187,21 +175,19 @@ def _read_parquet(path: Path) -> dict[str, Column]:
             "`pip install pyarrow`, or write .safetensors or .npz instead."
         ) from None
     columns: dict[str, Column] = {}
-    for name, column in zip(*_arrow_columns(pq.read_table(path)), strict=True):
+    table: Any = pq.read_table(path)
+    for name, chunks in zip(table.column_names, table.columns, strict=True):
+        column = chunks.combine_chunks()
         kind = column.type
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            lengths = column.value_lengths() if not pa.types.is_fixed_size_list(kind) else None
-            sizes = np.full(len(column), kind.list_size) if lengths is None else lengths.fill_null(0).to_numpy()
+        fixed = pa.types.is_fixed_size_list(kind)
+        if fixed or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            sizes = np.full(len(column), kind.list_size) if fixed else column.value_lengths().fill_null(0).to_numpy()
             values = column.flatten()
             if _is_number(pa, values.type):
                 columns[name] = Ragged(_no_nulls(path, name, values), np.asarray(sizes, dtype=np.int64))
         elif _is_number(pa, kind):
             columns[name] = _no_nulls(path, name, column)
     return columns
-
-
-def _arrow_columns(table: Any) -> tuple[list[str], list[Any]]:
-    return table.column_names, [column.combine_chunks() for column in table.columns]
 
 
 def _is_number(pa: Any, kind: Any) -> bool:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from bapo.config.errors import DumpError
 from bapo.diagnose.dump_files import Array, Column, Ragged, find_files, read_columns
@@ -107,10 +106,10 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
     unknown = sorted(set(mapping or {}) - set(NAMES))
     if unknown:
         raise DumpError(f"--map {unknown[0]}=…: {unknown[0]} cannot be mapped. Choose one of {', '.join(NAMES)}.")
-    numbered: dict[float, list[LoggedUpdate]] = {}
+    parts: dict[float, list[LoggedUpdate]] = {}
     unnumbered: list[LoggedUpdate] = []
     columns: dict[str, str] = {}
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     files = find_files(paths)
     for path, name in zip(files, _names(files), strict=True):
         table = read_columns(path)
@@ -118,17 +117,14 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
         _check_numbers(path, table, chosen)
         columns |= {role: column for role, column in chosen.items() if role not in columns}
         for number, update in _updates(path, name, {role: table[column] for role, column in chosen.items()}, notes):
-            if number is None:
-                unnumbered.append(update)
-            else:
-                numbered.setdefault(number, []).append(update)
-    updates = [_merge(numbered[number]) for number in sorted(numbered)] + unnumbered
+            (unnumbered if number is None else parts.setdefault(number, [])).append(update)
+    updates = [_merge(parts[number]) for number in sorted(parts)] + unnumbered
     if not any(len(update.logprobs) for update in updates):
         raise DumpError(
             f"the mask ({columns.get('mask', 'mask')}) selects no token in any of {len(updates)} updates, so there is "
             "nothing to diagnose. Check the code that writes it: 1 must mark the tokens that were trained on."
         )
-    return Dump(updates, columns, list(notes))
+    return Dump(updates, columns, list(dict.fromkeys(notes)))
 
 
 def _names(files: Sequence[Path]) -> list[str]:
@@ -141,9 +137,7 @@ def _names(files: Sequence[Path]) -> list[str]:
     return [name if taken[name] == 1 else file.as_posix() for name, file in zip(short, below, strict=True)]
 
 
-def _choose(
-    path: Path, table: Mapping[str, Column], mapping: Mapping[str, str], notes: dict[str, None]
-) -> dict[str, str]:
+def _choose(path: Path, table: Mapping[str, Column], mapping: Mapping[str, str], notes: list[str]) -> dict[str, str]:
     """The column for each role: {role: column}. Raises if a required one is missing."""
     chosen: dict[str, str] = {}
     for role, names in NAMES.items():
@@ -156,22 +150,23 @@ def _choose(
         if present:
             chosen[role] = present[0]
         if len(present) > 1:
-            notes[f"{present[0]} is read as {role}, not {', '.join(present[1:])}; choose with --map {role}=…"] = None
+            others = ", ".join(present[1:])
+            notes.append(f"{present[0]} is read as {role}, not {others}; choose with --map {role}=…")
     if "behavior_logprobs" not in chosen and "anchor" in chosen:
         chosen["behavior_logprobs"] = chosen.pop("anchor")
     if "logprobs" not in chosen and "anchor" in chosen:
         chosen["logprobs"] = chosen["anchor"]
-        notes[
+        notes.append(
             f"the learner's log-probs in the update itself are missing: {chosen['anchor']}, recomputed before its "
             "first step, stand in for them, so the drift within the rollout batch does not show"
-        ] = None
-    missing = [role for role in ("logprobs", "behavior_logprobs", "advantages") if role not in chosen]
-    if missing:
-        role = missing[0]
-        raise DumpError(
-            f"{path} has no column for {role}; known names are {', '.join(_known_names(role))}. It has: "
-            f"{_listed(table)}. If one of these is it, say so with --map {role}=COLUMN."
         )
+    for role in ("logprobs", "behavior_logprobs", "advantages"):
+        if role not in chosen:
+            known = [*NAMES[role], *(NAMES["anchor"] if role == "behavior_logprobs" else ())]
+            raise DumpError(
+                f"{path} has no column for {role}; known names are {', '.join(known)}. It has: {_listed(table)}. If "
+                f"one of these is it, say so with --map {role}=COLUMN."
+            )
     return chosen
 
 
@@ -188,14 +183,9 @@ def _check_numbers(path: Path, table: Mapping[str, Column], chosen: Mapping[str,
             )
 
 
-def _known_names(role: str) -> list[str]:
-    also = NAMES["anchor"] if role == "behavior_logprobs" else {}
-    return [*NAMES[role], *also]
-
-
 def _listed(table: Mapping[str, Column]) -> str:
     shown = [
-        f"{name} {list(column.shape) if not isinstance(column, Ragged) else f'[{len(column.lengths)} lists]'}"
+        f"{name} " + (f"[{len(column.lengths)} lists]" if isinstance(column, Ragged) else f"{list(column.shape)}")
         for name, column in sorted(table.items())
     ]
     return ", ".join(shown[:40]) or "no numeric column"
@@ -207,32 +197,28 @@ class _Layout:
 
     path: Path
     tokens: int
-    shape: tuple[int, ...] | None  # of a padded or packed array; None for lists
-    rows: Array | None  # [tokens] the row of each token
-    row_count: int
-    lengths: Array | None  # of lists
+    rows: Array | None = None  # [tokens] the row of each token
+    row_count: int = 0
+    shape: tuple[int, ...] | None = None  # of a padded or packed array
+    lengths: Array | None = None  # of lists
 
     def spread(self, role: str, column: Column) -> Array:
         """One value per token, [tokens]."""
         if isinstance(column, Ragged):
             if self.lengths is not None and np.array_equal(column.lengths, self.lengths):
                 return column.values
-            raise self.mismatch(role, f"lists of other lengths ({int(column.lengths.sum())} values)")
-        if self.shape is not None and column.shape == self.shape:
-            return column.reshape(-1)
-        if column.size == 1:
-            return np.full(self.tokens, column.reshape(-1)[0])
-        if self.rows is not None and column.shape in ((self.row_count,), (self.row_count, 1)):
-            return np.asarray(column.reshape(-1)[self.rows])
-        raise self.mismatch(role, f"shape {list(column.shape)}")
-
-    def mismatch(self, role: str, what: str) -> DumpError:
-        """The error for a column that does not fit."""
-        here = (
-            f"shape {list(self.shape)}" if self.shape is not None else f"{self.row_count} lists, {self.tokens} values"
-        )
+            what = f"lists of other lengths ({int(column.lengths.sum())} values)"
+        else:
+            if column.shape == self.shape:
+                return column.reshape(-1)
+            if column.size == 1:
+                return np.full(self.tokens, column.reshape(-1)[0])
+            if self.rows is not None and column.shape in ((self.row_count,), (self.row_count, 1)):
+                return np.asarray(column.reshape(-1)[self.rows])
+            what = f"shape {list(column.shape)}"
+        here = f"{self.row_count} lists, {self.tokens} values" if self.shape is None else f"shape {list(self.shape)}"
         rows = "" if self.rows is None else f", or one per response ({self.row_count})"
-        return DumpError(
+        raise DumpError(
             f"{self.path}: {role} has {what}, but logprobs has {here}. Each column needs one value per token{rows}. "
             "Slice all columns to the response tokens in the same way."
         )
@@ -241,79 +227,66 @@ class _Layout:
 def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
     logprobs = columns["logprobs"]
     if isinstance(logprobs, Ragged):
-        rows = np.repeat(np.arange(len(logprobs.lengths)), logprobs.lengths)
-        return _Layout(path, len(rows), None, rows, len(logprobs.lengths), logprobs.lengths)
+        count = len(logprobs.lengths)
+        rows = np.repeat(np.arange(count), logprobs.lengths)
+        return _Layout(path, len(rows), rows, count, lengths=logprobs.lengths)
+    size, shape = logprobs.size, logprobs.shape
     if logprobs.ndim == 2:
-        rows = np.repeat(np.arange(logprobs.shape[0]), logprobs.shape[1])
-        return _Layout(path, logprobs.size, logprobs.shape, rows, logprobs.shape[0], None)
+        return _Layout(path, size, np.repeat(np.arange(shape[0]), shape[1]), shape[0], shape)
     if logprobs.ndim != 1:
         raise DumpError(
-            f"{path}: logprobs has shape {list(logprobs.shape)}, but it must be [sequences, tokens] (padded) or "
+            f"{path}: logprobs has shape {list(shape)}, but it must be [sequences, tokens] (padded) or "
             "[tokens] (packed)."
         )
     ids = columns.get("sequence_ids")
     if ids is None:
-        return _Layout(path, logprobs.size, logprobs.shape, None, 0, None)
-    if isinstance(ids, Ragged) or ids.shape != logprobs.shape or not np.issubdtype(ids.dtype, np.integer):
-        raise DumpError(f"{path}: sequence_ids must be one integer per token, {list(logprobs.shape)}, as logprobs is.")
+        return _Layout(path, size, shape=shape)
+    if isinstance(ids, Ragged) or ids.shape != shape or not np.issubdtype(ids.dtype, np.integer):
+        raise DumpError(f"{path}: sequence_ids must be one integer per token, {list(shape)}, as logprobs is.")
     values, rows = np.unique(ids, return_inverse=True)
-    return _Layout(path, logprobs.size, logprobs.shape, rows, len(values), None)
+    return _Layout(path, size, rows, len(values), shape)
 
 
 def _updates(
-    path: Path, file_name: str, columns: Mapping[str, Column], notes: dict[str, None]
+    path: Path, file_name: str, columns: Mapping[str, Column], notes: list[str]
 ) -> list[tuple[float | None, LoggedUpdate]]:
     """The updates in one file, each with its number if it has one."""
     layout = _layout(path, columns)
-    rewards = columns.get("rewards")
+    rows, rewards = layout.rows, columns.get("rewards")
     tokens = {role: layout.spread(role, column) for role, column in columns.items() if role != "sequence_ids"}
     mask = _mask(layout, tokens)
-    staleness, uses = _staleness(path, tokens, mask, notes), _uses(path, tokens, mask)
-    fresh = staleness == 0 if staleness is not None and tokens.keys() & {"staleness", "version"} else None
-    per_row = rewards is not None and not isinstance(rewards, Ragged) and rewards.size in (1, layout.row_count)
-    empty = 0 if layout.rows is None else layout.row_count - len(np.unique(layout.rows[mask]))
+    floats = ("logprobs", "behavior_logprobs", "advantages", "anchor", "entropy")
+    numbers = {role: _floats(tokens[role]) for role in floats if role in tokens}
+    numbers |= _counts(path, tokens, mask, notes)
+    empty = 0 if rows is None else layout.row_count - len(np.unique(rows[mask]))
     if empty and mask.any():
-        notes[f"{path.name}: {empty} of {layout.row_count} responses have no token under the mask and are left out"] = (
-            None
+        left_out = f"{empty} of {layout.row_count} responses have no token under the mask and are left out"
+        notes.append(f"{path.name}: {left_out}")
+    if rewards is not None and rows is None:
+        notes.append(
+            "rewards are not used, because packed tokens without sequence_ids do not say where a response ends"
         )
-    if rewards is not None and layout.rows is None:
-        notes["rewards are not used, because packed tokens without sequence_ids do not say where a response ends"] = (
-            None
-        )
+    once = rewards is not None and not isinstance(rewards, Ragged) and rewards.size in (1, layout.row_count)
 
-    def build(name: str, here: npt.NDArray[np.bool_]) -> LoggedUpdate:
-        chosen = mask & here
-        ids: Array | None = None
-        row_rewards: Array | None = None
-        if layout.rows is not None:
-            present, ids = np.unique(layout.rows[chosen], return_inverse=True)
-            if rewards is not None and per_row:
-                first = np.unique(ids, return_index=True)[1]
-                row_rewards = tokens["rewards"][chosen][first].astype(np.float64)
-            elif rewards is not None:
-                row_rewards = np.bincount(ids, tokens["rewards"][chosen].astype(np.float64), minlength=len(present))
-        numbers = {role: _floats(tokens[role][chosen]) for role in ("logprobs", "behavior_logprobs", "advantages")}
-        optional = {role: _floats(tokens[role][chosen]) for role in ("anchor", "entropy") if role in tokens}
-        return LoggedUpdate(
-            name=name,
-            **numbers,
-            **optional,
-            sequence_ids=ids,
-            staleness=None if staleness is None else staleness[chosen],
-            rewards=row_rewards,
-            uses=None if uses is None else uses[chosen],
-            fresh=None if fresh is None else fresh[chosen],
-        )
+    def build(name: str, chosen: Array) -> LoggedUpdate:
+        ids = per_row = None
+        if rows is not None:
+            _, first, ids = np.unique(rows[chosen], return_index=True, return_inverse=True)
+            if rewards is not None:
+                values = tokens["rewards"][chosen].astype(np.float64)
+                per_row = values[first] if once else np.bincount(ids, values, minlength=len(first))
+        kept = {role: values[chosen] for role, values in numbers.items()}
+        return LoggedUpdate(name, **kept, sequence_ids=ids, rewards=per_row)
 
     if "update" not in tokens:
-        return [(None, build(file_name, np.ones(layout.tokens, dtype=bool)))]
+        return [(None, build(file_name, mask))]
     values = tokens["update"]
     _check_finite(path, "update", values, mask)
     found = np.unique(values[np.isfinite(values)])
-    return [(_exact(value), build(str(_exact(value)), values == value)) for value in found]
+    return [(_exact(value), build(str(_exact(value)), mask & (values == value))) for value in found]
 
 
-def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
+def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> Array:
     if "mask" not in tokens:
         if layout.shape is not None and len(layout.shape) == 2:
             raise DumpError(
@@ -331,43 +304,38 @@ def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> npt.NDArray[np.bool_]
     return np.asarray(mask != 0)
 
 
-def _staleness(
-    path: Path, tokens: Mapping[str, Array], mask: npt.NDArray[np.bool_], notes: dict[str, None]
-) -> Array | None:
-    """[tokens] staleness as integers wide enough for differences; 0 where the mask is 0."""
-    roles = [role for role in ("staleness", "versions", "version") if role in tokens]
-    wide = {}
-    for role in roles:
-        _check_finite(path, role, tokens[role], mask)
-        wide[role] = np.where(mask, tokens[role], 0).astype(np.int64)
+def _counts(path: Path, tokens: Mapping[str, Array], mask: Array, notes: list[str]) -> dict[str, Array]:
+    """[tokens] staleness and uses as integers, 0 where the mask is 0, and which tokens are fresh; as far as known."""
+    wide, found = {}, {}
+    for role in ("staleness", "versions", "version"):
+        if role in tokens:
+            _check_finite(path, role, tokens[role], mask)
+            wide[role] = np.where(mask, tokens[role], 0).astype(np.int64)
     if "staleness" in wide:
-        return wide["staleness"]
-    if "versions" not in wide:
-        return None
-    if "version" in wide:
-        return np.asarray(wide["version"] - wide["versions"])
-    notes[
-        "the learner's own version is missing: staleness is counted from the newest token, so it is a lower bound"
-    ] = None
-    return np.asarray(np.where(mask, wide["versions"].max(initial=0) - wide["versions"], 0))
-
-
-def _uses(path: Path, tokens: Mapping[str, Array], mask: npt.NDArray[np.bool_]) -> Array | None:
-    """[tokens] uses as integers; 0 where the mask is 0."""
-    if "uses" not in tokens:
-        return None
-    _check_finite(path, "uses", tokens["uses"], mask)
-    uses = np.where(mask, tokens["uses"], 0)
-    bad = (uses < 0) | (uses != np.floor(uses))
-    if bad.any():
-        raise DumpError(
-            f"{path}: uses is {uses[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask, but it "
-            "counts how often a token was trained on before. Write 0, 1, 2, …, or leave the column out."
+        found["staleness"] = wide["staleness"]
+    elif "versions" in wide and "version" in wide:
+        found["staleness"] = wide["version"] - wide["versions"]
+    elif "versions" in wide:
+        notes.append(
+            "the learner's own version is missing: staleness is counted from the newest token, so it is a lower bound"
         )
-    return uses.astype(np.int64)
+        found["staleness"] = np.where(mask, wide["versions"].max(initial=0) - wide["versions"], 0)
+    if "staleness" in found and ("staleness" in wide or "version" in wide):
+        found["fresh"] = found["staleness"] == 0
+    if "uses" in tokens:
+        _check_finite(path, "uses", tokens["uses"], mask)
+        uses = np.where(mask, tokens["uses"], 0)
+        bad = (uses < 0) | (uses != np.floor(uses))
+        if bad.any():
+            raise DumpError(
+                f"{path}: uses is {uses[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask, but "
+                "it counts how often a token was trained on before. Write 0, 1, 2, …, or leave the column out."
+            )
+        found["uses"] = uses.astype(np.int64)
+    return found
 
 
-def _check_finite(path: Path, role: str, values: Array, mask: npt.NDArray[np.bool_]) -> None:
+def _check_finite(path: Path, role: str, values: Array, mask: Array) -> None:
     bad = ~np.isfinite(values) & mask
     if bad.any():
         raise DumpError(

@@ -3,9 +3,9 @@
     measure(update) -> Numbers of one update;   total([numbers, ...]) -> the same over all of them
 
 Everything is kept as the sums it is made of (tokens blocked, gradient mass by sign, one count per stop), so that the
-numbers of many updates are those of all their tokens, never a mean of means. Only bounds and quantiles are given per
-update and pooled from all tokens (pooled.py). Impossible tokens (not finite, log-probs above 0) are left out here and
-named in checks.py.
+numbers of many updates are those of all their tokens, never a mean of means. What sums cannot give (quantiles, lengths,
+errors) is computed from a `Pooled`, which keeps a few numbers of every token and response. Impossible tokens (not
+finite, log-probs above 0) are left out here and named in problems.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass, field, fields
+from functools import cached_property, reduce
+from operator import add
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +24,20 @@ from torch import Tensor
 
 from bapo.core.bounds import StopReason
 from bapo.core.checks import LOGPROB_SLACK
-from bapo.core.entropy_rule import quadrant_masses
+from bapo.core.entropy_rule import quadrant_masses, ratio_statistics
 from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES, Tokens, retained_by
 from bapo.core.settings import PRESETS, ClipSettings
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import LoggedUpdate
-from bapo.diagnose.pooled import Pooled, join, lengths, mismatch, pool, ratios, share_error
-from bapo.diagnose.push_once import Pushes, joined, pushes_by_use
+from bapo.diagnose.uses import HIGH, LOW, Pushes, joined, pushes_by_use
 
 SETTINGS: dict[str, ClipSettings] = {
     "bapo": ClipSettings(),
     **{f"bapo {name}": ClipSettings.preset(name) for name in PRESETS},  # type: ignore[arg-type]
 }
 """BAPO's settings that are tried: the default of this library (gradient measure) and each published preset."""
-FIXED = {"unclipped": (-1.0, math.inf), "(0.8, 1.2)": (0.8, 1.2), "(0.8, 1.28)": (0.8, 1.28)}
+FIXED = {"unclipped": (-1.0, math.inf), "(0.8, 1.2)": (LOW, HIGH), "(0.8, 1.28)": (0.8, 1.28)}
 """Fixed clips at which the positive share is given."""
 
 
@@ -51,10 +52,14 @@ class Signal:
         return Signal(self.positive + other.positive, self.negative + other.negative)
 
     @property
+    def whole(self) -> float:
+        """P + N."""
+        return self.positive + self.negative
+
+    @property
     def share(self) -> float:
         """P / (P + N); NaN where nothing is left."""
-        whole = self.positive + self.negative
-        return self.positive / whole if whole > 0 else math.nan
+        return self.positive / self.whole if self.whole > 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,9 @@ class Fate:
     @property
     def clipped(self) -> tuple[float, float, float]:
         """Share of the tokens blocked: of all signed ones, of positive ones, of negative ones."""
-        pairs = [
-            (self.blocked.positive + self.blocked.negative, self.tokens.positive + self.tokens.negative),
-            (self.blocked.positive, self.tokens.positive),
-            (self.blocked.negative, self.tokens.negative),
-        ]
-        return tuple(part / whole if whole else 0.0 for part, whole in pairs)  # type: ignore[return-value]
+        parts = self.blocked.whole, self.blocked.positive, self.blocked.negative
+        wholes = self.tokens.whole, self.tokens.positive, self.tokens.negative
+        return tuple(a / b if b else 0.0 for a, b in zip(parts, wholes, strict=True))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,24 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class Pooled:
+    """What quantiles and errors need to know about every token or response."""
+
+    log_ratio: Array
+    signed: Array
+    parts: Array
+    """[sequences, 2] unclipped P and N of each response; empty if responses are not known."""
+    lengths: Array
+    """[sequences]"""
+    advantages: Array
+    """[sequences] mean advantage."""
+    rewards: Array
+    """[sequences], or empty."""
+    drift: Array
+    """[tokens] the sampler's log-prob minus the recomputed one, or empty."""
+
+
+@dataclass(frozen=True)
 class Numbers:
     """Every number of one update, or of all."""
 
@@ -117,28 +137,48 @@ class Numbers:
     fates: dict[str, Fate]
     bounds: dict[str, list[Bounds]]
     """settings -> one entry per update."""
-    ratios: dict[str, float]
-    """Quantiles, kl, ess, mean, and `wide`: share of signed tokens outside (0.8, 1.2)."""
     quadrants: dict[str, dict[str, float]] | None
     """objective -> quadrant -> share of the gradient mass; None without entropies."""
     entropy: float | None
-    lengths: dict[str, float]
-    """Mean response length: all, positive, negative advantage; correct and wrong where rewards are known."""
-    staleness: dict[int, int] | None
+    staleness: Counter[int] | None
     """updates between sampling and use -> tokens."""
-    mismatch: dict[str, float] | None
-    """Sampler's own against recomputed log-probs: mean_abs, max_abs, kl, beyond_0.1."""
     pushes: dict[int, Pushes]
     """how often tokens were trained on before, or UNKNOWN -> how many negative ones are pushed down further."""
     pooled: Pooled = field(repr=False)
+
+    @cached_property
+    def ratios(self) -> dict[str, float]:
+        """Quantiles, kl, ess and mean of the ratio, and `wide`: share of signed tokens outside (0.8, 1.2)."""
+        log_ratio, ratio = torch.from_numpy(self.pooled.log_ratio), np.exp(self.pooled.log_ratio)
+        zeros = torch.zeros_like(log_ratio)
+        tokens = Tokens(log_ratio, zeros, zeros, torch.ones_like(log_ratio, dtype=torch.bool))
+        wide = ((ratio < LOW) | (ratio > HIGH))[self.pooled.signed]
+        return {key: float(value) for key, value in ratio_statistics(tokens).items()} | {
+            "ratio_mean": float(ratio.mean()),
+            "wide": float(wide.mean()) if len(wide) else 0.0,
+        }
+
+    @cached_property
+    def lengths(self) -> dict[str, float]:
+        """Mean response length: all, positive, negative advantage; correct and wrong where rewards are known."""
+        lengths, advantages, rewards = self.pooled.lengths, self.pooled.advantages, self.pooled.rewards
+        chosen = {"all": np.ones(len(lengths), dtype=bool), "positive": advantages > 0, "negative": advantages < 0}
+        if len(rewards) == len(lengths):
+            chosen |= {"correct": rewards > 0.5, "wrong": rewards <= 0.5}
+        return {name: float(lengths[here].mean()) for name, here in chosen.items() if here.any()}
+
+    @cached_property
+    def mismatch(self) -> dict[str, float] | None:
+        """How far the sampler's own log-probs are from the recomputed ones."""
+        return mismatch(self.pooled.drift)
 
     def searched(self, settings: str) -> list[Bounds]:
         """The bounds of updates with a signal. Without one there is no search: bounds at their start, a share of 1."""
         return [bounds for bounds in self.bounds[settings] if bounds.stop != "NO_SIGNAL"]
 
-    def stops(self, settings: str) -> dict[str, int]:
+    def stops(self, settings: str) -> Counter[str]:
         """How many updates ended their search in which way."""
-        return dict(Counter(bounds.stop for bounds in self.bounds[settings]))
+        return Counter(bounds.stop for bounds in self.bounds[settings])
 
 
 def usable(update: LoggedUpdate) -> Array:
@@ -171,14 +211,12 @@ def measure(update: LoggedUpdate) -> Numbers | None:
     rewards = None if update.rewards is None or present is None else update.rewards[present]
     drift = np.empty(0)
     if update.anchor is not None:
-        drift = (update.behavior_logprobs[good].astype(np.float64) - update.anchor[good])[
-            np.isfinite(update.anchor[good])
-        ]
-    pooled = pool(tokens, rewards, drift)
+        drift = update.behavior_logprobs[good].astype(np.float64) - update.anchor[good]
+    pooled = _pool(tokens, rewards, drift[np.isfinite(drift)])
     staleness = None
     if update.staleness is not None:
         ages, counts = np.unique(update.staleness[good].astype(np.int64), return_counts=True)
-        staleness = dict(zip(ages.tolist(), counts.tolist(), strict=True))
+        staleness = Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
     signal = tokens.advantages * tokens.within  # a token past the limit of log-ratios does not count
     weight = 1 / tokens.lengths if ids is not None else None
     return Numbers(
@@ -187,22 +225,16 @@ def measure(update: LoggedUpdate) -> Numbers | None:
         tokens=len(advantages),
         sequences=None if present is None else len(present),
         shares={
-            measure: {
-                label: _signal(tokens.ratio, signal, *pair, surrogate=measure == "surrogate")
-                for label, pair in FIXED.items()
-            }
+            measure: {label: _signal(tokens.ratio, signal, *pair, measure) for label, pair in FIXED.items()}
             for measure in ("gradient", "surrogate")
         },
-        share_error=share_error(pooled.parts),
+        share_error=_share_error(pooled.parts),
         sequence_mean=None if weight is None else _signal(tokens.ratio, signal * weight, *FIXED["unclipped"]),
         fates=fates,
         bounds=bounds,
-        ratios=ratios(pooled),
         quadrants=quadrants,
         entropy=None if entropy is None else float(entropy.double().mean()),
-        lengths=lengths(pooled),
         staleness=staleness,
-        mismatch=mismatch(drift),
         pushes=pushes_by_use(
             update.logprobs[good],
             update.behavior_logprobs[good],
@@ -218,37 +250,31 @@ def total(parts: Sequence[Numbers]) -> Numbers:
     first = parts[0]
     if len(parts) == 1:
         return first
-    pooled = join([p.pooled for p in parts])
-    tokens = sum(p.tokens for p in parts)
     errors = [p.share_error for p in parts if p.share_error is not None]
-    with_entropy = [p for p in parts if p.quadrants is not None and p.entropy is not None]
-    names = [name for name in first.fates if all(name in p.fates for p in parts)]
-    staleness: Counter[int] | None = None
-    if all(p.staleness is not None for p in parts):
-        staleness = reduce(lambda a, b: a + b, (Counter(p.staleness) for p in parts))
+    with_entropy = [p for p in parts if p.entropy is not None]
+    staleness = _added([p.staleness for p in parts])
     return Numbers(
         name="all updates",
         updates=len(parts),
-        tokens=tokens,
-        sequences=None if any(p.sequences is None for p in parts) else sum(p.sequences or 0 for p in parts),
+        tokens=sum(p.tokens for p in parts),
+        sequences=_added([p.sequences for p in parts]),
         shares={
-            measure: {label: _sum([p.shares[measure][label] for p in parts]) for label in FIXED}
+            measure: {label: reduce(add, (p.shares[measure][label] for p in parts)) for label in FIXED}
             for measure in first.shares
         },
         share_error=sum(errors) / len(errors) if errors else None,
-        sequence_mean=_sum([p.sequence_mean for p in parts if p.sequence_mean is not None])
-        if all(p.sequence_mean is not None for p in parts)
-        else None,
-        fates={name: reduce(lambda a, b: a + b, (p.fates[name] for p in parts)) for name in names},
+        sequence_mean=_added([p.sequence_mean for p in parts]),
+        fates={
+            name: reduce(add, (p.fates[name] for p in parts))
+            for name in first.fates
+            if all(name in p.fates for p in parts)
+        },
         bounds={name: [bounds for p in parts for bounds in p.bounds[name]] for name in SETTINGS},
-        ratios=ratios(pooled),
         quadrants=_mean_quadrants(with_entropy) if with_entropy else None,
         entropy=_weighted([(p.entropy or 0.0, p.tokens) for p in with_entropy]) if with_entropy else None,
-        lengths=lengths(pooled),
-        staleness=None if staleness is None else dict(sorted(staleness.items())),
-        mismatch=mismatch(pooled.drift),
+        staleness=None if staleness is None else Counter(dict(sorted(staleness.items()))),
         pushes=joined([p.pushes for p in parts]),
-        pooled=pooled,
+        pooled=Pooled(*(np.concatenate([getattr(p.pooled, one.name) for p in parts]) for one in fields(Pooled))),
     )
 
 
@@ -282,16 +308,12 @@ def _outcomes(
         )
         found = out.bounds
         if settings is not None and found is not None:
-            assert found.stop is not None
-            assert found.share_at_start is not None
-            assert found.share_at_end is not None
-            start, end = float(found.share_at_start), float(found.share_at_end)
-            stop = StopReason(int(found.stop)).name
-            bounds[name] = [Bounds(float(found.low), float(found.high), float(found.share), start, end, stop)]
+            values = found.low, found.high, found.share, found.share_at_start, found.share_at_end, found.stop
+            low, high, share, start, end, stop = (float(value) for value in values if value is not None)
+            bounds[name] = [Bounds(low, high, share, start, end, StopReason(stop).name)]
         if entropy is not None and (settings is not None or name in ("grpo", "clip_higher")):
-            quadrants[name] = {
-                key: float(value) for key, value in quadrant_masses(tokens, entropy, out.retained).items()
-            }
+            masses = quadrant_masses(tokens, entropy, out.retained)
+            quadrants[name] = {key: float(value) for key, value in masses.items()}
     return fates, bounds, quadrants or None
 
 
@@ -315,16 +337,16 @@ def _by_sign(values: Tensor, advantages: Tensor) -> Signal:
     return Signal(float(values[advantages > 0].sum()), float(values[advantages < 0].sum()))
 
 
-def _signal(ratio: Tensor, signal: Tensor, low: float, high: float, *, surrogate: bool = False) -> Signal:
+def _signal(ratio: Tensor, signal: Tensor, low: float, high: float, measure: str = "gradient") -> Signal:
     """P and N at one pair of bounds, as `positive_share` divides them."""
     kept = retained_by(ratio, signal, low, high)
-    clipped = ratio.clamp(low, high) if surrogate else torch.zeros_like(ratio)
+    clipped = ratio.clamp(low, high) if measure == "surrogate" else torch.zeros_like(ratio)
     return _by_sign(torch.where(kept, ratio, clipped).double() * signal.abs(), signal)
 
 
 def _mean_quadrants(parts: Sequence[Numbers]) -> dict[str, dict[str, float]]:
     """Weighed by the gradient mass of each update, which makes it the share of all of it."""
-    mass = [p.shares["gradient"]["unclipped"].positive + p.shares["gradient"]["unclipped"].negative for p in parts]
+    mass = [p.shares["gradient"]["unclipped"].whole for p in parts]
     first = parts[0].quadrants or {}
     return {
         name: {
@@ -340,9 +362,50 @@ def _weighted(values: Sequence[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in values) / whole if whole else math.nan
 
 
-def _sum(signals: Sequence[Signal]) -> Signal:
-    return reduce(lambda a, b: a + b, signals, Signal())
+def _added(values: Sequence[Any]) -> Any:
+    """Their sum; None if one of them is not known."""
+    return None if any(value is None for value in values) else reduce(add, values)
 
 
 def _tensor(values: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _pool(tokens: Tokens, rewards: Array | None, drift: Array) -> Pooled:
+    """The `Pooled` of one update."""
+    log_ratio = tokens.log_ratio.double().numpy()
+    advantages = tokens.advantages.double().numpy()
+    parts, lengths, means = np.empty((0, 2)), np.empty(0), np.empty(0)
+    if tokens.sequence_ids is not None:
+        ids = tokens.sequence_ids.numpy()
+        mass = np.exp(log_ratio) * advantages * tokens.within.numpy()
+        lengths = np.bincount(ids).astype(np.float64)
+        means = np.bincount(ids, advantages) / lengths
+        parts = np.stack([np.bincount(ids, mass.clip(min=0)), np.bincount(ids, -mass.clip(max=0))], 1)
+    return Pooled(log_ratio, advantages != 0, parts, lengths, means, np.empty(0) if rewards is None else rewards, drift)
+
+
+def _share_error(parts: Array) -> float | None:
+    """Standard error of the share P / (P + N), a ratio of two sums over n responses taken as independent.
+
+    sqrt( n / (n - 1) sum_i (P_i - share (P_i + N_i))^2 ) / (P + N)
+    """
+    whole = float(parts.sum())
+    count = len(parts)
+    if count < 2 or whole == 0:
+        return None
+    residual = parts[:, 0] - parts[:, 0].sum() / whole * parts.sum(1)
+    return math.sqrt(count / (count - 1) * float((residual**2).sum())) / whole
+
+
+def mismatch(drift: Array) -> dict[str, float] | None:
+    """How far the engine's log-probs and the trainer's recomputed ones are apart on the same tokens."""
+    if not len(drift):
+        return None
+    limited = -drift.clip(-20, 20)  # log(recomputed / sampler's), over samples of the sampler
+    return {
+        "mean_abs": float(np.abs(drift).mean()),
+        "max_abs": float(np.abs(drift).max()),
+        "kl": float((np.expm1(limited) - limited).mean()),
+        "beyond_0.1": float((np.abs(drift) > 0.1).mean()),
+    }

@@ -1,22 +1,31 @@
-"""The tables of a diagnosis as plain cells, shared by the terminal and the page.
+"""The tables of a diagnosis as plain cells, and the diagnosis as text: on a terminal, in a file or in a pipe.
 
-A `Part` is a title, a sentence that says how to read it, headings and rows. This module decides which numbers are shown
-and with how many digits; text.py and page.py decide how they look.
+A `Part` is a title, a sentence that says how to read it, headings and rows. The tables decide which numbers are shown
+and with how many digits, in the text and on the page (diagnosis_page.py).
 """
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from bapo.core.entropy_rule import QUADRANTS
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.dumps import NAMES
-from bapo.diagnose.findings import Finding
 from bapo.diagnose.measure import SETTINGS, Numbers
-from bapo.diagnose.push_once import Pushes, later, of_uses
-from bapo.diagnose.uses import UNKNOWN
+from bapo.diagnose.problems import Finding
+from bapo.diagnose.uses import UNKNOWN, Pushes, later, of_uses
+from bapo.screen.terminal import make_console, write_drawn
 
 EFFECT = {
     "high_prob_high_adv": "probable, high A: lowers entropy",
@@ -24,6 +33,8 @@ EFFECT = {
     "low_prob_high_adv": "improbable, high A: raises entropy",
     "low_prob_low_adv": "improbable, low A: lowers entropy",
 }
+PLAIN_WIDTH = 120
+"""Width in characters if the text goes to no terminal."""
 STOPS = {
     "START": "at start",
     "RAISING_HIGH": "raising high",
@@ -50,21 +61,11 @@ def parts(diagnosis: Diagnosis) -> list[Part]:
     overall = diagnosis.overall
     if overall is None:
         return []
-    found = [shares(overall), objectives(overall), bounds(overall)]
-    if of_uses(overall.pushes).negative:
-        found.append(uses(overall))
-    if overall.quadrants is not None:
-        found.append(quadrants(overall))
-    found.append(distance(overall))
-    if overall.lengths:
-        found.append(lengths(overall))
-    if overall.staleness is not None:
-        found.append(staleness(overall))
-    if overall.mismatch is not None:
-        found.append(engine(overall))
-    if len(diagnosis.updates) > 1:
-        found.append(by_update(diagnosis.updates))
-    return found
+    pushed = [uses(overall)] if of_uses(overall.pushes).negative else []
+    tables = (quadrants, distance, lengths, staleness, engine)
+    found = [*(table(overall) for table in tables), by_update(diagnosis.updates)]
+    some = [part for part in found if part is not None]
+    return [shares(overall), objectives(overall), bounds(overall), *pushed, *some]
 
 
 def read_as(diagnosis: Diagnosis) -> str:
@@ -84,29 +85,21 @@ def shares(numbers: Numbers) -> Part:
     if numbers.sequence_mean is not None:
         rows.append(["unclipped, averaged per response", _share(numbers.sequence_mean.share), ""])
         bars.append(numbers.sequence_mean.share)
-    error = (
-        ""
-        if numbers.share_error is None
-        else f" The unclipped share of one update is known to ±{numbers.share_error:.3f}."
-    )
-    return Part(
-        "Positive share",
+    reading = (
         "Share of the signal that tokens of positive advantage hold. gradient: only tokens that the clip lets pass "
-        f"count; surrogate: a clipped token counts at its bound (Eq. 8 of the paper).{error}",
-        ["clip", "gradient", "surrogate"],
-        rows,
-        bars,
+        "count; surrogate: a clipped token counts at its bound (Eq. 8 of the paper)."
     )
+    if numbers.share_error is not None:
+        reading += f" The unclipped share of one update is known to ±{numbers.share_error:.3f}."
+    return Part("Positive share", reading, ["clip", "gradient", "surrogate"], rows, bars)
 
 
 def objectives(numbers: Numbers) -> Part:
     """What every objective would have clipped."""
     rows = []
     for name, fate in numbers.fates.items():
-        blocked = int(fate.blocked.positive), int(fate.blocked.negative)
-        rows.append(
-            [name, *(f"{value:.1%}" for value in fate.clipped), *map(str, blocked), _share(fate.gradient.share)]
-        )
+        blocked = f"{fate.blocked.positive:.0f}", f"{fate.blocked.negative:.0f}"
+        rows.append([name, *map(_percent, fate.clipped), *blocked, _share(fate.gradient.share)])
     whole = numbers.fates["grpo"].tokens
     return Part(
         "What each objective would have clipped",
@@ -151,7 +144,8 @@ def uses(numbers: Numbers, most: int = 8) -> Part:
     if not known:
         return Part("Negative tokens", reading, headings, [_pushed("not known", of_uses(pushes))])
     chosen = {str(use + 1): part for use, part in list(known.items())[:most]}
-    chosen |= {"2 or more": later(pushes)} if sum(use > 0 for use in known) > 1 else {}
+    if sum(use > 0 for use in known) > 1:
+        chosen["2 or more"] = later(pushes)
     shared = UNKNOWN not in pushes  # otherwise short responses are missing from each use, and their sign is not random
     rows = [_pushed(label, part) + _kept(part, shared) for label, part in chosen.items()]
     if not shared:
@@ -179,9 +173,10 @@ def _kept(part: Pushes, shared: bool = True) -> list[str]:
     return [_percent(part.kept_share), _percent(part.kept_mass), *shares]
 
 
-def quadrants(numbers: Numbers) -> Part:
+def quadrants(numbers: Numbers) -> Part | None:
     """The Entropy-Clip Rule."""
-    assert numbers.quadrants is not None
+    if numbers.quadrants is None:
+        return None
     names = ["grpo", "clip_higher", "bapo", "bapo weak-model"]
     rows = []
     for quadrant in QUADRANTS:
@@ -200,11 +195,9 @@ def quadrants(numbers: Numbers) -> Part:
 def distance(numbers: Numbers) -> Part:
     """How far the learner is from the policy that sampled."""
     values = numbers.ratios
+    quantiles = "  ".join(f"{values[f'ratio_p{q}']:.3f}" for q in ("01", "10", "50", "90", "99"))
     rows = [
-        [
-            "ratio: 1%, 10%, 50%, 90%, 99%",
-            "  ".join(f"{values[f'ratio_p{q}']:.3f}" for q in ("01", "10", "50", "90", "99")),
-        ],
+        ["ratio: 1%, 10%, 50%, 90%, 99%", quantiles],
         ["ratio: largest, mean", f"{values['ratio_max']:.3g}  {values['ratio_mean']:.4f}"],
         ["signed tokens outside (0.8, 1.2)", f"{values['wide']:.2%}"],
         ["KL per token", f"{values['kl']:.3g}"],
@@ -213,8 +206,10 @@ def distance(numbers: Numbers) -> Part:
     return Part("Distance from the sampler", "Over all tokens under the mask.", ["", ""], rows)
 
 
-def lengths(numbers: Numbers) -> Part:
+def lengths(numbers: Numbers) -> Part | None:
     """Response lengths."""
+    if not numbers.lengths:
+        return None
     words = {"positive": "positive advantage", "negative": "negative advantage"}
     rows = [[words.get(name, name), f"{value:.1f}"] for name, value in numbers.lengths.items()]
     longest = max(numbers.lengths.values())
@@ -228,28 +223,28 @@ def lengths(numbers: Numbers) -> Part:
     )
 
 
-def staleness(numbers: Numbers, bins: int = 12) -> Part:
+def staleness(numbers: Numbers, bins: int = 12) -> Part | None:
     """Staleness histogram. The oldest tokens share one row."""
-    assert numbers.staleness is not None
-    ages = dict(sorted(numbers.staleness.items()))
-    shown = dict(list(ages.items())[:bins])
-    rest = sum(ages.values()) - sum(shown.values())
-    rows = [[str(age), str(count), f"{count / numbers.tokens:.1%}"] for age, count in shown.items()]
-    if rest:
-        rows.append([f"more, up to {max(ages)}", str(rest), f"{rest / numbers.tokens:.1%}"])
+    if numbers.staleness is None:
+        return None
+    ages = sorted(numbers.staleness.items())
+    counts = {str(age): count for age, count in ages[:bins]}
+    if len(ages) > bins:
+        counts[f"more, up to {ages[-1][0]}"] = sum(count for _, count in ages[bins:])
     return Part(
         "Staleness",
         "Tokens by the number of updates between sampling and use.",
         ["updates", "tokens", "share"],
-        rows,
-        [count / numbers.tokens for count in (*shown.values(), *([rest] if rest else []))],
+        [[label, str(count), f"{count / numbers.tokens:.1%}"] for label, count in counts.items()],
+        [count / numbers.tokens for count in counts.values()],
     )
 
 
-def engine(numbers: Numbers) -> Part:
+def engine(numbers: Numbers) -> Part | None:
     """The mismatch between engine and trainer."""
-    assert numbers.mismatch is not None
     apart = numbers.mismatch
+    if apart is None:
+        return None
     rows = [
         ["mean |difference|", f"{apart['mean_abs']:.4f} nats"],
         ["largest", f"{apart['max_abs']:.3g} nats"],
@@ -265,26 +260,20 @@ def engine(numbers: Numbers) -> Part:
     )
 
 
-def by_update(updates: list[Numbers], most: int = 40) -> Part:
+def by_update(updates: list[Numbers], most: int = 40) -> Part | None:
     """One row per update; of very many updates, evenly spaced ones."""
+    if len(updates) == 1:
+        return None
     step = math.ceil(len(updates) / most)
     rows = []
     for numbers in updates[::step]:
-        chosen = numbers.bounds["bapo"][0]
-        rows.append(
-            [
-                numbers.name,
-                str(numbers.tokens),
-                _share(numbers.shares["gradient"]["unclipped"].share),
-                _share(numbers.fates["grpo"].gradient.share),
-                _share(numbers.fates["bapo"].gradient.share),
-                f"({chosen.low:.2f}, {chosen.high:.2f})",
-                STOPS[chosen.stop],
-                f"{numbers.fates['grpo'].clipped[0]:.1%}",
-                f"{numbers.ratios['kl']:.2g}",
-                f"{numbers.ratios['ess']:.2f}",
-            ]
-        )
+        chosen, grpo = numbers.bounds["bapo"][0], numbers.fates["grpo"]
+        signals = numbers.shares["gradient"]["unclipped"], grpo.gradient, numbers.fates["bapo"].gradient
+        bounds = f"({chosen.low:.2f}, {chosen.high:.2f})"
+        ratios = f"{numbers.ratios['kl']:.2g}", f"{numbers.ratios['ess']:.2f}"
+        shares = [_share(signal.share) for signal in signals]
+        clipped = f"{grpo.clipped[0]:.1%}"
+        rows.append([numbers.name, str(numbers.tokens), *shares, bounds, STOPS[chosen.stop], clipped, *ratios])
     every = f" Every {step}th update is shown." if step > 1 else ""
     return Part(
         "By update",
@@ -297,15 +286,12 @@ def by_update(updates: list[Numbers], most: int = 40) -> Part:
 
 def sentence(finding: Finding, total: int) -> str:
     """What was found, in which of the `total` updates, and what to do about it."""
-    where = _found_in(finding.updates, total)
-    return f"{finding.evidence}{f' ({where})' if where else ''}. {finding.action}"
-
-
-def _found_in(updates: list[str], total: int) -> str:
-    if len(updates) == total:
-        return "in every update" if total > 1 else ""
-    named = ", ".join(updates[:4]) + (", …" if len(updates) > 4 else "")
-    return f"in {len(updates)} of {_count(total, 'update')}: {named}"
+    found = finding.updates
+    where = " (in every update)" if total > 1 else ""
+    if len(found) < total:
+        named = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
+        where = f" (in {len(found)} of {_count(total, 'update')}: {named})"
+    return f"{finding.evidence}{where}. {finding.action}"
 
 
 def _count(number: int, word: str) -> str:
@@ -329,3 +315,66 @@ def _range(ordered: list[float]) -> str:
         return "no signal"
     middle = f"{median(ordered):.2f}"
     return middle if ordered[0] == ordered[-1] else f"{middle} ({ordered[0]:.2f}-{ordered[-1]:.2f})"
+
+
+def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
+    """Print the headline and advice first, then findings, numbers, and what the dump cannot tell."""
+    stream = stream or sys.stdout
+    plain = not stream.isatty()
+    # Drawn into memory first, so that a letter that the stream cannot encode becomes a question mark and not an error.
+    page = io.StringIO()
+    console = make_console(page, colours=not plain, width=PLAIN_WIDTH if plain else None)
+    console.print(Text(diagnosis.headline.text, "bold red" if diagnosis.headline.tone == "wrong" else "bold"))
+    console.print()
+    console.print(Text(read_as(diagnosis), "dim"))
+    for note in diagnosis.dump.notes:
+        _item(console, note, "dim")
+
+    _heading(console, "Recommendation")
+    for line in diagnosis.advice:
+        _item(console, line)
+    _heading(console, "Problems" if diagnosis.findings else "Problems: none found")
+    for finding in diagnosis.findings:
+        name = Text(finding.name, "bold red" if finding.serious else "bold yellow")
+        _item(console, Text.assemble(name, f"  {sentence(finding, len(diagnosis.dump.updates))}"))
+    for part in parts(diagnosis):
+        _heading(console, part.title)
+        console.print(Padding(Text(part.reading, "dim"), (0, 0, 0, 2)))
+        console.print(_table(part, plain))
+    _heading(console, "What this dump cannot tell")
+    for line in diagnosis.unknown:
+        _item(console, line)
+
+    write_drawn(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
+
+
+def _heading(console: Console, title: str) -> None:
+    console.print()
+    console.print(Text(title, "bold cyan"))
+
+
+def _item(console: Console, line: str | Text, style: str = "") -> None:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=3, justify="right")
+    grid.add_column()
+    grid.add_row("-", line if isinstance(line, Text) else Text(line, style))
+    console.print(grid)
+
+
+def _table(part: Part, plain: bool) -> Table:
+    table = Table(
+        box=None if plain else box.ROUNDED,
+        show_header=any(part.headings),
+        border_style="dim",
+        padding=(0, 1),
+        pad_edge=True,
+        header_style="" if plain else "bold",
+    )
+    for index, heading in enumerate(part.headings):
+        numeric = index > 0 and all(
+            row[index].lstrip("+-")[:1].isdigit() or row[index] in ("", "none left", "no signal") for row in part.rows
+        )
+        table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
+    for row in part.rows:
+        table.add_row(*map(Text, row))
+    return table

@@ -25,17 +25,14 @@ from typing import Any
 
 from bapo.config.errors import ConfigError, DamagedError, PlaceError
 from bapo.config.words import flat
+from bapo.evaluate.estimates import Row
 from bapo.runs.files import appended, check_kinds, cut, flush, read, read_object
 from bapo.runs.files import write as write_whole
 from bapo.runs.lock import held
 
-__all__ = ["Chunk", "Directory", "opened"]
-
 FORMAT = "bapo eval 1"
 CHECKSUMS = "chunks.jsonl"
 FILES = ("config.json", "responses.jsonl", CHECKSUMS, "results.json", "report.html", "lock")
-Row = dict[str, Any]
-"""A line of responses.jsonl."""
 Chunk = tuple[str, Sequence[str]]
 """Name of a data set, and the ids of some of its problems."""
 
@@ -95,36 +92,33 @@ class Directory:
         if not self.responses.exists():
             (self.path / CHECKSUMS).unlink(missing_ok=True)
             return []
-        data = self._verified(read(self.responses))
-        rows, ends = self._read(data)
+        lines = self._unchanged(read(self.responses)).splitlines(keepends=True)
+        rows = self._rows(lines)
         expected = [(name, id) for name, ids in chunks for id in ids]
+        change = "Somebody changed the file: restore it, or start again in another directory."
         if len(rows) > len(expected):
-            raise DamagedError(
-                f"{self.responses} has {len(rows)} lines for {len(expected)} problems. Somebody changed the file: "
-                "restore it, or start again in another directory."
-            )
-        for number, (row, place) in enumerate(zip(rows, expected, strict=False), start=1):
-            if (row.get("data"), row.get("id")) != place:
+            raise DamagedError(f"{self.responses} has {len(rows)} lines for {len(expected)} problems. {change}")
+        for number, (row, (name, id)) in enumerate(zip(rows, expected, strict=False), start=1):
+            if (row.get("data"), row.get("id")) != (name, id):
                 raise DamagedError(
-                    f"{self.responses}, line {number}: expected problem {place[1]!r} of {place[0]}, found "
-                    f"{row.get('id')!r} of {row.get('data')}. Somebody changed the file: restore it, or start again in "
-                    "another directory."
+                    f"{self.responses}, line {number}: expected problem {id!r} of {name}, found {row.get('id')!r} of "
+                    f"{row.get('data')}. {change}"
                 )
         kept, checksums = 0, b""
         self._size, self._hash = 0, hashlib.sha256()
         for _, ids in chunks:
             if kept + len(ids) > len(rows):
                 break
-            checksums += self._checksum(data[ends[kept] : ends[kept + len(ids)]])
+            checksums += self._checksum(b"".join(lines[kept : kept + len(ids)]))
             kept += len(ids)
-        cut(self.responses, ends[kept])
+        cut(self.responses, self._size)
         self.write(CHECKSUMS, checksums.decode())
         return rows[:kept]
 
-    def _verified(self, data: bytes) -> bytes:
+    def _unchanged(self, data: bytes) -> bytes:
         """The saved responses, which must be as they were written. A chunk that was cut is left out.
 
-        What follows the last checksum was saved just before a kill, or by an earlier version, which kept none.
+        What follows the last checksum was saved just before a kill.
         """
         start, found = 0, hashlib.sha256()
         for end, digest in _recorded(self.path / CHECKSUMS):
@@ -141,26 +135,22 @@ class Directory:
             start = end
         return data
 
-    def _read(self, data: bytes) -> tuple[list[Row], list[int]]:
-        """The rows, and where in the file the first 0, 1, 2, … of them end. A broken last line is left out."""
+    def _rows(self, lines: Sequence[bytes]) -> list[Row]:
+        """What the lines hold. A broken last line is left out."""
         rows: list[Row] = []
-        ends = [0]
-        lines = data.splitlines(keepends=True)
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
             except (ValueError, RecursionError):
                 row = None
-            if not isinstance(row, dict):
-                if number == len(lines):
-                    break
+            if isinstance(row, dict):
+                rows.append(row)
+            elif number < len(lines):
                 raise DamagedError(
                     f"{self.responses}, line {number} is damaged: {line[:60]!r}. Restore the file, or delete "
                     "everything from that line on to sample it again."
                 )
-            rows.append(row)
-            ends.append(ends[-1] + len(line))
-        return rows, ends
+        return rows
 
     def _claim(self, identity: dict[str, Any]) -> None:
         """Write config.json, or check that it says the same."""

@@ -1,33 +1,31 @@
 """What a person sees while an evaluation runs: a bar on a terminal, a line per chunk anywhere else, a table at the end.
-The progress within a long chunk appears below the bar, or in a line every 30 seconds.
 
-The time left is estimated from the problems done since this start, so problems saved earlier do not distort it:
-
-    eta = problems left · seconds since the start / problems done since the start
+The progress within a long chunk appears below the bar, or in a line every 30 seconds. The time left is estimated from
+the problems done since this start, so problems saved earlier do not distort it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TextIO
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.console import Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from bapo.config.numerals import counted
-from bapo.evaluate.settings import Settings
-from bapo.screen.terminal import can_redraw, duration, make_console, write_line
+from bapo.evaluate.estimates import Row
+from bapo.evaluate.options import Settings
+from bapo.screen.steady import SteadyLive
+from bapo.screen.terminal import can_redraw, duration, eta, make_console, shortened, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
 
-__all__ = ["PlainProgress", "failure_note", "make_progress", "results_table"]
 
-
-def make_progress(settings: Settings, path: Path, total: int, rows: Sequence[Any], stream: TextIO) -> PlainProgress:
+def make_progress(settings: Settings, path: Path, total: int, rows: Sequence[Row], stream: TextIO) -> PlainProgress:
     """A bar that is redrawn in place if the stream is a terminal, otherwise lines."""
     kind = LiveProgress if can_redraw(stream) else PlainProgress
     return kind(settings, path, total, rows, stream)
@@ -41,7 +39,7 @@ class PlainProgress:
         settings: Settings,
         path: Path,
         total: int,
-        rows: Sequence[dict[str, Any]],  # saved before this start
+        rows: Sequence[Row],  # saved before this start
         stream: TextIO,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,12 +51,12 @@ class PlainProgress:
         self._count(rows)
 
     def __enter__(self) -> Self:
-        self.say(
+        self.note(
             f"{self.settings.model}: {counted(self.total, 'problem')}, {counted(self.settings.k, 'response')} each, "
             f"temperature {self.settings.temperature:g}, in {self.path}"
         )
         if self.before:
-            self.say(f"{self.before} of {self.total} problems were already done")
+            self.note(f"{self.before} of {self.total} problems were already done")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,15 +68,15 @@ class PlainProgress:
 
     def sampling(self) -> AbstractContextManager[Tell]:
         """While a chunk is sampled and scored: a watch to tell how far it is."""
-        return in_lines("sampling", self.say, self.clock)
+        return in_lines("sampling", self.note, self.clock)
 
-    def saved(self, rows: Sequence[dict[str, Any]]) -> None:
+    def saved(self, rows: Sequence[Row]) -> None:
         """A chunk is on the disk."""
         self.done += len(rows)
         self._count(rows)
-        self.say(f"{self.done}/{self.total} problems  {self.score()}  eta {self.remaining()}")
+        self.note(f"{self.done}/{self.total} problems  {self.score()}  {self.remaining()}")
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Print a line."""
         write_line(self.stream, text)
 
@@ -88,77 +86,57 @@ class PlainProgress:
         return f"{self.name} avg@{self.settings.k} {fmean(rewards):.3f}" if rewards else self.name
 
     def remaining(self) -> str:
-        """The time left as m:ss or h:mm:ss; ? until a chunk is done."""
-        done = self.done - self.before
-        return duration((self.total - self.done) * (self.clock() - self.began) / done) if done else "?"
+        """`eta 4:10`, as of now; empty until a chunk is done."""
+        return eta(self.total - self.done, self.done - self.before, self.clock() - self.began)
 
-    def _count(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _count(self, rows: Sequence[Row]) -> None:
         for row in rows:
             rewards = [response["reward"] or 0.0 for response in row["responses"]]
             self.rewards.setdefault(row["data"], []).append(fmean(rewards))
 
 
 class LiveProgress(PlainProgress):
-    """A bar that is redrawn in place."""
+    """A bar that is redrawn in place, and a line below it for the chunk in progress."""
 
     def __enter__(self) -> Self:
         super().__enter__()
         self.chunk = OnScreen(self.clock)
-        self.progress = _Bar(
-            self.chunk,
+        self.ends: float | None = None
+        console = make_console(self.stream)
+        self.bar = Progress(
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total} problems"),
             TextColumn("{task.fields[score]}", markup=False),
             TimeElapsedColumn(),
-            _Eta(),
-            console=make_console(self.stream),
+            TextColumn("{task.fields[remaining]}", style="dim"),
+            console=console,
+            expand=True,
         )
-        self.task = self.progress.add_task("", total=self.total, completed=self.done, score="", ends=None)
-        self.progress.start()
+        self.task = self.bar.add_task("", total=self.total, completed=self.done, score="", remaining="")
+        self.live = SteadyLive(console, self.frame)
+        self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def working_on(self, name: str) -> None:
-        """The next chunk is of this data set."""
-        super().working_on(name)
-        self.progress.update(self.task, score=Text(self.score()).plain)
+        self.live.stop()
 
     def sampling(self) -> AbstractContextManager[Tell]:
         """While a chunk is sampled and scored: a watch to tell how far it is."""
         return self.chunk.doing("sampling")
 
-    def saved(self, rows: Sequence[dict[str, Any]]) -> None:
+    def saved(self, rows: Sequence[Row]) -> None:
         """A chunk is on the disk."""
         self.done += len(rows)
         self._count(rows)
-        elapsed = self.clock() - self.began
-        left = (self.total - self.done) * elapsed / (self.done - self.before)
-        self.progress.update(self.task, completed=self.done, score=self.score(), ends=time.monotonic() + left)
+        now = self.clock()
+        self.ends = now + (self.total - self.done) * (now - self.began) / (self.done - self.before)
 
-
-class _Bar(Progress):
-    """A bar, and a line below it for the chunk in progress, which may be empty so that nothing moves."""
-
-    def __init__(self, chunk: OnScreen, *columns: ProgressColumn, console: Console) -> None:
-        self.chunk = chunk
-        super().__init__(*columns, console=console, expand=True)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar, and the line below it until all is done."""
-        yield from super().get_renderables()
-        if not self.finished:
-            yield Text(self.chunk.line, "dim", no_wrap=True, overflow="ellipsis")
-
-
-class _Eta(ProgressColumn):
-    """Counts down between two chunks."""
-
-    def render(self, task: Task) -> Text:
-        """`eta 1:05`."""
-        ends = task.fields["ends"]
-        return Text("" if ends is None else f"eta {duration(ends - time.monotonic())}", "dim")
+    def frame(self) -> RenderableType:
+        """What the screen shows now. The time left counts down between two chunks."""
+        remaining = "" if self.ends is None else f"eta {duration(self.ends - self.clock())}"
+        self.bar.update(self.task, completed=self.done, score=self.score(), remaining=remaining)
+        line = Text(self.chunk.line, "dim", no_wrap=True, overflow="ellipsis")  # may be empty, so that nothing moves
+        return Group(self.bar, line) if self.done < self.total else self.bar
 
 
 def results_table(results: dict[str, Any]) -> str:
@@ -192,11 +170,9 @@ def failure_note(results: dict[str, Any]) -> str:
     if not found["failures"]:
         return ""
     cause, count = next(iter(found["failure_causes"].items()))
-    said = " ".join(str(cause).split())
     return (
         f"the verifier failed on {found['failures']} of {found['responses']} responses, which count 0; the most "
-        f"frequent cause ({counted(count, 'time')}): "
-        f"{said if len(said) <= 300 else said[:299] + '…'}"
+        f"frequent cause ({counted(count, 'time')}): {shortened(cause, 300)}"
     )
 
 

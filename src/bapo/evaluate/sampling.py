@@ -6,20 +6,18 @@ model and what becomes of the responses is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
 from statistics import fmean
 from typing import Any, Protocol
 
-from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, pass_at_k
+from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, mean, pass_at_k
 from bapo.rollout.engine import Engine, Request, Sampling, Segment, TellSampled, generate
 from bapo.rollout.scheduler import new_group
 from bapo.tasks.dataset import Scorer
 from bapo.types import Message, Problem, Score, Status
-
-__all__ = ["Evaluation", "Response", "evaluate", "mean", "sample"]
 
 
 class Speaker(Protocol):
@@ -79,20 +77,12 @@ class Evaluation:
 
     def summary(self) -> dict[str, float]:
         """For the metrics log. A mean over nothing has no key, and no value is NaN."""
-        values = {
-            "eval/avg": self.avg.value,
-            "eval/avg_low": self.avg.low,
-            "eval/avg_high": self.avg.high,
-            "eval/pass": self.pass_k.value,
-            "eval/pass_low": self.pass_k.low,
-            "eval/pass_high": self.pass_k.high,
-            "eval/entropy": self.entropy,
-            "eval/length": self.length,
-            "eval/length_correct": self.length_correct,
-            "eval/length_wrong": self.length_wrong,
-            "eval/truncated": self.truncated,
-            "eval/failures": float(self.failures),
-        }
+        values: dict[str, float | None] = {}
+        for name, found in (("avg", self.avg), ("pass", self.pass_k)):
+            values |= {f"eval/{name}": found.value, f"eval/{name}_low": found.low, f"eval/{name}_high": found.high}
+        for name in ("entropy", "length", "length_correct", "length_wrong", "truncated"):
+            values[f"eval/{name}"] = getattr(self, name)
+        values["eval/failures"] = float(self.failures)
         return {key: value for key, value in values.items() if value is not None}
 
 
@@ -100,7 +90,7 @@ def evaluate(engine: Engine, speaker: Speaker, scorer: Scorer, problems: Sequenc
     """Sample k responses to every problem, as `sample` does with the same arguments, and count them."""
     rows = sample(engine, speaker, scorer, problems, **how)
     responses = [response for row in rows for response in row]
-    rewards = [tuple(response.reward for response in row) for row in rows]
+    rewards = tuple(tuple(response.reward for response in row) for row in rows)
     lengths = [(len(response.segment.tokens), response.reward > SOLVED) for response in responses]
     k = len(rows[0])
     return Evaluation(
@@ -115,7 +105,7 @@ def evaluate(engine: Engine, speaker: Speaker, scorer: Scorer, problems: Sequenc
         truncated=fmean(response.segment.status is Status.TRUNCATED for response in responses),
         failures=sum(response.score.reward is None for response in responses),
         first_failure=next((r.score.failure for r in responses if r.score.reward is None), ""),
-        rewards=tuple(rewards),
+        rewards=rewards,
     )
 
 
@@ -145,12 +135,14 @@ def sample(
             "some problems occur twice; their responses would be the same, and the intervals too narrow. Give each "
             "problem once and set a larger k for more responses."
         )
+    groups = [
+        new_group(_number(problem), problem, speaker.encode(problem.prompt), responses=k, seed=seed)
+        for problem in problems
+    ]
     requests = [
         Request(context=response.prompt, position=0, seed=response.seed, max_new_tokens=max_tokens)
-        for problem in problems
-        for response in new_group(
-            _number(problem), problem, speaker.encode(problem.prompt), responses=k, seed=seed
-        ).trajectories
+        for group in groups
+        for response in group.trajectories
     ]
     segments = generate(engine, requests, sampling, tell=tell)
 
@@ -161,7 +153,10 @@ def sample(
     if len(scores) != len(asked):
         raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
     for problem, score in zip(asked, scores, strict=True):
-        _check_reward(problem, score)
+        if score.reward is not None and not isfinite(score.reward):
+            raise ValueError(
+                f"the verifier gave {score.reward} for problem {problem.id!r}; a reward is a finite number."
+            )
     responses = [Response(*parts) for parts in zip(segments, texts, scores, strict=True)]
     return [responses[i : i + k] for i in range(0, len(responses), k)]
 
@@ -180,15 +175,3 @@ def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> lis
     if segment.status is Status.STOPPED and segment.tokens and segment.tokens[-1] in sampling.stop_ids:
         return segment.tokens[:-1]
     return segment.tokens
-
-
-def _check_reward(problem: Problem, score: Score) -> None:
-    if score.reward is not None and not isfinite(score.reward):
-        raise ValueError(f"the verifier gave {score.reward} for problem {problem.id!r}; a reward is a finite number.")
-
-
-def mean(values: Iterable[float]) -> float | None:
-    """The mean, or None if there are no values or no finite mean (an engine that cannot tell entropies says NaN)."""
-    listed = list(values)
-    value = fmean(listed) if listed else float("nan")
-    return value if isfinite(value) else None

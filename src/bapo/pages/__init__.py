@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["CHARTS", "document", "escaped"]
-
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src {}; base-uri 'none'; form-action 'none'"
@@ -35,13 +33,14 @@ def document(
 ) -> str:
     """A whole page. `title` is text; `body` is HTML."""
     said = "" if live is None else f' data-live="{str(live).lower()}"'
+    policy = POLICY.format("'none'" if live is None else "'self'")
     return "\n".join(
         [
             "<!doctype html>",
             f'<html lang="en"{said}>',
             "<head>",
             '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY.format(_server(live))}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{escaped(title)}</title>",
@@ -59,13 +58,17 @@ def document(
     )
 
 
+def top(title: str, said: str) -> str:
+    """The head of a page: its title, a sentence below it, and the button for light or dark."""
+    return (
+        f'<header class="top"><div><h1>{escaped(title)}</h1><p>{escaped(said)}</p></div>'
+        '<button class="button" id="theme" type="button" hidden>Dark</button></header>'
+    )
+
+
 def escaped(value: Any) -> str:
     """Text for a page. Characters that a text file cannot hold (lone surrogates, NUL) become question marks."""
     return html.escape(str(value).replace("\0", "?").encode("utf-8", "replace").decode("utf-8"))
-
-
-def _server(live: bool | None) -> str:
-    return "'none'" if live is None else "'self'"
 
 
 def _embedded(values: Mapping[str, Any]) -> str:

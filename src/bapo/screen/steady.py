@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, ConsoleRenderable, RenderableType
 from rich.control import Control
@@ -67,30 +67,22 @@ def _cleared() -> Control:
     return control
 
 
-class Unechoed:
-    """Keeps a terminal from echoing keys. Does nothing if there is no terminal, or if another job has it."""
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Keep a terminal from echoing keys. Does nothing if there is no terminal, or if another job has it."""
+    if not _foreground():
+        yield
+        return
+    import termios
 
-    def __init__(self) -> None:
-        self.before: list[Any] | None = None
-
-    def start(self) -> None:
-        """Turn the echo off."""
-        if not _foreground():
-            return
-        import termios
-
-        self.before = termios.tcgetattr(sys.stdin)
-        silent = termios.tcgetattr(sys.stdin)
-        silent[3] &= ~termios.ECHO
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
-
-    def stop(self) -> None:
-        """Make the terminal what it was."""
-        if self.before is not None and _foreground():
-            import termios
-
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, self.before)
-        self.before = None
+    before, silent = termios.tcgetattr(sys.stdin), termios.tcgetattr(sys.stdin)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        if _foreground():
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def _foreground() -> bool:

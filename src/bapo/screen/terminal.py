@@ -19,11 +19,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    *("Visible", "can_redraw", "duration", "make_console", "printable", "say", "visible"),
-    *("write_drawn", "write_exact", "write_line"),
-]
-
 _SIMPLE = ("dumb", "unknown")
 """Values of TERM that name a terminal without a movable cursor."""
 _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
@@ -116,6 +111,17 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def eta(left: float, done: float, seconds: float) -> str:
+    """`eta 4:10`: how long the rest takes if it goes on as what was done in these seconds; empty if nothing was."""
+    return f"eta {duration(left * seconds / done)}" if done > 0 else ""
+
+
+def shortened(text: str, length: int) -> str:
+    """The words of a text on one line, cut with an ellipsis where they are too long."""
+    joined = " ".join(str(text).split())
+    return joined if len(joined) <= length else joined[: length - 1] + "…"
 
 
 def _encoding(stream: TextIO) -> str:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
@@ -33,13 +33,35 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from bapo.screen.columns import ACTOR_COLUMNS, NONE, SHOWN, ActorLine, legend
-from bapo.screen.steady import SteadyLive, Unechoed
-from bapo.screen.terminal import can_redraw, duration, make_console, printable, write_line
-from bapo.screen.watch import OnScreen, Tell, in_lines
+from bapo.screen.steady import SteadyLive, unechoed
+from bapo.screen.terminal import can_redraw, eta, make_console, printable, write_line
+from bapo.screen.watch import ActorLine, OnScreen, Tell, in_lines
 
-__all__ = ["LiveView", "PlainView", "View", "eta", "make_view", "sparkline", "summary_table"]
-
+SHOWN = {
+    "imitation/loss": ("loss", 3),
+    "reward": ("reward", 3),
+    "eval/avg": ("eval", 3),
+    "entropy": ("entropy", 3),
+    "length": ("length", 1),
+    "grad_norm": ("grad", 3),
+    "tokens_per_second": ("tok/s", 0),
+    "seconds": ("seconds", 2),
+    "share": ("share", 3),
+    "clip_low": ("low", 2),
+    "clip_high": ("high", 2),
+    "clip_fraction_positive": ("clipped+", 3),
+    "clip_fraction_negative": ("clipped-", 3),
+    "staleness_mean": ("stale", 1),
+    "staleness_max": ("stalest", 0),
+}
+"""Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
+MEANINGS = {
+    ("share",): "positive part of the signal",
+    ("clip_low", "clip_high"): "bounds of the clip",
+    ("clip_fraction_positive", "clip_fraction_negative"): "clipped share of positive and negative tokens",
+    ("staleness_mean", "staleness_max"): "mean and largest age of tokens, in updates",
+}
+"""What labels mean that do not say it themselves."""
 LINE_SECONDS = 2.0
 """Least time between two lines of the plain view. Notes and the first and last step are always printed."""
 ACTOR_SECONDS = 30.0
@@ -51,6 +73,15 @@ SAMPLE_LINES = 8
 RECENT_STEPS = 20
 """The ETA uses the mean duration of this many recent steps."""
 _LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def legend(shown: Collection[str]) -> str:
+    """`low, high: bounds of the clip; …` for those of these metrics whose labels need it."""
+    told = []
+    for keys, meaning in MEANINGS.items():
+        labels = [SHOWN[key][0] for key in keys if key in shown]
+        told += [f"{', '.join(labels)}: {meaning}"] if labels else []
+    return "; ".join(told)
 
 
 def make_view(
@@ -72,18 +103,11 @@ def make_view(
     return LiveView(total_steps, title=title, console=make_console(stream), clock=clock, samples=samples)
 
 
-def summary_table(
-    title: str,
-    rows: Sequence[tuple[str, str, str]],
-    *,
-    columns: tuple[str, str, str] = ("", "before", "after"),
-    stream: TextIO | None = None,
-    plain: bool | None = None,
-) -> None:
+def summary_table(title: str, rows: Sequence[tuple[str, str, str]], *, stream: TextIO | None = None) -> None:
     """Print a small table of (name, before, after), for the end of a run."""
     stream = stream or sys.stdout
-    lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (columns, *rows)]
-    if plain or (plain is None and not can_redraw(stream)):
+    lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (("", "before", "after"), *rows)]
+    if not can_redraw(stream):
         name, before, after = (max(len(line[column]) for line in lines) for column in range(3))
         write_line(stream, printable(title))
         for line in lines:
@@ -151,7 +175,7 @@ class View:
 
     def remaining(self) -> str:
         """`eta 1:32`; empty until a step has said how long it took."""
-        return f"eta {eta(self.total_steps - self.current, self.seconds)}" if self.seconds else ""
+        return eta(self.total_steps - self.current, len(self.seconds), sum(self.seconds))
 
 
 class PlainView(View):
@@ -174,14 +198,14 @@ class PlainView(View):
             self._print_step()
 
     def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """See `View.step`."""
+        """Print a line now and then, and always for the last step."""
         super().step(step, metrics, timing)
         self.waiting = True
         if step >= self.total_steps or self.clock() - self.line_at >= LINE_SECONDS:
             self._print_step()
 
     def sample(self, problem: str, response: str, reward: float) -> None:
-        """See `View.sample`."""
+        """Print a response now and then, each text on one line."""
         if self.clock() - self.sample_at >= SAMPLE_SECONDS:
             self.sample_at = self.clock()
             asked, answered = (printable(text, newline="\\n") for text in (problem, response))
@@ -189,24 +213,23 @@ class PlainView(View):
             write_line(self.stream, f"  sample  reward {_number(reward, 2)}  {asked}  ->  {answered}")
 
     def note(self, text: str) -> None:
-        """See `View.note`."""
+        """Print the text."""
         write_line(self.stream, printable(text))
 
     def interrupt(self, text: str) -> None:
-        """See `View.interrupt`. A terminal has echoed the ^C, so the text goes on a line of its own."""
+        """Print the text, after a terminal's echo of ^C on a line of its own."""
         super().interrupt(f"\n{text}" if self.stream.isatty() else text)
 
     def actors(self, lines: Sequence[ActorLine]) -> None:
-        """See `View.actors`."""
+        """Print a line for every actor now and then."""
         if self.clock() - self.actors_at >= ACTOR_SECONDS:
             self.actors_at = self.clock()
             for line in lines:
-                told = zip(ACTOR_COLUMNS[2:], line.cells()[2:], strict=True)
-                facts = [f"{name} {cell}" for name, cell in told if cell not in ("", NONE)]
+                facts = [f"{name} {cell}" for name, cell in line.facts().items() if cell.strip("-")]
                 write_line(self.stream, f"  {line.name}: {', '.join([line.doing, *facts])}")
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
-        """See `View.doing`."""
+        """Watch what may take long: a line now and then."""
         return in_lines(what, self.note, self.clock)
 
     def _print_step(self) -> None:
@@ -246,50 +269,43 @@ class LiveView(View):
         )
         self.task = self.progress.add_task("", total=total_steps, remaining="")
         self.live = SteadyLive(console, self.frame)
-        self.keys = Unechoed()
+        self.keys = ExitStack()
 
     def __enter__(self) -> Self:
-        self.keys.start()
+        self.keys.enter_context(unechoed())
         self.live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.live.stop()
-        self.keys.stop()
+        self.keys.close()
 
     def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """See `View.step`."""
+        """Show the numbers of this step from now on."""
         with self.lock:
             super().step(step, metrics, timing)
-        self.progress.update(self.task, completed=step, remaining=self.remaining())
-
-    def begin_after(self, step: int) -> None:
-        """See `View.begin_after`."""
-        super().begin_after(step)
-        self.progress.update(self.task, completed=step)
 
     def recall(self, steps: Iterable[tuple[int, Mapping[str, float], Mapping[str, float]]]) -> None:
-        """See `View.recall`."""
+        """Continue the curves of earlier steps."""
         with self.lock:
             super().recall(steps)
-        self.progress.update(self.task, completed=self.current, remaining=self.remaining())
 
     def sample(self, problem: str, response: str, reward: float) -> None:
-        """See `View.sample`."""
+        """Show this response from now on."""
         with self.lock:
             self.last = (printable(problem), printable(response), float(reward))
 
     def note(self, text: str) -> None:
-        """See `View.note`."""
+        """Print the text above the picture."""
         self.console.print(Text(printable(text)))
 
     def actors(self, lines: Sequence[ActorLine]) -> None:
-        """See `View.actors`."""
+        """Show these actors from now on."""
         with self.lock:
             self.crew = list(lines)
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
-        """See `View.doing`."""
+        """Watch what may take long: a line in the border."""
         return self.work.doing(what)
 
     def frame(self) -> RenderableType:
@@ -298,6 +314,7 @@ class LiveView(View):
         with self.lock:
             table = _metrics_table(self.history, columns=2 if width >= 76 else 1, sparks=width >= 40)
             last, crew, meanings = self.last, self.crew, Text(legend(self.history), "dim")
+            self.progress.update(self.task, completed=self.current, remaining=self.remaining())
         free = height - table.row_count - 6  # two panels' borders, the bar, the line below
         room = max(1, free)
         free -= min(len(crew), room) + 1 if crew else 0
@@ -318,11 +335,13 @@ class LiveView(View):
 def _actors_table(lines: Sequence[ActorLine], room: int) -> Table:
     """One row for every actor, as far as there is room; the last row then counts the others."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for number, name in enumerate(ACTOR_COLUMNS):
-        table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
+    for name in ("actor", "does"):
+        table.add_column(name, no_wrap=True)
+    for name in lines[0].facts():
+        table.add_column(name, justify="right", no_wrap=True)
     shown = lines if len(lines) <= room else lines[: room - 1]
     for line in shown:
-        table.add_row(*map(Text, line.cells()))
+        table.add_row(*map(Text, (line.name, line.doing, *line.facts().values())))
     if len(shown) < len(lines):
         table.add_row(Text(f"and {len(lines) - len(shown)} more", "dim"))
     return table
@@ -380,11 +399,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     flat = isclose(low, high, rel_tol=1e-9)  # equal except for rounding
     heights = [mean - mean + 0.4 if flat else (mean - low) / (high - low) for mean in means]
     return "".join(_LEVELS[round(7 * height)] if isfinite(height) else "×" for height in heights)
-
-
-def eta(steps_left: int, recent_seconds: Collection[float]) -> str:
-    """Steps left times the mean of the recent durations, as m:ss or h:mm:ss."""
-    return duration(steps_left * fmean(recent_seconds))
 
 
 def _number(value: float, decimals: int) -> str:

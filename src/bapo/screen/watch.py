@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Learned", "OnScreen", "Tell", "Watching", "in_lines"]
-
 LINE_SECONDS = 30.0
 """The least time between two lines in a log, and before the first. Shorter work gets no line."""
 SCREEN_SECONDS = 2.0
@@ -39,6 +37,29 @@ class Learned:
         rate = self.tokens / seconds if seconds > 0 else 0.0
         done = f"{self.groups}/{self.asked} groups, {self.updates} update{'s' if self.updates != 1 else ''}"
         return f"{what}: {done}, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+
+
+@dataclass(frozen=True)
+class ActorLine:
+    """What an actor of a cluster does."""
+
+    name: str
+    doing: str
+    version: int
+    """The version of its weights."""
+    tokens_per_second: float
+    responses: int
+    """Responses it is working on."""
+    restarts: int
+
+    def facts(self) -> dict[str, str]:
+        """Its numbers under their headings. An actor that samples and learns nothing now has the speed `-`."""
+        return {
+            "version": "" if self.version < 0 else str(self.version),
+            "tok/s": f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else "-",
+            "responses": str(self.responses or ""),
+            "restarts": str(self.restarts or ""),
+        }
 
 
 class Told(Protocol):

@@ -30,7 +30,7 @@ from bapo.config.errors import ClusterError, ConfigError
 from bapo.config.numerals import counted
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.runs.history import Restart
-from bapo.screen.columns import ActorLine
+from bapo.screen.watch import ActorLine
 from bapo.train.cluster import END_SECONDS, Actor, Lost, Missing, Silent, answered, end
 from bapo.train.hosts import Hello
 from bapo.train.member import DOING, WORK_SECONDS, Member

@@ -25,7 +25,7 @@ from bapo.config.errors import ClusterError
 from bapo.learn.learner import Update
 from bapo.learn.ranks import LostRank
 from bapo.runs.history import LEARNER, Restart
-from bapo.screen.columns import ActorLine
+from bapo.screen.watch import ActorLine
 from bapo.train.cluster import Actor, Call, Lost, Missing, Silent, answered, end
 from bapo.train.published import Published
 from bapo.types import Group

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
-from bapo.screen.columns import ActorLine
+from bapo.screen.watch import ActorLine
 from bapo.train.cluster import Actor, Call
 from bapo.train.hosts import Hello
 from bapo.train.published import Published

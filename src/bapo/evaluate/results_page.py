@@ -12,11 +12,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bapo.evaluate import SOLVED
-from bapo.pages import document
+from bapo.evaluate.estimates import SOLVED, Row
+from bapo.pages import document, top
 from bapo.pages import escaped as _text
-
-__all__ = ["BUDGET", "page"]
+from bapo.screen.terminal import shortened
 
 BUDGET = 8_000_000
 """Most characters of responses in one page."""
@@ -24,8 +23,6 @@ SHORTEST_CUT = 400
 """No response is cut to fewer characters than this."""
 COLUMNS = ("Problem", "Responses", "avg", "maj", "Length", "Truncated", "Failed")
 """Headings of the table of problems."""
-
-Row = dict[str, Any]
 
 
 def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) -> str:
@@ -42,17 +39,14 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
         _configuration(results),
         "</main>",
     ]
-    return document(f"{title} · bapo eval", body, styles=["evaluate/page.css"], scripts=["evaluate/page.js"])
+    return document(f"{title} · bapo eval", body, styles=["evaluate/results.css"], scripts=["evaluate/results.js"])
 
 
 def _top(results: dict[str, Any], title: str) -> str:
     k = results["k"]
     how = "greedy" if results["temperature"] == 0 else f"temperature {results['temperature']:g}"
     said = f"{k} {'response' if k == 1 else 'responses'} per problem, {how}, at most {results['max_tokens']} tokens, "
-    return (
-        f'<header class="top"><div><h1>{_text(title)}</h1><p>{_text(said)}seed {results["seed"]}</p></div>'
-        '<button class="button" id="theme" type="button" hidden>Dark</button></header>'
-    )
+    return top(title, f"{said}seed {results['seed']}")
 
 
 def _overview(results: dict[str, Any]) -> str:
@@ -117,7 +111,7 @@ def _problems(name: str, rows: Sequence[Row], results: dict[str, Any], limit: in
 
 def _problem(line: dict[str, Any], row: Row, limit: int | None) -> str:
     cells = [
-        (line["id"], f"<code>{_text(_short(line['id'], 28))}</code>"),
+        (line["id"], f"<code>{_text(shortened(line['id'], 28))}</code>"),
         (line["solved"], f'<span class="strip">{line["verdicts"]}</span>'),
         (line["avg"], f"{line['avg']:.3f}"),
         (line["maj"], _number(line["maj"], 2)),
@@ -130,9 +124,9 @@ def _problem(line: dict[str, Any], row: Row, limit: int | None) -> str:
     reference = row["reference"] if isinstance(row["reference"], str) else json.dumps(row["reference"])
     return (
         f'<tbody><tr>{tds}</tr><tr class="more"><td colspan="{len(COLUMNS)}"><details><summary>'
-        f'<span class="ask">{_text(_short(row["prompt"], 160))}</span></summary>'
+        f'<span class="ask">{_text(shortened(row["prompt"], 160))}</span></summary>'
         f'<pre class="prompt" dir="auto">{_text(row["prompt"])}</pre>'
-        f'<p class="reference">Reference: <code>{_text(_short(reference, 400))}</code></p>{responses}'
+        f'<p class="reference">Reference: <code>{_text(shortened(reference, 400))}</code></p>{responses}'
         "</details></td></tr></tbody>"
     )
 
@@ -143,9 +137,9 @@ def _response(response: dict[str, Any], limit: int | None) -> str:
     right = " right" if reward is not None and reward > SOLVED else ""
     facts = [f"{response['tokens']} tokens", response["status"]]
     if response["answer"] is not None:
-        facts.append(f"answer {_short(response['answer'], 80)}")
+        facts.append(f"answer {shortened(response['answer'], 80)}")
     if response["failure"]:
-        facts.append(_short(response["failure"], 200))
+        facts.append(shortened(response["failure"], 200))
     return (
         f'<div class="response"><small><span class="reward{right}">{mark}</span>{_text(" · ".join(facts))}</small>'
         f'<pre dir="auto">{_text(_cut(response["text"], limit))}</pre></div>'
@@ -205,8 +199,3 @@ def _cut(text: str, limit: int | None) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
-
-
-def _short(text: str, length: int) -> str:
-    joined = " ".join(str(text).split())
-    return joined if len(joined) <= length else joined[: length - 1] + "…"

@@ -1,4 +1,6 @@
-"""Checks on the tokens of a logged update. Each returns its evidence in words, or None if it finds nothing.
+"""Problems: what cannot be right in a dump, or makes its numbers say less than they seem to, and what to do about it.
+
+Each check returns its evidence in words, or None if it finds nothing. SERIOUS and REMARKS, at the end, say what to do.
 
 Two checks rest on identities that hold token by token if, and only if, the behaviour log-probs are those of the
 distribution that the tokens were really sampled from:
@@ -9,10 +11,13 @@ distribution that the tokens were really sampled from:
 Their terms are martingale differences, so sum / sqrt(sum of squares) is about standard normal. Reuse violates both a
 little, because the learner has already trained on these very tokens: the mean ratio was off by up to 0.06 at a KL of
 0.24, after 15 updates on one batch. Hence there are thresholds on the size, too, and the one on the mean ratio grows
-with the KL. findings.py says how serious each finding is and what to do about it.
+with the KL.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,8 +26,7 @@ from bapo.core.anchor import FEWEST, Pairs, likely_cause, positions_of
 from bapo.core.checks import LOGPROB_SLACK
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import LoggedUpdate
-from bapo.diagnose.measure import usable
-from bapo.diagnose.pooled import mismatch
+from bapo.diagnose.measure import mismatch, usable
 
 MEAN_RATIO_OFF = 0.03
 """How far the mean ratio may be from 1. Truncated sampling (top-p 0.95) moves it to about 0.95."""
@@ -42,6 +46,30 @@ NOISE = 0.02
 """The mean gap between sampler and trainer that is taken for rounding, because a dump does not say its precision."""
 FEW_RESPONSES = 64
 """With fewer a share is mostly noise: its standard deviation was 0.30 over 8 responses, 0.12 over 64, 0.02 over 256."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong or notable, the evidence for it, and what to do."""
+
+    name: str
+    serious: bool
+    """If True, the other numbers cannot be trusted until this is repaired."""
+    evidence: str
+    action: str
+    updates: list[str]
+    """Names of the updates that show it."""
+
+
+def find_problems(updates: Sequence[LoggedUpdate]) -> list[Finding]:
+    """All findings, serious ones first, each with the evidence from the first update that shows it."""
+    found = []
+    for check, action in (SERIOUS | REMARKS).items():
+        evidence = [(update.name, text) for update in updates if (text := check(update)) is not None]
+        if evidence:
+            names = [name for name, _ in evidence]
+            found.append(Finding(check.__name__, check in SERIOUS, evidence[0][1], action, names))
+    return found
 
 
 def no_tokens(update: LoggedUpdate) -> str | None:
@@ -78,24 +106,20 @@ def same_logprobs(update: LoggedUpdate) -> str | None:
     """Ratios exactly 1."""
     same = update.logprobs == update.behavior_logprobs
     if len(same) and same.mean() > 0.99:
-        return (
-            f"the two log-probs are bit for bit equal in {same.mean():.1%} of {len(same)} tokens, so those ratios are 1"
-        )
+        share = f"{same.mean():.1%} of {len(same)}"
+        return f"the two log-probs are bit for bit equal in {share} tokens, so those ratios are 1"
     return None
 
 
 def coarse(update: LoggedUpdate) -> str | None:
     """Log-probs rounded to bfloat16."""
     for name in ("logprobs", "behavior_logprobs"):
-        values = getattr(update, name)
-        exact = values.astype(np.float32)
+        exact = getattr(update, name).astype(np.float32)
         bits = exact.view(np.uint32)[exact != 0]
         if len(bits) >= 100 and not (bits & 0xFFFF).any():
             size = float(np.median(np.abs(exact[np.isfinite(exact)])))
-            step = size / 128
-            return (
-                f"{name} has 8 bits of precision in every token: steps of {step:.1g} at its median size of {size:.2g}"
-            )
+            steps = f"steps of {size / 128:.1g} at its median size of {size:.2g}"
+            return f"{name} has 8 bits of precision in every token: {steps}"
     return None
 
 
@@ -104,8 +128,8 @@ def shifted(update: LoggedUpdate) -> str | None:
     good = usable(update)
     x, y, ids = update.logprobs, update.behavior_logprobs, update.sequence_ids
     here = _correlation(x[good], y[good])
-    for step, word in ((1, "behind"), (-1, "ahead of")):
-        first, second = (slice(1, None), slice(None, -1)) if step == 1 else (slice(None, -1), slice(1, None))
+    later, earlier = slice(1, None), slice(None, -1)
+    for word, first, second in (("behind", later, earlier), ("ahead of", earlier, later)):
         both = good[first] & good[second]
         if ids is not None:
             both &= ids[first] == ids[second]
@@ -136,8 +160,8 @@ def temperature(update: LoggedUpdate) -> str | None:
 def mean_ratio(update: LoggedUpdate) -> str | None:
     """E_b[r] is not 1."""
     ratio = _ratio(update)
-    if len(ratio) < 100 or _ess(ratio) < 0.3:
-        return None  # a few large ratios dominate the mean, so it proves nothing
+    if _proves_nothing(ratio):
+        return None
     off, errors = _off(ratio - 1)
     drift = float((ratio - 1 - np.log(ratio)).mean())  # KL; a wrong offset c adds only c^2 / 2 to it
     if abs(off) < max(MEAN_RATIO_OFF, drift) or abs(errors) < CERTAIN:
@@ -147,10 +171,8 @@ def mean_ratio(update: LoggedUpdate) -> str | None:
 
 def other_sampling(update: LoggedUpdate) -> str | None:
     """E_b[r (log pi + H)] is not 0."""
-    if update.entropy is None:
-        return None
     good, ratio = usable(update), _ratio(update)
-    if len(ratio) < 100 or _ess(ratio) < 0.3:
+    if update.entropy is None or _proves_nothing(ratio):
         return None
     entropy = float(update.entropy[good].mean())
     off, errors = _off(ratio * (update.logprobs[good].astype(np.float64) + update.entropy[good]))
@@ -325,6 +347,11 @@ def _ratio(update: LoggedUpdate) -> Array:
     return np.asarray(np.exp(difference.clip(-20, 20)))
 
 
+def _proves_nothing(ratio: Array) -> bool:
+    """Whether a mean over these ratios says nothing: they are few, or a few large ones dominate it."""
+    return len(ratio) < 100 or _ess(ratio) < 0.3
+
+
 def _ess(ratio: Array) -> float:
     return float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())) if len(ratio) else 1.0
 
@@ -345,3 +372,65 @@ def _response_advantages(update: LoggedUpdate) -> Array | None:
     if update.sequence_ids is None or not np.isfinite(update.advantages).all():
         return None
     return np.asarray(np.bincount(update.sequence_ids, update.advantages) / np.bincount(update.sequence_ids))
+
+
+Check = Callable[[LoggedUpdate], str | None]
+SCALE = (
+    "Compute both log-probs at the sampling temperature and over the same vocabulary (top-p and top-k off, or applied "
+    "to both). With vLLM, set logprobs_mode='processed_logprobs'."
+)
+SERIOUS: dict[Check, str] = {
+    no_tokens: "Check the code that builds the mask. The update is left out here.",
+    not_finite: (
+        "Find what produced it. -inf at the end of responses means that the mask covers padding. These tokens are left "
+        "out of all numbers here."
+    ),
+    above_zero: (
+        "Dump the log-softmax outputs of the sampled tokens, not logits, probabilities or negative log-likelihoods."
+    ),
+    shifted: "Slice both columns in the same way: position t must be the same token in both.",
+    temperature: SCALE,
+    mean_ratio: (
+        "These behaviour log-probs cannot be the sampler's: over its samples the mean ratio is 1 for every learner. "
+        + SCALE
+    ),
+    other_sampling: (
+        "The tokens were not sampled from the distribution whose log-probs and entropy are logged. " + SCALE
+    ),
+    unmasked_padding: "Let the mask end where the response ends, after its stop token.",
+    two_kinds: (
+        "Look at those tokens. Usual causes: text that the policy did not write (tool output, forced tokens), another "
+        "tokenisation, or weights that the sampler had not received."
+    ),
+    engine_mismatch: "Train against the sampler's own log-probs, which the numbers here use, and find the cause.",
+    fresh_mismatch: (
+        "No update lies between sampling and these log-probs, so both must be those of one policy. Until they are, "
+        "every ratio is off by as much."
+    ),
+    future_versions: "Log the learner's version when the tokens are used.",
+    one_sign: "Dump advantages, not rewards: an advantage is a reward minus the mean reward of its group.",
+}
+"""Check -> what to do. The other numbers cannot be trusted until it is done."""
+REMARKS: dict[Check, str] = {
+    low_ess: "Take fewer updates per rollout batch, lower the learning rate, or bound the staleness.",
+    same_logprobs: (
+        "Either this is the first update on fresh samples, or the trainer recomputed the behaviour log-probs with the "
+        "weights it trains, which hides staleness. Log the sampler's own log-probs, and later updates of a batch, too."
+    ),
+    coarse: "Compute and store log-probs in float32. In bfloat16, rounding alone moves ratios by several per cent.",
+    no_signal: "All rewards of each group are equal. Filter such groups and sample others.",
+    off_centre: (
+        "The advantages are not centred within groups, so the share depends on the baseline as much as on lengths."
+    ),
+    idle_responses: "Filter groups whose rewards are all equal, and sample others.",
+    varying_advantages: (
+        "This is right with a critic (GAE). The row for gspo uses each response's mean advantage, so it is not "
+        "gspo itself."
+    ),
+    copied_anchor: "So this dump cannot show the mismatch between engine and trainer.",
+    few_responses: (
+        "Over so few responses a share is mostly noise. If these are micro-batches, log the number of the update in "
+        "`update`, and its parts are put together."
+    ),
+}
+"""Check -> what to do about something that only limits what the numbers say."""

@@ -1,6 +1,6 @@
-"""What an evaluation is asked to do: the options of `bapo eval`, checked before anything heavy is imported.
+"""The options of `bapo eval`, checked before anything heavy is imported.
 
-What depends on the machine, the model and the data (device, length limit, fingerprints) is decided in `parts.py`.
+What depends on the machine, the model and the data (device, length limit, fingerprints) is decided in `inputs.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.placement import DeviceName, Precision
 from bapo.tasks.verify.finding import written_as
-
-__all__ = ["DEFAULT_K", "DEFAULT_MAX_TOKENS", "Settings", "data_names"]
 
 DEFAULT_K = 16
 DEFAULT_MAX_TOKENS = 4096
