@@ -223,7 +223,7 @@ def cluster_notes(config: Config) -> list[str]:
 
 
 def clip_notes(config: Config) -> list[str]:
-    """What a person should know of a clip that the bounds on the screen do not show."""
+    """Say which lower bound used tokens have: the bounds on the screen do not show it."""
     used_low = learner_settings(config).used_low
     if used_low is None:
         return []
@@ -232,7 +232,7 @@ def clip_notes(config: Config) -> list[str]:
 
 
 def idle_push_once(config: Config) -> Iterator[str]:
-    """Says so if push once is asked for, but has nothing to do."""
+    """Say so if push once is asked for, but has nothing to do."""
     objective, off = config.objective, config.offpolicy
     used_low = objective.clip.used_low if objective.name == "bapo" else objective.options.get("used_low")
     if used_low is not None and off.reuse == 1 and not off.replay_fraction:
@@ -243,7 +243,7 @@ def idle_push_once(config: Config) -> Iterator[str]:
 
 
 def endless_warmup(config: Config) -> Iterator[str]:
-    """Says so if the learning rate rises during the whole run."""
+    """Say so if the learning rate rises during the whole run."""
     updates, warmup = config.steps * config.updates_per_step, config.learn.warmup_updates
     if warmup > updates:
         yield (
@@ -295,11 +295,9 @@ def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    yield from list(wrong_options(config)) or _wrong_settings(config)
-
-
-def _wrong_settings(config: Config) -> Iterator[str]:
-    """What the learner and the objective say of their settings."""
+    if wrong := list(wrong_options(config)):
+        yield from wrong
+        return
     try:
         yield from wrong_values(learner_settings(config))
     except ValueError as error:
@@ -307,7 +305,7 @@ def _wrong_settings(config: Config) -> Iterator[str]:
 
 
 def unreadable(config: Config, policy: Policy, task: Task) -> Iterator[str]:
-    """Says so if a model knows too few of the tokens of its first prompts to read them."""
+    """Say so if a model knows too few of the tokens of its first prompts to read them."""
     tokenizer = policy.tokenizer
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):

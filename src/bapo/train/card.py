@@ -60,6 +60,7 @@ def model_card(
         "seed": str(config.seed),
         "made with": f"bapo {__version__} (arXiv:2510.18927), {config.device}, {config.model.dtype}",
     }
+    again = eval_command(config, "MODEL", chat=chat)
     return _card(
         config,
         "[reinforcement-learning, bapo]",
@@ -72,7 +73,7 @@ def model_card(
         f"{config.eval.problems} held-out problems, at most {config.rollout.max_tokens} tokens per response, 95% "
         "intervals over problems.",
         "\n".join(_scores(config, summary)),
-        *_check(config, chat=chat),
+        *(["To measure the scores again, with this directory as MODEL:", f"    {again}"] if again else []),
     )
 
 
@@ -197,13 +198,6 @@ def _interval(line: dict[str, Any], key: str) -> str:
     return f"{line[key]:.3f} [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
 
 
-def _check(config: Config, *, chat: bool) -> list[str]:
-    """How to measure the scores again."""
-    command = eval_command(config, "MODEL", chat=chat)
-    told = "To measure the scores again, with this directory as MODEL:"
-    return [] if command is None else [told, f"    {command}"]
-
-
 def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
     """The command that evaluates a model as the run does. Generated problems have no name that it could use."""
     task, model = config.task, config.model
@@ -255,26 +249,13 @@ def show_ending(config: Config, summary: dict[str, Any], path: Path, *, drift: s
         f"older than {counted(round(summary['staleness_max']), 'update')} (bound {config.offpolicy.max_staleness})"
     )
     if "restarts" in summary:
-        say(f"restarts: {_restarts(summary['restarts'])}")
+        times = ", ".join(f"{who} ({count})" for who, count in summary["restarts"].items())
+        say(f"restarts: {times}; history.jsonl says when and why" if times else "restarts: none")
     if drift:
         say(f"sampler and learner differ since {drift}")
-    if (path / ledger.FILE).exists():
-        say(f"ledger: {_balance(config, path)}")
-
-
-def _balance(config: Config, path: Path) -> str:
-    """Whether every group is accounted for, in words."""
     bound = config.offpolicy.max_staleness
     found = ledger.balance(ledger.read(path), max_staleness=bound, ended=True, all_used=config.cluster.on)
-    return found.line() + (f" (`bapo ledger {path}` lists them)" if found.wrong else "")
-
-
-def _restarts(counts: dict[str, int]) -> str:
-    """How often actors of the cluster were restarted, in words."""
-    if not counts:
-        return "none"
-    times = ", ".join(f"{who} ({count})" for who, count in counts.items())
-    return f"{times}; history.jsonl says when and why"
+    say(f"ledger: {found.line()}" + (f" (`bapo ledger {path}` lists them)" if found.wrong else ""))
 
 
 def _why_no_update(config: Config, after: dict[str, Any]) -> str:

@@ -62,11 +62,11 @@ def save(
         parts = team.share(lambda: {name: _flushed(partial / name) for name in written[team.rank :: team.size]})
         checksums = {name: checksum for part in parts for name, checksum in part.items()}
         team.lead(lambda: _finish(partial, final, dict(sorted(checksums.items())), keep=keep))
-    except SafetensorError as error:  # this is how safetensors reports a full disk
-        _remove(partial, team)
-        raise OSError(f"{partial}: {error}") from error
-    except BaseException:
-        _remove(partial, team)
+    except BaseException as error:
+        if team.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # this is how safetensors reports a full disk
+            raise OSError(f"{partial}: {error}") from error
         raise
     return final
 
@@ -76,11 +76,6 @@ def _make(partial: Path) -> None:
     files.folder(partial.parent)
     partial.mkdir()
     files.flush(partial.parent.parent)  # the directory of all checkpoints may be new
-
-
-def _remove(partial: Path, team: Team) -> None:
-    if team.leads:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(path: Path, value: Any) -> None:

@@ -11,9 +11,9 @@ Nothing is changed before all four are known to be right.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import COMMANDS, parse
@@ -41,24 +41,19 @@ NOT_BIT_FOR_BIT = ("threads", "learn.micro_tokens", "learn.activation_checkpoint
 
 @dataclass(frozen=True)
 class Continued:
-    """What a run goes on from."""
+    """What a run goes on from, as JSON data, so that the first rank can tell the others."""
 
-    source: Path
-    """The checkpoint."""
+    checkpoint: str
+    """Its path."""
     changes: Changes
     """Settings that differ from those of the checkpoint."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     """What a person should know."""
 
-    def as_data(self) -> dict[str, Any]:
-        """The same as JSON data, for the other ranks. `of` is its inverse."""
-        return vars(self) | {"source": str(self.source)}
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> Self:
-        """What `as_data` wrote."""
-        changes = {key: (before, now) for key, (before, now) in data["changes"].items()}
-        return cls(Path(data["source"]), changes, data["notes"])
+    @property
+    def source(self) -> Path:
+        """The path of the checkpoint."""
+        return Path(self.checkpoint)
 
 
 def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
@@ -84,14 +79,16 @@ def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
             f"{flaw}, so the run cannot be continued from {source.name}. Nothing was changed. Put the file back as it "
             f"was. {checkpoint.advice(source, lambda other: run.flaw(other) is None)}"
         )
-    return Continued(source, changes, notes)
+    return Continued(str(source), changes, notes)
 
 
 def check_ledger(path: Path, state: dict[str, Any], *, max_staleness: int) -> None:
     """Raise CheckpointError if the ledger of the run in `path` and the state of a checkpoint disagree on a group."""
 
     def wrong(state: dict[str, Any]) -> list[str]:
-        return _disagreements(ledger.read(path, state["logs"][ledger.FILE]), state, max_staleness=max_staleness)
+        size = state["logs"][ledger.FILE]  # there is no file before the first step
+        lines = ledger.read(path, size) if size else []
+        return _disagreements(lines, state, max_staleness=max_staleness)
 
     if found := wrong(state):
         source = path / "checkpoints" / checkpoint.name_of(state["progress"]["step"])

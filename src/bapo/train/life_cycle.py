@@ -3,8 +3,8 @@
     start     decides what the configuration leaves open, makes the job and its directory     \
     resume    finds a checkpoint that the run may go on from (continuing.py), makes the job   -> _live
     _live     opens screen and trackers, goes back to the checkpoint, and shows the results at the end
-    _train    measures; takes all steps; measures again, exports the model, summarises
-    _steps    step after step: log, measure now and then, save now and then
+    _train    measures; step after step: logs, measures now and then, saves now and then; then measures again, exports
+              the model and summarises
 
 A job may put the first measurement off until the first step is taken, so that a person sees a step soon. It then
 measures what it has set aside. In the logs the measurement comes first all the same, and until it is there nothing of
@@ -57,7 +57,7 @@ def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None
     with joined(config.device) as team, ExitStack() as ending:
         job = ending.enter_context(closing(_made(make, config, team)))
         path = Path(team.lead(lambda: str(ending.enter_context(RunDirectory.begun(job.config)).given)))
-        run = ending.enter_context(closing(_directory(path, team)))
+        run = ending.enter_context(closing((RunDirectory if team.leads else Onlooker)(path)))
         return _live(job, run, team, plain=plain)
 
 
@@ -83,7 +83,7 @@ def resume(
         return finished
     wanted = resolve(kept if config is None else config)
     with joined(wanted.device) as team, ExitStack() as ending:
-        run = ending.enter_context(closing(_directory(path, team)))
+        run = ending.enter_context(closing((RunDirectory if team.leads else Onlooker)(path)))
         team.lead(lambda: ending.enter_context(run.held()))
         team.lead(lambda: files.sweep(path))
         team.lead(lambda: _say_what_it_brings(wanted))
@@ -92,7 +92,7 @@ def resume(
             job = ending.enter_context(closing(_made(make, wanted, team)))
             team.lead(lambda: run.write(CONFIG, job.config.model_dump(mode="json")))
             return _live(job, run, team, plain=plain, notes=["there is no checkpoint yet, so the run begins anew"])
-        continued = Continued.of(team.lead(lambda: examine(run, wanted, source).as_data()))
+        continued = Continued(**team.lead(lambda: vars(examine(run, wanted, source))))
         if flaw is not None:
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
@@ -145,30 +145,15 @@ def _live(
 
 def _train(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
     """Measure, take the steps that are left, measure again, export the model, and summarise."""
+    run, view, every, stopped = log.run, log.view, job.config.eval.every, False
     for note in (*job.notes(), *notes):
-        log.view.note(note)
+        view.note(note)
     measure_later = None
     if job.done:
-        log.view.recall(logged_steps(log.run.path))
+        view.recall(logged_steps(run.path))
     elif (measure_later := job.measure_later()) is None:
         job.measure(log, "before")
-    if not _steps(job, log, team, measure_later):
-        stops.enter(stops.Phase.ENDING)
-        raise Interrupted(f"stopped after {job.unit} {job.done}, which was saved. {stops.advice()}")
-    job.measure(log, "after")
-    job.export(log.run.path, UNFINISHED_CARD, team)
-    summary = team.lead(lambda: _summarized(job, log.run))
-    stops.done()
-    return summary
-
-
-def _steps(job: Job, log: Log, team: Team, measure_later: Callable[[Log], None] | None) -> bool:
-    """Take the steps that are left, and save. Returns whether all are taken: a signal may have asked to stop before.
-
-    `measure_later`: makes the first measurement, if that was put off until after the first step.
-    """
-    every, stopped = job.config.eval.every, False
-    with _stops_between_steps(team, log.view) as signals:
+    with _stops_between_steps(team, view) as signals:
         while job.done < job.total and not stopped:
             if measure_later is None:
                 job.advance(log)
@@ -180,8 +165,15 @@ def _steps(job: Job, log: Log, team: Team, measure_later: Callable[[Log], None] 
                 job.measure(log, "during")
             stopped = team.any(bool(signals))
             if job.done % job.config.checkpoint_every == 0 or last or stopped:
-                _save(job, log.run, team)
-    return not stopped
+                _save(job, run, team)
+    if stopped:
+        stops.enter(stops.Phase.ENDING)
+        raise Interrupted(f"stopped after {job.unit} {job.done}, which was saved. {stops.advice()}")
+    job.measure(log, "after")
+    job.export(run.path, UNFINISHED_CARD, team)
+    summary = team.lead(lambda: _summarized(job, run))
+    stops.done()
+    return summary
 
 
 def _advance_first(job: Job, log: Log, measure: Callable[[Log], None]) -> None:
@@ -341,13 +333,6 @@ def _say_what_it_brings(config: Config | SftConfig) -> None:
         say(f"the run's reward function {reward} is imported from {file_of(reward) or 'an unknown place'}")
     if config.cluster.on and address is not None:
         say(f"the run joins the Ray cluster at {address}, which can run code here")
-
-
-# The directory.
-
-
-def _directory(path: Path, team: Team) -> RunDirectory:
-    return RunDirectory(path) if team.leads else Onlooker(path)
 
 
 def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:

@@ -13,7 +13,7 @@ from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy
 from bapo.models.lora import LoraSettings
 
-Kind = TypeVar("Kind", Config, SftConfig)
+Kind = TypeVar("Kind", bound=Config | SftConfig)
 
 
 def resolve(config: Kind) -> Kind:
