@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bapo.config.errors import CheckpointError, ConfigError
+from bapo.config.errors import CheckpointError
 from bapo.config.recipe import COMMANDS, parse
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
@@ -131,7 +131,7 @@ def _changes(source: Path, config: Config | SftConfig) -> Changes:
     kept = source / checkpoint.CONFIG
     try:
         before = parse(type(config), files.read_object(kept), source=str(kept))
-    except ConfigError as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{error}\nIt is not a configuration of this version of bapo. Resume with the version that wrote it."
         ) from None
