@@ -301,7 +301,7 @@ def _told(error: BaseException) -> str:
                 secrets |= {password, unquote(password)}
     for secret in sorted(secrets, key=len, reverse=True):
         told = told.replace(secret, "***")
-    return re.sub(r"(://[^\s/:@]*):[^\s/]*@", r"\1:***@", told)
+    return re.sub(r"(://[^\s/:@]*):\S*@", r"\1:***@", told)  # a password may hold any sign
 
 
 @contextlib.contextmanager
