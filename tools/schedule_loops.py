@@ -5,7 +5,7 @@ weights are read once for all responses and the keys once for each. A response t
 first, and the engine decodes nothing meanwhile. A response goes to the engine with the fewest responses, if it has a
 free slot.
 
-The asynchronous loop is the one of bapo.train.async_loop. With u updates per rollout and the staleness bound S:
+The asynchronous loop is the one of bapo.train.cluster.loop. With u updates per rollout and the staleness bound S:
 
     window      `prompts` groups; window k opens when the updates on rollout k - 1 - ahead are done
     rollout k   whole when as many groups have finished as windows 0..k admitted, and no group in flight is due. It

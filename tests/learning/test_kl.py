@@ -12,7 +12,7 @@ from bapo.config.recipe import parse_config
 from bapo.demo import model_path
 from bapo.train.build import build, resolve
 from bapo.train.run import resume, start
-from bapo.train.team import Team
+from bapo.train.torchrun import Team
 from tests.tiny.runs import configured
 
 OFF_POLICY = {"reuse": 2, "replay_fraction": 0.3, "partial_budget": 900}

@@ -13,7 +13,6 @@ from bapo.models.lora import LoraSettings
 from bapo.tasks.countdown import Countdown
 from bapo.train import build as build_module
 from bapo.train.run import resume, start
-from bapo.train.tasks import PreparedTask
 from bapo.types import Problem, Score
 from tests.tiny.families import publish
 from tests.tiny.runs import configured
@@ -44,7 +43,7 @@ class Capitals:
 
 
 def test_a_chat_model_learns_from_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: PreparedTask(Capitals()))
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: (Capitals(), []))
     out = run(
         tmp_path / "run",
         steps=12,
@@ -104,7 +103,7 @@ class Products:
 
 
 def test_additions_to_the_embedded_model_learn(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: PreparedTask(Products()))
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: (Products(), []))
     out = run(
         tmp_path / "run",
         steps=8,
@@ -139,7 +138,7 @@ def test_the_card_says_what_the_run_did(with_lora):
 
 
 def test_a_published_model_without_a_token_to_pad_with_trains_and_is_exported(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: PreparedTask(Capitals()))
+    monkeypatch.setattr(build_module, "make_task", lambda config, policy, data: (Capitals(), []))
     out = run(
         tmp_path / "run",
         steps=1,

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,12 @@ def test_every_allowance_is_used():
         for inner in allowed:
             used = any(name == f"bapo.{inner}" or name.startswith(f"bapo.{inner}.") for name in names)
             assert used, f"nothing in {here} imports {inner}: remove the allowance"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    modules = {f"bapo.{'.'.join(path.relative_to(ROOT / 'src/bapo').with_suffix('').parts)}": path for path in SOURCES}
+    graph = {name: {found for found in imports(path) if found in modules} for name, path in modules.items()}
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the modules
 
 
 def test_the_loop_fits_a_reader():

@@ -22,10 +22,10 @@ from bapo.runs import history
 from bapo.runs.ledger import Ledger, balance
 from bapo.screen.view import View
 from bapo.tasks.stream import ProblemStream
-from bapo.train import async_loop
-from bapo.train.async_loop import AsyncLoop
+from bapo.train.cluster import loop as async_loop
+from bapo.train.cluster.loop import AsyncLoop
 from bapo.train.continuing import check_ledger
-from bapo.train.loop import RunState
+from bapo.train.loop import RunState, admit
 from bapo.train.scoring import Failing
 from bapo.types import Problem, Score, Status
 
@@ -243,7 +243,7 @@ def test_restarts_are_shown_and_written_into_the_history(monkeypatch, tmp_path):
     parts.engine.restarted(history.Restart("rollout 0", "it died", responses=2, tokens=9))
     parts.learner.restarted(history.Restart(history.LEARNER, "it died", updates=4))
     loop.close()
-    assert loop.restarts() == {"learner": 1, "rollout 0": 1}
+    assert history.restarts(tmp_path) == {"learner": 1, "rollout 0": 1}
     assert [(line["who"], line["step"]) for line in history.read(tmp_path)] == [("rollout 0", 2), ("learner", 2)]
     assert len(notes) == 2
 
@@ -331,3 +331,29 @@ def test_a_checkpoint_while_groups_are_scored_fits_the_ledger_and_goes_on(monkey
 
 def problem_of(group):
     return int(group["problem"]["id"])
+
+
+def test_what_is_owed_and_finds_no_room_stays_owed(monkeypatch):
+    parts, loop = made(monkeypatch, ahead=0, staleness=1, length=lambda prompt: 5)
+    loop.close()
+    state = RunState(owed=3)
+    assert admit(parts, state) == PROMPTS + 3
+    assert state.owed == 0
+    state.owed = 2
+    assert admit(parts, state) == 1  # two steps' worth are in progress
+    assert state.owed == 2
+    assert admit(parts, state, most=4) == PROMPTS + 2
+    assert state.owed == 0
+    state.owed = 3 * PROMPTS
+    assert admit(parts, state, most=99) == 2 * PROMPTS
+    assert state.owed == 0, "a step makes up for one step's worth at most, and the rest is forgiven"
+    assert state.groups == len(parts.scheduler.in_progress) == PROMPTS + 3 + 1 + PROMPTS + 2 + 2 * PROMPTS
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_groups_without_a_signal_are_made_up_for_in_the_next_window(monkeypatch, ahead):
+    parts, loop = made(monkeypatch, ahead=ahead, staleness=9, length=lambda prompt: 5, steps=3)
+    parts.task.scores = lambda asked: [Score(1.0) for _ in asked]  # no group has a signal
+    admitted = [loop.take_step(View(1, title="", clock=lambda: 0.0)).rollout["rollout/admitted"] for _ in range(3)]
+    loop.close()
+    assert admitted == [PROMPTS, 2 * PROMPTS, 2 * PROMPTS] if ahead == 0 else [2 * PROMPTS, 2 * PROMPTS, 0]

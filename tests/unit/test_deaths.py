@@ -2,7 +2,7 @@
 
 import pytest
 
-from bapo.train.cluster import why_it_died
+from bapo.train.cluster.ray import why_it_died
 
 FIELDS = "\n\tclass_name: RolloutHost\n\tactor_id: 0a1b\n\tpid: 4242\n\tnamespace: 77aa\n\tip: 10.0.0.2\n"
 DIED = f"The actor died unexpectedly before finishing this task.{FIELDS}"

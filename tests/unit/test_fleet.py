@@ -13,11 +13,11 @@ from bapo.rollout.engine import Request, Sampling, generate, join
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.probe import WrongWeights
 from bapo.rollout.worker import Worker
-from bapo.train import fleet as fleet_module
-from bapo.train.cluster import Lost, Missing, Silent
-from bapo.train.fleet import Fleet
-from bapo.train.hosts import Hello, Loaded, code
-from bapo.train.published import Probe, Published
+from bapo.train.cluster import fleet as fleet_module
+from bapo.train.cluster.fleet import Fleet
+from bapo.train.cluster.ray import Hello, Lost, Missing, Silent
+from bapo.train.cluster.weights import Probe, Published
+from bapo.train.machine import code
 from bapo.types import Status
 from tests.tiny.models import tiny
 
@@ -71,7 +71,7 @@ class Member:
         if self.how == "is wrong":
             raise WrongWeights("the head is stale")
         self.worker.load(parcel, version=version)
-        return Loaded(version, 1e-6)
+        return 1e-6
 
     def work(self, requests, sampling, seconds):
         if requests:
@@ -81,8 +81,9 @@ class Member:
     def park(self):
         return self.worker.park(), 0.0
 
-    def known(self, process, node):
-        self.process = process
+    def greet(self, hello):
+        self.process = hello.process
+        hello.check(f"{self.name} on {hello.node}")
 
     def kill(self):
         self.killed = True
@@ -119,9 +120,8 @@ def made(*firsts, even=False, slots=4):
         even=even,
         silence_seconds=60,
         start_seconds=60,
-        say=told.append,
-        restarted=restarts.append,
     )
+    made.say, made.restarted = told.append, restarts.append
     return SimpleNamespace(fleet=made, members=spawned, told=told, restarts=restarts)
 
 
@@ -283,7 +283,7 @@ def test_without_a_fit_member_the_fleet_gives_up(monkeypatch):
     ours.fleet.spawn = lambda place: Member("rollout 0", 0)
     ours.fleet.load(published(), version=0)
     ours.fleet.submit([request(0)], SAMPLING)
-    ours.fleet.start_seconds, ours.fleet._fit = 1.0, -9.0
+    ours.fleet.start_seconds, ours.fleet._unfit_seconds = 1.0, 9.0
     with pytest.raises(ClusterError, match="no rollout actor has been fit"):
         collected(ours.fleet)
 
@@ -320,7 +320,6 @@ def test_time_in_which_nobody_listens_makes_nobody_unfit(alone):
     ours.fleet.load(published(), version=0)
     ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
     ours.fleet.collect(0)
-    ours.fleet._fit -= 1000
     ours.fleet._listened -= 1000  # an update that took long
     ours.fleet.load(published(1), version=1)
     assert len(collected(ours.fleet)) == 12
@@ -341,7 +340,7 @@ def test_nobody_is_unfit_before_there_are_weights():
     """The learner may take longer to start than a rollout actor may be unfit."""
     ours = made(Member("rollout 0"))
     ours.fleet.hear()
-    ours.fleet._fit -= 1000
+    ours.fleet._unfit_seconds = 1000
     ours.fleet.hear()
     ours.fleet.load(published(), version=0)
     ours.fleet.submit([request(0)], SAMPLING)

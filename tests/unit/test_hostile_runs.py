@@ -15,7 +15,7 @@ from bapo.models.export import _fresh
 from bapo.runs import files, history
 from bapo.runs.write import FILES, FOLDERS, LOGS, RunDirectory
 from bapo.train.run import start
-from bapo.train.trackers import TensorBoard, Tracked
+from bapo.train.trackers import MAKERS, Tracked
 from tests.tiny.runs import configured
 
 SECRET = b"# a file of another program\n"
@@ -284,7 +284,7 @@ def test_a_tracker_in_the_run_directory_does_not_follow_links(outside, tmp_path)
     for name in ("tensorboard", "tensorboard/step"):
         put(tmp_path / name, "link to a folder", outside)
         with pytest.raises(PlaceError, match=name):
-            TensorBoard(run)
+            MAKERS["tensorboard"](run)
         (tmp_path / name).unlink()
     assert unchanged(outside)
 

@@ -9,10 +9,10 @@ import pytest
 
 from bapo.config.errors import ClusterError
 from bapo.learn.learner import Learner
-from bapo.train import learners as learners_module
-from bapo.train.cluster import Lost, Missing, Silent
-from bapo.train.hosts import Hello, code
-from bapo.train.learners import RemoteLearner
+from bapo.train.cluster import learner as learners_module
+from bapo.train.cluster.learner import RemoteLearner
+from bapo.train.cluster.ray import Hello, Lost, Missing, Silent
+from bapo.train.machine import code
 from tests.sharded import SETTINGS, groups, overflowing
 from tests.tiny.models import tiny
 
@@ -72,8 +72,8 @@ class Rank:
     def load(self, directory, version):
         self.learner.load(directory, version=version)
 
-    def known(self, process, node):
-        self.process = process
+    def greet(self, hello):
+        self.process = hello.process
 
     def kill(self):
         self.killed = True
@@ -93,9 +93,8 @@ def made(lives=-1, *, after=False, how=Lost):
         contexts=[],
         start_seconds=1,
         update_seconds=1,
-        say=told.append,
-        restarted=lambda restart: told.append(restart.line()),
     )
+    made.say, made.restarted = told.append, lambda restart: told.append(restart.line())
     return made, told
 
 

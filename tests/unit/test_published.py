@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bapo.train.published import BLOCK, Published, fingerprint, pack, unpack
+from bapo.train.cluster.weights import BLOCK, Published, fingerprint, pack, unpack
 
 
 def weights(dtype=torch.float32):

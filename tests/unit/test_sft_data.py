@@ -6,7 +6,7 @@ from bapo.config.sft import SftTaskConfig
 from bapo.models import Policy, find_stop_ids
 from bapo.preflight.data import load_sft
 from bapo.tasks.data.demonstrations import Demonstration
-from bapo.train.demonstrations import (
+from bapo.train.sft_data import (
     Batches,
     Encoded,
     Encoder,

@@ -9,7 +9,7 @@ from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse_config
 from bapo.demo import model_path
 from bapo.models import Policy
-from bapo.train.tasks import make_task
+from bapo.train.build import make_task
 
 GSM8K = [
     {"question": "Tom has 2 pens and buys 3. How many has he?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
@@ -36,18 +36,17 @@ def made(policy, **task):
 
 
 def test_data_is_loaded_cleaned_of_test_problems_and_scored_by_math_verify(policy, files):
-    prepared = made(policy, name="data", reward_workers=1, **files)
-    task = prepared.task
+    task, notes = made(policy, name="data", reward_workers=1, **files)
     assert [problem.answer for problem in task.train] == ["5", "24"]
-    assert "task.train: left out 1 problem that task.test has too" in prepared.notes
+    assert "task.train: left out 1 problem that task.test has too" in notes
     first, second = task.train
     scores = task.scores([(first, r"So \boxed{5}"), (first, "6"), (second, "It is 24.")])
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
 
 
 def test_long_prompts_are_left_out_and_counted(policy, files):
-    prepared = made(policy, name="data", max_prompt_tokens=43, reward_workers=1, **files)
-    assert "task.train: left out 1 prompt over 43 tokens" in prepared.notes
+    _, notes = made(policy, name="data", max_prompt_tokens=43, reward_workers=1, **files)
+    assert "task.train: left out 1 prompt over 43 tokens" in notes
     with pytest.raises(ValueError, match=r"task\.train has no problem left.*Raise task.max_prompt_tokens"):
         made(policy, name="data", max_prompt_tokens=1, reward_workers=1, **files)
 
@@ -55,12 +54,12 @@ def test_long_prompts_are_left_out_and_counted(policy, files):
 def test_a_reward_of_ones_own(policy, files, tmp_path, monkeypatch):
     (tmp_path / "my_reward.py").write_text("def score(response, answer):\n    return 0.25 * (response == answer)\n")
     monkeypatch.chdir(tmp_path)
-    task = made(policy, name="data", reward="my_reward:score", **files).task
+    task, _ = made(policy, name="data", reward="my_reward:score", **files)
     assert [score.reward for score in task.scores([(task.train[0], "5"), (task.train[0], "4")])] == [0.25, 0.0]
 
 
 def test_a_gym(policy):
-    task = made(policy, name="gym", gym={"basic_arithmetic": {}}, gym_train=8, gym_test=4, reward_workers=1).task
+    task, _ = made(policy, name="gym", gym={"basic_arithmetic": {}}, gym_train=8, gym_test=4, reward_workers=1)
     assert (len(task.train), len(task.test)) == (8, 4)
     assert task.scores([(task.train[0], "<answer>no number</answer>")])[0].reward in (0.0, 0.01)
 

@@ -14,8 +14,7 @@ from bapo.config.errors import ConfigError, RankFailed
 from bapo.learn.ranks import leave
 from bapo.rollout.engine import Request, Sampling, generate
 from bapo.rollout.local.engine import LocalEngine
-from bapo.train.team import ALONE, Team, check_alike
-from bapo.train.together import SharedEngine, SharedTask, joined
+from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, check_alike, joined
 from bapo.types import Problem, Score, Status
 from tests.processes import in_ranks
 from tests.rollouts import forcing_limit

@@ -144,7 +144,7 @@ def _command_line(case: list[str], inside: Path) -> None:
     from bapo.commands.training import asked_for
     from bapo.config.run import Config
 
-    parsed(lambda: asked_for(Config, case).sound())
+    parsed(lambda: asked_for(Config, case).checked_config())
 
 
 def _grid_text(case: bytes, inside: Path) -> None:

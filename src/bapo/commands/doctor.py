@@ -69,7 +69,7 @@ def doctor(words: list[str]) -> int:
     """Carry out `bapo doctor`."""
     asked = asked_for(Config, words, prog="bapo doctor")
     if asked.given.unknown:
-        asked.sound()
+        asked.checked_config()
     findings = [*_python(), *_torch(), *_extras(), *_machine(), *_data(), *_model(asked.draft, asked.wrong)]
     for finding in findings:
         say(finding.line())

@@ -34,7 +34,7 @@ def train(words: list[str]) -> int:
     asked = asked_for(Config, words)
     if "dry-run" in asked.given.switches:
         return show_plan(asked)
-    config = asked.sound()
+    config = asked.checked_config()
 
     from bapo.train.run import start
 
@@ -47,7 +47,7 @@ def sft(words: list[str]) -> None:
     from bapo.config.sft import SftConfig
 
     asked = asked_for(SftConfig, words)
-    config = asked.sound()
+    config = asked.checked_config()
 
     from bapo.train.sft import start
 
@@ -78,7 +78,7 @@ def resume(words: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Asked(Generic[Kind]):
+class CommandLine(Generic[Kind]):
     """What a command line asks for, and everything that is wrong with it as far as it can be known without torch."""
 
     given: Words
@@ -89,14 +89,14 @@ class Asked(Generic[Kind]):
     wrong: list[str]
     found: Examined
 
-    def sound(self) -> Kind:
+    def checked_config(self) -> Kind:
         """The configuration, or one error that lists everything that is wrong with it."""
         if self.config is None or self.wrong:
             raise _all_wrong(self.wrong, self.given)
         return self.config
 
 
-def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) -> Asked[Kind]:
+def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) -> CommandLine[Kind]:
     """The configuration that a recipe and the keys on the command line describe together."""
     from bapo.config.errors import Answered
     from bapo.config.recipe import COMMANDS, check, draft, read_recipe_for
@@ -116,10 +116,10 @@ def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) 
     config, wrong = check(schema, values)
     readable = draft(schema, values) if config is None else config
     found: Examined = looked_at(readable)
-    return Asked(given, config, readable, [*wrong, *found.wrong], found)
+    return CommandLine(given, config, readable, [*wrong, *found.wrong], found)
 
 
-def show_plan(asked: Asked[Config]) -> int:
+def show_plan(asked: CommandLine[Config]) -> int:
     """Print what a run would be, and everything that is wrong with it. Returns the exit code.
 
     Keys that cannot be read have no plan: one with defaults in their place would be the plan of another run.

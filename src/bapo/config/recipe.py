@@ -96,7 +96,7 @@ def command_for(values: dict[str, Any]) -> str | None:
     if values.get("kind") == "sft":
         return "bapo sft"
     train, sft = (set(schema.model_fields) for schema in (Config, SftConfig))
-    only = {"bapo train": train - sft, "bapo sft": {*(sft - train), "data", "eval_every"}}
+    only = {"bapo train": train - sft, "bapo sft": sft - train}
     objective = values.get("objective")
     if "objective" in values and (not isinstance(objective, dict) or "label" in objective):
         only["bapo train"].remove("objective")  # a slip in a grid

@@ -1,79 +1,46 @@
-"""Builds the parts of a run from its configuration."""
+"""Builds the parts of a run from its configuration: model, task, engine, scheduler, buffer, learner.
+
+It also says what these parts cannot do together, and what a person should know of them. A dry run asks it for that.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from importlib.util import find_spec
 
 import torch
 
 from bapo.buffer import Buffer
-from bapo.config.base import ModelConfig, refuse_on_cpu
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
-from bapo.config.placement import placed
 from bapo.config.run import Config
-from bapo.config.sections import LearnConfig
-from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.learn.learner import Learns
 from bapo.learn.reference import Reference, initial
-from bapo.learn.settings import LearnerSettings, wrong_values
-from bapo.models import Policy, hush, load_policy, prompt_text
-from bapo.models.lora import LoraSettings
+from bapo.learn.settings import wrong_values
+from bapo.models import Policy, prompt_text
 from bapo.preflight.checks import wrong_options
-from bapo.preflight.data import TaskData
+from bapo.preflight.data import TaskData, load_task
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
 from bapo.runs.ledger import Ledger
+from bapo.tasks.countdown import Countdown
+from bapo.tasks.data.problems import within, without_overlap
+from bapo.tasks.dataset import DataTask
 from bapo.tasks.overlong import overlong_penalty
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
+from bapo.tasks.verify.scorers import check_answers, open_scorer
 from bapo.train.loop import Parts
-from bapo.train.speed import slow_precision
-from bapo.train.tasks import make_task
-from bapo.train.team import ALONE, Team
-from bapo.train.together import SharedEngine, SharedTask, make_learner, on_the_cpu
-
-Kind = TypeVar("Kind", Config, SftConfig)
+from bapo.train.machine import slow_precision
+from bapo.train.resolve import learner_settings, make_policy, on_the_cpu
+from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, make_learner
+from bapo.types import Problem
 
 UNKNOWN = 0.2
 """The share of unknown tokens above which a model cannot read its prompts."""
-
-
-def resolve(config: Kind) -> Kind:
-    """Decide everything in the configuration that depends on this machine, and which objective `auto` is."""
-    elsewhere = isinstance(config, Config) and config.cluster.address is not None
-    device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
-    refuse_on_cpu(device, config.learn, asked=config.device)
-    decided: dict[str, Any] = {"device": device, "threads": threads}
-    decided["model"] = config.model.model_copy(update={"dtype": dtype})
-    if isinstance(config, Config):
-        decided["objective"] = config.objective.for_passes(config.offpolicy.reuse)
-    return config.model_copy(update=decided)
-
-
-def prompting(model: ModelConfig) -> dict[str, Any]:
-    """How prompts become text, for `load_policy` and `outline_policy`."""
-    chat = {"auto": None, "yes": True, "no": False}[model.chat]
-    return {"chat": chat, "system": model.system, "template_options": dict(model.template_options)}
-
-
-def make_policy(config: Config | SftConfig) -> Policy:
-    """Load the model of a run, without the usual messages."""
-    hush()
-    model, lora = config.model, config.model.lora
-    return load_policy(
-        model.path,
-        dtype=model.dtype,
-        device=config.device,
-        attention=model.attention,
-        **prompting(model),
-        lora=LoraSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
-        seed=config.seed,
-    )
 
 
 def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> Parts:
@@ -83,8 +50,8 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
     """
     torch.set_num_threads(max(1, config.threads // team.on_this_machine))
     policy = make_policy(on_the_cpu(config) if config.cluster.on else config)
-    prepared = make_task(config, policy, data)
-    task, ledger = prepared.task, Ledger()
+    task, notes = make_task(config, policy, data)
+    ledger = Ledger()
     config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
     if wrong := list(misfits(config, policy, task)):
         raise ConfigError("\n".join(wrong))
@@ -117,7 +84,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         task=task if team.size == 1 else SharedTask(task, team),
         policy=policy,
         notes=[
-            *prepared.notes,
+            *notes,
             *([] if config.cluster.on else engine_notes(engine)),
             *clip_notes(config),
             *endless_warmup(config),
@@ -143,7 +110,7 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
                 f"cluster.rollouts={config.cluster.rollouts}, but torchrun started {team.size} ranks. Start a cluster "
                 "without torchrun: Ray starts its processes."
             )
-        from bapo.train.cluster_parts import start_cluster
+        from bapo.train.cluster.start import start_cluster
 
         policy.model.to("meta")  # this process only needs to know its shape
         return start_cluster(config, policy, task)
@@ -168,6 +135,64 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
     if kept is not None:
         learner.reference = Reference(kept, learner.whole, learner.settings)
     return engine, learner, lambda: None
+
+
+def make_task(config: Config, policy: Policy, data: TaskData | None = None) -> tuple[Task, list[str]]:
+    """The task that the configuration names, fitted to the model that will answer, and what to know about it.
+
+    It does not depend on the seed: all seeds see the same problems. `data`: its problems, if they were read already.
+    """
+    chosen = config.task
+    if chosen.name == "countdown":
+        return Countdown(), []
+    if chosen.name == "gym":
+        if find_spec("reasoning_gym") is None:
+            raise ValueError(
+                "task.name='gym' needs reasoning-gym, which is not installed. Install it with: pip install 'bapo[math]'"
+            )
+        from bapo.tasks.gym import Gym
+
+        gym: Task = Gym(
+            chosen.gym,
+            train_size=chosen.gym_train,
+            test_size=chosen.gym_test,
+            chat=policy.chat,
+            thinking=policy.opens_thinking,
+            workers=chosen.reward_workers or None,
+            seconds=chosen.reward_seconds,
+            memory_mb=chosen.reward_memory_mb,
+        )
+        return gym, []
+    return _from_data(config, policy, load_task(chosen) if data is None else data)
+
+
+def _from_data(config: Config, policy: Policy, data: TaskData) -> tuple[Task, list[str]]:
+    chosen = config.task
+    notes = list(data.notes)
+    loaded: dict[str, Sequence[Problem]] = {}
+    for name, problems in (("train", data.train), ("test", data.test)):
+        if chosen.max_prompt_tokens is not None:
+            problems, long = within(problems, lambda prompt: len(policy.encode(prompt)), chosen.max_prompt_tokens)
+            if long:
+                told = counted(len(long), "prompt")
+                notes.append(f"task.{name}: left out {told} over {chosen.max_prompt_tokens} tokens")
+        loaded[name] = problems
+    train, shared = without_overlap(loaded["train"], loaded["test"])
+    if shared:
+        notes.append(f"task.train: left out {counted(len(shared), 'problem')} that task.test has too")
+    if not train or not loaded["test"]:
+        empty = "train" if not train else "test"
+        remedy = "Give other data to train on." if shared and empty == "train" else "Raise task.max_prompt_tokens."
+        raise ValueError(f"task.{empty} has no problem left. {'; '.join(notes)}. {remedy}")
+    check_answers([*train, *loaded["test"]], chosen.reward)
+    scorer, _ = open_scorer(
+        chosen.reward,
+        opens_thinking=policy.opens_thinking,
+        seconds=chosen.reward_seconds,
+        memory_mb=chosen.reward_memory_mb,
+        workers=chosen.reward_workers or None,
+    )
+    return DataTask(train, loaded["test"], scorer), notes
 
 
 def engine_notes(engine: Engine) -> list[str]:
@@ -198,7 +223,7 @@ def cluster_notes(config: Config) -> list[str]:
 
 
 def clip_notes(config: Config) -> list[str]:
-    """What a person should know of a clip that the bounds on the screen do not show."""
+    """Say which lower bound used tokens have: the bounds on the screen do not show it."""
     used_low = config.objective.bound_of_used
     if used_low is None:
         return []
@@ -207,7 +232,7 @@ def clip_notes(config: Config) -> list[str]:
 
 
 def idle_push_once(config: Config) -> Iterator[str]:
-    """Says so if push once is asked for, but has nothing to do."""
+    """Say so if push once is asked for, but has nothing to do."""
     off = config.offpolicy
     if config.objective.bound_of_used is not None and off.reuse == 1 and not off.replay_fraction:
         yield (
@@ -217,7 +242,7 @@ def idle_push_once(config: Config) -> Iterator[str]:
 
 
 def endless_warmup(config: Config) -> Iterator[str]:
-    """Says so if the learning rate rises during the whole run."""
+    """Say so if the learning rate rises during the whole run."""
     updates, warmup = config.steps * config.updates_per_step, config.learn.warmup_updates
     if warmup > updates:
         yield (
@@ -269,11 +294,9 @@ def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:
             f"rollout.max_tokens={config.rollout.max_tokens} and prompts of up to {longest} tokens exceed the model's "
             f"{positions} positions. Set rollout.max_tokens <= {positions - longest}."
         )
-    yield from list(wrong_options(config)) or _wrong_settings(config)
-
-
-def _wrong_settings(config: Config) -> Iterator[str]:
-    """What the learner and the objective say of their settings."""
+    if wrong := list(wrong_options(config)):
+        yield from wrong
+        return
     try:
         yield from wrong_values(learner_settings(config))
     except ValueError as error:
@@ -281,7 +304,7 @@ def _wrong_settings(config: Config) -> Iterator[str]:
 
 
 def unreadable(config: Config, policy: Policy, task: Task) -> Iterator[str]:
-    """Says so if a model knows too few of the tokens of its first prompts to read them."""
+    """Say so if a model knows too few of the tokens of its first prompts to read them."""
     tokenizer = policy.tokenizer
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
@@ -293,38 +316,3 @@ def unreadable(config: Config, policy: Policy, task: Task) -> Iterator[str]:
             f"{share:.0%} of the tokens of the prompts are unknown to {config.model.path!r}, so it cannot read them. "
             "Use a model that can; the embedded demo reads countdown problems only: digits and a few signs."
         )
-
-
-def learner_settings(config: Config) -> LearnerSettings:
-    """The part of the configuration that the learner needs."""
-    learn, objective = config.learn, config.objective
-    return LearnerSettings(
-        **optimizer_settings(learn),
-        objective=objective.name,
-        clip=objective.clip,
-        scope=objective.scope,
-        options=dict(objective.options),
-        reduction=learn.reduction,
-        length=config.rollout.max_tokens,
-        advantages=learn.advantages,
-        temperature=config.rollout.temperature,
-        warmup_updates=learn.warmup_updates,
-        total_updates=config.steps * config.updates_per_step,
-        ess_reference=learn.ess_reference,
-        float32_head=config.model.float32_head,
-        anchor_limit=learn.anchor_limit,
-        kl=learn.kl,
-        kept_caches=config.offpolicy.partial_cache == "keep",
-    )
-
-
-SHARED = (
-    *("lr", "betas", "weight_decay", "clip_norm", "schedule", "micro_tokens"),
-    *("activation_checkpointing", "compile", "offload_optimizer"),
-)
-"""Keys of `learn` that both reinforcement learning and supervised training pass on to LearnerSettings."""
-
-
-def optimizer_settings(learn: LearnConfig | SftLearnConfig) -> dict[str, Any]:
-    """The settings that every learner needs, whatever its loss."""
-    return {name: getattr(learn, name) for name in SHARED}

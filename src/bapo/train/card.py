@@ -1,7 +1,7 @@
-"""The README.md of a trained model: its base model, how it was trained, what it scores, how to check the scores.
+"""What a finished run says of its model: the README.md beside the weights, and the lines in the terminal.
 
-The card is written from the run's own configuration and figures, so it cannot contradict them. It leaves out what they
-do not contain: licence and intended use are the base model's.
+The card is written from the run's own configuration and figures, so it cannot contradict them. It says what the base
+model is, how it was trained, what it scores and how to check the scores. Licence and intended use are the base model's.
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from bapo import __version__
 from bapo.config.numerals import counted
 from bapo.config.run import Config, TaskConfig
 from bapo.config.sft import SftConfig
+from bapo.runs import files, ledger
+from bapo.screen.terminal import say
+from bapo.screen.view import summary_table
 
+SELDOM = 0.02
+"""With a mean reward below this, most groups have no success at all."""
 UNFINISHED_CARD = (
     "This model was trained and exported, but its run was not summarised yet. `bapo resume` writes the card.\n"
 )
@@ -38,17 +45,8 @@ def model_card(
     summary: dict[str, Any],  # as in summary.json
     *,
     chat: bool,  # whether prompts were put into the chat template
-    version: str,  # of bapo
 ) -> str:
-    """Write the card, with front matter for model hubs."""
-    front = [
-        "---",
-        f"base_model: {json.dumps(config.model.path)}",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [reinforcement-learning, bapo]",
-        "---",
-    ]
+    """The card of a model that was trained by reinforcement learning."""
     facts = {
         "base model": f"`{config.model.path}`, {_trained(config)}",
         "objective": _objective(config),
@@ -60,27 +58,27 @@ def model_card(
         "data": _data(config.task),
         "prompts": _prompts(config, chat=chat),
         "seed": str(config.seed),
-        "made with": f"bapo {version} (arXiv:2510.18927), {config.device}, {config.model.dtype}",
+        "made with": f"bapo {__version__} (arXiv:2510.18927), {config.device}, {config.model.dtype}",
     }
-    table = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items())]
-    sections = [
-        "\n".join(front),
-        f"# {config.model.path}, trained with {config.objective.name}",
+    again = eval_command(config, "MODEL", chat=chat)
+    return _card(
+        config,
+        "[reinforcement-learning, bapo]",
+        f"trained with {config.objective.name}",
         "The base model after reinforcement learning on problems whose answers a program checks"
         + ("" if summary["updates"] else ". No update was taken, so the weights did not change")
         + ". Licence and terms are the base model's.",
-        "\n".join(table),
+        facts,
         "## Scores",
         f"{config.eval.problems} held-out problems, at most {config.rollout.max_tokens} tokens per response, 95% "
         "intervals over problems.",
         "\n".join(_scores(config, summary)),
-        *_check(config, chat=chat),
-    ]
-    return "\n\n".join(sections) + "\n"
+        *(["To measure the scores again, with this directory as MODEL:", f"    {again}"] if again else []),
+    )
 
 
-def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: str) -> str:
-    """Write the card of a supervised run. `data` says in words what happened to its demonstrations."""
+def sft_card(config: SftConfig, summary: dict[str, Any], data: str) -> str:
+    """The card of a supervised run. `data` says in words what happened to its demonstrations."""
     learn, before, after = config.learn, summary["before"], summary["after"]
     facts = {
         "base model": f"`{config.model.path}`, {_trained(config)}",
@@ -88,21 +86,33 @@ def sft_card(config: SftConfig, summary: dict[str, Any], data: str, *, version: 
         "updates": f"{summary['updates']} ({counted(config.epochs, 'epoch')} of batches of {learn.batch_sequences}), "
         f"AdamW, learning rate {learn.lr:g} ({learn.schedule})",
         "seed": str(config.seed),
-        "made with": f"bapo {version}, {config.device}, {config.model.dtype}",
+        "made with": f"bapo {__version__}, {config.device}, {config.model.dtype}",
     }
     if before is not None:
         facts["held-out loss"] = f"{before['held_out/loss']:.4f} → {after['held_out/loss']:.4f} nats per token"
-    front = ["---", f"base_model: {json.dumps(config.model.path)}", "library_name: transformers"]
-    front += ["pipeline_tag: text-generation", "tags: [sft, bapo]", "---"]
-    table = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items())]
-    sections = [
-        "\n".join(front),
-        f"# {config.model.path}, supervised",
+    return _card(
+        config,
+        "[sft, bapo]",
+        "supervised",
         "The base model after supervised training on demonstrations: a warm start for reinforcement learning. The "
         "licences and terms of the base model and of the data apply.",
-        "\n".join(table),
-    ]
-    return "\n\n".join(sections) + "\n"
+        facts,
+    )
+
+
+def _card(
+    config: Config | SftConfig,
+    tags: str,
+    how: str,  # the model was trained, for the title
+    what: str,  # it is, in a sentence or two
+    facts: dict[str, str],
+    *sections: str,
+) -> str:
+    """A card with front matter for model hubs, a table of facts, and further sections."""
+    front = ["---", f"base_model: {json.dumps(config.model.path)}", "library_name: transformers"]
+    front += ["pipeline_tag: text-generation", f"tags: {tags}", "---"]
+    table = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items())]
+    return "\n\n".join(["\n".join(front), f"# {config.model.path}, {how}", what, "\n".join(table), *sections]) + "\n"
 
 
 def _trained(config: Config | SftConfig) -> str:
@@ -187,13 +197,6 @@ def _interval(line: dict[str, Any], key: str) -> str:
     return f"{line[key]:.3f} [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
 
 
-def _check(config: Config, *, chat: bool) -> list[str]:
-    """How to measure the scores again."""
-    command = eval_command(config, "MODEL", chat=chat)
-    told = "To measure the scores again, with this directory as MODEL:"
-    return [] if command is None else [told, f"    {command}"]
-
-
 def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
     """The command that evaluates a model as the run does. Generated problems have no name that it could use."""
     task, model = config.task, config.model
@@ -221,3 +224,65 @@ def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+# In the terminal.
+
+
+def show_ending(config: Config, summary: dict[str, Any], path: Path, *, drift: str) -> None:
+    """Print what training changed, and what went wrong.
+
+    `drift`: since when sampler and learner have not meant the same policy, in words; empty if they do.
+    """
+    k = config.eval.k
+    title = f"{counted(config.eval.problems or 0, 'held-out problem')}, temperature {config.eval.temperature:g}"
+    summary_table(title, _rows(summary, k))
+    if not summary["updates"] and not summary["skipped"]:
+        say(_why_no_update(config, summary["after"]))
+    failures = path / "failures.jsonl"
+    if failures.exists() and (lines := files.read(failures).splitlines()):
+        told = counted(len(lines), "response was", "responses were")
+        say(f"{told} left out, because the verifier failed: {failures}")
+    say(
+        f"{counted(summary['updates'], 'update')} in {summary['training_seconds']:.0f} s of training; no token "
+        f"older than {counted(round(summary['staleness_max']), 'update')} (bound {config.offpolicy.max_staleness})"
+    )
+    if "restarts" in summary:
+        times = ", ".join(f"{who} ({count})" for who, count in summary["restarts"].items())
+        say(f"restarts: {times}; history.jsonl says when and why" if times else "restarts: none")
+    if drift:
+        say(f"sampler and learner differ since {drift}")
+    bound = config.offpolicy.max_staleness
+    found = ledger.balance(ledger.read(path), max_staleness=bound, ended=True, all_used=config.cluster.on)
+    say(f"ledger: {found.line()}" + (f" (`bapo ledger {path}` lists them)" if found.wrong else ""))
+
+
+def _why_no_update(config: Config, after: dict[str, Any]) -> str:
+    """Say why a run learned nothing and what to change."""
+    told = "No update was taken: no group finished with different rewards."
+    if config.offpolicy.partial_budget is not None:
+        return f"{told} Raise offpolicy.partial_budget or steps."
+    if after["eval/avg"] < SELDOM:
+        return f"{told} The model hardly ever earns a reward. Warm-start it (docs/sft.md), or give it easier problems."
+    return f"{told} Use problems that the model sometimes solves, larger groups, or more steps."
+
+
+def _rows(summary: dict[str, Any], k: int) -> list[tuple[str, str, str]]:
+    """What training changed, as rows of the table: name, before, after."""
+    before, after = summary["before"], summary["after"]
+
+    def interval(line: dict[str, Any], key: str) -> str:
+        return f"{line[key]:.3f}  [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
+
+    rows = [
+        (f"avg@{k}", interval(before, "eval/avg"), interval(after, "eval/avg")),
+        (f"pass@{k}", interval(before, "eval/pass"), interval(after, "eval/pass")),
+        ("response length", f"{before['eval/length']:.1f}", f"{after['eval/length']:.1f}"),
+    ]
+    if "eval/entropy" in before and "eval/entropy" in after:  # otherwise the engine does not give entropies
+        rows.insert(2, ("entropy, nats per token", f"{before['eval/entropy']:.3f}", f"{after['eval/entropy']:.3f}"))
+    for other in summary["also_at"]:
+        samples = 1 if other["temperature"] == 0 else k
+        name = f"avg@{samples} at temperature {other['temperature']:g}"
+        rows.append((name, interval(other["before"], "eval/avg"), interval(other["after"], "eval/avg")))
+    return rows

@@ -7,7 +7,7 @@ data cursor. It is written under another name, every file is flushed to disk and
 `manifest.json`, and the directory is renamed last. So a directory with the final name is complete, whatever kills the
 process. Loading verifies every checksum, and that of `config.json` is the digest of the configuration.
 
-The ranks of a team (`together.py`) write one checkpoint together, into a directory that all of them see: each writes
+The ranks of a team (`torchrun.py`) write one checkpoint together, into a directory that all of them see: each writes
 its shards of the weights and moments, and the first one writes the rest. They divide the checksums among them.
 
 The random state needs no file: every draw is a function of a seed and a counter that is saved here.
@@ -27,9 +27,11 @@ from bapo.config.errors import BapoError, CheckpointError
 from bapo.learn.learner import Learns
 from bapo.runs import files
 from bapo.runs.write import LOGS
-from bapo.train.team import ALONE, Team
+from bapo.train.torchrun import ALONE, Team
 
 CONFIG, MANIFEST, STATE = "config.json", "manifest.json", "state.json"
+NEEDED = ("version", "ranks", "run", "vocabulary", "logs", "log_digests")
+"""What the state of every run has."""
 
 
 class _Flaw(Exception):  # noqa: N818
@@ -60,11 +62,11 @@ def save(
         parts = team.share(lambda: {name: _flushed(partial / name) for name in written[team.rank :: team.size]})
         checksums = {name: checksum for part in parts for name, checksum in part.items()}
         team.lead(lambda: _finish(partial, final, dict(sorted(checksums.items())), keep=keep))
-    except SafetensorError as error:  # this is how safetensors reports a full disk
-        _remove(partial, team)
-        raise OSError(f"{partial}: {error}") from error
-    except BaseException:
-        _remove(partial, team)
+    except BaseException as error:
+        if team.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # this is how safetensors reports a full disk
+            raise OSError(f"{partial}: {error}") from error
         raise
     return final
 
@@ -74,11 +76,6 @@ def _make(partial: Path) -> None:
     files.folder(partial.parent)
     partial.mkdir()
     files.flush(partial.parent.parent)  # the directory of all checkpoints may be new
-
-
-def _remove(partial: Path, team: Team) -> None:
-    if team.leads:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(path: Path, value: Any) -> None:
@@ -144,15 +141,10 @@ def read_state(path: Path) -> dict[str, Any]:
     """The state in a checkpoint. Its manifest and its small files are verified; `load` verifies all."""
     try:
         manifest = _manifest(path)
-        _compare(path, {name: manifest[name] for name in (STATE, CONFIG) if name in manifest})
+        _compare(path, {name: manifest[name] for name in (STATE, CONFIG)})
         return _state(path)
     except _Flaw as flaw:
         raise _damaged(path, flaw) from None
-
-
-def kept_config(path: Path) -> dict[str, Any] | None:
-    """The configuration in a checkpoint; None if an earlier version wrote it, which kept no copy."""
-    return files.read_object(path / CONFIG) if (path / CONFIG).exists() else None
 
 
 def load(path: Path, learner: Learns, *, team: Team = ALONE) -> dict[str, Any]:
@@ -209,7 +201,7 @@ def _manifest(path: Path) -> dict[str, str]:
         raise _Flaw(f"cannot read {MANIFEST}: {error}") from None
     if strange := [name for name in checksums if Path(name).name != name or "\0" in name]:
         raise _Flaw(f"{MANIFEST} names {strange[0]!r}, which is no file of a checkpoint")
-    unnamed = sorted((present | {STATE}) - checksums.keys())
+    unnamed = sorted((present | {STATE, CONFIG}) - checksums.keys())
     if unnamed:
         raise _Flaw(f"{MANIFEST} has no checksum of {', '.join(unnamed)}")
     return checksums
@@ -220,12 +212,12 @@ def _state(path: Path) -> dict[str, Any]:
         state = files.read_object(path / STATE)
     except (OSError, ValueError) as error:
         raise _Flaw(f"cannot read {STATE}: {error}") from None
-    if missing := [key for key in ("version", "logs") if key not in state]:
+    if missing := [key for key in NEEDED if key not in state]:
         raise _Flaw(f"{STATE} does not say {' and '.join(missing)}")
     if not _counts(state["version"]):
         raise _Flaw(f"{STATE} has a version that is no number of updates: {state['version']!r:.60}")
-    logs, digests = state["logs"], state.get("log_digests", {})
-    if not isinstance(logs, dict) or not set(logs) <= set(LOGS) or not all(map(_counts, logs.values())):
+    logs, digests = state["logs"], state["log_digests"]
+    if not isinstance(logs, dict) or set(logs) != set(LOGS) or not all(map(_counts, logs.values())):
         raise _Flaw(f"{STATE} has sizes of logs that are none of this version: {logs!r:.60}")
     if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
         raise _Flaw(f"{STATE} has checksums of logs that are none: {digests!r:.60}")
@@ -233,6 +225,7 @@ def _state(path: Path) -> dict[str, Any]:
 
 
 def _counts(value: Any) -> bool:
+    """Whether it is a number of something."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -6,22 +6,21 @@
     logs       they must begin with what the run had written when the checkpoint was made
     groups     the ledger must have every group where the state of the checkpoint has it
 
-Nothing is changed before all four are known to be right. A checkpoint of an earlier version has neither identity nor
-configuration. It is accepted with a note, and its logs must at least be readable.
+Nothing is changed before all four are known to be right.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from bapo.config.errors import CheckpointError, ConfigError
+from bapo.config.errors import CheckpointError
 from bapo.config.recipe import COMMANDS, parse
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.config.words import flat
-from bapo.runs import history, ledger
+from bapo.runs import files, history, ledger
 from bapo.runs.history import Changes
 from bapo.runs.write import RunDirectory
 from bapo.train import checkpoint
@@ -42,24 +41,19 @@ NOT_BIT_FOR_BIT = ("threads", "learn.micro_tokens", "learn.activation_checkpoint
 
 @dataclass(frozen=True)
 class Continued:
-    """What a run goes on from."""
+    """What a run goes on from, as JSON data, so that the first rank can tell the others."""
 
-    source: Path
-    """The checkpoint."""
+    checkpoint: str
+    """Its path."""
     changes: Changes
     """Settings that differ from those of the checkpoint."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     """What a person should know."""
 
-    def as_data(self) -> dict[str, Any]:
-        """The same as JSON data, for the other ranks. `of` is its inverse."""
-        return vars(self) | {"source": str(self.source)}
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> Self:
-        """What `as_data` wrote."""
-        changes = {key: (before, now) for key, (before, now) in data["changes"].items()}
-        return cls(Path(data["source"]), changes, data["notes"])
+    @property
+    def source(self) -> Path:
+        """The path of the checkpoint."""
+        return Path(self.checkpoint)
 
 
 def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
@@ -70,7 +64,7 @@ def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
     source = checkpoint.chosen(run.path / "checkpoints", name)
     state = checkpoint.read_state(source)
     notes = _check_identity(run, source, state)
-    changes = _changes(run, source, config)
+    changes = _changes(source, config)
     refused = {key: values for key, values in changes.items() if key not in MAY_CHANGE}
     if refused:
         raise CheckpointError(_refusal(run.path, source, refused, config))
@@ -85,20 +79,17 @@ def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
             f"{flaw}, so the run cannot be continued from {source.name}. Nothing was changed. Put the file back as it "
             f"was. {checkpoint.advice(source, lambda other: run.flaw(other) is None)}"
         )
-    return Continued(source, changes, notes)
+    return Continued(str(source), changes, notes)
 
 
 def check_ledger(path: Path, state: dict[str, Any], *, max_staleness: int) -> None:
-    """Raise CheckpointError if the ledger of the run in `path` and this state of a checkpoint disagree about a group.
-
-    A version of bapo that had no ledger kept no length of one, so there is nothing to compare.
-    """
+    """Raise CheckpointError if the ledger of the run in `path` and the state of a checkpoint disagree on a group."""
 
     def wrong(state: dict[str, Any]) -> list[str]:
-        return _disagreements(ledger.read(path, state["logs"].get(ledger.FILE, 0)), state, max_staleness=max_staleness)
+        size = state["logs"][ledger.FILE]  # there is no file before the first step
+        lines = ledger.read(path, size) if size else []
+        return _disagreements(lines, state, max_staleness=max_staleness)
 
-    if ledger.FILE not in state["logs"] or not (path / ledger.FILE).exists():
-        return
     if found := wrong(state):
         source = path / "checkpoints" / checkpoint.name_of(state["progress"]["step"])
         raise CheckpointError(
@@ -124,29 +115,27 @@ def _disagreements(lines: list[dict[str, Any]], state: dict[str, Any], *, max_st
 
 
 def _check_identity(run: RunDirectory, source: Path, state: dict[str, Any]) -> list[str]:
-    """Set the run's identity. Returns what to tell if none is recorded."""
-    own, theirs = history.identity(run.path), state.get("run")
-    if own is not None and theirs is not None and own != theirs:
+    """Set the run's identity. Returns what to tell if its history has lost it."""
+    own, theirs = history.identity(run.path), state["run"]
+    if own not in (None, theirs):
         raise CheckpointError(
             f"{source} belongs to another run: it has the identity {theirs}, and this run has {own}. Nothing was "
-            f"changed. Move it out of {source.parent}. {checkpoint.advice(source, lambda s: s.get('run') == own)}"
+            f"changed. Move it out of {source.parent}. {checkpoint.advice(source, lambda s: s['run'] == own)}"
         )
-    run.id = own or theirs or history.new_id()
-    if theirs is None:
-        return [f"{source.name} records neither its run nor its settings, so they were not compared"]
+    run.id = theirs
     return [] if own is not None else [f"{history.FILE} is lost, so {source.name} says which run this is"]
 
 
-def _changes(run: RunDirectory, source: Path, config: Config | SftConfig) -> Changes:
-    """Settings that differ from those of a checkpoint; of an earlier version's, from those in config.json."""
-    values = checkpoint.kept_config(source) or run.values()
+def _changes(source: Path, config: Config | SftConfig) -> Changes:
+    """Settings that differ from those of a checkpoint."""
+    kept = source / checkpoint.CONFIG
     try:
-        before = parse(type(config), values, source=str(source / checkpoint.CONFIG))
-    except ConfigError as error:
+        before = parse(type(config), files.read_object(kept), source=str(kept))
+    except ValueError as error:
         raise CheckpointError(
             f"{error}\nIt is not a configuration of this version of bapo. Resume with the version that wrote it."
         ) from None
-    old, new = (dict(flat(kept.model_dump(mode="json"))) for kept in (before, config))
+    old, new = (dict(flat(settings.model_dump(mode="json"))) for settings in (before, config))
     return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
 
 

@@ -30,13 +30,12 @@ from bapo.train.build import (
     endless_warmup,
     idle_push_once,
     longest_prompt,
+    make_task,
     misfits,
-    prompting,
-    resolve,
     unreadable,
 )
-from bapo.train.speed import measured_speed, slow_precision
-from bapo.train.tasks import make_task
+from bapo.train.machine import measured_speed, slow_precision
+from bapo.train.resolve import prompting, resolve, threads_of_actor
 from bapo.types import Problem
 
 SHOWN = 600
@@ -52,7 +51,7 @@ def dry_run(
 
     A configuration that is not `readable` has defaults in place of what cannot be read. It has no plan.
     """
-    wrong, policy, task, facts = list(wrong), None, None, dict[str, str]()
+    wrong, policy, task, notes = list(wrong), None, None, list[str]()
     hush()
     try:
         config = resolve(config)
@@ -65,8 +64,7 @@ def dry_run(
             wrong.append(str(error))
     if policy is not None and (config.task.name != "data" or data is not None):
         try:
-            prepared = make_task(config, policy, data)
-            task, facts["notes"] = prepared.task, "; ".join(prepared.notes)
+            task, notes = make_task(config, policy, data)
         except (ValueError, OSError) as error:
             if not str(error) or not any(str(error) in line for line in wrong):
                 wrong.append(str(error))
@@ -74,11 +72,11 @@ def dry_run(
         config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
         wrong += [*misfits(config, policy, task), *unreadable(config, policy, task)]
     wrong = list(dict.fromkeys(_with_one_limit(config, wrong)))
-    return (_plan(config, policy, task, facts) if readable else []), wrong
+    return (_plan(config, policy, task, notes) if readable else []), wrong
 
 
-def _plan(config: Config, policy: Policy | None, task: Task | None, facts: dict[str, str]) -> list[str]:
-    lines = [*_model(config, policy), *_processes(config), *_task(config, policy, task, facts), *_steps(config)]
+def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[str]) -> list[str]:
+    lines = [*_model(config, policy), *_processes(config), *_task(config, policy, task, notes), *_steps(config)]
     if policy is not None and task is not None:
         lines += _needs(config, policy, task)
     lines += _place(config)
@@ -143,7 +141,7 @@ def _processes(config: Config) -> Iterator[str]:
         return
     ray = "Ray is started on this machine" if cluster.address is None else f"in the Ray cluster at {cluster.address}"
     actors, ranks = counted(cluster.rollouts, "rollout actor"), counted(cluster.learners, "learner rank")
-    each = counted(_threads(config), "CPU thread")
+    each = counted(threads_of_actor(config), "CPU thread")
     on_gpu = config.device == "cuda"
     told = [
         f"this one, {actors} and {ranks}; {ray}",
@@ -170,19 +168,12 @@ def _numbered(name: str, count: int) -> str:
     return f"{name} 0" if count == 1 else f"{name} 0-{count - 1}"
 
 
-def _threads(config: Config) -> int:
-    """The threads of one process of a cluster."""
-    from bapo.train.hosts import threads_of
-
-    return threads_of(config)
-
-
-def _task(config: Config, policy: Policy | None, task: Task | None, facts: dict[str, str]) -> Iterator[str]:
+def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[str]) -> Iterator[str]:
     if policy is None or task is None:
         return
     sizes = f"{counted(len(task.train), 'problem')} to train on, {len(task.test):,} held out"
     asked = f"{config.eval.problems:,} of them evaluated, {counted(config.eval.k, 'response')} each"
-    yield _line("data", "\n".join(filter(None, (f"{config.task.name}: {sizes}, {asked}", facts["notes"]))))
+    yield _line("data", "\n".join(filter(None, (f"{config.task.name}: {sizes}, {asked}", "; ".join(notes)))))
     problem = task.train[0]
     text = printable(policy.decode(policy.encode(problem.prompt)))
     yield _line("prompt", text if len(text) <= SHOWN else f"{text[:SHOWN]} …")
@@ -289,7 +280,7 @@ def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
         flops, bandwidth = measured_speed(config)
         took = seconds(config, shape, longest, flops=flops, bandwidth=bandwidth)
     if config.cluster.on:
-        parts = on_cluster(config, shape, held, took, threads=_threads(config))
+        parts = on_cluster(config, shape, held, took, threads=threads_of_actor(config))
         took = parts.took
         yield _line(
             "memory",

@@ -1,24 +1,71 @@
-"""A job: what one kind of run does between its beginning and its end, as `life_cycle.py` drives it."""
+"""A job: what one kind of run does between its beginning and its end, as `life_cycle.py` drives it, and its log.
+
+An update may be skipped, for one of two reasons. Each skipped update gets a line of its own kind in metrics.jsonl.
+
+    its numbers are not finite           the run stops after `learn.skip_limit` of them in a row: chances are that the
+    (`learn/finite.py`)                  policy has diverged, and no later update would be taken either
+    sampler and learner have drifted     the run stops at once: every ratio is wrong, and nothing would mend it
+    apart (`learn/anchor.py`)
+
+The tokens of the last one are kept as `skipped/update-000012.safetensors`, a dump that `bapo diagnose` reads.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn, cast
 
+from bapo.config.errors import DriftedApart
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.learn.learner import Learner, Learns
+from bapo.learn.learner import Learner, Learns, Update
 from bapo.models import Policy
 from bapo.models.export import write_model
-from bapo.train.build import make_policy
-from bapo.train.log import Log
-from bapo.train.team import Team
-from bapo.train.together import gather_into, on_the_cpu
+from bapo.runs.metrics import check_declared
+from bapo.runs.write import RunDirectory
+from bapo.screen.view import View
+from bapo.train.resolve import make_policy, on_the_cpu
+from bapo.train.torchrun import Team, gather_into
+from bapo.train.trackers import Trackers
 
 Summary = dict[str, Any]
 When = Literal["before", "during", "after"]
+
+
+@dataclass(frozen=True)
+class Log:
+    """Where a job reports what it did: the files of its run, the screen, and the trackers that it was asked to tell."""
+
+    run: RunDirectory
+    view: View
+    trackers: Trackers = field(default_factory=Trackers)
+
+    def metrics(self, *lines: dict[str, Any]) -> None:
+        """Append lines to metrics.jsonl. Every key must be declared."""
+        for line in lines:
+            check_declared(line)
+        self.run.append("metrics.jsonl", *lines)
+        self.trackers.send(*lines)
+
+    def timing(self, line: dict[str, Any]) -> None:
+        """Append a line to timing.jsonl."""
+        self.run.append("timing.jsonl", line)
+        self.trackers.send({"kind": "timing"} | line)
+
+
+@dataclass(frozen=True)
+class HeldLog(Log):
+    """Keeps the lines of metrics.jsonl until others, which belong before them, are written."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def metrics(self, *lines: dict[str, Any]) -> None:
+        """Keep these lines, to be written later."""
+        self.lines.extend(lines)
 
 
 class Job(ABC):
@@ -44,11 +91,6 @@ class Job(ABC):
     def total(self) -> int:
         """How many steps the whole run has."""
 
-    @property
-    @abstractmethod
-    def measure_every(self) -> int:
-        """Steps between two measurements during training; 0 for none."""
-
     @abstractmethod
     def title(self) -> str:
         """A few words that say what is trained."""
@@ -68,7 +110,7 @@ class Job(ABC):
     def measure(self, log: Log, when: When) -> None:
         """Measure how good the model is now and log it."""
 
-    def put_off(self) -> Callable[[Log], None] | None:
+    def measure_later(self) -> Callable[[Log], None] | None:
         """Set aside what a measurement before training needs. Returns what measures it after the first step.
 
         None: there is nothing to gain, or it cannot be set aside, so measure before the first step.
@@ -88,8 +130,8 @@ class Job(ABC):
         state does not fit its logs. Nothing in `path` is changed before or by this."""
 
     @abstractmethod
-    def summary(self, lines: list[dict[str, Any]]) -> Summary:
-        """The results of the run, from the lines of metrics.jsonl."""
+    def summary(self, lines: list[dict[str, Any]], path: Path) -> Summary:
+        """The results of the run in `path`, from the lines of its metrics.jsonl."""
 
     @abstractmethod
     def card(self, summary: Summary) -> str:
@@ -122,3 +164,42 @@ class Job(ABC):
 
     def close(self) -> None:  # noqa: B027 - most jobs have nothing to do
         """End what was started for the run. Called last, whatever happened."""
+
+
+# Skipped updates.
+
+WITHOUT_POLICY = ("logprobs", "entropy", "targets", "sequence_ids", "update")
+"""What is known of tokens that no policy sampled."""
+
+
+def ends_run(update: Update, *, in_a_row: int, limit: int) -> bool:
+    """Whether no update may follow this one. `in_a_row`: skipped updates in a row, this one included."""
+    return update.skipped is not None and (update.skipped.drifted or in_a_row >= limit)
+
+
+def skipped_line(update: Update, *, step: int, in_a_row: int) -> dict[str, Any]:
+    """The line of metrics.jsonl for an update that was skipped."""
+    assert update.skipped is not None
+    line = {"kind": "skipped", "step": step, "version": update.version} | update.metrics
+    return line | {"skipped/in_a_row": in_a_row, "skipped/cause": update.skipped.cause}
+
+
+def stop_after(run: RunDirectory, update: Update, *, in_a_row: int, lr: float, sampled: bool = True) -> NoReturn:
+    """End the run, and keep the tokens of this skipped update. `sampled`: a policy did, so there is a clip to see."""
+    assert update.skipped is not None
+    name, tokens = f"skipped/update-{update.version:06d}.safetensors", update.skipped.tokens
+    run.write_arrays(name, {key: tensor.numpy() for key, tensor in tokens.items() if sampled or key in WITHOUT_POLICY})
+    look = f"look at it with `bapo diagnose {run.path / name}`" if sampled else f"see logprobs in {run.path / name}"
+    if update.skipped.drifted:
+        gap = cast(float, update.metrics["anchor_gap"])
+        enough = math.ceil(20 * gap + 1) / 10  # this update would have passed, with some room
+        raise DriftedApart(
+            f"update {update.version} was not taken, because its ratios would mean nothing: {update.skipped.cause}\n"
+            f"The batch is saved; {look}. The gap may be learn.anchor_limit at most. If you know why it is larger and "
+            f"want to go on all the same: `bapo resume {run.path} --learn.anchor_limit {enough:g}`."
+        )
+    raise FloatingPointError(
+        f"{in_a_row} updates in a row were skipped, up to update {update.version}: {update.skipped.cause}. They "
+        f"changed no weight. The batch of the last one is saved; {look}. Lower learn.lr (now {lr:g}), or check "
+        "that the model in model.path is sound."
+    )

@@ -1,6 +1,10 @@
-"""The life of a run, whatever it trains: start, resume, save, stop, summarise.
+"""The life of a run, whatever it trains: start, resume, save, stop, summarise. It reads from top to bottom:
 
-    save, measure; then step after step: log, measure now and then, save now and then; measure, export, summarise
+    start     decides what the configuration leaves open, makes the job and its directory     \
+    resume    finds a checkpoint that the run may go on from (continuing.py), makes the job   -> _live
+    _live     opens screen and trackers, goes back to the checkpoint, and shows the results at the end
+    _train    measures; step after step: logs, measures now and then, saves now and then; then measures again, exports
+              the model and summarises
 
 A job may put the first measurement off until the first step is taken, so that a person sees a step soon. It then
 measures what it has set aside. In the logs the measurement comes first all the same, and until it is there nothing of
@@ -10,13 +14,12 @@ The `Job` (job.py) decides what a step is, what is measured and what a checkpoin
 either reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every
 `checkpoint_every` steps, after the last step, and when the run is asked to stop. The model is exported before anything
 is computed from the logs, so a damaged log cannot cost it. `summary.json` is written last, so its presence means that
-the run is complete. `continuing.py` decides what a run may go on from.
+the run is complete.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -24,12 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bapo import __version__
 from bapo.config.errors import BapoError, CheckpointError, ConfigError, Interrupted
+from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.process import stops
-from bapo.process.stops import PASSED_ON_SECONDS
 from bapo.runs import files, history
 from bapo.runs.read import logged_steps
 from bapo.runs.write import CONFIG, SUMMARY, RunDirectory, unused
@@ -38,19 +40,15 @@ from bapo.screen.view import View, make_view
 from bapo.tasks.verify.finding import file_of
 from bapo.tasks.verify.scorers import MATH
 from bapo.train import checkpoint
-from bapo.train.build import resolve
 from bapo.train.card import UNFINISHED_CARD, with_changes
 from bapo.train.continuing import Continued, examine
-from bapo.train.environment import differences, environment
-from bapo.train.job import Job, Summary
-from bapo.train.log import Held, Log
-from bapo.train.team import Team, check_alike, team_notes
-from bapo.train.together import Onlooker, joined
+from bapo.train.job import HeldLog, Job, Log, Summary
+from bapo.train.machine import differences, environment
+from bapo.train.resolve import resolve
+from bapo.train.torchrun import Onlooker, Team, check_alike, joined, team_notes
 from bapo.train.trackers import Tracked, tracking
 
 Kind = TypeVar("Kind", Config, SftConfig)
-AT_ONCE = "at once"
-"""Stands where the first signal would, while there is nothing to finish: the next one does not wait."""
 
 
 def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None) -> Summary:
@@ -59,7 +57,8 @@ def start(make: Callable[[Kind, Team], Job], config: Kind, *, plain: bool | None
     with joined(config.device) as team, ExitStack() as ending:
         job = ending.enter_context(closing(_made(make, config, team)))
         path = Path(team.lead(lambda: str(ending.enter_context(RunDirectory.begun(job.config)).given)))
-        return _begin(job, ending.enter_context(closing(_run(path, team))), team, plain=plain)
+        run = ending.enter_context(closing((RunDirectory if team.leads else Onlooker)(path)))
+        return _live(job, run, team, plain=plain)
 
 
 def resume(
@@ -84,190 +83,87 @@ def resume(
         return finished
     wanted = resolve(kept if config is None else config)
     with joined(wanted.device) as team, ExitStack() as ending:
-        run = ending.enter_context(closing(_run(path, team)))
+        run = ending.enter_context(closing((RunDirectory if team.leads else Onlooker)(path)))
         team.lead(lambda: ending.enter_context(run.held()))
         team.lead(lambda: files.sweep(path))
         team.lead(lambda: _say_what_it_brings(wanted))
         if team.lead(lambda: unused(path)):
             team.lead(run.clear)
             job = ending.enter_context(closing(_made(make, wanted, team)))
-            run.write(CONFIG, job.config.model_dump(mode="json"))
-            return _begin(job, run, team, plain=plain, notes=["there is no checkpoint yet, so the run begins anew"])
-        continued = Continued.of(team.lead(lambda: examine(run, wanted, source).as_data()))
+            team.lead(lambda: run.write(CONFIG, job.config.model_dump(mode="json")))
+            return _live(job, run, team, plain=plain, notes=["there is no checkpoint yet, so the run begins anew"])
+        continued = Continued(**team.lead(lambda: vars(examine(run, wanted, source))))
         if flaw is not None:
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
         _check_vocabulary(job, checkpoint.read_state(continued.source), path)
-        with _watched(job, run, team, plain=plain, after=checkpoint.step_of(continued.source)) as log:
-            summary = _live(job, log, team, _restored(job, run, team, continued))
-        return _shown(job, run, team, summary)
+        return _live(job, run, team, plain=plain, continued=continued)
 
 
-def _say_what_it_brings(config: Config | SftConfig) -> None:
-    """Say which code a run brings with it, before that code is run: the run may be somebody else's."""
-    if not isinstance(config, Config):
-        return
-    reward, address = config.task.reward, config.cluster.address
-    if config.task.name == "data" and reward != MATH:
-        say(f"the run's reward function {reward} is imported from {file_of(reward) or 'an unknown place'}")
-    if config.cluster.on and address is not None:
-        say(f"the run joins the Ray cluster at {address}, which can run code here")
-
-
-def _restored(job: Job, run: RunDirectory, team: Team, continued: Continued) -> list[str]:
-    """Take the job and its directory back to a checkpoint. Returns what a person should know about that."""
-    state = checkpoint.load(continued.source, job.learner, team=team)
-    _restore(job, state, run.path, continued.source)
-    _check_length(job, continued.source)
-    team.lead(lambda: _go_back(run, job.config, continued, state))
-    _write_files(job, run)  # nothing else would notice that they were damaged
-    team.lead(lambda: _record(run, job, "resume", continued))
-    where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
-    return [*continued.notes, *team_notes(team, state.get("ranks", 1)), f"resumed {where}"]
-
-
-def _restore(job: Job, state: dict[str, Any], path: Path, source: Path) -> None:
-    try:
-        job.restore(state, path)
-    except BapoError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{source / checkpoint.STATE} is not the state of such a run: {type(error).__name__}: {error}. Put back "
-            f"the file that the run wrote. {checkpoint.advice(source)}"
-        ) from None
-
-
-def _begin(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, notes: Sequence[str] = ()) -> Summary:
-    """Train from the beginning, in a directory that holds nothing but the configuration."""
-    run.id = team.lead(history.new_id)
-    _write_files(job, run)
-    team.lead(lambda: _record(run, job, "start"))
-    with _watched(job, run, team, plain=plain) as log:
-        summary = _live(job, log, team, [*notes, *team_notes(team, None)])
-    return _shown(job, run, team, summary)
-
-
-def _check_vocabulary(job: Job, state: dict[str, Any], path: Path) -> None:
-    """Refuse a model that reads and writes text in other tokens. An earlier version kept nothing to compare."""
-    before = state.get("vocabulary")
-    if before is not None and before != job.policy.vocabulary():
-        raise CheckpointError(
-            f"model.path={job.config.model.path!r} has another tokenizer, chat template or stop token than {path} was "
-            "trained with, so its tokens would mean something else. Nothing was changed. Put the tokenizer's files "
-            "back, or start a new run."
-        )
-
-
-def _write_files(job: Job, run: RunDirectory) -> None:
-    for name, value in job.files().items():
-        run.write(name, value)
-
-
-def _check_length(job: Job, source: Path) -> None:
-    if job.done > job.total:
-        raise CheckpointError(
-            f"steps={job.total}, but {source.name} has taken {job.done} already. Nothing was changed. Set steps >= "
-            f"{job.done}, or resume from an older checkpoint with --from."
-        )
-
-
-def _go_back(run: RunDirectory, config: Config | SftConfig, continued: Continued, state: dict[str, Any]) -> None:
-    """Make the directory what it was at the checkpoint, with the settings to go on with."""
-    (run.path / SUMMARY).unlink(missing_ok=True)
-    lost = not run.has_config()
-    if lost:
-        continued.notes.append(f"{CONFIG} was lost or damaged, and was restored from a checkpoint")
-    if lost or continued.changes:
-        run.write(CONFIG, config.model_dump(mode="json"))
-    aside = checkpoint.set_aside_newer(continued.source)
-    if aside:
-        continued.notes.append(f"newer checkpoints were set aside: {', '.join(aside)}. Delete them when you like.")
-    run.cut(state)
-
-
-def _record(run: RunDirectory, job: Job, event: str, continued: Continued | None = None) -> None:
-    """Write into the history what the run starts or goes on with, and compare it with the time before."""
-    now = environment(__version__)
-    before: dict[str, Any] = next(
-        (line["environment"] for line in reversed(history.read(run.path)) if "environment" in line), {}
-    )
-    facts: dict[str, Any] = {"id": run.id, "step": job.done}
-    if continued is not None:
-        facts |= {"from": continued.source.name, "changed": continued.changes}
-        if differs := differences(before, now):
-            continued.notes.append(
-                f"the run may not go on bit for bit, because the surroundings changed: {'; '.join(differs)}"
-            )
-    history.record(run.path, event, **facts, environment=now)
-
-
-def _run(path: Path, team: Team) -> RunDirectory:
-    return RunDirectory(path) if team.leads else Onlooker(path)
-
-
-def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:
-    try:
-        return make(config, team)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-@contextmanager
-def _watched(job: Job, run: RunDirectory, team: Team, *, plain: bool | None, after: int = 0) -> Iterator[Log]:
-    """Open the screen, and let the job report there from now on. `after`: the step that a resumed job continues."""
+def _live(
+    job: Job,
+    run: RunDirectory,
+    team: Team,
+    *,
+    plain: bool | None,
+    continued: Continued | None = None,  # what it goes on from; None for a run that begins
+    notes: Sequence[str] = (),
+) -> Summary:
+    """Everything that is left to do in a run, under the eyes of a person and of the trackers. Returns the summary."""
+    if continued is None:
+        run.id = team.lead(history.new_id)
+        team.lead(lambda: _write_files(job, run))
+        team.lead(lambda: _record(run, job, "start"))
+        notes = [*notes, *team_notes(team, team.size)]
     title = f"{job.title()} · {job.config.model.path} · {run.given}"
     stops.advise(f"Continue with: {team.command} resume {run.given}")
     stops.enter(stops.Phase.RAISE)
-    with _view(job, title, team, plain=plain) as view:
-        view.begin_after(after)
+    shows_nothing = View(job.total, title=title, clock=time.monotonic)
+    opened = make_view(job.total, title=title, plain=plain, samples=job.shows_samples) if team.leads else shows_nothing
+    with opened as view:
+        view.begin_after(0 if continued is None else checkpoint.step_of(continued.source))
         log = Log(run, view)
         job.watched(log)
-        yield log
+        if continued is not None:
+            notes = _go_back(job, run, team, continued)
+        if job.done == 0:
+            _save(job, run, team)  # first, so that a run whose tracker cannot start can be resumed
+        tracked = Tracked(
+            path=run.path.absolute(),
+            id=run.id or run.path.name,
+            project=job.config.log.project,
+            config=job.config.model_dump(mode="json"),
+            step=job.done,
+            version=job.learner.version,
+        )
+        with tracking(job.config.log.to if team.leads else (), tracked, view.note) as trackers:
+            summary = _train(job, replace(log, trackers=trackers), team, notes)
+    if team.leads:
+        _show(job, run, summary)
+    return summary
 
 
-def _live(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
-    """Everything that is left to do, from the present state to the summary, under the eyes of the trackers."""
-    run, config = log.run, job.config
-    tracked = Tracked(
-        path=run.path.absolute(),
-        id=run.id or run.path.name,
-        project=config.log.project,
-        config=config.model_dump(mode="json"),
-        step=job.done,
-        version=job.learner.version,
-    )
-    if job.done == 0:
-        _save(job, run, team)  # first, so that a run whose tracker cannot start can be resumed
-    with tracking(config.log.to if team.leads else (), tracked, log.view.note) as trackers:
-        return _finished(job, replace(log, trackers=trackers), team, notes)
-
-
-def _finished(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
-    """Take the steps that are left, then measure, export and summarise."""
-    run = log.run
-    stopping: list[str] = []
-    stopped = False
+def _train(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
+    """Measure, take the steps that are left, measure again, export the model, and summarise."""
+    run, view, every, stopped = log.run, log.view, job.config.eval.every, False
     for note in (*job.notes(), *notes):
-        log.view.note(note)
-    measure_first = None
-    if job.done == 0:
-        measure_first = job.put_off()
-        if measure_first is None:
-            job.measure(log, "before")
-    else:
-        log.view.recall(logged_steps(run.path))
-    with _stop_on_signal(stopping, team, log.view):
+        view.note(note)
+    measure_later = None
+    if job.done:
+        view.recall(logged_steps(run.path))
+    elif (measure_later := job.measure_later()) is None:
+        job.measure(log, "before")
+    with _stops_between_steps(team, view) as signals:
         while job.done < job.total and not stopped:
-            if measure_first is None:
+            if measure_later is None:
                 job.advance(log)
             else:
-                _advance_first(job, log, measure_first, stopping)
-                measure_first = None
+                _advance_first(job, log, measure_later)
+                measure_later = None
             last = job.done == job.total
-            if job.measure_every and job.done % job.measure_every == 0 and not last:
+            if every and job.done % every == 0 and not last:
                 job.measure(log, "during")
-            stopped = team.any(bool(stopping))
+            stopped = team.any(bool(signals))
             if job.done % job.config.checkpoint_every == 0 or last or stopped:
                 _save(job, run, team)
     if stopped:
@@ -280,33 +176,42 @@ def _finished(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
     return summary
 
 
-def _shown(job: Job, run: RunDirectory, team: Team, summary: Summary) -> Summary:
-    """The summary, after it was printed below the screen."""
-    if team.leads:
-        job.show(summary, run.given)
-        say(f"run directory   {run.given}\ntrained model   {run.given / 'model'}")
-        for title, command in zip(("next", *[""] * 9), job.next_steps(run.given), strict=False):
-            say(f"{title:<16}{command}")
-    return summary
-
-
-def _advance_first(job: Job, log: Log, measure: Callable[[Log], None], stopping: list[str]) -> None:
+def _advance_first(job: Job, log: Log, measure: Callable[[Log], None]) -> None:
     """Take the first step, and log it after the measurement of what was there before it."""
-    held = Held(log.run, log.view, log.trackers)
+    held = HeldLog(log.run, log.view, log.trackers)
     try:
         job.advance(held)
-        stopping.append(AT_ONCE)
+        stops.enter(stops.Phase.RAISE)  # there is nothing to finish
         measure(log)
-        stopping.remove(AT_ONCE)
+        stops.enter(stops.Phase.LISTEN)
     finally:
         log.metrics(*held.lines)
 
 
-def _view(job: Job, title: str, team: Team, *, plain: bool | None) -> View:
-    """The screen; for ranks that do not lead, one that shows nothing."""
-    if team.leads:
-        return make_view(job.total, title=title, plain=plain, samples=job.shows_samples)
-    return View(job.total, title=title, clock=time.monotonic)
+@contextmanager
+def _stops_between_steps(team: Team, view: View) -> Iterator[list[float]]:
+    """The first Ctrl-C or SIGTERM lets the current step finish and saves it; the second one stops at once.
+
+    Yields a list that is empty until the first signal comes. A signal on one rank stops all of them after the same
+    step. torchrun passes a Ctrl-C on, which the ranks have heard already, so what follows at once counts as the same
+    signal.
+
+    A signal stops measurements before and after training at once: they change nothing. Those after training are not
+    covered by this.
+    """
+    signals: list[float] = []
+
+    def ask(_: int) -> None:
+        if signals:
+            if team.size > 1 and time.monotonic() - signals[0] < stops.PASSED_ON_SECONDS:
+                return
+            stops.at_once()
+        signals.append(time.monotonic())
+        if team.leads:
+            view.interrupt("stopping after this step; press Ctrl-C again to stop at once")
+
+    with stops.listening(ask):
+        yield signals
 
 
 def _save(job: Job, run: RunDirectory, team: Team) -> None:
@@ -336,7 +241,7 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
         [json.loads(line) for line in files.read(run.path / name).splitlines()]
         for name in ("metrics.jsonl", "timing.jsonl")
     )
-    summary = job.summary(metrics) | {"training_seconds": sum(line["seconds"] for line in timing)}
+    summary = job.summary(metrics, run.path) | {"training_seconds": sum(line["seconds"] for line in timing)}
     card = with_changes(job.card(summary), job.unit, history.changes_of(run.path))
     for name in ("model", "adapter"):
         if (run.path / name).is_dir():
@@ -346,28 +251,113 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
     return summary
 
 
-@contextmanager
-def _stop_on_signal(stopping: list[str], team: Team, view: View) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM lets the current step finish and saves it; the second one stops at once.
+def _show(job: Job, run: RunDirectory, summary: Summary) -> None:
+    """Print the summary below the screen, and what a person can do next."""
+    job.show(summary, run.given)
+    if summary["skipped"]:
+        told = counted(summary["skipped"], "update was", "updates were")
+        say(f"{told} skipped, because the loss or the gradient was not finite")
+    say(f"run directory   {run.given}\ntrained model   {run.given / 'model'}")
+    for title, command in zip(("next", *[""] * 9), job.next_steps(run.given), strict=False):
+        say(f"{title:<16}{command}")
 
-    A signal on one rank stops all of them after the same step. torchrun passes a Ctrl-C on, which the ranks have heard
-    already, so what follows at once counts as the same signal.
 
-    A signal stops measurements before and after training at once: they change nothing. Those after training are not
-    covered by this.
-    """
-    heard = time.monotonic()
+# From a checkpoint.
 
-    def ask(number: int) -> None:
-        nonlocal heard
-        if stopping:
-            if team.size > 1 and time.monotonic() - heard < PASSED_ON_SECONDS:
-                return
-            stops.at_once()
-        heard = time.monotonic()
-        stopping.append(signal.Signals(number).name)
-        if team.leads:
-            view.interrupt("stopping after this step; press Ctrl-C again to stop at once")
 
-    with stops.listening(ask):
-        yield
+def _go_back(job: Job, run: RunDirectory, team: Team, continued: Continued) -> list[str]:
+    """Take the job and its directory back to a checkpoint. Returns what a person should know about that."""
+    state = checkpoint.load(continued.source, job.learner, team=team)
+    _restore(job, state, run.path, continued.source)
+    _check_length(job, continued.source)
+    team.lead(lambda: _cut_back(run, job.config, continued, state))
+    team.lead(lambda: _write_files(job, run))  # nothing else would notice that they were damaged
+    team.lead(lambda: _record(run, job, "resume", continued))
+    where = f"after {job.unit} {job.done}" if job.done else f"before the first {job.unit}"
+    return [*continued.notes, *team_notes(team, state["ranks"]), f"resumed {where}"]
+
+
+def _restore(job: Job, state: dict[str, Any], path: Path, source: Path) -> None:
+    """Let the job continue from this state, and say so in words if it is none."""
+    try:
+        job.restore(state, path)
+    except BapoError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{source / checkpoint.STATE} is not the state of such a run in this version of bapo: "
+            f"{type(error).__name__}: {error}. Put back the file that the run wrote, or resume with the version that "
+            f"wrote it. {checkpoint.advice(source)}"
+        ) from None
+
+
+def _check_vocabulary(job: Job, state: dict[str, Any], path: Path) -> None:
+    """Refuse a model that reads and writes text in other tokens."""
+    if state["vocabulary"] != job.policy.vocabulary():
+        raise CheckpointError(
+            f"model.path={job.config.model.path!r} has another tokenizer, chat template or stop token than {path} was "
+            "trained with, so its tokens would mean something else. Nothing was changed. Put the tokenizer's files "
+            "back, or start a new run."
+        )
+
+
+def _check_length(job: Job, source: Path) -> None:
+    """Refuse fewer steps than are taken already."""
+    if job.done > job.total:
+        raise CheckpointError(
+            f"steps={job.total}, but {source.name} has taken {job.done} already. Nothing was changed. Set steps >= "
+            f"{job.done}, or resume from an older checkpoint with --from."
+        )
+
+
+def _cut_back(run: RunDirectory, config: Config | SftConfig, continued: Continued, state: dict[str, Any]) -> None:
+    """Make the directory what it was at the checkpoint, with the settings to go on with."""
+    (run.path / SUMMARY).unlink(missing_ok=True)
+    lost = not run.has_config()
+    if lost:
+        continued.notes.append(f"{CONFIG} was lost or damaged, and was restored from a checkpoint")
+    if lost or continued.changes:
+        run.write(CONFIG, config.model_dump(mode="json"))
+    aside = checkpoint.set_aside_newer(continued.source)
+    if aside:
+        continued.notes.append(f"newer checkpoints were set aside: {', '.join(aside)}. Delete them when you like.")
+    run.cut(state)
+
+
+def _say_what_it_brings(config: Config | SftConfig) -> None:
+    """Say which code a run brings with it, before that code is run: the run may be somebody else's."""
+    if not isinstance(config, Config):
+        return
+    reward, address = config.task.reward, config.cluster.address
+    if config.task.name == "data" and reward != MATH:
+        say(f"the run's reward function {reward} is imported from {file_of(reward) or 'an unknown place'}")
+    if config.cluster.on and address is not None:
+        say(f"the run joins the Ray cluster at {address}, which can run code here")
+
+
+def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:
+    try:
+        return make(config, team)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _write_files(job: Job, run: RunDirectory) -> None:
+    for name, value in job.files().items():
+        run.write(name, value)
+
+
+def _record(run: RunDirectory, job: Job, event: str, continued: Continued | None = None) -> None:
+    """Write into the history what the run starts or goes on with, and compare it with the time before."""
+    now = environment()
+    before: dict[str, Any] = next(
+        (line["environment"] for line in reversed(history.read(run.path)) if "environment" in line), {}
+    )
+    facts: dict[str, Any] = {"id": run.id, "step": job.done}
+    if continued is not None:
+        facts |= {"from": continued.source.name, "changed": continued.changes}
+        if differs := differences(before, now):
+            continued.notes.append(
+                f"the run may not go on bit for bit, because the surroundings changed: {'; '.join(differs)}"
+            )
+    history.record(run.path, event, **facts, environment=now)

@@ -25,8 +25,8 @@ from bapo.runs.ledger import Ledger
 from bapo.screen.watch import Learned, Tell, Watching
 from bapo.tasks.stream import ProblemStream
 from bapo.tasks.task import Task
+from bapo.train.job import ends_run
 from bapo.train.scoring import Failing, Scored, response_metrics, score, unscored
-from bapo.train.skipped import ends_run
 from bapo.types import Group
 
 
@@ -36,7 +36,7 @@ class RunState:
 
     step: int = 0  # completed steps
     groups: int = 0  # groups admitted so far; the next one's id
-    owed: int = 0  # groups of the last step without a signal (filtered, dropped); the next step makes up for them
+    owed: int = 0  # groups without a signal (filtered, dropped) that no later step has made up for yet
     taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
     skipped: int = 0  # updates skipped in a row, up to the last one
     failing: Failing = field(default_factory=Failing)  # groups in a row on which the verifier failed altogether
@@ -88,7 +88,7 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
     added = parts.buffer.add(scored.groups, version=parts.learner.version)
     for group in unscored(rollout.groups, scored):
         parts.ledger.record("unscored", group.id)
-    state.owed = len(added.filtered) + len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
+    state.owed += len(added.filtered) + len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
     sampled = time.perf_counter()
     with watching("learning") as tell:
         updates = list(learn(parts, state, tell))
@@ -122,21 +122,21 @@ def load_weights(parts: Parts) -> None:
 
 def admit(parts: Parts, state: RunState, most: int = 2) -> int:
     """Admit new problems for this step, including those owed; fewer while `most` steps' worth are in progress."""
-    config = parts.config.rollout
-    room = most * config.prompts - len(parts.scheduler.in_progress)
-    count = max(0, min(config.prompts + min(state.owed, config.prompts), room))
+    config, encode, seed = parts.config.rollout, parts.policy.encode, parts.config.seed
+    owed = min(state.owed, config.prompts)
+    count = max(0, min(config.prompts + owed, most * config.prompts - len(parts.scheduler.in_progress)))
     for problem in parts.stream.draw(count):
-        prompt_ids = parts.policy.encode(problem.prompt)
-        group = new_group(state.groups, problem, prompt_ids, responses=config.responses, seed=parts.config.seed)
+        group = new_group(state.groups, problem, encode(problem.prompt), responses=config.responses, seed=seed)
         parts.scheduler.admit([group])
         state.groups += 1
+    state.owed = min(owed, config.prompts + owed - count)
     return count
 
 
 def learn(parts: Parts, state: RunState, tell: Tell | None) -> Iterator[Update]:
     """Take the updates of all passes over the groups in the buffer, and yield each one, up to one that ends the run."""
-    begun, updates, tokens, in_a_row, ended = parts.buffer.metrics(), 0, 0, state.skipped, False
-    while not ended:
+    begun, updates, tokens, in_a_row = parts.buffer.metrics(), 0, 0, state.skipped
+    while True:
         if tell is not None and begun.to_visit:
             tell(Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens))
         if isinstance(groups := parts.buffer.draw(version=parts.learner.version), NoBatch):
@@ -145,6 +145,6 @@ def learn(parts: Parts, state: RunState, tell: Tell | None) -> Iterator[Update]:
         if update.skipped is not None:
             parts.buffer.skipped(groups)
         yield update
-        in_a_row = 0 if update.skipped is None else in_a_row + 1
-        updates, tokens = updates + 1, tokens + update.tokens
-        ended = ends_run(update, in_a_row=in_a_row, limit=parts.config.learn.skip_limit)
+        updates, tokens, in_a_row = updates + 1, tokens + update.tokens, in_a_row + 1 if update.skipped else 0
+        if ends_run(update, in_a_row=in_a_row, limit=parts.config.learn.skip_limit):
+            return

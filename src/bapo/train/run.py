@@ -26,7 +26,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo import __version__
 from bapo.config.errors import CheckpointError, VerifierFailed
 from bapo.config.numerals import counted
 from bapo.config.run import Config
@@ -36,26 +35,23 @@ from bapo.models import prompt_text
 from bapo.preflight.data import TaskData
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
-from bapo.runs.ledger import FILE as LEDGER
+from bapo.runs import history, ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.tasks.data.problems import fingerprint
 from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
-from bapo.train.card import eval_command, model_card
+from bapo.train.card import eval_command, model_card, show_ending
 from bapo.train.continuing import check_ledger
-from bapo.train.ending import show_ending
-from bapo.train.job import Job, Summary, When
-from bapo.train.log import Log
-from bapo.train.loop import Parts, RunState, StepRecord, load_weights, take_step
+from bapo.train.job import Job, Log, Summary, When, ends_run, skipped_line, stop_after
+from bapo.train.loop import RunState, StepRecord, load_weights, take_step
 from bapo.train.scoring import ENOUGH_GROUPS, Failing
-from bapo.train.skipped import ends_run, skipped_line, stop_after
-from bapo.train.team import ALONE, Team
+from bapo.train.torchrun import ALONE, Team
 from bapo.types import Group, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bapo.train.async_loop import AsyncLoop
+    from bapo.train.cluster.loop import AsyncLoop
 
 
 def start(config: Config, *, data: TaskData | None = None, plain: bool | None = None) -> Summary:
@@ -66,10 +62,7 @@ def start(config: Config, *, data: TaskData | None = None, plain: bool | None = 
 def resume(
     path: Path, *, config: Config | None = None, source: str | None = None, plain: bool | None = None
 ) -> Summary:
-    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary.
-
-    See `life_cycle.resume`.
-    """
+    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary."""
     return life_cycle.resume(Training, Config, path, plain=plain, config=config, source=source)
 
 
@@ -85,42 +78,42 @@ class Training(Job):
         self.policy, self.learner = self.parts.policy, self.parts.learner
         self.temperature = self.config.rollout.temperature
         self.run_state = RunState()
-        self.asynchronous = _asynchronous(self.parts, self.run_state)
+        self.asynchronous: AsyncLoop | None = None
+        """The loop of a run on a cluster."""
+        if self.config.cluster.on:
+            from bapo.train.cluster.loop import AsyncLoop
+
+            self.asynchronous = AsyncLoop(self.parts, self.run_state)
         self._sampled, self._cut_off = 0, 0.0
         """Of the first responses: how many there were, and how many of them the length limit cut off."""
 
     @property
     def done(self) -> int:
-        """See `Job.done`."""
+        """How many steps are completed."""
         return self.run_state.step
 
     @property
     def total(self) -> int:
-        """See `Job.total`."""
+        """How many steps the whole run has."""
         return self.config.steps
 
-    @property
-    def measure_every(self) -> int:
-        """See `Job.measure_every`."""
-        return self.config.eval.every
-
     def title(self) -> str:
-        """See `Job.title`."""
+        """Say which objective is trained with."""
         return self.config.objective.name
 
     def notes(self) -> list[str]:
-        """See `Job.notes`."""
+        """Say how the parts of the run were made."""
         return self.parts.notes
 
     def watched(self, log: Log) -> None:
-        """See `Job.watched`."""
+        """Say which processes a cluster has, and show what each of them does."""
         for note in cluster_notes(self.config):
             log.view.note(note)
         if self.asynchronous is not None:
             self.asynchronous.watched(log.view, log.run.path)
 
     def advance(self, log: Log) -> None:
-        """See `Job.advance`."""
+        """Take one step, with one rollout and the updates on it; log it, and look at what went wrong."""
         if self.asynchronous is None:
             record = take_step(self.parts, self.run_state, log.view.doing)
         else:
@@ -129,7 +122,7 @@ class Training(Job):
         rollout = {"kind": "rollout", "step": record.step, "version": version} | record.rollout
         log.metrics(rollout, *(self._update_line(record.step, update) for update in record.updates))
         log.timing({"step": record.step} | record.timing)
-        log.run.append(LEDGER, *self.parts.ledger.take())
+        log.run.append(ledger.FILE, *self.parts.ledger.take())
         self._log_samples(record, log)
         self._look_at_failures(record, log)
         if not record.updates and "reward" in record.rollout:
@@ -218,8 +211,8 @@ class Training(Job):
             log.view.note(f"evaluating on {counted(config.problems or 0, 'held-out problem')} {when} training")
             self._evaluate_fully(log, step=self.done)
 
-    def put_off(self) -> Callable[[Log], None] | None:
-        """See `Job.put_off`. On a CPU an evaluation takes long, and one more copy of the weights is cheap."""
+    def measure_later(self) -> Callable[[Log], None] | None:
+        """Set the initial weights aside: on a CPU an evaluation takes long, and one more copy of them is cheap."""
         if self.config.device != "cpu" or not isinstance(self.parts.engine, LocalEngine):
             return None
         model: Any = self.policy.model
@@ -265,7 +258,7 @@ class Training(Job):
         return line
 
     def state(self) -> dict[str, Any]:
-        """See `Job.state`."""
+        """Where the run stands: its progress, the data, and every group that is in progress, waits or is held."""
         assert self.parts.ledger.written, "the ledger has events that the state would have and the log would not"
         return {
             "progress": asdict(self.run_state),
@@ -278,7 +271,7 @@ class Training(Job):
         }
 
     def restore(self, state: dict[str, Any], path: Path) -> None:
-        """See `Job.restore`."""
+        """Continue from this state, if problems, reference weights and ledger are those that it was made with."""
         if state["problems"] != self._fingerprint():
             raise CheckpointError(
                 f"the problems to train or test on (task.name={self.config.task.name!r}) changed since {path} began, "
@@ -291,7 +284,9 @@ class Training(Job):
                 "back, or start a new run."
             )
         check_ledger(path, state, max_staleness=self.config.offpolicy.max_staleness)
-        self.parts.stream.cursor = _number_in(state, "cursor")
+        if type(cursor := state["cursor"]) is not int or cursor < 0:
+            raise ValueError(f"cursor is {cursor!r}, and not a whole number")
+        self.parts.stream.cursor = cursor
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
         self.run_state = _progress(state["progress"])
@@ -300,19 +295,19 @@ class Training(Job):
             self.asynchronous.load_state_dict(state)
 
     def saved(self, checkpoint: Path) -> None:
-        """See `Job.saved`."""
+        """Tell the learner of a cluster where its ranks begin again if one dies."""
         if self.asynchronous is not None:
-            self.asynchronous.saved(checkpoint)
+            self.asynchronous.learner.saved(checkpoint)
 
     def export(self, path: Path, card: str, team: Team) -> None:
-        """See `Job.export`."""
+        """Write the trained model. On a cluster the learner does so, because its ranks have the weights."""
         if self.asynchronous is None:
             super().export(path, card, team)
         else:
-            self.asynchronous.export(path, card)
+            self.asynchronous.learner.export(path, card)
 
     def close(self) -> None:
-        """See `Job.close`."""
+        """End the actors of a cluster, and the thread that scores."""
         if self.asynchronous is not None:
             self.asynchronous.close()
         self.parts.close()
@@ -325,15 +320,14 @@ class Training(Job):
     def _fingerprint(self) -> str:
         return fingerprint([*self.parts.task.train, *self.parts.task.test])
 
-    def summary(self, lines: list[dict[str, Any]]) -> Summary:
-        """See `Job.summary`."""
+    def summary(self, lines: list[dict[str, Any]], path: Path) -> Summary:
+        """Compare the evaluations before and after, and count updates, skipped ones, and restarts on a cluster."""
         config = self.config
         full = [line for line in lines if line["kind"] == "eval" and line["step"] in (0, config.steps)]
         asked = 1 + len(config.eval.also_at)
         before, after = full[:asked], full[-asked:]
         others = zip(config.eval.also_at, before[1:], after[1:], strict=True)
         staleness = [line["staleness_max"] for line in lines if line["kind"] == "update"]
-        restarts = {} if self.asynchronous is None else {"restarts": self.asynchronous.restarts()}
         return {
             "before": before[0],
             "after": after[0],
@@ -341,18 +335,18 @@ class Training(Job):
             "updates": len(staleness),
             "skipped": sum(line["kind"] == "skipped" for line in lines),
             "staleness_max": max(staleness, default=0.0),
-        } | restarts
+        } | ({"restarts": history.restarts(path)} if config.cluster.on else {})
 
     def card(self, summary: Summary) -> str:
-        """See `Job.card`."""
-        return model_card(self.config, summary, chat=self.policy.chat, version=__version__)
+        """The README.md of the trained model."""
+        return model_card(self.config, summary, chat=self.policy.chat)
 
     def show(self, summary: Summary, path: Path) -> None:
-        """See `Job.show`."""
+        """Print the evaluations before and after, and what went wrong."""
         show_ending(self.config, summary, path, drift=self.run_state.drift)
 
     def next_steps(self, path: Path) -> list[str]:
-        """See `Job.next_steps`."""
+        """The report, an evaluation of the trained model, and more steps."""
         again = eval_command(self.config, str(path / "model"), chat=self.policy.chat)
         further = f"bapo resume {path} --steps {2 * self.config.steps}"
         return [f"bapo report {path}", *([] if again is None else [again]), further]
@@ -372,28 +366,12 @@ def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) 
         aside[name] = now
 
 
-def _number_in(state: dict[str, Any], name: str) -> int:
-    number = state[name]
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{name} is {number!r}, and not a whole number")
-    return number
-
-
 def _progress(kept: dict[str, Any]) -> RunState:
     """The progress as it was saved, with values of the kinds that they should have."""
     for name, default in asdict(RunState()).items():
-        if name in kept and type(kept[name]) is not type(default):
+        if type(kept[name]) is not type(default):
             raise TypeError(f"{name} is {kept[name]!r}, and not such a value as {default!r}")
-    return RunState(**kept | {"failing": Failing(**kept.get("failing", {}))})
-
-
-def _asynchronous(parts: Parts, state: RunState) -> AsyncLoop | None:
-    """The loop of a run on a cluster."""
-    if not parts.config.cluster.on:
-        return None
-    from bapo.train.async_loop import AsyncLoop
-
-    return AsyncLoop(parts, state)
+    return RunState(**kept | {"failing": Failing(**kept["failing"])})
 
 
 def _recorded(group: Group) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from bapo import __version__
 from bapo.config.errors import CheckpointError
 from bapo.config.numerals import counted
 from bapo.config.sft import SftConfig
@@ -41,15 +40,12 @@ from bapo.preflight.data import Demonstrations, load_sft
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
 from bapo.train import life_cycle
-from bapo.train.build import make_policy, optimizer_settings
 from bapo.train.card import sft_card
-from bapo.train.demonstrations import Batches, describe, encode_demonstrations
-from bapo.train.job import Job, Summary, When
-from bapo.train.log import Log
-from bapo.train.skipped import skipped_line, stop_after
-from bapo.train.speed import slow_precision
-from bapo.train.team import ALONE, Team
-from bapo.train.together import make_learner, on_the_cpu
+from bapo.train.job import Job, Log, Summary, When, skipped_line, stop_after
+from bapo.train.machine import slow_precision
+from bapo.train.resolve import make_policy, on_the_cpu, optimizer_settings
+from bapo.train.sft_data import Batches, describe, encode_demonstrations
+from bapo.train.torchrun import ALONE, Team, make_learner
 
 MOST_NATS = 700.0
 """The exponential of a larger number does not fit into a float."""
@@ -63,10 +59,7 @@ def start(config: SftConfig, *, demonstrations: Demonstrations | None = None, pl
 def resume(
     path: Path, *, config: SftConfig | None = None, source: str | None = None, plain: bool | None = None
 ) -> Summary:
-    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary.
-
-    See `life_cycle.resume`.
-    """
+    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary."""
     return life_cycle.resume(SupervisedTraining, SftConfig, path, plain=plain, config=config, source=source)
 
 
@@ -93,33 +86,28 @@ class SupervisedTraining(Job):
 
     @property
     def done(self) -> int:
-        """See `Job.done`."""
+        """How many updates are taken."""
         return self.learner.version
 
     @property
     def total(self) -> int:
-        """See `Job.total`."""
+        """How many updates all epochs have."""
         return self.batches.total
 
-    @property
-    def measure_every(self) -> int:
-        """See `Job.measure_every`."""
-        return self.config.eval.every
-
     def title(self) -> str:
-        """See `Job.title`."""
+        """Say what is trained: there is only one kind of supervised training."""
         return "sft"
 
     def notes(self) -> list[str]:
-        """See `Job.notes`."""
+        """Say what happened to the data, and whether the precision is slow here."""
         return [describe(self.data.counts), *slow_precision(self.config)]
 
     def files(self) -> dict[str, Any]:
-        """See `Job.files`."""
+        """Count what happened to the rows of the data, for data.json."""
         return {"data.json": self.data.counts | {"updates": self.batches.total}}
 
     def advance(self, log: Log) -> None:
-        """See `Job.advance`."""
+        """Take one update on the next batch, and log it."""
         began = time.perf_counter()
         batch = self.batches.at(self.learner.version)
         update = sft_step(self.learner, batch)
@@ -158,11 +146,11 @@ class SupervisedTraining(Job):
         )
 
     def state(self) -> dict[str, Any]:
-        """See `Job.state`."""
+        """Name the data, so that a resumed run notices other data, and the updates skipped in a row."""
         return {"examples": self.data.fingerprint, "skipped": self.skipped}
 
     def restore(self, state: dict[str, Any], path: Path) -> None:
-        """See `Job.restore`."""
+        """Continue after the learner's version, if the data is the same."""
         if state["examples"] != self.data.fingerprint:
             task = self.config.task
             named = ", ".join((*task.train, *task.test))
@@ -170,10 +158,10 @@ class SupervisedTraining(Job):
                 f"{named} or the tokenizer of {self.config.model.path} changed since {path} began, so the run "
                 "cannot be continued. Restore them, or start a new run."
             )
-        self.skipped = state.get("skipped", 0)
+        self.skipped = state["skipped"]
 
-    def summary(self, lines: list[dict[str, Any]]) -> Summary:
-        """See `Job.summary`."""
+    def summary(self, lines: list[dict[str, Any]], path: Path) -> Summary:
+        """Compare the held-out loss before and after, and count updates."""
         measured: list[Any] = [line for line in lines if line["kind"] == "held_out"] or [None]
         updates = [line for line in lines if line["kind"] == "imitation"]
         return {
@@ -185,11 +173,11 @@ class SupervisedTraining(Job):
         }
 
     def card(self, summary: Summary) -> str:
-        """See `Job.card`."""
-        return sft_card(self.config, summary, describe(self.data.counts), version=__version__)
+        """The README.md of the trained model."""
+        return sft_card(self.config, summary, describe(self.data.counts))
 
     def show(self, summary: Summary, path: Path) -> None:
-        """See `Job.show`."""
+        """Print the held-out loss before and after."""
         before, after = summary["before"], summary["after"]
         if before is not None:
             shown = (
@@ -199,16 +187,13 @@ class SupervisedTraining(Job):
             )
             rows = [(name, f"{before[key]:{how}}", f"{after[key]:{how}}") for name, key, how in shown]
             summary_table(counted(len(self.data.held_out), "held-out demonstration"), rows)
-        if summary["skipped"]:
-            told = counted(summary["skipped"], "update was", "updates were")
-            say(f"{told} skipped, because the loss or the gradient was not finite")
         say(
             f"{counted(summary['updates'], 'update')} on {summary['tokens']:,.0f} response tokens in "
             f"{summary['training_seconds']:.0f} s of training"
         )
 
     def next_steps(self, path: Path) -> list[str]:
-        """See `Job.next_steps`."""
+        """Reinforcement learning that starts from the trained model, and the report."""
         warm = f"--model.path {path / 'model'} --model.chat {self.config.model.chat}"
         return [f"bapo train RECIPE {warm}", f"bapo report {path}"]
 

@@ -103,7 +103,7 @@ def _name(key: str, kind: str, line: Mapping[str, Any]) -> str:
     return key if "/" in key else f"{kind}/{key}"
 
 
-class TensorBoard:
+class _TensorBoard:
     """Event files in the run directory, one directory per axis: what a resumed run repeats is hidden per axis."""
 
     def __init__(self, run: Tracked) -> None:
@@ -117,19 +117,17 @@ class TensorBoard:
         }
 
     def send(self, points: Points) -> None:
-        """See `Tracker.send`."""
         writer = self._writers[points.axis]
         for name, value in points.values.items():
             writer.add_scalar(name, value, points.at)
         writer.flush()
 
     def close(self, ok: bool) -> None:
-        """See `Tracker.close`."""
         for writer in self._writers.values():
             writer.close()
 
 
-class WeightsAndBiases:
+class _WeightsAndBiases:
     """Offline in the run directory, unless WANDB_MODE says otherwise."""
 
     def __init__(self, run: Tracked) -> None:
@@ -153,15 +151,13 @@ class WeightsAndBiases:
         self._run.define_metric("skipped/*", step_metric="update")
 
     def send(self, points: Points) -> None:
-        """See `Tracker.send`."""
         self._run.log({**points.values, points.axis: points.at})
 
     def close(self, ok: bool) -> None:
-        """See `Tracker.close`."""
         self._run.finish(exit_code=0 if ok else 1)
 
 
-class Trackio:
+class _Trackio:
     """The local store of trackio, which its own environment variables move."""
 
     def __init__(self, run: Tracked) -> None:
@@ -174,16 +170,14 @@ class Trackio:
             )
 
     def send(self, points: Points) -> None:
-        """See `Tracker.send`."""
         self._run.log(points.values, step=points.at)
 
     def close(self, ok: bool) -> None:
-        """See `Tracker.close`."""
         with _silent():
             self._end()  # not that of the run, after which trackio would end it again at exit
 
 
-class MLflow:
+class _MLflow:
     """The store that MLflow itself would choose. A run is found again by a tag with its identity."""
 
     def __init__(self, run: Tracked) -> None:
@@ -210,22 +204,20 @@ class MLflow:
         return made
 
     def send(self, points: Points) -> None:
-        """See `Tracker.send`."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, [Metric(name, value, now, points.at) for name, value in points.values.items()])
 
     def close(self, ok: bool) -> None:
-        """See `Tracker.close`."""
         self._client.set_terminated(self._id, "FINISHED" if ok else "FAILED")
 
 
 MAKERS: dict[str, Callable[[Tracked], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
-    "mlflow": MLflow,
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "trackio": _Trackio,
+    "mlflow": _MLflow,
 }
 
 
@@ -309,7 +301,7 @@ def _told(error: BaseException) -> str:
                 secrets |= {password, unquote(password)}
     for secret in sorted(secrets, key=len, reverse=True):
         told = told.replace(secret, "***")
-    return re.sub(r"(://[^\s/:@]*):\S*@", r"\1:***@", told)
+    return re.sub(r"(://[^\s/:@]*):\S*@", r"\1:***@", told)  # a password may hold any sign
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""Ray, as far as we use it: actors in places, calls with deadlines, the end of processes. Only this module knows it.
+"""Ray, as far as we use it: actors in places, calls with deadlines, the end of processes. Only this file imports it.
 
     Cluster   the Ray instance: started here for this run alone, or joined at an address
     Place     a bundle of a placement group, in which one actor after the other may live
     Actor     an object in another process; its calls return at once
+    Hello     what an actor says about itself when it has started
     Call      the answer to come; asking for it has a deadline, and an error names who was waited for
 
 Ray places processes and tells us when one has died. It restarts and retries nothing: `max_restarts` and
@@ -31,6 +32,7 @@ from typing import Any
 
 from bapo.config import imports
 from bapo.config.errors import ClusterError, ConfigError
+from bapo.train.machine import code
 
 try:
     import ray
@@ -147,7 +149,7 @@ class Place:
     resources: dict[str, float]
 
     def lacks(self) -> str:
-        """What is missing, if Ray has no machine for this place (any more); otherwise nothing."""
+        """What is missing, if Ray has no machine for this place any more; empty if nothing is."""
         with suppress(RayError):
             if ray.util.placement_group_table(self.group)["state"] != "CREATED":
                 return (
@@ -155,6 +157,31 @@ class Place:
                     f"{_listed(ray.cluster_resources())}. Start the machine that was lost again, or another one."
                 )
         return ""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What an actor says about itself when it has started."""
+
+    process: tuple[str, int]
+    """The node of Ray, and the process id there."""
+    node: str
+    """A name that people know the machine by."""
+    code: dict[str, str | None]
+    """Versions of what decides the results."""
+    draws_by_position: bool = True
+    gives_entropies: bool = True
+    continuous: bool = False
+
+    def check(self, name: str) -> None:
+        """Refuse the actor of this name if it runs other code than this process."""
+        ours, theirs = code(), self.code
+        different = [f"{what} {theirs[what]} instead of {ours[what]}" for what in ours if theirs[what] != ours[what]]
+        if different:
+            raise ClusterError(
+                f"{name} runs {', '.join(different)}. All machines of a cluster must run the same versions: install "
+                "this one's there."
+            )
 
 
 class Actor:
@@ -180,9 +207,10 @@ class Actor:
         refs = getattr(self._handle, method).options(num_returns=returns).remote(*given)
         return Call(refs, self.name, what, place=self.place)
 
-    def known(self, process: tuple[str, int], node: str) -> None:
-        """From now on, say on which machine it is, and find its process there."""
-        self.process, self.name = process, f"{self.name} on {node}"
+    def greet(self, hello: Hello) -> None:
+        """Take in what it says about itself. From now on its name says on which machine it is."""
+        self.process, self.name = hello.process, f"{self.name} on {hello.node}"
+        hello.check(self.name)
 
     def kill(self) -> Call | None:
         """Begin to end its process and everything that the process has started, even if it is stopped or hangs.
@@ -214,9 +242,9 @@ def end_process(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def whereabouts() -> tuple[str, int]:
-    """The node and the process id of this process, to be called inside an actor."""
-    return ray.get_runtime_context().get_node_id(), os.getpid()
+def introduced(**engine: bool) -> Hello:
+    """What this actor says about itself. `engine`: what its engine can do, if it has one."""
+    return Hello((ray.get_runtime_context().get_node_id(), os.getpid()), node_name(), code(), **engine)
 
 
 def node_name() -> str:
@@ -261,7 +289,7 @@ class Cluster:
             ) from error
         ray._private.worker.print_to_stdstream = _hush
         if address is None:
-            watchdog = [sys.executable, "-P", "-m", "bapo.train.watchdog", str(os.getpid())]
+            watchdog = [sys.executable, "-P", "-m", "bapo.train.cluster.watchdog", str(os.getpid())]
             nowhere, env = subprocess.DEVNULL, imports.environment()
             subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere, env=env)  # noqa: S603
 
@@ -296,7 +324,7 @@ class _NoPaths(list[str]):
     """Ray adds the current directory to this list, which its workers then search first, before what is installed."""
 
     def extend(self, _: Iterable[str]) -> None:
-        """Nothing: what lives in workers is bapo, which is installed."""
+        """Add no path: what lives in workers is bapo, which is installed."""
 
 
 def _without_paths() -> Any:

@@ -31,10 +31,9 @@ from bapo.config.numerals import counted
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.runs.history import Restart
 from bapo.screen.watch import ActorLine
-from bapo.train.cluster import END_SECONDS, Actor, Lost, Missing, Silent, answered, end
-from bapo.train.hosts import Hello
-from bapo.train.member import DOING, WORK_SECONDS, Member
-from bapo.train.published import Published
+from bapo.train.cluster.member import DOING, WORK_SECONDS, Member
+from bapo.train.cluster.ray import END_SECONDS, Actor, Lost, Missing, Silent, answered, end
+from bapo.train.cluster.weights import Published
 from bapo.types import Status
 
 if TYPE_CHECKING:
@@ -56,12 +55,12 @@ class Fleet:
         even: bool,
         silence_seconds: float,
         start_seconds: float,
-        say: Callable[[str], None] = lambda text: None,
-        restarted: Callable[[Restart], None] = lambda restart: None,
     ) -> None:
-        """`restarted` is told who was replaced, and `say` what else a person should know."""
         self.spawn, self.slots, self.even = spawn, slots, even
-        self.say, self.restarted = say, restarted
+        self.restarted: Callable[[Restart], None] = lambda restart: None
+        """Is told who was replaced."""
+        self.say: Callable[[str], None] = lambda text: None
+        """Is told what else a person should know."""
         self.watch: Callable[[], None] = lambda: None
         """Called whenever members were listened to, at least twice a second while somebody waits for them."""
         self.silence_seconds, self.start_seconds = silence_seconds, start_seconds
@@ -73,11 +72,12 @@ class Fleet:
         self.gap_max = 0.0
         """The largest log-prob gap that a probe has found since the last `take_gap`."""
         self._found: list[tuple[int, Segment]] = []
-        self._fit = time.monotonic()
-        """When a member was last fit to sample, without the time in which nobody listened."""
-        self._listened = self._fit
-        self._busy, self._busy_since = 0.0, self._fit
-        """Seconds that members sampled, all together, since when."""
+        self._listened = time.monotonic()
+        """When we last listened to members."""
+        self._unfit_seconds = 0.0
+        """For how long we have listened without hearing of a member that is fit to sample."""
+        self._busy, self._busy_since = 0.0, self._listened
+        """How many seconds all members together have sampled, and since when we count."""
         self._faulty = False
         """Whether a member was replaced since the last submission."""
         self._broken: ClusterError | None = None
@@ -95,13 +95,13 @@ class Fleet:
 
     @property
     def draws_by_position(self) -> bool:
-        """See `Engine.draws_by_position`. Where a request is sampled depends on time unless they are divided evenly."""
-        return self.even and self._said("draws_by_position")
+        """Whether equal requests give equal tokens. Unless divided evenly, it depends on time who samples them."""
+        return self.even and self._all_can("draws_by_position")
 
     @property
     def gives_entropies(self) -> bool:
-        """See `Engine.gives_entropies`."""
-        return self._said("gives_entropies")
+        """Whether samples come with entropies."""
+        return self._all_can("gives_entropies")
 
     continuous = True
 
@@ -110,13 +110,13 @@ class Fleet:
         if not isinstance(weights, Published):
             raise TypeError("a fleet loads weights that the learner has published, not tensors.")
         assert weights.version == version
-        self.published, self._fit = weights, time.monotonic()
+        self.published, self._unfit_seconds = weights, 0.0
         for member in self.members:
             if member.hello is not None:  # these weights are not why an actor cannot start
                 member.failures = 0
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """See `Engine.submit`. A fleet has no token budget."""
+        """Put these requests in line. A fleet has no token budget."""
         if token_budget is not None:
             raise ValueError(f"token_budget={token_budget}: a fleet samples without a budget. Set it to None.")
         if self.known and sampling != self.sampling:
@@ -126,7 +126,7 @@ class Fleet:
         self.known |= {request.id for request in requests}
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
-        """See `Engine.collect`."""
+        """Keep the members at work until something has come or time is up; without a timeout, until all is done."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._engage()
@@ -137,7 +137,7 @@ class Fleet:
                 return found
 
     def park(self) -> None:
-        """See `Engine.park`. The members return what they are working on."""
+        """Let the members return what they are working on. It is collected as parked."""
         deadline = time.monotonic() + self.start_seconds
         while True:
             self._recall_waiting()
@@ -153,7 +153,7 @@ class Fleet:
             self._listen(WORK_SECONDS)
 
     def _recall_waiting(self) -> None:
-        """Return as parked what no member has begun, or what a member that died had begun."""
+        """Take back, as parked, what no member has begun, or what a member that died had begun."""
         waiting = [*self.line, *(request for member in self.members for request in member.portion)]
         self.line.clear()
         for member in self.members:
@@ -252,8 +252,6 @@ class Fleet:
         """Take in the answers that have come, after waiting at most this long, and replace whoever has failed."""
         if self._broken is not None:
             raise self._broken
-        if (unheard := time.monotonic() - self._listened) > WORK_SECONDS:
-            self._fit += unheard  # nobody has listened meanwhile
         calls = [member.call for member in self.members if member.call is not None]
         if not calls:
             time.sleep(min(seconds, 0.05))  # nobody has anything to do
@@ -280,10 +278,11 @@ class Fleet:
             else:
                 member.call = None
                 self._take_in(member, answer)
-        self._listened = time.monotonic()
-        if any(self._is_fit(member) or (member.hello and self.published is None) for member in self.members):
-            self._fit = time.monotonic()
-        elif time.monotonic() - self._fit > 2 * self.start_seconds:
+        now = time.monotonic()
+        passed, self._listened = min(now - self._listened, WORK_SECONDS), now  # more of it went by unheard
+        fit = any(self._is_fit(member) or (member.hello and self.published is None) for member in self.members)
+        self._unfit_seconds = 0.0 if fit else self._unfit_seconds + passed
+        if self._unfit_seconds > 2 * self.start_seconds:
             told = "; ".join(f"{line.name}: {line.doing}, {counted(line.restarts, 'restart')}" for line in self.lines())
             raise ClusterError(
                 f"no rollout actor has been fit to sample for {2 * self.start_seconds:.0f} s ({told}). Look at the "
@@ -292,30 +291,26 @@ class Fleet:
         self.watch()
 
     def _patience(self, member: Member) -> float:
-        """How long a member may take for what it is doing."""
+        """How many seconds a member may take for what it is doing."""
         if member.doing == "end":
             return END_SECONDS
         return self.start_seconds if member.doing == "start" else self.silence_seconds
 
     def _take_in(self, member: Member, answer: Any) -> None:
+        """Use what a member has answered to its last call."""
         if member.doing == "start":
-            self._greet(member, answer)
+            member.actor.greet(answer)
+            member.hello, member.doing = answer, "nothing"
         elif member.doing == "load":
-            assert self.published is not None
-            member.version, member.failures = answer.version, 0
-            self.gap_max = max(self.gap_max, answer.gap)
+            assert member.asked is not None
+            member.version, member.failures = member.asked.version, 0
+            self.gap_max = max(self.gap_max, answer)
         else:
             segments, seconds = answer
             member.keep(segments)
             self.known -= {id for id, segment in segments if segment.status is not None}
             self._found += segments
             self._busy += seconds
-
-    def _greet(self, member: Member, hello: Hello) -> None:
-        """Let a member in if it runs the same code as this process."""
-        member.actor.known(hello.process, hello.node)
-        hello.check(member.name)
-        member.hello, member.doing = hello, "nothing"
 
     def _failed(self, member: Member, place: int, error: Exception) -> None:
         """A member raised an error: try another actor, but not for ever."""
@@ -337,7 +332,7 @@ class Fleet:
         if member.call is None:
             member.renew(self.spawn(place))
 
-    def _said(self, what: str) -> bool:
-        """What members have said about themselves; they are all alike. Waits until one has started."""
+    def _all_can(self, what: str) -> bool:
+        """Whether the engines of all members can do this; they are alike. Waits until one has started."""
         self.ready()
         return all(getattr(member.hello, what) for member in self.members if member.hello is not None)

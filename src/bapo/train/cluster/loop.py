@@ -43,8 +43,8 @@ from typing import Any
 from bapo.rollout.engine import NOTHING_LOADED, Sampled
 from bapo.runs import history
 from bapo.screen.view import View
-from bapo.train.fleet import Fleet
-from bapo.train.learners import RemoteLearner
+from bapo.train.cluster.fleet import Fleet
+from bapo.train.cluster.learner import RemoteLearner
 from bapo.train.loop import Parts, RunState, StepRecord, admit, learn, load_weights
 from bapo.train.scoring import Scored, response_metrics, score, together, unscored
 from bapo.types import Group, group_from_state, group_state
@@ -64,9 +64,8 @@ class AsyncLoop:
         assert isinstance(parts.engine, Fleet)
         assert isinstance(parts.learner, RemoteLearner)
         self.parts, self.state = parts, state
-        self._fleet, self._learner = parts.engine, parts.learner
+        self._fleet, self.learner = parts.engine, parts.learner
         self.ahead = parts.config.cluster.ahead
-        self._run: Path | None = None
         self._returned: list[Returned] = []
         """Groups that have come back and belong to no rollout yet, in the order in which they came."""
         self._scoring: list[tuple[list[Group], Future[Scored]]] = []
@@ -78,13 +77,13 @@ class AsyncLoop:
         """One rollout and the updates on it, with sampling in parallel."""
         parts, state = self.parts, self.state
         began, before = time.perf_counter(), parts.scheduler.totals()
-        self._learner.meanwhile = self.pump if self.ahead else self._fleet.hear
+        self.learner.meanwhile = self.pump if self.ahead else self._fleet.hear
         load_weights(parts)
         admitted = self._open_windows()
         with view.doing("sampling") as tell:
             while not self._whole():
                 if self._fleet.lacking:
-                    self._fleet.load(self._learner.weights(), version=self._learner.version)
+                    self._fleet.load(self.learner.weights(), version=self.learner.version)
                 self.pump()
                 if tell is not None:
                     tell(self._progress(before.sampled_tokens))
@@ -125,7 +124,6 @@ class AsyncLoop:
         while self.state.step + len(self.state.windows) < last:
             admitted += admit(self.parts, self.state, most=2 + self.ahead)
             self.state.windows.append(self.state.groups)
-            self.state.owed = 0
         return admitted
 
     def _whole(self) -> bool:
@@ -153,11 +151,11 @@ class AsyncLoop:
         self.state.taken += len(chosen)
         groups = sorted((group for _, group in chosen if group is not None), key=lambda group: group.id)
         added = self.parts.buffer.add(groups, version=self.parts.learner.version)
-        self.state.owed = len(added.filtered) + len(chosen) - len(groups)
+        self.state.owed += len(added.filtered) + len(chosen) - len(groups)
         return groups
 
     def pump(self) -> None:
-        """Keep the engines at work, and move what has come back one place further. Returns after a moment."""
+        """Keep the engines at work, and move groups that have come back one place further. Returns after a moment."""
         parts = self.parts
         if parts.engine.version != NOTHING_LOADED and (asked := parts.scheduler.requests(parts.engine.version)):
             parts.engine.submit(asked.requests, parts.scheduler.sampling)
@@ -187,6 +185,7 @@ class AsyncLoop:
         self._scored.append(scored)
 
     def _progress(self, tokens_before: int) -> Sampled:
+        """What a person sees of the rollout of this step."""
         totals, responses = self.parts.scheduler.totals(), self.parts.config.rollout.responses
         came = min(self.state.taken + len(self._returned), self.state.windows[0]) - self.state.taken
         wanted = self.state.windows[0] - self.state.taken
@@ -199,29 +198,15 @@ class AsyncLoop:
             view.note(restart.line())
             history.record_restart(run, restart, step=self.state.step)
 
-        self._run = run
-        self._fleet.say = self._learner.say = view.note
-        self._fleet.restarted = self._learner.restarted = restarted
-        self._fleet.watch = lambda: view.actors([*self._fleet.lines(), *self._learner.lines()])
-        self._learner.meanwhile = self._fleet.hear
+        self._fleet.say = self.learner.say = view.note
+        self._fleet.restarted = self.learner.restarted = restarted
+        self._fleet.watch = lambda: view.actors([*self._fleet.lines(), *self.learner.lines()])
+        self.learner.meanwhile = self._fleet.hear
         self._fleet.hear()
-
-    def restarts(self) -> dict[str, int]:
-        """How often each actor was restarted since the run began, through every resume."""
-        assert self._run is not None
-        return history.restarts(self._run)
-
-    def saved(self, checkpoint: Path) -> None:
-        """Remember where learner ranks begin again."""
-        self._learner.saved(checkpoint)
-
-    def export(self, path: Path, card: str) -> None:
-        """Write the trained model into the directory of the run."""
-        self._learner.export(path, card)
 
     def pause(self) -> None:
         """Take everything back from the engines, so that they can do something else."""
-        self._learner.meanwhile = self._fleet.hear
+        self.learner.meanwhile = self._fleet.hear
         self._fleet.ready()
         self._fleet.park()
         for request, segment in self._fleet.collect(0):
@@ -246,7 +231,7 @@ class AsyncLoop:
             (each["id"], None if each["group"] is None else group_from_state(each["group"]))
             for each in saved["waiting"]
         ]
-        self._score([group_from_state(group) for group in saved.get("scoring", [])])
+        self._score([group_from_state(group) for group in saved["scoring"]])
 
     @property
     def _in_scoring(self) -> list[Group]:

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from bapo.config.run import Config
 from bapo.models import Policy
 from bapo.tasks.task import Task
-from bapo.train.cluster import Actor, Cluster
-from bapo.train.fleet import Fleet
-from bapo.train.hosts import LearnerHost, RolloutHost
-from bapo.train.learners import RemoteLearner
+from bapo.train.cluster.fleet import Fleet
+from bapo.train.cluster.hosts import LearnerHost, RolloutHost
+from bapo.train.cluster.learner import RemoteLearner
+from bapo.train.cluster.ray import Actor, Cluster
 
 PROBE_CONTEXTS = 4
 """How many prompts the probe of an engine continues."""

@@ -1,7 +1,8 @@
-"""Ends everything that a process has started when the process ends, even by SIGKILL: python -m bapo.train.watchdog PID.
+"""Ends everything that a process has started when the process ends, even by SIGKILL.
 
-A Ray that we start has some twenty processes below ours. Most of them notice when it is killed; some do not. This
-process remembers, every second, who is below its owner. When the owner is gone, it kills those who are left.
+It is started with `python -m bapo.train.cluster.watchdog PID`. A Ray that we start has some twenty processes below
+ours. Most of them notice when it is killed; some do not. This process remembers, every second, who is below its owner.
+When the owner is gone, it kills those who are left.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from bapo.learn.learner import Update
 from bapo.learn.ranks import LostRank
 from bapo.runs.history import LEARNER, Restart
 from bapo.screen.watch import ActorLine
-from bapo.train.cluster import Actor, Call, Lost, Missing, Silent, answered, end
-from bapo.train.published import Published
+from bapo.train.cluster.ray import Actor, Call, Lost, Missing, Silent, answered, end
+from bapo.train.cluster.weights import Published
 from bapo.types import Group
 
 UPDATING = "take update"
@@ -52,13 +52,15 @@ class RemoteLearner:
         contexts: Sequence[Sequence[int]],  # what the probes of engines continue
         start_seconds: float,
         update_seconds: float,
-        say: Callable[[str], None] = lambda text: None,
-        restarted: Callable[[Restart], None] = lambda restart: None,
     ) -> None:
-        """`restarted` is told when all ranks start again, and `say` what else a person should know."""
-        self.spawn, self.contexts, self.say, self.restarted = spawn, contexts, say, restarted
+        self.spawn, self.contexts = spawn, contexts
         self.start_seconds, self.update_seconds = start_seconds, update_seconds
+        self.restarted: Callable[[Restart], None] = lambda restart: None
+        """Is told when all ranks start again."""
+        self.say: Callable[[str], None] = lambda text: None
+        """Is told what else a person should know."""
         self.meanwhile: Callable[[], None] = lambda: None
+        """Works while the ranks are busy."""
         self.version = 0
         self.restarts = 0
         self.rate = 0.0
@@ -76,7 +78,7 @@ class RemoteLearner:
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         began = time.monotonic()
-        update: Update = self._surely("step", list(groups), what=f"{UPDATING} {self.version + 1}")
+        update: Update = self._let_all("step", list(groups), what=f"{UPDATING} {self.version + 1}")
         self.journal.append(list(groups))
         self.version = update.version
         self.rate = update.tokens / (time.monotonic() - began)
@@ -84,13 +86,13 @@ class RemoteLearner:
 
     def weights(self) -> Published:
         """The weights as they are now, published for engines to load."""
-        parcel, (digest, told) = self._surely("publish", self.contexts, what="publish its weights", returns=2)
+        parcel, (digest, told) = self._let_all("publish", self.contexts, what="publish its weights", returns=2)
         self.last = self.version, digest
         return Published(self.version, parcel, digest, told)
 
     def save(self, directory: Path) -> None:
         """Write what a checkpoint needs. The ranks must see the same directory."""
-        self._surely("save", directory.absolute(), what="save a checkpoint")
+        self._let_all("save", directory.absolute(), what="save a checkpoint")
 
     def saved(self, checkpoint: Path) -> None:
         """This checkpoint of the present version is complete, so older updates need not be repeated any more."""
@@ -99,11 +101,11 @@ class RemoteLearner:
     def load(self, directory: Path, *, version: int) -> None:
         """Restore what `save` wrote at this version."""
         self.origin, self.journal, self.version = (directory.absolute(), version), [], version
-        self._surely("load", directory.absolute(), version, what=f"load {directory.name}")
+        self._let_all("load", directory.absolute(), version, what=f"load {directory.name}")
 
     def export(self, directory: Path, card: str) -> None:
         """Write the model as it is now, for transformers and vLLM, into the directory of the run."""
-        self._surely("export", directory.absolute(), card, what="export the model")
+        self._let_all("export", directory.absolute(), card, what="export the model")
 
     def lines(self) -> list[ActorLine]:
         """What a person sees of the ranks: they all do the same."""
@@ -113,78 +115,69 @@ class RemoteLearner:
 
     def close(self) -> None:
         """End all ranks."""
-        self._end()
+        end(self._ranks)
 
     # Ranks.
 
-    def _ask(self, method: str, *given: Any, what: str, returns: int = 1) -> list[Call]:
-        """Ask all ranks for the same."""
+    def _ask(self, method: str, *given: Any, what: str, returns: int = 1) -> Any:
+        """Ask all ranks for the same, once. Returns the answer of rank 0, after all ranks have answered.
+
+        Of an answer in two parts the first, which is large, stays where it is: a reference to it is returned.
+        """
         self._greet()
         self.doing = what
-        return [rank.call(method, *given, what=what, returns=returns) for rank in self._ranks]
+        calls = [rank.call(method, *given, what=what, returns=returns) for rank in self._ranks]
+        if returns == 1:
+            return self._answers(calls, self.update_seconds)[0]
+        large, small = calls[0].parts
+        return large.ref, self._answers([small, *(call.parts[-1] for call in calls[1:])], self.update_seconds)[0]
 
-    def _surely(self, method: str, *given: Any, what: str, returns: int = 1) -> Any:
-        """The answer of rank 0 after all ranks have answered. If one dies, all begin again from the checkpoint."""
+    def _let_all(self, method: str, *given: Any, what: str, returns: int = 1) -> Any:
+        """Let all ranks do this. Returns the answer of rank 0. If one dies, all start again and do it then."""
         for _ in range(TRIES):
             try:
-                answers = self._all(self._ask(method, *given, what=what, returns=returns), returns)
+                answer = self._ask(method, *given, what=what, returns=returns)
             except (Lost, Silent, Missing) as error:
                 self._restart(error)
             except Exception:
-                self._end()  # the other ranks may wait for the one that failed
+                self.close()  # the other ranks may wait for the one that failed
                 raise
             else:
                 self.doing = "waiting"
-                return answers[0]
+                return answer
         raise ClusterError(f"the learner's ranks died {TRIES} times while they were asked to {what}.")
 
-    def _all(self, calls: list[Call], returns: int = 1, seconds: float | None = None) -> list[Any]:
-        """The answers of all ranks. Of an answer in two parts the first, which is large, stays where it is."""
-        last = calls if returns == 1 else [call.parts[-1] for call in calls]
-        while not self._heard(last, seconds or self.update_seconds):
-            self.meanwhile()
-        answers = [call.answer(ANSWER_SECONDS) for call in last]
-        return answers if returns == 1 else [(call.parts[0].ref, a) for call, a in zip(calls, answers, strict=True)]
-
-    def _heard(self, calls: list[Call], seconds: float) -> bool:
-        """Whether all have answered; raises if one has died, failed, or let us wait for too long."""
-        came = answered(calls, LISTEN_SECONDS)
-        for call in came:
+    def _answers(self, calls: list[Call], seconds: float) -> list[Any]:
+        """The answers of all ranks. Raises if one has died, has failed, or has not answered after so many seconds."""
+        while True:
+            came = answered(calls, LISTEN_SECONDS)
             try:
-                call.answer(ANSWER_SECONDS)  # raises if it has failed, although others may still wait for it
+                answers = [call.answer(ANSWER_SECONDS) for call in came]  # one may have failed while others wait for it
             except Exception as error:
                 raise _cause(error, calls) from error
-        if len(came) == len(calls):
-            return True
-        late = [call for call in calls if call not in came]
-        if late[0].seconds > seconds:
-            self._blame(late)
-        return False
-
-    def _blame(self, late: list[Call]) -> None:
-        """Raise an error that names everybody who is late. If all are, they may be waiting for each other."""
-        try:
-            late[0].answer(0)
-        except Silent as error:
-            others = ", ".join(call.who for call in late[1:])
-            raise Silent(f"{error} {others} as well: can they reach each other?" if others else str(error)) from None
+            if len(came) == len(calls):
+                return answers
+            late = [call for call in calls if call not in came]
+            if late[0].seconds > seconds:
+                _blame(late)
+            self.meanwhile()
 
     def _greet(self) -> None:
         """Wait until all ranks have started and met each other."""
         if self._greeted:
             return
         self.doing = "starting"
-        hellos = self._all([rank.call("hello", what="start") for rank in self._ranks], seconds=self.start_seconds)
+        hellos = self._answers([rank.call("hello", what="start") for rank in self._ranks], self.start_seconds)
         for rank, hello in zip(self._ranks, hellos, strict=True):
-            name = rank.name
-            rank.known(hello.process, hello.node)
-            hello.check(name)
+            rank.greet(hello)
         if len({hello.process[0] for hello in hellos}) == 1:  # one machine: nothing has to listen
             where = f"file://{tempfile.gettempdir()}/bapo-ranks-{uuid.uuid4().hex}"
         else:
-            where = f"tcp://{self._all([self._ranks[0].call('free_address', what='find a free port')])[0]}"
+            free = self._ranks[0].call("free_address", what="find a free port")
+            where = f"tcp://{self._answers([free], self.update_seconds)[0]}"
         self.doing = "loading the model"
-        self._all([rank.call("meet", where, what="load the model and meet the other ranks") for rank in self._ranks])
+        met = [rank.call("meet", where, what="load the model and meet the other ranks") for rank in self._ranks]
+        self._answers(met, self.update_seconds)
         self._greeted = True
 
     def _restart(self, error: Exception) -> None:
@@ -192,7 +185,7 @@ class RemoteLearner:
         for _ in range(TRIES):
             self.restarts += 1
             self.restarted(Restart(LEARNER, str(error), updates=len(self.journal)))
-            self._end()
+            self.close()
             self._ranks, self._greeted = self.spawn(), False
             try:
                 self._repeat()
@@ -207,11 +200,11 @@ class RemoteLearner:
         version = 0
         if self.origin is not None:
             path, version = self.origin
-            self._all(self._ask("load", path, version, what=f"load {path.name}"))
+            self._ask("load", path, version, what=f"load {path.name}")
         self._compare(version)
         for number, groups in enumerate(self.journal):
             what = f"repeat update {number + 1} of {len(self.journal)}"
-            version = self._all(self._ask("step", groups, what=what))[0].version
+            version = self._ask("step", groups, what=what).version
             self._compare(version)
         assert version == self.version, f"repeating the journal led to version {version} instead of {self.version}"
 
@@ -220,15 +213,21 @@ class RemoteLearner:
         if self.last is None or version != self.last[0]:
             return
         what = f"publish version {version} again"
-        _, (digest, _) = self._all(self._ask("publish", self.contexts, what=what, returns=2), 2)[0]
+        _, (digest, _) = self._ask("publish", self.contexts, what=what, returns=2)
         if digest != self.last[1]:
             self.say(
                 f"version {version} has other bits than before the learner was restarted (fingerprint {digest} instead "
                 f"of {self.last[1]}): this hardware does not repeat an update exactly. Training goes on."
             )
 
-    def _end(self) -> None:
-        end(self._ranks)
+
+def _blame(late: list[Call]) -> None:
+    """Raise an error that names everybody who is late. If all are, they may be waiting for each other."""
+    try:
+        late[0].answer(0)
+    except Silent as error:
+        others = ", ".join(call.who for call in late[1:])
+        raise Silent(f"{error} {others} as well: can they reach each other?" if others else str(error)) from None
 
 
 def _cause(error: Exception, calls: list[Call]) -> Exception:

@@ -14,17 +14,25 @@ Nothing runs ahead: a rank waits for the slowest at each of these places. A run 
 the number of ranks, and a resumed one repeats an uninterrupted one bit for bit if it has as many ranks. With another
 number, sums are taken in another order: it continues from the same weights, but not bit for bit.
 
+A `Team` is what one rank knows of the others, and how they exchange results: as JSON, because whoever reaches the store
+of a torchrun could join, and opening a pickle can run code. A rank keeps its own result as it is. What JSON changes,
+such as tuples and paths, callers turn into JSON data first. An error of one rank is raised on all of them, at the same
+place, so nobody waits for somebody who has gone. A run in a single process is a team of one: nothing is exchanged.
+
 On one machine, the ranks speak to each other over the loopback interface, unless GLOO_SOCKET_IFNAME or
 NCCL_SOCKET_IFNAME say otherwise. The store where they meet belongs to torchrun.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, TypeVar, cast
 
 import torch
 from numpy.typing import NDArray
@@ -35,18 +43,97 @@ from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner
 from bapo.learn.parallel import ShardedLearner
-from bapo.learn.ranks import PATIENCE, LostRank, failing_together, join, leave
+from bapo.learn.ranks import PATIENCE, LostRank, Ranks, failing_together, from_all_texts, join, leave
 from bapo.learn.settings import LearnerSettings
 from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segment
 from bapo.runs.write import RunDirectory
 from bapo.tasks.task import Task
-from bapo.train.team import ALONE, Team
 from bapo.types import Problem, Score, Status
+
+Result = TypeVar("Result")
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """What torchrun puts into the environment of each rank."""
 PATIENCE_VARIABLE = "BAPO_RANK_TIMEOUT"
 """How many seconds a rank waits for the others, if the environment says so."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that live one run together, as one of them sees them."""
+
+    ranks: Ranks = None
+    rank: int = 0
+    size: int = 1
+    on_this_machine: int = 1
+    """How many of them share this machine's cores."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes files and the screen."""
+        return self.rank == 0
+
+    @property
+    def command(self) -> str:
+        """What a person types before the verb, to start such a team."""
+        return "bapo" if self.size == 1 else f"torchrun --nproc-per-node {self.on_this_machine} -m bapo"
+
+    def share(self, work: Callable[[], Result]) -> list[Result]:
+        """Let every rank do its part. Returns all results, in the order of ranks, on all. Results are JSON data."""
+        if self.ranks is None:
+            return [work()]
+        result, failure = None, None
+        try:
+            result = work()
+            said = json.dumps([result, None])
+        except Exception as error:
+            failure = error
+            said = json.dumps([None, f"{type(error).__name__}: {error}"])
+        found = [json.loads(text) for text in from_all_texts(said.encode(), self.ranks)]
+        if failure is not None:
+            raise failure
+        for rank, (_, why) in enumerate(found):
+            if why is not None:
+                raise RankFailed(f"rank {rank} failed, so the other ranks stop, too. {why}")
+        return [cast(Result, result if rank == self.rank else value) for rank, (value, _) in enumerate(found)]
+
+    def lead(self, work: Callable[[], Result]) -> Result:
+        """Let the first rank do something for all: write a file, or decide. Returns its result, on all."""
+        return cast(Result, self.share(work if self.leads else lambda: None)[0])
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so: the same answer on all."""
+        return any(self.share(lambda: flag))
+
+
+ALONE = Team()
+"""The team of a run in a single process."""
+
+
+def check_alike(state: dict[str, Any], team: Team, when: str) -> None:
+    """Raise an error if the ranks do not know the same."""
+    if team.size == 1:
+        return
+    digests = team.share(lambda: sha256(json.dumps(state).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise RuntimeError(
+            f"{when}, rank {others[0]} knows something else than rank 0, so nothing was saved: the ranks of a run must "
+            "stay alike. Look for something random in the task, or for ranks with different software, then resume."
+        )
+
+
+def team_notes(team: Team, ranks_before: int) -> list[str]:
+    """What a person should know of a team, and of a resumed run that had another number of ranks."""
+    notes = []
+    if team.size > 1:
+        notes.append(f"{team.size} ranks together: each samples and scores a part, and keeps a part of the weights")
+    if ranks_before != team.size:
+        notes.append(
+            f"the checkpoint was written by {ranks_before} ranks, and there are {team.size} now: the run continues "
+            "from the same weights, but not bit for bit as it would have"
+        )
+    return notes
 
 
 @contextmanager
@@ -103,13 +190,13 @@ class SharedEngine:
         self.continuous = engine.continuous
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """See `Engine.load`. All ranks gather the weights together."""
+        """Let this rank's engine use these weights. All ranks gather them together."""
         self.version = NOTHING_LOADED
         self.engine.load(weights, version=version)
         self.version = version
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """See `Engine.submit`. A rank with fewer requests leaves its part of the budget unused."""
+        """Give each engine its part of requests and budget. One with fewer requests leaves its part unused."""
         rank, size = self.team.rank, self.team.size
         budget = None if token_budget is None else token_budget // size + (rank < token_budget % size)
         try:
@@ -120,12 +207,12 @@ class SharedEngine:
             raise
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
-        """See `Engine.collect`."""
+        """The segments that all engines have sampled."""
         parts = self.team.share(lambda: [(id, vars(segment)) for id, segment in self.engine.collect(timeout)])
         return [(id, _segment(values)) for part in parts for id, values in part]
 
     def park(self) -> None:
-        """See `Engine.park`."""
+        """Return unfinished requests as parked."""
         self.engine.park()
 
 
@@ -137,7 +224,7 @@ class SharedTask:
         self.train, self.test = task.train, task.test
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
-        """See `Task.scores`."""
+        """The scores of all responses, of which this rank finds out its part."""
         rank, size = self.team.rank, self.team.size
         mine = responses[rank::size]
         parts = self.team.share(lambda: [vars(score) for score in self.task.scores(mine)] if mine else [])
@@ -151,34 +238,13 @@ def _segment(values: dict[str, Any]) -> Segment:
 
 
 class Onlooker(RunDirectory):
-    """The run directory as the other ranks have it: they write nothing."""
-
-    def held(self) -> AbstractContextManager[int]:
-        """The first rank holds the lock."""
-        return nullcontext(-1)
-
-    def write(self, name: str, value: Any) -> None:
-        """Nothing."""
-
-    def write_arrays(self, name: str, arrays: dict[str, NDArray[Any]]) -> None:
-        """Nothing."""
+    """The run directory as the other ranks have it. What all ranks would log alike, the first one alone writes."""
 
     def append(self, name: str, *values: dict[str, Any]) -> None:
-        """Nothing."""
+        """Leave the lines to the first rank."""
 
-    def cut(self, state: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def flush(self) -> None:
-        """Nothing."""
-
-
-def on_the_cpu(config: Any) -> Any:
-    """The same configuration for a model that is loaded on the CPU, to be divided from there."""
-    model = config.model
-    if model.attention == "flash_attention_2":  # it does not run there; packed passes bring their own
-        model = model.model_copy(update={"attention": "auto"})
-    return config.model_copy(update={"device": "cpu", "model": model})
+    def write_arrays(self, name: str, arrays: dict[str, NDArray[Any]]) -> None:
+        """Leave the file to the first rank."""
 
 
 def make_learner(model: Any, settings: LearnerSettings, config: Config | SftConfig, team: Team) -> Learner:

@@ -1,32 +1,25 @@
 """What lives in the actors of a cluster: an engine that samples, or one rank of the learner.
 
-Both are plain objects: nothing here knows that it runs in an actor, apart from `whereabouts`. Each is made from the
-run's configuration, so that it loads the same model in the same way as every other process.
+Both are plain objects: they know that they live in an actor only to say where that is. Each is made from the run's
+configuration, so that it loads the same model in the same way as every other process.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-import platform
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-import bapo
-from bapo.config.errors import ClusterError
 from bapo.config.run import Config
 from bapo.learn.learner import Update
 from bapo.learn.ranks import join
@@ -37,11 +30,10 @@ from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.probe import probe
 from bapo.rollout.worker import Worker
-from bapo.train.build import learner_settings, make_policy, resolve
-from bapo.train.cluster import node_address, node_name, whereabouts
-from bapo.train.published import Parcel, Probe, fingerprint, pack, unpack
-from bapo.train.team import ALONE, Team
-from bapo.train.together import gather_into, make_learner, on_the_cpu
+from bapo.train.cluster.ray import Hello, introduced, node_address, node_name
+from bapo.train.cluster.weights import Parcel, Probe, fingerprint, pack, unpack
+from bapo.train.resolve import learner_settings, make_policy, on_the_cpu, resolve, threads_of_actor
+from bapo.train.torchrun import ALONE, Team, gather_into, make_learner
 from bapo.types import Group
 
 PROBE_DRAWS = 16
@@ -56,53 +48,6 @@ TOLERANCES = {"float32": (2e-3, 5e-4), "bfloat16": (1.0, 0.2)}
 Measured: float32 up to 9e-5; bfloat16 up to 0.31, in the mean 0.09 (1.5B parameters, large random weights)."""
 
 
-@dataclass(frozen=True)
-class Hello:
-    """What an actor says about itself when it has started."""
-
-    process: tuple[str, int]
-    node: str
-    code: dict[str, str]
-    """Versions of what decides the results."""
-    draws_by_position: bool = True
-    gives_entropies: bool = True
-    continuous: bool = False
-
-    def check(self, name: str) -> None:
-        """Refuse an actor that runs other code than this process."""
-        ours, theirs = code(), self.code
-        different = [f"{what} {theirs[what]} instead of {ours[what]}" for what in ours if theirs[what] != ours[what]]
-        if different:
-            raise ClusterError(
-                f"{name} on {self.node} runs {', '.join(different)}. All machines of a cluster must run the same "
-                "versions: install this one's there."
-            )
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What an engine says when it has loaded and checked new weights."""
-
-    version: int
-    gap: float
-    """The largest difference between a log-prob that it sampled with and the learner's."""
-
-
-@cache
-def code() -> dict[str, str]:
-    """Versions of this process: of bapo with a digest of its files, and of what it computes with."""
-    root = Path(bapo.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return {
-        "bapo": f"{bapo.__version__} ({digest.hexdigest()[:12]})",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
 Worked = tuple[list[tuple[int, Segment]], float]
 """What an engine has sampled since the last call, by request, and the seconds that it worked."""
 
@@ -112,7 +57,7 @@ class RolloutHost:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = resolve(Config.model_validate(config))
-        torch.set_num_threads(threads_of(self.config))
+        torch.set_num_threads(threads_of_actor(self.config))
         self.engine = self._engine()
         self.worker = Worker(self.engine)
 
@@ -129,7 +74,7 @@ class RolloutHost:
                 slots=config.rollout.slots,
                 tensor_parallel=1 if cpu else config.cluster.gpus_per_rollout,
                 cache_bytes=CPU_CACHE_BYTES if cpu else None,
-                threads=threads_of(config) if cpu else None,
+                threads=threads_of_actor(config) if cpu else None,
                 seed=config.seed,
             )
             return VllmEngine(settings)
@@ -141,14 +86,15 @@ class RolloutHost:
         )
 
     def hello(self) -> Hello:
-        """Who this is."""
-        engine = self.engine
-        return Hello(
-            whereabouts(), node_name(), code(), engine.draws_by_position, engine.gives_entropies, engine.continuous
-        )
+        """Say who this is."""
+        can = ("draws_by_position", "gives_entropies", "continuous")
+        return introduced(**{name: getattr(self.engine, name) for name in can})
 
-    def load(self, parcel: Parcel, version: int, expected: str, told: Probe) -> Loaded:
-        """Load new weights under the responses in progress, and check them."""
+    def load(self, parcel: Parcel, version: int, expected: str, told: Probe) -> float:
+        """Load new weights under the responses in progress, and check them.
+
+        Returns the largest difference between a log-prob that the engine sampled with and the learner's.
+        """
         if (found := fingerprint(parcel)) != expected:
             raise ValueError(
                 f"the weights of version {version} arrived with fingerprint {found} instead of {expected}: they were "
@@ -165,7 +111,7 @@ class RolloutHost:
             tolerance=tolerance,
             mean_tolerance=mean_tolerance,
         )
-        return Loaded(version, probed.gap_max)
+        return probed.gap_max
 
     def work(self, requests: Sequence[Request], sampling: Sampling, seconds: float) -> Worked:
         """Take in these requests and sample for some time."""
@@ -184,11 +130,11 @@ class LearnerHost:
 
     def __init__(self, config: dict[str, Any], rank: int) -> None:
         self.config, self.rank = resolve(Config.model_validate(config)), rank
-        torch.set_num_threads(threads_of(self.config))
+        torch.set_num_threads(threads_of_actor(self.config))
 
     def hello(self) -> Hello:
-        """Who this is."""
-        return Hello(whereabouts(), node_name(), code())
+        """Say who this is."""
+        return introduced()
 
     def free_address(self) -> str:
         """An address of this machine at which the ranks can meet."""
@@ -233,14 +179,14 @@ class LearnerHost:
         return parcel, (fingerprint(parcel), Probe([list(context) for context in contexts], table, temperature))
 
     def save(self, directory: Path) -> None:
-        """See `Learner.save`. The directory must be the same for all ranks: a shared file system."""
+        """Write this rank's part of a checkpoint. All ranks must see the same directory, on a shared file system."""
         if not directory.is_dir():
             told = f"{node_name()} does not see the run directory; all machines need it on a shared file system"
             raise FileNotFoundError(errno.ENOENT, told, str(directory))
         self.learner.save(directory)
 
     def load(self, directory: Path, version: int) -> None:
-        """See `Learner.load`."""
+        """Restore what `save` wrote at this version."""
         self.learner.load(directory, version=version)
 
     def export(self, run: Path, card: str) -> None:
@@ -260,10 +206,3 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(told[20:24]) == address:
                 return name
     return None
-
-
-def threads_of(config: Config) -> int:
-    """Threads of one actor: this machine's cores, shared by as many actors as may be on it."""
-    cluster = config.cluster
-    actors = cluster.rollouts + cluster.learners if cluster.address is None else 1
-    return max(1, config.threads // actors)

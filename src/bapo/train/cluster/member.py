@@ -1,8 +1,8 @@
 """One place of a fleet: the actor that lives there now, the call that it has, and the requests that it works on.
 
-A member has at most one call under way: start, load, work, park or end. It keeps what each of its requests would ask
-for if it began elsewhere now, so that nothing that has arrived is sampled again after a death. Which requests it gets,
-and when its actor is given up, is for the fleet to decide (`fleet.py`).
+A member has at most one call under way: start, load, work, park or end. It keeps what is left of each of its requests,
+so that nothing that has arrived is sampled again after a death. Which requests it gets, and when its actor is given up,
+is for the fleet to decide (`fleet.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, Literal
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
 from bapo.screen.watch import ActorLine
-from bapo.train.cluster import Actor, Call
-from bapo.train.hosts import Hello
-from bapo.train.published import Published
+from bapo.train.cluster.ray import Actor, Call, Hello
+from bapo.train.cluster.weights import Published
 
 Doing = Literal["start", "load", "work", "park", "end", "nothing"]
 DOING: dict[Doing, str] = {
@@ -44,7 +43,7 @@ class Member:
         self.asked: Published | None = None
         """The weights that it was last asked to load."""
         self.given: dict[int, Request] = {}
-        """What each request that it works on would ask for if it began elsewhere now."""
+        """What is left of each request that it works on, as another member could continue it."""
         self.portion: list[Request] = []
         """What it is given with its next call."""
         self.failures = 0
@@ -64,7 +63,7 @@ class Member:
         self.doing: Doing = "start"
 
     def end(self) -> None:
-        """Begin to end the actor. It has no request any more. Without a call, there is nothing to wait for."""
+        """Begin to end the actor, and take its requests away. Without a call, there is nothing to wait for."""
         self.given, self.portion = {}, []
         self.hello, self.version = None, NOTHING_LOADED
         self.call, self.doing = self.actor.kill(), "end"

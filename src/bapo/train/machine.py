@@ -1,0 +1,146 @@
+"""What this machine does to a run: the bits that it computes, and how fast.
+
+`environment` is what decides the bits of a result besides the configuration: threads, switches of torch, versions, the
+machine. It is written into the history of a run each time that the run starts or resumes, and compared with the time
+before. A difference does not stop a run, but a person is told that it may not go on bit for bit.
+
+A CPU without units for 16-bit numbers multiplies bfloat16 matrices hundreds of times slower than float32 ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bapo
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
+
+LIBRARIES = ("torch", "transformers", "safetensors", "numpy", "triton", "peft", "ray", "vllm")
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
+TRIALS = 20
+"""How often each speed is measured, unless that takes long."""
+ENOUGH = 0.5
+"""Seconds after which no further trial begins."""
+SLOWER = 3
+"""How many times slower than float32 a precision must be before a run says so."""
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of bapo and of what it computes with; None for a library that is not installed."""
+    return {"python": platform.python_version(), "bapo": bapo.__version__} | {
+        name: _version(name) for name in LIBRARIES
+    }
+
+
+@cache
+def code() -> dict[str, str | None]:
+    """What all processes of a cluster must have alike: bapo, with a digest of its files, and what it computes with."""
+    root = Path(bapo.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    known = versions()
+    alike = {name: known[name] for name in ("torch", "transformers", "python")}
+    return {"bapo": f"{known['bapo']} ({digest.hexdigest()[:12]})"} | alike
+
+
+def environment() -> dict[str, Any]:
+    """The present environment, as plain JSON data."""
+    return {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "machine": platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+        **{name: os.environ.get(name) for name in VARIABLES},
+        **versions(),
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two environments, in words. What only one of them records says nothing."""
+    return [
+        f"{name} is {_in_words(now[name])} and was {_in_words(value)}"
+        for name, value in before.items()
+        if name in now and now[name] != value
+    ]
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _in_words(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def measured_speed(config: Config) -> tuple[float, float]:
+    """Floating-point operations and bytes per second of this machine, in the precision of the run.
+
+    On the CPU they are those of one thread, in time of its own, so that a busy machine does not look slow.
+    """
+    device = torch.device(config.device)
+    on_gpu = device.type == "cuda"
+    flops = _flops(getattr(torch, config.model.dtype), device)
+    large = torch.ones(2**28 if on_gpu else 2**22, device=device)
+    bandwidth = 2 * 4 * large.numel() / _seconds_of(large.clone, on_gpu=on_gpu)
+    return flops * (1 if on_gpu else config.threads), bandwidth
+
+
+def slow_precision(config: Config | SftConfig) -> Iterator[str]:
+    """Say so if a resolved run on the CPU of this machine is much slower in its precision than in float32."""
+    dtype = config.model.dtype
+    elsewhere = isinstance(config, Config) and config.cluster.address is not None
+    if config.device != "cpu" or dtype == "float32" or elsewhere:
+        return
+    times = _flops(torch.float32, torch.device("cpu")) / _flops(getattr(torch, dtype), torch.device("cpu"))
+    if times > SLOWER:
+        yield (
+            f"model.dtype={dtype!r} is about {times:.0f} times slower than float32 on this CPU, which has no fast "
+            "units for 16-bit numbers. Set model.dtype = 'float32' or 'auto'."
+        )
+
+
+def _flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Floating-point operations per second of matrix products, on a CPU with one thread."""
+    on_gpu = device.type == "cuda"
+    size = 4096 if on_gpu else 256
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _seconds_of(lambda: a @ b, on_gpu=on_gpu)
+
+
+def _seconds_of(work: Callable[[], object], *, on_gpu: bool) -> float:
+    """How long some work takes, with one thread: the best of several trials, after one that does not count."""
+    clock = time.perf_counter if on_gpu else time.thread_time
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    best, spent = math.inf, 0.0
+    for trial in range(TRIALS):
+        began = clock()
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+        took = clock() - began
+        best, spent = min(best, took) if trial else best, spent + took
+        if trial and spent > ENOUGH:
+            break
+    torch.set_num_threads(threads)
+    return best
