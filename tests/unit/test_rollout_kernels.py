@@ -15,8 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from bapo.core.kernels.gate import gate
 from bapo.core.kernels.norm import add_norm
-from bapo.rollout.cuda.kernels.attention import decode_attention, prefill_attention, splits_for
-from bapo.rollout.cuda.kernels.layers import rotate_and_store
+from bapo.rollout.cuda.kernels.attention import decode_attention, prefill_attention, rotate_and_store, splits_for
 from bapo.rollout.cuda.kernels.sampling import SlotStatus, State, sample
 from bapo.rollout.local.engine import draw
 from bapo.rollout.randomness import stream, uniforms

@@ -23,6 +23,7 @@ from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.evaluate.data import DataSet, verifier_identity
 from bapo.evaluate.settings import DEFAULT_MAX_TOKENS, Settings
 from bapo.models import Policy, hush, load_policy
+from bapo.models.bits import fingerprint, packed
 from bapo.rollout.requests import max_positions
 
 __all__ = ["Plan", "default_directory", "fingerprint_of_weights", "load_model", "make_plan"]
@@ -95,11 +96,7 @@ def default_directory(plan: Plan) -> Path:
 
 def fingerprint_of_weights(model: Any) -> str:
     """A hash of every value of every parameter."""
-    digest = sha256()
-    for name, values in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-        digest.update(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
+    return fingerprint(packed(name, values) for name, values in sorted(model.state_dict().items()))[:16]
 
 
 _FIRST = ("model", "data", "k", "temperature")

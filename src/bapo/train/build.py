@@ -18,8 +18,8 @@ from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.learn.learner import Learns
+from bapo.learn.learner_settings import LearnerSettings, wrong_values
 from bapo.learn.reference import Reference, initial
-from bapo.learn.settings import LearnerSettings, wrong_values
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
 from bapo.preflight.checks import wrong_options

@@ -30,16 +30,16 @@ from bapo.config.errors import ClusterError
 from bapo.config.run import Config
 from bapo.learn.learner import Update
 from bapo.learn.ranks import join
+from bapo.models.bits import fingerprint, unpacked
 from bapo.models.export import write_model
 from bapo.models.loading import directory_of
 from bapo.models.lora import LoraSettings, merging
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.in_process import engine_for
-from bapo.rollout.probe import probe
-from bapo.rollout.worker import Worker
+from bapo.rollout.worker import Worker, probe
 from bapo.train.build import learner_settings, make_policy, resolve
 from bapo.train.cluster import node_address, node_name, whereabouts
-from bapo.train.published import Parcel, Probe, fingerprint, pack, unpack
+from bapo.train.published import Parcel, Probe, pack
 from bapo.train.team import ALONE, Team
 from bapo.train.together import gather_into, make_learner, on_the_cpu
 from bapo.types import Group
@@ -154,7 +154,7 @@ class RolloutHost:
                 f"the weights of version {version} arrived with fingerprint {found} instead of {expected}: they were "
                 "changed on the way. Look for faulty memory or a full /dev/shm on this node."
             )
-        self.worker.load(unpack(parcel), version=version)
+        self.worker.load(map(unpacked, parcel), version=version)
         tolerance, mean_tolerance = TOLERANCES[self.config.model.dtype]
         probed = probe(
             self.engine,
