@@ -170,11 +170,16 @@ def group_state(group: Group) -> dict[str, Any]:
     return {
         "id": group.id,
         "problem": dict(vars(group.problem)),
-        "trajectories": [
-            {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
-            for trajectory in group.trajectories
-        ],
+        "trajectories": [_trajectory_state(trajectory) for trajectory in group.trajectories],
     }
+
+
+def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
+    """Without learn.kl, there are no log-probs of a reference, and the state does not speak of them."""
+    state = {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
+    if not trajectory.reference_logprobs:
+        del state["reference_logprobs"]
+    return state
 
 
 def group_from_state(state: dict[str, Any]) -> Group:
