@@ -44,9 +44,9 @@ import workload
 from timing import table
 from workload import TINY, Peak, Report, Sizes, make_model, timed
 
-from bapo.learn import flat, whole
+from bapo.learn import head, optimizer
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.rollout.engine import Engine, Request, Sampling, generate
 from bapo.types import Group
@@ -172,8 +172,8 @@ def measure_learner(groups: list[Group], sizes: Sizes, device: str, fused: bool,
 def through_transformers() -> Iterator[None]:
     """Inside, a learner uses transformers' own layers and the plain optimizer, as it does where ours do not fit."""
     with (
-        mock.patch.object(whole, "can_fuse", return_value=False),
-        mock.patch.object(flat, "_can_be_flat", return_value=False),
+        mock.patch.object(head, "can_fuse", return_value=False),
+        mock.patch.object(optimizer, "_can_be_flat", return_value=False),
     ):
         yield
 

@@ -21,10 +21,10 @@ import workload
 from timing import interleaved, ratio, table
 from workload import TINY, Peak, Sizes, make_model
 
+from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.learner import Learner
-from bapo.learn.parallel import ShardedLearner
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.ranks import join, leave
-from bapo.learn.settings import LearnerSettings
 
 
 def compared(shape: str, sizes: Sizes, ranks: Any, device: torch.device, options: argparse.Namespace) -> list[str]:

@@ -23,7 +23,7 @@ from bapo.cli import main
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.evaluation", "bapo.report", "bapo.learn.parallel"]
+    ["__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.evaluation", "bapo.report", "bapo.learn.fsdp"]
 )
 PATIENCE = 300  # seconds
 

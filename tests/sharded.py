@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 
 from bapo.core.settings import ClipSettings
+from bapo.learn.fsdp import ShardedLearner, gathered
 from bapo.learn.learner import Learner
-from bapo.learn.parallel import ShardedLearner, gathered
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.ranks import join, leave
-from bapo.learn.settings import LearnerSettings
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.types import Group, Problem, Status, Trajectory
 from tests.tiny.models import VOCABULARY, tiny

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from bapo.learn.offload import LANES, PART
+from bapo.learn.optimizer import LANES, PART
 
 GIB = 2**30
 GPUS = {"24 GB": 24e9, "80 GB": 80e9, "141 GB": 141e9, "192 GB": 192e9}

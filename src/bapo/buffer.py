@@ -47,13 +47,13 @@ Advantages, packing and weighting by age are the learner's task. Nothing here wa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import sha256
 from typing import Any
 
-from bapo.types import Group, Record, batches_per_pass, counted, even_part, group_from_state, group_state, nothing
+from bapo.types import Group, Record, batches_per_pass, even_part, group_from_state, group_state, increased, nothing
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,6 @@ class BufferMetrics:
     to_visit: int = 0
 
 
-_LEVELS = ("held", "held_tokens", "to_visit")
-_COUNTS = tuple(field.name for field in fields(BufferMetrics) if field.name not in _LEVELS)
-
-
 @dataclass
 class _Held:
     """A group, and how often it has been used."""
@@ -90,14 +86,17 @@ class _Held:
     group: Group
     rollout: int
     """The number of its rollout, counted from 1."""
-    oldest: int
-    """Version of its oldest token."""
     passes: int = 0
     """How many fresh passes have visited it."""
     replays: int = 0
     """How often it was replayed."""
     skipped: int = 0
     """How many of these updates were skipped, and so did not use it."""
+    oldest: int = field(init=False)
+    """Version of its oldest token."""
+
+    def __post_init__(self) -> None:
+        self.oldest = min(min(trajectory.versions) for trajectory in self.group.trajectories if trajectory.versions)
 
     def for_update(self) -> Group:
         """The group as the next update sees it: with the number of updates that used it before."""
@@ -143,7 +142,18 @@ class Buffer:
         replayed, in versions. `replay_max_uses`: how often a group is replayed, on top of its `reuse` fresh passes.
         `record` is told what happens to every group.
         """
-        _check_settings(batch_groups, reuse, max_staleness, replay_fraction, replay_max_age, replay_max_uses, capacity)
+        wrong = wrong_settings(
+            updates=reuse * (max_batches or 1),
+            batch_groups=batch_groups,
+            reuse=reuse,
+            max_staleness=max_staleness,
+            replay_fraction=replay_fraction,
+            replay_max_age=replay_max_age,
+            replay_max_uses=replay_max_uses,
+            capacity=capacity,
+        )
+        if first := next(wrong, None):
+            raise ValueError(first)
         self.batch_groups = batch_groups
         self.max_batches = max_batches
         self.reuse = reuse
@@ -179,7 +189,7 @@ class Buffer:
                     "within a run. Add each finished group once."
                 )
             if _has_signal(group):
-                admitted[group.id] = _Held(group, rollout=rollout, oldest=_oldest(group))
+                admitted[group.id] = _Held(group, rollout)
             else:
                 filtered.append(group)
         self._version = version
@@ -235,7 +245,7 @@ class Buffer:
             self._totals,
             held=len(groups),
             held_tokens=sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories),
-            to_visit=self._to_visit(),
+            to_visit=sum(self._passes_left(held) for held in self._held.values()),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,15 +254,10 @@ class Buffer:
             "version": self._version,
             "open": self._open,
             "batches_left": [[rollout, *left] for rollout, left in self._batches_left.items()],
-            "totals": {name: getattr(self._totals, name) for name in _COUNTS},
+            "totals": dict(vars(self._totals)),
             "held": [
-                {
-                    "group": group_state(held.group),
-                    "rollout": held.rollout,
-                    "passes": held.passes,
-                    "replays": held.replays,
-                    "skipped": held.skipped,
-                }
+                {name: getattr(held, name) for name in ("rollout", "passes", "replays", "skipped")}
+                | {"group": group_state(held.group)}
                 for held in self._held.values()
             ],
         }
@@ -260,15 +265,14 @@ class Buffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken. Whatever this buffer held before is forgotten."""
         self._version = state["version"]
-        self._open = state.get("open", False)
+        self._open = state["open"]
         self._batches_left = {rollout: (number, left) for rollout, number, left in state.get("batches_left", ())}
         self._totals = BufferMetrics(**state["totals"])
         self._held = {}
         for saved in state["held"]:
-            group = group_from_state(saved["group"])
-            counts = {name: saved[name] for name in ("passes", "replays")} | {"skipped": saved.get("skipped", 0)}
-            self._held[group.id] = _Held(group, saved["rollout"], _oldest(group), **counts)
-        for rollout, size in state.get("batch_sizes", ()):  # of a version that cut passes into batches of one size
+            held = _Held(**{**saved, "group": group_from_state(saved["group"])})
+            self._held[held.group.id] = held
+        for rollout, size in state.get("batch_sizes", ()):  # of a run that cut its passes into batches of one size
             self._batches_left[rollout] = (-1, 0)
             number, unvisited = self._unvisited(rollout)
             self._batches_left[rollout] = (number, math.ceil(len(unvisited) / size))
@@ -277,9 +281,6 @@ class Buffer:
         """Fresh passes that will still visit it: none once all passes over its rollout are done."""
         over = held.rollout <= self._totals.adds and held.rollout not in self._batches_left
         return 0 if over else max(0, self.reuse - held.passes)
-
-    def _to_visit(self) -> int:
-        return sum(self._passes_left(held) for held in self._held.values())
 
     def _unvisited(self, rollout: int) -> tuple[int, list[_Held]]:
         """The number of the present pass over a rollout, from 0, and the groups that it has not visited yet."""
@@ -339,11 +340,7 @@ class Buffer:
             )
 
     def _count(self, **more: int) -> None:
-        self._totals = counted(self._totals, **more)
-
-
-def _oldest(group: Group) -> int:
-    return min(min(trajectory.versions) for trajectory in group.trajectories if trajectory.versions)
+        self._totals = increased(self._totals, **more)
 
 
 def _has_signal(group: Group) -> bool:
@@ -373,7 +370,9 @@ def _check_group(group: Group, version: int) -> None:
             )
 
 
-def _check_settings(
+def wrong_settings(
+    *,
+    updates: int,
     batch_groups: int,
     reuse: int,
     max_staleness: int,
@@ -381,48 +380,45 @@ def _check_settings(
     replay_max_age: int,
     replay_max_uses: int,
     capacity: int,
-) -> None:
-    if batch_groups < 1:
-        raise ValueError(f"learn.batch_groups={batch_groups} would leave updates without data. Set it to 1 or more.")
-    if reuse < 1:
-        raise ValueError(
-            f"offpolicy.reuse={reuse} would never train on a rollout. Set it to 1 (a single pass) or more."
-        )
-    if max_staleness < 0:
-        raise ValueError(
-            f"offpolicy.max_staleness={max_staleness} forbids every token. Set it to 0 (on-policy) or more."
-        )
-    if reuse - 1 > max_staleness:
-        raise ValueError(
-            f"offpolicy.reuse={reuse} makes the last pass over a rollout at staleness {reuse - 1} or more, but "
-            f"offpolicy.max_staleness={max_staleness} forbids it. Set max_staleness >= {reuse - 1}, or "
-            f"reuse <= {max_staleness + 1}."
+) -> Iterator[str]:
+    """What cannot be about these settings of a buffer, in the words of the configuration, which asks here, too.
+
+    `updates`: how many the passes over one rollout take, at most.
+    """
+    least = {
+        "learn.batch_groups": (batch_groups, 1),
+        "offpolicy.reuse": (reuse, 1),
+        "offpolicy.max_staleness": (max_staleness, 0),
+        "offpolicy.replay_max_age": (replay_max_age, 0),
+        "offpolicy.replay_max_uses": (replay_max_uses, 1),
+    }
+    yield from (
+        f"{key}={value} is too small. Set it to {low} or more." for key, (value, low) in least.items() if value < low
+    )
+    if updates - 1 > max_staleness:
+        yield (
+            f"offpolicy.reuse={reuse} makes {updates} updates on each rollout batch, so its tokens reach staleness "
+            f"{updates - 1}, but offpolicy.max_staleness={max_staleness} forbids that. Set max_staleness >= "
+            f"{updates - 1}, lower reuse, or raise learn.batch_groups."
         )
     if not 0 <= replay_fraction < 1:
-        raise ValueError(
+        yield (
             f"offpolicy.replay_fraction={replay_fraction} is not a share of a batch that leaves room for fresh groups. "
             "Set it to 0 for no replay, or to a number between 0 and 1."
         )
-    if replay_max_age < 0:
-        raise ValueError(f"offpolicy.replay_max_age={replay_max_age} is negative. Set it to 0 or more.")
-    if replay_max_age > max_staleness:
-        raise ValueError(
-            f"offpolicy.replay_max_age={replay_max_age} is above offpolicy.max_staleness={max_staleness}, which limits "
-            f"replay too. Set replay_max_age <= {max_staleness}, or raise max_staleness."
+    if replay_fraction > 0 and replay_max_age > max_staleness:
+        yield (
+            f"offpolicy.replay_max_age={replay_max_age} exceeds offpolicy.max_staleness={max_staleness}, which holds "
+            f"for every token. Set replay_max_age <= {max_staleness}, or raise max_staleness."
         )
-    if replay_fraction > 0 and replay_max_age < reuse:
-        raise ValueError(
-            f"offpolicy.replay_fraction={replay_fraction} would replay nothing with offpolicy.replay_max_age="
-            f"{replay_max_age}: after its fresh passes (offpolicy.reuse={reuse}) a group is {reuse} or more versions "
-            f"old. Set replay_max_age >= {reuse}, or replay_fraction=0 for no replay."
-        )
-    if replay_max_uses < 1:
-        raise ValueError(
-            f"offpolicy.replay_max_uses={replay_max_uses} allows no replay. Set it to 1 or more, or "
+    if replay_fraction > 0 and replay_max_age < updates:
+        yield (
+            f"offpolicy.replay_max_age={replay_max_age} replays nothing: after the passes over it "
+            f"(offpolicy.reuse={reuse}), a rollout has age {updates} or more. Set replay_max_age >= {updates}, or "
             "replay_fraction=0 for no replay."
         )
     if capacity < batch_groups:
-        raise ValueError(
+        yield (
             f"offpolicy.replay_capacity={capacity} cannot hold one batch of learn.batch_groups={batch_groups}. "
             f"Set replay_capacity >= {batch_groups}."
         )

@@ -137,6 +137,8 @@ class Group:
         return all(trajectory.finished for trajectory in self.trajectories)
 
 
+Metrics = dict[str, float | list[float]]
+"""What is logged about an update, by name."""
 Record = Callable[..., None]
 """A function that is told what happens to a group: the event, the group's id, and facts by name."""
 
@@ -148,7 +150,7 @@ def nothing(event: str, group: int, **facts: Any) -> None:
 Totals = TypeVar("Totals", bound="DataclassInstance")
 
 
-def counted(totals: Totals, **more: int) -> Totals:
+def increased(totals: Totals, **more: int) -> Totals:
     """The same totals with these numbers added to their fields."""
     return replace(totals, **{name: getattr(totals, name) + value for name, value in more.items()})
 
@@ -173,6 +175,7 @@ def group_state(group: Group) -> dict[str, Any]:
 
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
+    """Without learn.kl, there are no log-probs of a reference, and the state does not speak of them."""
     state = {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
     if not trajectory.reference_logprobs:
         del state["reference_logprobs"]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from bapo.cli import run
-from bapo.learn import sft
+from bapo.learn import supervised
 from bapo.learn.learner import Learner
 from bapo.runs import ledger
 from bapo.runs.read import Run, read_run
@@ -105,8 +105,8 @@ def test_the_limit_counts_within_a_step_and_across_steps(tmp_path, spoil):
 
 
 def test_a_supervised_run_that_only_skips_keeps_what_is_known_of_its_tokens(tmp_path, monkeypatch, capsys):
-    whole = sft.sft_loss
-    monkeypatch.setattr(sft, "sft_loss", lambda *given, **more: float("nan") * whole(*given, **more))
+    whole = supervised.sft_loss
+    monkeypatch.setattr(supervised, "sft_loss", lambda *given, **more: float("nan") * whole(*given, **more))
     source = ["--model.path", str(saved_model(tmp_path / "model")), "--device", "cpu", "--learn.batch-sequences", "4"]
     data = write_rows(tmp_path / "sums.jsonl", sums()[:12])
     out = tmp_path / "run"

@@ -7,7 +7,7 @@ import torch
 
 from bapo.core.wide import wide_linear
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bapo.learn.learner import Learner
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.reference import Reference, initial
-from bapo.learn.settings import LearnerSettings
 from bapo.models.lora import LoraSettings, add_lora
 from tests.tiny.models import tiny
 from tests.tiny.runs import assert_resumes_bit_for_bit

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.learn.determinism import deterministic
-from bapo.learn.flat import FlatOptimizer, _can_be_flat
-from bapo.learn.forward import can_fuse, can_pack, hidden_states
+from bapo.learn.forward import can_fuse, can_pack, deterministic, hidden_states
 from bapo.learn.fused.layer import fused_forwards
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings
+from bapo.learn.learner_settings import LearnerSettings
+from bapo.learn.optimizer import FlatOptimizer, _can_be_flat
 from bapo.models.lora import LoraSettings, add_lora
 from tests.tiny.batches import batch_of, flat_batch, on_cuda
 from tests.tiny.models import tiny
@@ -216,8 +215,8 @@ def test_fused_updates_stay_near_updates_through_transformers(rank, monkeypatch)
         model = tiny("qwen2", hidden_size=256, head_dim=64).bfloat16()
         if rank:
             add_lora(model, LoraSettings(rank), seed=0)
-        monkeypatch.setattr("bapo.learn.whole.can_fuse", can_fuse if fused else lambda model: False)
-        monkeypatch.setattr("bapo.learn.flat._can_be_flat", _can_be_flat if fused else lambda trained: False)
+        monkeypatch.setattr("bapo.learn.head.can_fuse", can_fuse if fused else lambda model: False)
+        monkeypatch.setattr("bapo.learn.optimizer._can_be_flat", _can_be_flat if fused else lambda trained: False)
         learner = Learner(model.cuda(), LearnerSettings(lr=1e-3, micro_tokens=120))
         assert learner.whole.fused == fused
         before = torch.cat([m.detach().flatten() for m in learner.optimizer.masters])

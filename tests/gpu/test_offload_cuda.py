@@ -7,10 +7,9 @@ import torch
 from torch.nn import Linear
 
 from bapo.config.recipe import parse_config
-from bapo.learn.flat import FlatOptimizer
 from bapo.learn.learner import Learner
-from bapo.learn.offload import LANES, PART
-from bapo.learn.settings import LearnerSettings
+from bapo.learn.learner_settings import LearnerSettings
+from bapo.learn.optimizer import LANES, PART, FlatOptimizer
 from tests.tiny.batches import flat_batch, on_cuda
 from tests.tiny.models import tiny
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.learn.sft import measure_fit, sft_step
+from bapo.learn.supervised import measure_fit, sft_step
 from tests.processes import in_ranks
 from tests.rounding import carried, rounding
 from tests.sharded import CASES, ROUNDED, alone, gradients, groups, joined, leave, sharded, weights

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from bapo.core.anchor import Pairs, likely_cause, positions_of
-from bapo.learn.anchor import anchor_metrics, fresh_tokens
+from bapo.learn.health import anchor_metrics, fresh_tokens
 from bapo.learn.learner import Learner
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
-from bapo.learn.settings import LearnerSettings
 from bapo.models import load_policy
 from bapo.models.lora import LoraSettings
 from bapo.rollout.engine import Sampling

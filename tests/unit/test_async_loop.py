@@ -14,7 +14,7 @@ import pytest
 
 from bapo.buffer import Buffer
 from bapo.config.errors import CheckpointError
-from bapo.learn.finite import Skipped
+from bapo.learn.health import Skipped
 from bapo.learn.learner import Update
 from bapo.rollout.engine import NOTHING_LOADED, Sampling, Segment
 from bapo.rollout.scheduler import Scheduler

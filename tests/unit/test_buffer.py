@@ -550,32 +550,31 @@ def test_loading_forgets_what_was_held_and_obeys_the_settings_of_the_new_buffer(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"batch_groups": 0}, r"learn\.batch_groups=0 would leave updates without data\. Set it to 1 or more\."),
-        ({"reuse": 0}, r"offpolicy\.reuse=0 would never train on a rollout\. Set it to 1 \(a single pass\) or more"),
-        ({"max_staleness": -1}, r"offpolicy\.max_staleness=-1 forbids every token\. Set it to 0 \(on-policy\)"),
+        ({"batch_groups": 0}, r"learn\.batch_groups=0 is too small\. Set it to 1 or more\."),
+        ({"reuse": 0}, r"offpolicy\.reuse=0 is too small\. Set it to 1 or more"),
+        ({"max_staleness": -1}, r"offpolicy\.max_staleness=-1 is too small\. Set it to 0 or more"),
         (
             {"reuse": 4, "max_staleness": 2},
-            r"offpolicy\.reuse=4 makes the last pass .* staleness 3 .* offpolicy\.max_staleness=2 forbids it\. "
-            r"Set max_staleness >= 3, or reuse <= 3\.",
+            r"offpolicy\.reuse=4 makes 4 updates .* staleness 3, but offpolicy\.max_staleness=2 forbids that\. "
+            r"Set max_staleness >= 3, lower reuse",
         ),
         ({"replay_fraction": 1.0}, r"offpolicy\.replay_fraction=1\.0 is not a share .* Set it to 0 .* between 0 and 1"),
         ({"replay_fraction": -0.1}, r"offpolicy\.replay_fraction=-0\.1 is not a share"),
         ({"replay_fraction": float("nan")}, r"offpolicy\.replay_fraction=nan is not a share"),
-        ({"replay_max_age": -1}, r"offpolicy\.replay_max_age=-1 is negative\. Set it to 0 or more"),
+        ({"replay_max_age": -1}, r"offpolicy\.replay_max_age=-1 is too small\. Set it to 0 or more"),
         (
-            {"replay_max_age": 9},
-            r"offpolicy\.replay_max_age=9 is above offpolicy\.max_staleness=8.* Set replay_max_age <= 8, or raise",
+            {"replay_fraction": 0.5, "replay_max_age": 9},
+            r"offpolicy\.replay_max_age=9 exceeds offpolicy\.max_staleness=8.* Set replay_max_age <= 8, or raise",
         ),
         (
             {"replay_fraction": 0.5},
-            r"offpolicy\.replay_fraction=0\.5 would replay nothing with offpolicy\.replay_max_age=0: .* Set "
-            r"replay_max_age >= 1, or replay_fraction=0",
+            r"offpolicy\.replay_max_age=0 replays nothing: .* Set replay_max_age >= 1, or replay_fraction=0",
         ),
         (
             {"replay_fraction": 0.5, "replay_max_age": 2, "reuse": 3},
-            r"offpolicy\.replay_max_age=2: .*offpolicy\.reuse=3.* Set replay_max_age >= 3",
+            r"offpolicy\.replay_max_age=2 replays nothing: .*offpolicy\.reuse=3.* Set replay_max_age >= 3",
         ),
-        ({"replay_max_uses": 0}, r"offpolicy\.replay_max_uses=0 allows no replay\. Set it to 1 or more, or replay_fr"),
+        ({"replay_max_uses": 0}, r"offpolicy\.replay_max_uses=0 is too small\. Set it to 1 or more"),
         (
             {"capacity": 3},
             r"offpolicy\.replay_capacity=3 cannot hold one batch of learn\.batch_groups=4\. Set replay_capacity >= 4",

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.learn import offload
-from bapo.learn.flat import FlatOptimizer, optimizer_for
+from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.fused.linear import adjacent
-from bapo.learn.optimizer import Optimizer
-from bapo.learn.parallel import ShardedLearner
-from bapo.learn.settings import LearnerSettings
-from bapo.learn.sharded import load_sharded, save_sharded
+from bapo.learn.learner_settings import LearnerSettings
+from bapo.learn.optimizer import Conveyor, FlatOptimizer, Optimizer, optimizer_for
+from bapo.learn.state import load_sharded, save_sharded
 from tests.tiny.models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,7 +86,7 @@ def same_bits(ours, theirs):
 @pytest.fixture(params=[640, 2**24])
 def parts(request, monkeypatch):
     """Numbers in a part: matrices are cut and so is the border of what decays, or all is one part."""
-    monkeypatch.setattr(offload.Conveyor.__init__, "__kwdefaults__", {"part": request.param})
+    monkeypatch.setattr(Conveyor.__init__, "__kwdefaults__", {"part": request.param})
 
 
 @pytest.mark.usefixtures("parts")

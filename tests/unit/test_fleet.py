@@ -11,8 +11,7 @@ import pytest
 from bapo.config.errors import ClusterError
 from bapo.rollout.engine import Request, Sampling, generate, join
 from bapo.rollout.local.engine import LocalEngine
-from bapo.rollout.probe import WrongWeights
-from bapo.rollout.worker import Worker
+from bapo.rollout.worker import Worker, WrongWeights
 from bapo.train.cluster import fleet as fleet_module
 from bapo.train.cluster.fleet import Fleet
 from bapo.train.cluster.ray import Hello, Lost, Missing, Silent

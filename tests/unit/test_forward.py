@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from bapo.learn.forward import PACKED_ATTENTION, attention, can_pack, disagreement, hidden_states, layers_of
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from tests.rollouts import sitting

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.models import load_policy, smollm2
 from bapo.models.export import save_policy
 from tests.rounding import carried

@@ -12,8 +12,8 @@ from bapo.core.bounds import solve_bounds
 from bapo.core.settings import ClipSettings
 from bapo.learn.diagnostics import Output, response_ess
 from bapo.learn.learner import Learner
+from bapo.learn.learner_settings import LearnerSettings, learning_rate
 from bapo.learn.packing import pack
-from bapo.learn.settings import LearnerSettings, learning_rate
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group

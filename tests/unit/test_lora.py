@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings
-from bapo.learn.weights import FINGERPRINT, restore_weights, trained_weights
+from bapo.learn.learner_settings import LearnerSettings
+from bapo.learn.state import FINGERPRINT, restore_weights, trained_weights
 from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
 from bapo.models.lora import LoraSettings, add_lora, merged_weights, merging

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Qwen2ForCausalLM
 
 from bapo.learn.learner import Learner
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
-from bapo.learn.settings import LearnerSettings
 from bapo.models import Policy, find_stop_ids, load_policy
 from bapo.models.export import save_policy
 from bapo.rollout.engine import Request, Sampling

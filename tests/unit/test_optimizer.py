@@ -8,8 +8,8 @@ from torch.nn import Parameter
 from torch.testing import assert_close
 
 from bapo.learn.learner import Learner
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.optimizer import Optimizer
-from bapo.learn.settings import LearnerSettings
 from tests.tiny.batches import batch_of, flat_batch
 from tests.tiny.models import tiny
 

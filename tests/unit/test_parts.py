@@ -7,9 +7,9 @@ import torch
 from torch.testing import assert_close
 
 from bapo.learn.forward import can_pack
+from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.packing import pack, pack_demonstrations
-from bapo.learn.parallel import ShardedLearner
-from bapo.learn.weights import fingerprint
+from bapo.learn.state import fingerprint
 from tests.rounding import carried
 from tests.sharded import CPU, SETTINGS, alone, groups
 from tests.tiny.models import tiny

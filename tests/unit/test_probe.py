@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bapo.rollout.local.engine import LocalEngine
-from bapo.rollout.probe import Probed, WrongWeights, probe
+from bapo.rollout.worker import Probed, WrongWeights, probe
 from tests.rounding import carried
 from tests.tiny.models import tiny
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bapo.train.cluster.weights import BLOCK, Published, fingerprint, pack, unpack
+from bapo.models.bits import BLOCK, fingerprint, unpacked
+from bapo.train.cluster.weights import Published, pack
 
 
 def weights(dtype=torch.float32):
@@ -18,7 +19,7 @@ def weights(dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_arrive_bit_for_bit(dtype):
     sent = weights(dtype)
-    for (name, tensor), (other, arrived) in zip(sent, unpack(pack(sent, None)), strict=True):
+    for (name, tensor), (other, arrived) in zip(sent, map(unpacked, pack(sent, None)), strict=True):
         assert name == other
         assert tensor.dtype == arrived.dtype
         assert torch.equal(tensor, arrived)
@@ -27,13 +28,13 @@ def test_weights_arrive_bit_for_bit(dtype):
 def test_weights_are_rounded_where_the_engine_wants_it():
     parcel = pack(weights(), torch.bfloat16)
     assert {packed.dtype for packed in parcel} == {"bfloat16"}
-    for (_, tensor), (_, arrived) in zip(weights(), unpack(parcel), strict=True):
+    for (_, tensor), (_, arrived) in zip(weights(), map(unpacked, parcel), strict=True):
         assert torch.equal(tensor.to(torch.bfloat16), arrived)
 
 
 def test_a_transposed_weight_is_packed_as_it_reads():
     tensor = torch.arange(6.0).view(2, 3).T
-    assert torch.equal(next(unpack(pack([("t", tensor)], None)))[1], tensor)
+    assert torch.equal(unpacked(pack([("t", tensor)], None)[0])[1], tensor)
 
 
 def changed(parcel, place, **fields):

@@ -9,9 +9,9 @@ import torch
 from torch.testing import assert_close
 
 from bapo.learn.learner import Learner
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
 from bapo.learn.reference import Reference, initial
-from bapo.learn.settings import LearnerSettings
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.types import group_from_state, group_state
 from tests.rounding import carried

@@ -14,8 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from bapo.core.kernels.layers import add_norm, gate
-from bapo.rollout.cuda.kernels.attention import decode_attention, prefill_attention, splits_for
-from bapo.rollout.cuda.kernels.layers import rotate_and_store
+from bapo.rollout.cuda.kernels.attention import decode_attention, prefill_attention, rotate_and_store, splits_for
 from bapo.rollout.cuda.kernels.sampling import SlotStatus, State, sample
 from bapo.rollout.local.engine import draw
 from bapo.rollout.randomness import stream, uniforms

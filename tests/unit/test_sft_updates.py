@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 from bapo.learn.head import TokenHead
 from bapo.learn.learner import Learner
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack_demonstrations
-from bapo.learn.settings import LearnerSettings
-from bapo.learn.sft import measure_fit, sft_loss, sft_step
+from bapo.learn.supervised import measure_fit, sft_loss, sft_step
 from tests.rounding import carried
 from tests.tiny.models import tiny
 from tests.unit.test_learner import gradients_kept, same_update

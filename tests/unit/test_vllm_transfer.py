@@ -16,9 +16,16 @@ import pytest
 import torch
 
 from bapo.demo import model_path
-from bapo.rollout.vllm.buckets import Bucket, batches, fingerprint, fingerprints, mapped, shared
-from bapo.rollout.vllm.checks import check_arrived, check_temperature, fitting
-from bapo.rollout.vllm.engine import VllmEngine
+from bapo.rollout.vllm.buckets import (
+    Bucket,
+    batches,
+    check_arrived,
+    fingerprints,
+    fitting,
+    mapped,
+    shared,
+)
+from bapo.rollout.vllm.engine import VllmEngine, check_temperature
 from bapo.rollout.vllm.start import Settings, expected_weights
 from tests.tiny.models import tiny
 
@@ -54,19 +61,22 @@ def test_a_receiver_keeps_what_it_has_mapped_and_cannot_change_what_others_see()
 
 
 def test_a_fingerprint_tells_name_dtype_shape_and_every_bit_apart():
+    def of(name, tensor):
+        return fingerprints([(name, tensor)])[name]
+
     tensor = torch.arange(8, dtype=torch.float32)
     flipped = tensor.clone()
     flipped.view(torch.int32)[3] ^= 1
     others = [
-        fingerprint("x", tensor),
-        fingerprint("y", tensor),
-        fingerprint("x", tensor.view(2, 4)),
-        fingerprint("x", tensor.view(torch.int32)),
-        fingerprint("x", flipped),
+        of("x", tensor),
+        of("y", tensor),
+        of("x", tensor.view(2, 4)),
+        of("x", tensor.view(torch.int32)),
+        of("x", flipped),
     ]
     assert len(set(others)) == 5
-    assert fingerprint("x", torch.tensor([0.0])) != fingerprint("x", torch.tensor([-0.0]))
-    assert fingerprint("x", tensor.clone()) == others[0]
+    assert of("x", torch.tensor([0.0])) != of("x", torch.tensor([-0.0]))
+    assert of("x", tensor.clone()) == others[0]
 
 
 def test_weights_are_batched_in_order_by_size():

@@ -14,9 +14,9 @@ pytest.importorskip("vllm", reason="needs vLLM's environment: make test-integrat
 
 from bapo.demo import model_path
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment, generate, join
-from bapo.rollout.probe import WrongWeights, probe
 from bapo.rollout.vllm.engine import EngineDied, VllmEngine
 from bapo.rollout.vllm.start import Settings
+from bapo.rollout.worker import WrongWeights, probe
 from bapo.types import Status
 from tests.vllm.engines import SETTINGS, changed, engine_processes, gap, made, order, policy, tree
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM's environment: make test-integrations")
 
 from bapo.rollout.engine import Request, Sampling, generate
-from bapo.rollout.probe import WrongWeights, probe
+from bapo.rollout.worker import WrongWeights, probe
 from tests.vllm.engines import changed, gap, made, order, policy
 
 MODEL = os.environ.get("BAPO_SMOLLM2", "")

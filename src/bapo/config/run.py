@@ -12,6 +12,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from bapo.buffer import wrong_settings
 from bapo.config.base import CheckpointKeep, Device, LogConfig, ModelConfig, Out, Section, Seed, Threads, refuse_on_cpu
 from bapo.config.cluster import ClusterConfig
 from bapo.config.errors import ConfigError
@@ -80,9 +81,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         wrong = [*self._check_choices(), *self._check_task(), *self._check_cache(), *self._check_replay()]
-        if stale := list(self._check_staleness()):
-            wrong += stale  # the others reckon with a step that keeps the bound
-        else:
+        if self.updates_per_step - 1 <= self.offpolicy.max_staleness:  # what these checks take for granted
             wrong += [*self._check_partial_rollout(), *self._check_cluster()]
         if wrong:
             raise ValueError("\n".join(wrong))
@@ -138,16 +137,6 @@ class Config(Section):
                 f"tokens besides its prompt. Set cache_tokens well above {longest}, or lower max_tokens."
             )
 
-    def _check_staleness(self) -> Iterator[str]:
-        off, last = self.offpolicy, self.updates_per_step - 1
-        if last > off.max_staleness:
-            yield (
-                f"offpolicy.reuse={off.reuse} makes {counted(self.updates_per_step, 'update')} on each rollout "
-                f"batch, so its tokens grow {counted(last, 'update')} old, but "
-                f"offpolicy.max_staleness={off.max_staleness} forbids that. Set max_staleness >= {last}, lower "
-                f"reuse, or raise learn.batch_groups."
-            )
-
     def _check_replay(self) -> Iterator[str]:
         off = self.offpolicy
         if off.replay_capacity < 2 * self.rollout.prompts:
@@ -155,17 +144,16 @@ class Config(Section):
                 f"offpolicy.replay_capacity={off.replay_capacity} is too small: one step may finish twice "
                 f"rollout.prompts={self.rollout.prompts} groups. Set replay_capacity >= {2 * self.rollout.prompts}."
             )
-        if off.replay_fraction > 0 and off.replay_max_age < self.updates_per_step:
-            yield (
-                f"offpolicy.replay_max_age={off.replay_max_age} replays nothing: a rollout is "
-                f"{counted(self.updates_per_step, 'update')} old when training on the next one begins. Set "
-                f"replay_max_age >= {self.updates_per_step}."
-            )
-        if off.replay_fraction > 0 and off.replay_max_age > off.max_staleness:
-            yield (
-                f"offpolicy.replay_max_age={off.replay_max_age} exceeds offpolicy.max_staleness={off.max_staleness}, "
-                "which holds for every token. Raise max_staleness or lower replay_max_age."
-            )
+        yield from wrong_settings(
+            updates=self.updates_per_step,
+            batch_groups=self.learn.batch_groups,
+            reuse=off.reuse,
+            max_staleness=off.max_staleness,
+            replay_fraction=off.replay_fraction,
+            replay_max_age=off.replay_max_age,
+            replay_max_uses=off.replay_max_uses,
+            capacity=off.replay_capacity,
+        )
 
     def _check_partial_rollout(self) -> Iterator[str]:
         off, last = self.offpolicy, self.updates_per_step - 1

@@ -30,6 +30,7 @@ from bapo.config.numerals import counted
 from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.evaluate.options import DEFAULT_MAX_TOKENS, Settings
 from bapo.models import Policy, hush, load_policy
+from bapo.models.bits import fingerprint, packed
 from bapo.rollout.requests import max_positions
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import load_problems
@@ -170,11 +171,7 @@ def default_directory(identity: dict[str, Any]) -> Path:
 
 def fingerprint_of_weights(model: Any) -> str:
     """A hash of every value of every parameter."""
-    digest = sha256()
-    for name, values in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-        digest.update(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
+    return fingerprint(packed(name, values) for name, values in sorted(model.state_dict().items()))[:16]
 
 
 def _max_tokens(settings: Settings, policy: Policy, longest: int) -> int:

@@ -19,12 +19,12 @@ from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_st
 from bapo.core.loss import PolicyLoss, weigh_negatives
 from bapo.core.objectives import Tokens
 from bapo.core.reduction import sequence_lengths, sequence_sums
-from bapo.learn.anchor import anchor_metrics, fresh_tokens, without_nothing
+from bapo.learn.health import anchor_metrics, fresh_tokens
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import empty_batch
 from bapo.learn.ranks import Ranks, columns_of_all, from_all, highest, summed
 from bapo.learn.reference import k3
-from bapo.learn.settings import LearnerSettings
-from bapo.types import TokenBatch
+from bapo.types import Metrics, TokenBatch
 
 SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight")
 """Metrics of the bounds that the diagnostics do not recompute."""
@@ -44,7 +44,7 @@ class Output:
 
 def update_metrics(
     outputs: Sequence[Output], settings: LearnerSettings, *, version: int, shared: dict[str, Tensor]
-) -> dict[str, float | list[float]]:
+) -> Metrics:
     """Diagnostics over the tokens of the whole update and what ranks share, read from the device in one transfer."""
     batches = [output.batch for output in outputs]
     every = torch.ones(sum(len(batch.targets) for batch in batches), dtype=torch.bool, device=batches[0].targets.device)
@@ -81,15 +81,17 @@ def update_metrics(
         **ratio_profile(tokens, entropy),
         **use_profile(tokens, retained),
     }
-    numbers = without_nothing(_read(scalars | shared, vectors))
+    numbers = _read(scalars | shared, vectors)
+    if not numbers["anchor_tokens"]:
+        numbers = {name: value for name, value in numbers.items() if not name.startswith("anchor_")}
     return numbers | {"tokens": float(len(every)), "grad_norm": numbers.pop("grad_norm")}
 
 
-def _read(scalars: dict[str, Tensor], vectors: dict[str, Tensor]) -> dict[str, float | list[float]]:
+def _read(scalars: dict[str, Tensor], vectors: dict[str, Tensor]) -> Metrics:
     """Convert all tensors to numbers with one read of the device. float64 holds every value exactly, even counts."""
     stacked = torch.stack([value.double() for value in scalars.values()])
     values = torch.cat([*(vector.double() for vector in vectors.values()), stacked]).tolist()
-    numbers: dict[str, float | list[float]] = {}
+    numbers: Metrics = {}
     for name, vector in vectors.items():
         head, values = values[: len(vector)], values[len(vector) :]
         numbers[name] = [int(count) for count in head] if name.endswith("_histogram") else head
@@ -124,19 +126,18 @@ def of_all_ranks(outputs: Sequence[Output], ranks: Ranks) -> list[Output]:
     counts = from_all(torch.tensor([len(output.logprobs) for output in outputs], device=device), ranks)
     tokens_of = [rank.tolist() for rank in counts]
     searched = [name for name in SEARCH if name in outputs[0].result.metrics]
-    scalars = from_all(torch.stack([_scalars(output, searched) for output in outputs]), ranks)
+    losses_and_found = [
+        torch.stack([x.detach().double() for x in (o.result.loss, *(o.result.metrics[name] for name in searched))])
+        for o in outputs
+    ]
+    scalars = from_all(torch.stack(losses_and_found), ranks)
     mine = torch.cat([_columns(output) for output in outputs], dim=1)
-    columns = columns_of_all(mine, [sum(lengths) for lengths in tokens_of], ranks)
+    columns = columns_of_all(mine, ranks, [sum(lengths) for lengths in tokens_of])
     return [
         _output(outputs[0], part, numbers, searched)
         for rank, lengths in enumerate(tokens_of)
         for part, numbers in zip(torch.split(columns[rank], lengths, dim=1), scalars[rank], strict=True)
     ]
-
-
-def _scalars(output: Output, searched: Sequence[str]) -> Tensor:
-    result = output.result
-    return torch.stack([result.loss.detach().double(), *(result.metrics[name].double() for name in searched)])
 
 
 def _columns(output: Output) -> Tensor:  # [columns, tokens]
@@ -145,7 +146,7 @@ def _columns(output: Output) -> Tensor:  # [columns, tokens]
 
 
 def _output(like: Output, columns: Tensor, scalars: Tensor, searched: Sequence[str]) -> Output:
-    """What `_columns` and `_scalars` wrote, with the types of another output."""
+    """An output made of what travelled, with the types of another one."""
     logprobs, entropy, retained, *fields = columns
     typed = {name: x.to(getattr(like.batch, name).dtype) for name, x in zip(BATCH, fields, strict=True)}
     loss, *found = scalars
@@ -168,7 +169,7 @@ def response_ess(outputs: Sequence[Output], ranks: Ranks) -> Tensor:  # 0-d floa
         w_i = prod_t r_it,   ESS / n = (sum_i w_i)^2 / (n sum_i w_i^2)   over the n responses of the update
 
     It is 1 where the data are fresh, and near 1 / n where one response outweighs all others. VCPO (arXiv:2602.17616)
-    takes it as a sign that the gradient is noise and makes the step smaller (`settings.py`). The metric `ess` is
+    takes it as a sign that the gradient is noise and makes the step smaller (`ess_factor`). The metric `ess` is
     another number: it is over tokens.
 
     A common factor of the weights cancels. Divided by the largest of them, no long response overflows or vanishes.

@@ -1,12 +1,15 @@
-"""The output head as a module: hidden states in, log-probs and entropies of given tokens out, without full logits.
+"""The model as the learner runs it: everything that reads its weights in a pass happens inside `WholeModel.forward`.
 
-The weights are used by the methods of `TokenHead` only. A sharded model has them only while `whole.py` runs, so no
-other code may read them.
+A sharded model has its weights only while a module is called (`fsdp.py`): those of a layer while the layer runs, and
+the rest, embedding, last norm and head, while the whole runs. So no other code may read them.
+
+The output head takes hidden states in and gives log-probs and entropies of given tokens out, without full logits.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +18,11 @@ from torch.nn.functional import linear
 
 from bapo.core.logprobs import CHUNK_LOGITS, token_logprobs
 from bapo.core.wide import wide_linear
+from bapo.learn.forward import can_fuse, compiled_layers, deterministic, hidden_states, layers_of
+from bapo.learn.learner_settings import LearnerSettings
+from bapo.types import TokenBatch
+
+Read = TypeVar("Read")
 
 
 class Predicted(NamedTuple):
@@ -90,3 +98,54 @@ def head_of(model: Any, *, float32: bool = False) -> TokenHead:
             "Use a model without logit scaling or soft-capping."
         )
     return TokenHead(head, float32=float32)
+
+
+class WholeModel(Module):
+    """A model as the learner runs it."""
+
+    def __init__(self, model: Any, settings: LearnerSettings, *, packed: bool) -> None:
+        """`packed`: whether passes do without padding (`forward.py`)."""
+        super().__init__()
+        _check_layers(model, settings)
+        self.model = model.eval()
+        self.head = head_of(model, float32=settings.float32_head)
+        self.packed = packed
+        self.recompute = settings.activation_checkpointing
+        self.compiled = compiled_layers(model) if settings.compile else None
+        self.fused = packed and not settings.compile and can_fuse(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        device: torch.device = self.model.device
+        return device
+
+    def forward(self, batch: TokenBatch, read: Callable[[Tensor], Read]) -> Read:
+        """What `read` makes of the states that predict the response tokens, [tokens, width]."""
+        with deterministic(self.device):  # compiled layers must see the same switch as in the backward pass
+            states = hidden_states(
+                self.model, batch, packed=self.packed, recompute=self.recompute, forwards=self._forwards(batch)
+            )
+        return read(states.index_select(0, batch.predicts))
+
+    def _forwards(self, batch: TokenBatch) -> Sequence[Callable[..., Any]] | None:
+        """The forward passes of the layers, where they are not transformers' own."""
+        if self.fused:
+            from bapo.learn.fused.layer import fused_forwards  # needs Triton
+
+            return fused_forwards(self.model, batch)
+        return self.compiled
+
+
+def _check_layers(model: Any, settings: LearnerSettings) -> None:
+    """Refuse settings that need layers of transformers if the model has none."""
+    if layers_of(model):
+        return
+    name = type(model).__name__
+    if settings.activation_checkpointing:
+        raise ValueError(
+            f"learn.activation_checkpointing=True, but {name} has no layers that transformers can checkpoint. Set it "
+            "to False and lower learn.micro_tokens to save memory."
+        )
+    if settings.compile:
+        raise ValueError(f"learn.compile=True, but {name} has no layers to compile. Set it to False.")

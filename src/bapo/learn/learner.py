@@ -3,22 +3,22 @@
 All micro-batches of an update share one denominator and, unless scope is `microbatch`, one pair of clip bounds, so the
 way an update is cut changes nothing but rounding. With several micro-batches the bounds need every token's ratio before
 the first backward pass, so all but the first are passed through the model once more, without gradients.
-Several ranks can take an update together (`parallel.py`). The sums over ranks that this needs are taken here; without a
+Several ranks can take an update together (`fsdp.py`). The sums over ranks that this needs are taken here; without a
 process group, this process is the only rank.
 
 The model stays in eval mode: dropout would make the learner's log-probs differ from the sampler's for no reason. The
 learner never samples and does not know what did.
 
 On a GPU the host waits once per update, for the gradient norm and all metrics together. An update whose loss or
-gradient is not finite is skipped (`finite.py`): it changes no weight, but counts as a version. So is one whose fresh
-tokens show that sampler and learner do not mean the same policy (`anchor.py`). Passes and loss use deterministic
+gradient is not finite is skipped (`health.py`): it changes no weight, but counts as a version. So is one whose fresh
+tokens show that sampler and learner do not mean the same policy (`health.py`). Passes and loss use deterministic
 algorithms only, so that the same update gives the same weights, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table
@@ -34,23 +33,26 @@ from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import denominator_of, reduce_tokens
-from bapo.learn.anchor import Drift, drift, worth_a_look
-from bapo.learn.determinism import allow_deterministic_products, deterministic
 from bapo.learn.diagnostics import Output, of_all_ranks, response_ess, update_metrics
-from bapo.learn.finite import NotFinite, Skipped, cause_of, check_logprobs, check_state, logged_tokens
-from bapo.learn.flat import optimizer_for
-from bapo.learn.forward import can_pack
-from bapo.learn.head import Predicted
+from bapo.learn.forward import allow_deterministic_products, can_pack, deterministic
+from bapo.learn.head import Predicted, WholeModel
+from bapo.learn.health import (
+    Drift,
+    NotFinite,
+    Skipped,
+    cause_of,
+    check_logprobs,
+    drift,
+    logged_tokens,
+)
+from bapo.learn.learner_settings import LearnerSettings, ess_factor, learning_rate
+from bapo.learn.optimizer import optimizer_for
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
 from bapo.learn.reference import Reference, k3
-from bapo.learn.settings import LearnerSettings, ess_factor, learning_rate
-from bapo.learn.sharded import is_sharded, load_sharded
-from bapo.learn.weights import fingerprint, restore_weights, trained_weights
-from bapo.learn.whole import WholeModel
-from bapo.types import Group, TokenBatch
+from bapo.learn.state import fingerprint, load_state, save_state
+from bapo.types import Group, Metrics, TokenBatch
 
-MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 DECIDE = {"grad_norm": "the gradient norm", "loss": "the loss", "imitation/loss": "the loss"}
 """Metrics that must be finite for an update to be taken."""
 
@@ -63,7 +65,7 @@ class Update:
     """The learner's version after the update."""
     tokens: int
     """How many response tokens it trained on, on all ranks."""
-    metrics: dict[str, float | list[float]]
+    metrics: Metrics
     """Of the whole update, the same on all ranks."""
     skipped: Skipped | None = None
     """Why the update was not taken, if its numbers are not finite, or if sampler and learner have drifted apart."""
@@ -156,12 +158,7 @@ class Learner:
             self._check(batches)
         batches = self.filled_up(batches)
         denominator = sum(
-            denominator_of(
-                torch.ones_like(batch.targets, dtype=torch.bool),
-                settings.reduction,
-                sequence_ids=batch.sequence_ids,
-                length=settings.length,
-            )
+            denominator_of(_every(batch), settings.reduction, sequence_ids=batch.sequence_ids, length=settings.length)
             for batch in batches
         )
         denominator = summed(cast(Tensor, denominator), self.ranks)
@@ -192,9 +189,8 @@ class Learner:
                 "learner its reference before the first step."
             )
         for batch in batches if self.ranks is not None else ():
-            every = torch.ones_like(batch.targets, dtype=torch.bool)
-            check_finite("behavior_logprobs", batch.behavior_logprobs, every, batch.sequence_ids)
-            check_finite("advantages", batch.advantages, every, batch.sequence_ids)
+            for name in ("behavior_logprobs", "advantages"):
+                check_finite(name, getattr(batch, name), _every(batch), batch.sequence_ids)
 
     @contextmanager
     def telling_others(self) -> Iterator[None]:
@@ -212,9 +208,9 @@ class Learner:
 
     def descend(
         self,
-        metrics: Callable[[Tensor], dict[str, float | list[float]]],  # gradient norm -> what to log about the update
+        metrics: Callable[[Tensor], Metrics],  # gradient norm -> what to log about the update
         batches: Sequence[TokenBatch],
-        compare: Callable[[Mapping[str, float | list[float]]], Drift | None] = lambda logged: None,
+        compare: Callable[[Metrics], Drift | None] = lambda logged: None,
     ) -> Update:
         """Finish an update, whatever its loss: clip the gradients, and step if they and the loss are finite.
 
@@ -239,7 +235,7 @@ class Learner:
         words = "" if drifted is None else drifted.words
         return Update(self.version, int(cast(float, logged["tokens"])), logged, drift=words)
 
-    def _refuse(self, drifted: Drift, logged: Mapping[str, float | list[float]]) -> Update:
+    def _refuse(self, drifted: Drift, logged: Metrics) -> Update:
         """Count an update that is not taken, because its ratios mean nothing."""
         self.optimizer.forget_gradients()
         self.version += 1
@@ -265,19 +261,11 @@ class Learner:
 
     def save(self, directory: Path) -> None:
         """Write the trained weights and the optimizer's state, if they are finite. The caller must keep the version."""
-        weights, others = trained_weights(self.model), self.optimizer.tensors()
-        check_state(weights | others)
-        save_file(weights, directory / MODEL_FILE)
-        save_file(others, directory / OPTIMIZER_FILE)
+        save_state(directory, self.model, self.optimizer)
 
     def load(self, directory: Path, *, version: int) -> None:
         """Restore what `save` wrote at this version, also on several ranks. KeyError if it belongs to another model."""
-        if is_sharded(directory):
-            load_sharded(directory, self.model, self.optimizer, self.ranks)
-            self.version = version
-            return
-        restore_weights(self.model, load_file(directory / MODEL_FILE))
-        self.optimizer.load_tensors(load_file(directory / OPTIMIZER_FILE))
+        load_state(directory, self.model, self.optimizer, self.ranks)
         self.version = version
 
     def fingerprint(self) -> int:
@@ -321,14 +309,8 @@ class Learner:
 
     @torch.no_grad()
     def _table(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
-        return update_table(
-            logprobs,
-            batch.behavior_logprobs,
-            batch.advantages,
-            torch.ones_like(batch.targets, dtype=torch.bool),
-            self.settings.clip,
-            uses=self._uses(batch),
-        )
+        tokens = logprobs, batch.behavior_logprobs, batch.advantages, _every(batch)
+        return update_table(*tokens, self.settings.clip, uses=self._uses(batch))
 
     def _uses(self, batch: TokenBatch) -> Tensor | None:
         """How often each token was trained on, for a loss that asks."""
@@ -349,7 +331,7 @@ class Learner:
                 logprobs,
                 batch.behavior_logprobs,
                 batch.advantages,
-                torch.ones_like(batch.targets, dtype=torch.bool),
+                _every(batch),
                 objective=settings.objective,
                 settings=settings.clip if solves else None,
                 bounds=bounds,
@@ -367,12 +349,11 @@ class Learner:
 
     def _penalty(self, batch: TokenBatch, logprobs: Tensor, denominator: Tensor) -> Tensor:
         """What leaving the reference costs: k3 of the same tokens, averaged as the policy loss is."""
-        settings, every = self.settings, torch.ones_like(batch.targets, dtype=torch.bool)
         values = k3(logprobs, cast(Tensor, batch.reference_logprobs))
-        ids = batch.sequence_ids
-        return settings.kl * reduce_tokens(values, every, settings.reduction, denominator=denominator, sequence_ids=ids)
+        options: dict[str, Any] = {"denominator": denominator, "sequence_ids": batch.sequence_ids}
+        return self.settings.kl * reduce_tokens(values, _every(batch), self.settings.reduction, **options)
 
-    def _metrics(self, outputs: Sequence[Output], grad_norm: Tensor) -> dict[str, float | list[float]]:
+    def _metrics(self, outputs: Sequence[Output], grad_norm: Tensor) -> Metrics:
         shared = {"grad_norm": grad_norm.double()}  # the same on all ranks
         if self.settings.ess_reference is not None:
             with deterministic(self.device):
@@ -384,21 +365,24 @@ class Learner:
         self,
         outputs: Sequence[Output],
         batches: Sequence[TokenBatch],
-        logged: Mapping[str, float | list[float]],
+        logged: Metrics,
     ) -> Drift | None:
         """What the fresh tokens of an update say about sampler and learner. Ranks decide alike: all have `logged`."""
-        settings, before = self.settings, self.first_gap
+        before = self.first_gap
         if before is None and "anchor_gap" in logged:
             self.first_gap = cast(float, logged["anchor_gap"])
-        if not worth_a_look(logged, self.precision, settings.anchor_limit):
-            return None
         predicted = [(output.logprobs, output.entropy) for output in outputs]
         return drift(
-            logged_tokens(batches, predicted, self.ranks, version=self.version),
             logged,
+            partial(logged_tokens, batches, predicted, self.ranks, version=self.version),
             version=self.version,
             dtype=self.precision,
-            kept_caches=settings.kept_caches,
-            limit=settings.anchor_limit,
+            kept_caches=self.settings.kept_caches,
+            limit=self.settings.anchor_limit,
             before=before,
         )
+
+
+def _every(batch: TokenBatch) -> Tensor:
+    """The mask of all response tokens: none is left out."""
+    return torch.ones_like(batch.targets, dtype=torch.bool)

@@ -146,13 +146,13 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
     ids = chain.from_iterable(chain(t.prompt, t.tokens) for t in trajectories)
     integers = _ship(
         [
-            _array(ids, np.int64, int(ends[-1])),
+            np.fromiter(ids, np.int64, int(ends[-1])),
             _runs(np.zeros_like(starts), lengths),
             np.concatenate([[0], ends]),
             _runs(firsts, counts),
-            _array(chain.from_iterable(t.tokens for t in trajectories), np.int64, int(counts.sum())),
+            np.fromiter(chain.from_iterable(t.tokens for t in trajectories), np.int64, int(counts.sum())),
             np.repeat((counts > 0).cumsum() - 1, counts),
-            _array(chain.from_iterable(t.versions for t in trajectories), np.int64, int(counts.sum())),
+            np.fromiter(chain.from_iterable(t.versions for t in trajectories), np.int64, int(counts.sum())),
             np.repeat(np.array([uses for _, _, uses in rows], dtype=np.int64), counts),
         ],
         device,
@@ -162,9 +162,9 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
     known = [t.reference_logprobs for t in trajectories] if referred else []
     behavior_logprobs, advantages, reference_logprobs = _ship(
         [
-            _array(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
+            np.fromiter(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
             np.repeat(np.array([advantage for _, advantage, _ in rows], dtype=np.float32), counts),
-            _array(chain.from_iterable(known), np.float32, int(counts.sum()) if referred else 0),
+            np.fromiter(chain.from_iterable(known), np.float32, int(counts.sum()) if referred else 0),
         ],
         device,
     )
@@ -182,10 +182,6 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
         uses=uses,
         reference_logprobs=reference_logprobs if referred else None,
     )
-
-
-def _array(values: Iterable[float], dtype: Any, count: int) -> NDArray[Any]:
-    return np.fromiter(values, dtype=dtype, count=count)
 
 
 def _runs(firsts: NDArray[Any], counts: NDArray[Any]) -> NDArray[Any]:

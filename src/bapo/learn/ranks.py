@@ -31,7 +31,7 @@ PATIENCE = 600.0
 FAILED = "bapo/failed"
 """Where the store of the group has the error of the first rank that failed."""
 STOPPED = "stopped"
-"""Stands there if that rank was told to stop at once. The others then do the same."""
+"""What the store has instead, if that rank was told to stop at once. The others then stop, too."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
 """What the backends say where another rank has gone, or has been silent for too long."""
 _stores: dict[dist.ProcessGroup, Any] = {}
@@ -139,11 +139,15 @@ def from_all(value: Tensor, ranks: dist.ProcessGroup) -> list[Tensor]:
     return found
 
 
-def columns_of_all(mine: Tensor, widths: Sequence[int], ranks: dist.ProcessGroup) -> list[Tensor]:
-    """The columns of all ranks, in the order of ranks. `widths`: how many each has.
+def columns_of_all(mine: Tensor, ranks: Ranks, widths: Sequence[int] | None = None) -> list[Tensor]:
+    """The columns of all ranks, in the order of ranks. `widths`: how many each has, where that is known.
 
     Those of each rank travel filled up to the most, because ranks can only exchange tensors of one shape.
     """
+    if ranks is None:
+        return [mine]
+    if widths is None:
+        widths = [int(count) for count in from_all(torch.tensor(mine.shape[1], device=mine.device), ranks)]
     room = mine.new_zeros(len(mine), max(widths))
     room[:, : mine.shape[1]] = mine
     return [columns[:, :width] for columns, width in zip(from_all(room, ranks), widths, strict=True)]
@@ -151,6 +155,5 @@ def columns_of_all(mine: Tensor, widths: Sequence[int], ranks: dist.ProcessGroup
 
 def from_all_texts(text: bytes, ranks: dist.ProcessGroup) -> list[bytes]:
     """The bytes of all ranks, of any length, in the order of ranks. They travel as tensors, so nothing is unpickled."""
-    lengths = [int(length) for length in from_all(torch.tensor(len(text)), ranks)]
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
-    return [part.numpy().tobytes() for part in columns_of_all(mine, lengths, ranks)]
+    return [part.numpy().tobytes() for part in columns_of_all(mine, ranks)]

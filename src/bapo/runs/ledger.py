@@ -4,7 +4,7 @@
                         \\-> filtered (no signal), or unscored (the verifier failed on it)
             \\-> dropped (too old, or a response that could not go on)
 
-An update that was skipped because its numbers are not finite (`learn/finite.py`) has used none of its groups: `skipped`
+An update that was skipped because its numbers are not finite (`learn/health.py`) has used none of its groups: `skipped`
 takes `trained` back.
 
 `ledger.jsonl` has one line for each run of equal events. It is cut back to a checkpoint like every other log, so after

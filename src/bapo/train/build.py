@@ -17,8 +17,8 @@ from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.learn.learner import Learns
+from bapo.learn.learner_settings import wrong_values
 from bapo.learn.reference import Reference, initial
-from bapo.learn.settings import wrong_values
 from bapo.models import Policy, prompt_text
 from bapo.preflight.checks import wrong_options
 from bapo.preflight.data import TaskData, load_task

@@ -3,9 +3,9 @@
 An update may be skipped, for one of two reasons. Each skipped update gets a line of its own kind in metrics.jsonl.
 
     its numbers are not finite           the run stops after `learn.skip_limit` of them in a row: chances are that the
-    (`learn/finite.py`)                  policy has diverged, and no later update would be taken either
+    (`learn/health.py`)                  policy has diverged, and no later update would be taken either
     sampler and learner have drifted     the run stops at once: every ratio is wrong, and nothing would mend it
-    apart (`learn/anchor.py`)
+    apart (`learn/health.py`)
 
 The tokens of the last one are kept as `skipped/update-000012.safetensors`, a dump that `bapo diagnose` reads.
 """

@@ -9,7 +9,7 @@ from bapo.config.placement import placed
 from bapo.config.run import Config
 from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
-from bapo.learn.settings import LearnerSettings
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy
 from bapo.models.lora import LoraSettings
 

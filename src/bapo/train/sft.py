@@ -34,8 +34,8 @@ from bapo.config.errors import CheckpointError
 from bapo.config.numerals import counted
 from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner
-from bapo.learn.settings import LearnerSettings
-from bapo.learn.sft import measure_fit, sft_step
+from bapo.learn.learner_settings import LearnerSettings
+from bapo.learn.supervised import measure_fit, sft_step
 from bapo.preflight.data import Demonstrations, load_sft
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table

@@ -7,7 +7,7 @@ results are exchanged at once, so all ranks know the same and decide the same:
                weights, and is given all segments (`SharedEngine`). A token budget is divided, too
     scoring    each rank scores its part of the responses (`SharedTask`). A verifier may time out, so nobody repeats the
                work of another
-    learning   all ranks take every update together (`learn/parallel.py`)
+    learning   all ranks take every update together (`learn/fsdp.py`)
     files      the first rank writes logs, screen, summary and model; all write their shards of a checkpoint
 
 Nothing runs ahead: a rank waits for the slowest at each of these places. A run is a function of the configuration and
@@ -41,10 +41,10 @@ from torch import Tensor
 from bapo.config.errors import ConfigError, RankFailed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.learner import Learner
-from bapo.learn.parallel import ShardedLearner
+from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.ranks import PATIENCE, LostRank, Ranks, failing_together, from_all_texts, join, leave
-from bapo.learn.settings import LearnerSettings
 from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segment
 from bapo.runs.write import RunDirectory
 from bapo.tasks.task import Task

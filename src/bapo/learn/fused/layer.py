@@ -90,7 +90,8 @@ def _forward(
     rotation = position_embeddings[0][0], position_embeddings[1][0]
     x, states = add_norm(hidden_states[0], None, before.weight, before.variance_epsilon)
     qkv = project(states, [part_of(m) for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
-    mixed = rotated_attention(qkv, _gains(attention), rotation, plan, _heads(attention))
+    gains = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+    mixed = rotated_attention(qkv, gains, rotation, plan, _heads(attention))
     delta = project(mixed, [part_of(attention.o_proj)])
     x, states = add_norm(x, delta, after.weight, after.variance_epsilon)
     gated = project(states, [part_of(mlp.gate_proj), part_of(mlp.up_proj)])
@@ -99,18 +100,10 @@ def _forward(
 
 def _heads(attention: Any) -> Heads:
     width = attention.head_dim
-    queries, keys = (_outputs(module) // width for module in (attention.q_proj, attention.k_proj))
+    linears = (m if isinstance(m, Linear) else m.base_layer for m in (attention.q_proj, attention.k_proj))
+    queries, keys = (linear.out_features // width for linear in linears)
     eps = attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else 0.0
     return Heads(queries, keys, width, attention.scaling, eps)
-
-
-def _outputs(module: Any) -> int:
-    linear: Linear = module if isinstance(module, Linear) else module.base_layer
-    return linear.out_features
-
-
-def _gains(attention: Any) -> tuple[Tensor, Tensor] | None:
-    return (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
 
 
 def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:

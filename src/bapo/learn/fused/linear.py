@@ -3,7 +3,7 @@
     y = x W' + b,   W: the weights of q, k and v, or of gate and up, one above the other
     with low-rank additions, for each of them:   y += scale (x A') B'
 
-If the weights lie one after the other in memory (`flat.py`), stacking them costs nothing.
+If the weights lie one after the other in memory (`optimizer.py`), stacking them costs nothing.
 
 A weight that has a `main_grad` gets its gradient added to that, in float32, by the matrix product itself. The backward
 pass then gives torch no gradient for it. Other weights get one as usual, in their own precision.

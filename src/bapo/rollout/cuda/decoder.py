@@ -2,29 +2,34 @@
 
 It holds the weights in the layout and dtype that sampling wants (query, key and value in one matrix, gate and up in
 another). `load` fills this copy. It costs one pass over the weights per version and memory for one more copy of them,
-and saves nine of ten launches per token. Low-rank additions are merged into this copy (`low_rank.py`), so tokens are
-sampled with the rounding of merged weights. Everything else (rotation tables, norms, heads) is read from the
-transformers model; `unsupported` says why a model has to be sampled by the general engine instead.
+and saves nine of ten launches per token. Everything else (rotation tables, norms, heads) is read from the transformers
+model; `unsupported` says why a model has to be sampled by the general engine instead.
+
+Where a layer has a low-rank addition (model.lora), the copy holds W + (alpha / rank) B A. The sum is computed in
+float32 whenever weights are loaded, one layer at a time, and rounded once to the dtype of the engine. The learner
+computes W x + (alpha / rank) B (A x) instead. Both are the same policy up to rounding; what is recorded are the
+log-probs of the merged weights, which is what was sampled from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from bapo.core.kernels.layers import add_norm, gate
 from bapo.core.wide import wide_linear
-from bapo.models.layers import has_addition, strange_architecture, strange_projections
-from bapo.rollout.cuda.kernels.layers import rotate_and_store
-from bapo.rollout.cuda.low_rank import merged, scales_of
+from bapo.models.layers import ADDITION, has_addition, strange_architecture, strange_projections
+from bapo.rollout.cuda.kernels.attention import rotate_and_store
 from bapo.rollout.cuda.pages import PAGE
 from bapo.rollout.requests import copy_weights
 
+BASE, DOWN, UP = ".base_layer.weight", f".lora_A.{ADDITION}.weight", f".lora_B.{ADDITION}.weight"
+"""How the names of the weights of a layer with a low-rank addition end."""
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """The rotary embeddings that depend on the position alone."""
 
@@ -44,7 +49,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return "its heads have an odd width"
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if type(head) is not torch.nn.Linear or type(base.embed_tokens) is not torch.nn.Embedding:
+    if type(head) is not nn.Linear or type(base.embed_tokens) is not nn.Embedding:
         kinds = type(head).__name__, type(base.embed_tokens).__name__
         return f"its head and embedding are {kinds[0]} and {kinds[1]}, not plain Linear and Embedding"
     return strange_projections([module for name, module in model.named_modules() if name.endswith("_proj")])
@@ -70,24 +75,21 @@ class Decoder:
             )
             for name, parts in sources.items()
         }
-        self._places = self._places_of(sources)
-        self._scales = scales_of(model)
+        self._places: dict[str, Tensor] = {}
+        """For each parameter of the model, by name, the part of our matrices that holds it."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for fused, parts in sources.items():
+            rows = [len(part) for part in parts]
+            for part, place in zip(parts, self._weights[fused].split(rows), strict=True):
+                self._places[names[part]] = place  # type: ignore[index]
+        layers = ((name, module) for name, module in model.named_modules() if has_addition(module))
+        self._scales = {name: float(module.scaling[ADDITION]) for name, module in layers}
+        """alpha / rank of every layer with a low-rank addition, by the layer's name."""
         self._rotation: tuple[Tensor, Tensor] | None = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights, given by their names in the model, in place: captured graphs read the same addresses."""
         copy_weights(merged(weights, self._scales), self._places)
-
-    def _places_of(self, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Map the name of each parameter in the model to the part of our matrices that holds it."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        places = {}
-        for fused, parts in sources.items():
-            begin = 0
-            for part in parts:
-                places[names[part]] = self._weights[fused][begin : begin + len(part)]  # type: ignore[index]
-                begin += len(part)
-        return places
 
     def _sources(self) -> dict[str, list[Tensor]]:
         """The model's parameters behind each of our matrices, stacked along the first axis."""
@@ -168,3 +170,32 @@ class Decoder:
 def _first_layer(model: PreTrainedModel) -> Any:
     base: Any = model.base_model
     return base.layers[0]
+
+
+def merged(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+    """The weights by name, where layers with additions have them merged into their base layer's weight.
+
+    The three parts of a layer may come in any order; when the last of them comes, the layer's weight is given out.
+    """
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        part = next((part for part in (BASE, DOWN, UP) if name.endswith(part)), "")
+        layer = name.removesuffix(part)
+        if not part or layer not in scales:
+            yield name, tensor
+            continue
+        parts = held.setdefault(layer, {})
+        parts[part] = tensor
+        if len(parts) == 3:
+            del held[layer]
+            yield layer + BASE, _sum(layer, parts[BASE], parts[DOWN], parts[UP], scale=scales[layer])
+
+
+@torch.no_grad()
+def _sum(layer: str, base: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
+    if base.shape != (len(up), down.shape[1]) or up.shape[1] != len(down):
+        raise ValueError(
+            f"the layer {layer!r} has a weight of shape {tuple(base.shape)}, but its low-rank additions have shapes "
+            f"{tuple(up.shape)} and {tuple(down.shape)}. Build a new engine."
+        )
+    return base.float() + scale * (up.float() @ down.float())

@@ -24,7 +24,6 @@ position).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Literal
@@ -39,8 +38,8 @@ from bapo.rollout.cuda.graphs import Pool
 from bapo.rollout.cuda.kernels.sampling import SlotStatus, State
 from bapo.rollout.cuda.pages import pages_for
 from bapo.rollout.cuda.sitting import Name, Sitting
-from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
-from bapo.rollout.requests import check_engine_sizes, check_idle, check_requests, max_positions
+from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.in_process import InProcessEngine
 
 LOOK = 8
 """Steps between two looks of the host."""
@@ -48,12 +47,8 @@ REACH_STEP = 256
 """The longest response that slots are made for grows in steps of this many tokens."""
 
 
-class GraphEngine:
+class GraphEngine(InProcessEngine):
     """Engine on a Llama, Qwen2 or Qwen3 model on this process's GPU."""
-
-    draws_by_position = True
-    gives_entropies = True
-    continuous = False
 
     def __init__(
         self,
@@ -70,7 +65,7 @@ class GraphEngine:
         values are kept at a time; if they are too few for all slots, some responses wait. None: every slot can hold
         the longest response. `float32_head`: compute logits in float32.
         """
-        check_engine_sizes(slots, prefill_tokens)
+        super().__init__(model, slots=slots, prefill_tokens=prefill_tokens)
         if parked not in ("rebuild", "keep"):
             raise ValueError(f"parked={parked!r} is not a known option. Set it to 'rebuild' or 'keep'.")
         reason = unsupported(model)
@@ -78,29 +73,16 @@ class GraphEngine:
             raise ValueError(f"GraphEngine cannot run {type(model).__name__}: {reason}. Use LocalEngine.")
         if model.device.type != "cuda" and not triton.knobs.runtime.interpret:
             raise ValueError(f"GraphEngine needs a GPU, but the model is on {model.device}. Use LocalEngine.")
-        self.model, self.slots, self.prefill_tokens, self.parked = model, slots, prefill_tokens, parked
-        self.cache_tokens = cache_tokens
-        self.version = NOTHING_LOADED
+        self.parked, self.cache_tokens = parked, cache_tokens
         self.decoder = Decoder(model, float32_head=float32_head)
         self.pool: Pool | None = None
         self.kept: dict[Name, int] = {}
         """Under "keep": the slot of each parked response, by its seed and tokens."""
-        self._sitting: Sitting | None = None
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """See `Engine.load`."""
-        check_idle(self._sitting, "load")
-        self.version = NOTHING_LOADED  # until all of them are in place
+    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.decoder.load(weights)
-        self.version = version
 
-    @torch.no_grad()
-    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """See `Engine.submit`."""
-        check_idle(self._sitting, "submit")
-        check_requests(requests, sampling, token_budget, positions=max_positions(self.model), version=self.version)
-        if not requests:
-            return
+    def _sit_down(self, requests: Sequence[Request], sampling: Sampling, token_budget: int | None) -> Sitting:
         reach = max(len(request.context) + request.max_new_tokens for request in requests)
         if self.cache_tokens is not None and reach > self.cache_tokens:
             raise ValueError(
@@ -110,7 +92,7 @@ class GraphEngine:
         with self._on_device():
             pool = self._pool(reach, stops=len(sampling.stop_ids))
             pool.set_sampling(sampling)
-            self._sitting = Sitting(
+            sitting = Sitting(
                 pool,
                 requests,
                 budget=token_budget,
@@ -120,17 +102,13 @@ class GraphEngine:
                 kept=self.kept,
             )
         self.kept = {}  # a sitting that fails may have overwritten any of them
+        return sitting
 
-    @torch.no_grad()
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
-        """See `Engine.collect`."""
-        sitting, self._sitting = self._sitting, None  # a sitting that fails is over
-        if sitting is None:
-            return []
+    @contextmanager
+    def _working(self, sitting: Sitting) -> Iterator[None]:
         with self._on_device():
             try:
-                sitting.work(None if timeout is None else time.monotonic() + timeout)
-                found = sitting.segments(self.version)
+                yield
             except BaseException:
                 sitting.pool.state[State.STATUS] = SlotStatus.IDLE
                 sitting.pool.pages.clear()
@@ -138,14 +116,6 @@ class GraphEngine:
             if sitting.over:
                 sitting.pool.state[State.STATUS] = SlotStatus.IDLE
                 self.kept = sitting.kept
-            else:
-                self._sitting = sitting
-        return found
-
-    def park(self) -> None:
-        """See `Engine.park`."""
-        if self._sitting is not None:
-            self._sitting.parked = True
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

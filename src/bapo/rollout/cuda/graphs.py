@@ -118,16 +118,8 @@ class Pool:
         logits = self.decoder.forward(ids, slots, positions, self.cache, table, attend)
         assert logits is not None
         tokens, logprobs, entropies = self.records
-        sample(
-            logits,
-            slots,
-            self.state,
-            tokens,
-            logprobs.view(torch.float32),
-            entropies.view(torch.float32),
-            stop_ids=self.stop_ids,
-            temperature=self.temperature,
-        )
+        records = tokens, logprobs.view(torch.float32), entropies.view(torch.float32)
+        sample(logits, slots, self.state, *records, stop_ids=self.stop_ids, temperature=self.temperature)
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         seated = self.seats.clone()

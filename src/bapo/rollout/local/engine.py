@@ -34,17 +34,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bapo.core.wide import wide_linear
-from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
-from bapo.rollout.local.columns import ColumnCache, padding_mask
+from bapo.rollout.engine import Request, Sampling, Segment
+from bapo.rollout.in_process import InProcessEngine
+from bapo.rollout.local.cache import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
-from bapo.rollout.requests import (
-    check_engine_sizes,
-    check_idle,
-    check_requests,
-    copy_weights,
-    max_positions,
-    non_finite,
-)
+from bapo.rollout.requests import copy_weights, non_finite
 from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -52,12 +46,8 @@ _IDLE = -1
 """The owner of a row that has no request."""
 
 
-class LocalEngine:
+class LocalEngine(InProcessEngine):
     """Engine on a model in this process. Shares its weights; restores its train mode after every call."""
-
-    draws_by_position = True
-    gives_entropies = True
-    continuous = False
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int = 128, prefill_tokens: int = 16384, float32_head: bool = False
@@ -65,57 +55,34 @@ class LocalEngine:
         """`slots`: responses sampled at the same time. `prefill_tokens`: most tokens in a prefill of several rows.
         `float32_head`: compute logits in float32, also those of 16-bit weights.
         """
-        check_engine_sizes(slots, prefill_tokens)
+        super().__init__(model, slots=slots, prefill_tokens=prefill_tokens)
         _check_model(model)
-        self.model = model
-        self.slots = slots
-        self.prefill_tokens = prefill_tokens
         self.float32_head = float32_head
-        self.version, self._changes = NOTHING_LOADED, 0
+        self._changes = 0
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.takes_logits_to_keep = "logits_to_keep" in accepted
-        self._sitting: _Sitting | None = None
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """See `Engine.load`. A weight that already lies where the model has it is not copied."""
-        check_idle(self._sitting, "load")
-        self.version = NOTHING_LOADED  # until all of them are in place
+    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         copy_weights(weights, dict(self.model.named_parameters()))
-        self.version, self._changes = version, self._changes_so_far()
+        self._changes = self._changes_so_far()
 
     def _changes_so_far(self) -> int:
         """How often the model's weights were changed in place: the learner may share them."""
         return sum(parameter._version for parameter in self.model.parameters())
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """See `Engine.submit`."""
-        check_idle(self._sitting, "submit")
-        check_requests(requests, sampling, token_budget, positions=max_positions(self.model), version=self.version)
+    def _sit_down(self, requests: Sequence[Request], sampling: Sampling, token_budget: int | None) -> _Sitting:
         if self._changes != self._changes_so_far():
             raise RuntimeError(
                 f"the model's weights have changed since version {self.version} was loaded, so its tokens would get a "
                 "wrong version. Call load with the learner's current version first."
             )
-        if requests:
-            self._sitting = _Sitting(self, requests, sampling, token_budget)
+        return _Sitting(self, requests, sampling, token_budget)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
-        """See `Engine.collect`."""
-        sitting, self._sitting = self._sitting, None  # a sitting that fails is over
-        if sitting is None:
-            return []
-        # Not inference_mode: buffers that a model rebuilds in a pass (long-context rotary) must be usable in training.
-        with torch.no_grad(), evaluating(self.model), wide_head(self.model) if self.float32_head else nullcontext():
-            sitting.work(None if timeout is None else time.monotonic() + timeout)
-        if not sitting.over:
-            self._sitting = sitting
-        return sitting.segments(self.version)
-
-    def park(self) -> None:
-        """See `Engine.park`."""
-        if self._sitting is not None:
-            self._sitting.parked = True
+    @contextmanager
+    def _working(self, sitting: _Sitting) -> Iterator[None]:
+        with evaluating(self.model), wide_head(self.model) if self.float32_head else nullcontext():
+            yield
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: ColumnCache) -> Tensor:
         """Logits after the last token of each row, [rows, vocabulary]."""

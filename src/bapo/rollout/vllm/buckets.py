@@ -1,42 +1,39 @@
-"""Weights on their way from one process to others of the same machine, in shared memory, with their fingerprints.
+"""Weights on their way from one process to others of the same machine, in shared memory, and whether they arrive.
 
 The sender packs tensors into buckets. A bucket is an anonymous file in memory (memfd), which the receivers open through
 the sender's entry in /proc and map. It has no name in any directory, so nothing remains of it when the sender dies, and
 its size is not limited by that of /dev/shm.
 
-The fingerprint of a weight is a hash of its name, dtype, shape and bits. Both sides compute it from their own copy.
+Both sides compute the fingerprint of every weight from their own copy.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from bapo.models.bits import Packed, fingerprint, packed, unpacked
 
 BUCKET_BYTES = 512 * 2**20
 """A bucket is sent when it holds this many bytes. One weight may be larger; then it has a bucket to itself."""
 _ALIGNMENT = 64
-_HASHED_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Weights that lie in one piece of shared memory."""
 
-    names: list[str]
-    dtypes: list[str]
-    """For example float32, a name in torch."""
-    shapes: list[list[int]]
-    offsets: list[int]
-    """In bytes."""
+    weights: list[list[Any]]
+    """The name of each, its dtype, its shape, and where it begins, in bytes."""
     size: int
     path: str
     """Where another process of the same user opens the memory while the sender keeps it."""
@@ -46,17 +43,9 @@ class Bucket:
         return dict(vars(self))
 
 
-def fingerprint(name: str, tensor: Tensor) -> str:
-    """A hash of the name, dtype, shape and bits of a weight: 32 hexadecimal digits."""
-    digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
-    digest.update(_bits(tensor).numpy().data)
-    return digest.hexdigest()
-
-
-def fingerprints(weights: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
-    """The fingerprint of every weight, by name. Hashes several at a time: this is most of the work of a transfer."""
-    with ThreadPoolExecutor(_HASHED_AT_A_TIME) as threads:
-        return dict(zip((name for name, _ in weights), threads.map(lambda w: fingerprint(*w), weights), strict=True))
+def fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """The fingerprint of every weight, by name."""
+    return {name: fingerprint([packed(name, tensor)]) for name, tensor in weights}
 
 
 def batches(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -79,25 +68,20 @@ def shared(batch: list[tuple[str, Tensor]]) -> Iterator[Bucket]:
 
     Receivers that have mapped it by then keep what they have mapped.
     """
+    weights = [packed(name, tensor) for name, tensor in batch]
     offsets, size = [], 0
-    for _, tensor in batch:
+    for weight in weights:
         offsets.append(size)
-        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += -(-len(weight.data) // _ALIGNMENT) * _ALIGNMENT
     size = max(size, 1)
     file = os.memfd_create("bapo-weights")
     try:
         os.ftruncate(file, size)
-        memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-        for offset, (_, tensor) in zip(offsets, batch, strict=True):
-            memory[offset : offset + tensor.nbytes] = _bits(tensor)
-        yield Bucket(
-            names=[name for name, _ in batch],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
-            shapes=[list(tensor.shape) for _, tensor in batch],
-            offsets=offsets,
-            size=size,
-            path=f"/proc/{os.getpid()}/fd/{file}",
-        )
+        memory = np.frombuffer(mmap.mmap(file, size), dtype=np.uint8)
+        for offset, weight in zip(offsets, weights, strict=True):
+            memory[offset : offset + len(weight.data)] = weight.data
+        table = [[w.name, w.dtype, list(w.shape), offset] for w, offset in zip(weights, offsets, strict=True)]
+        yield Bucket(table, size, path=f"/proc/{os.getpid()}/fd/{file}")
     finally:
         os.close(file)
 
@@ -106,15 +90,51 @@ def mapped(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The weights of a bucket in another process. The memory lives as long as one of the tensors."""
     file = os.open(bucket.path, os.O_RDWR)
     try:
-        memory = torch.frombuffer(mmap.mmap(file, bucket.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        memory = np.frombuffer(mmap.mmap(file, bucket.size, access=mmap.ACCESS_COPY), dtype=np.uint8)
     finally:
         os.close(file)
-    columns = zip(bucket.names, bucket.dtypes, bucket.shapes, bucket.offsets, strict=True)
-    for name, dtype, shape, offset in columns:
-        kind = getattr(torch, dtype)
-        size = torch.Size(shape).numel() * kind.itemsize
-        yield name, memory[offset : offset + size].view(kind).view(shape)
+    for name, dtype, shape, begin in bucket.weights:
+        end = begin + math.prod(shape) * getattr(torch, dtype).itemsize
+        yield unpacked(Packed(name, dtype, tuple(shape), memory[begin:end]))
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def fitting(
+    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights in ordinary memory, each checked against the names and shapes that the model has."""
+    for name, tensor in weights:
+        if name not in expected:
+            raise ValueError(
+                f"the engine's model has no weight {name!r}, so vLLM cannot load it. The learner trains another model, "
+                "or it has adapters: merge them into the weights before they are sent."
+            )
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"the weight {name!r} has shape {tuple(tensor.shape)}, but the engine's model has {expected[name]}. "
+                "Start the engine from the learner's model."
+            )
+        yield name, tensor.detach().cpu()
+
+
+def check_arrived(reports: Sequence[dict[str, Any]], sent: dict[str, str], expected: set[str]) -> None:
+    """Compare what the workers report with what was sent, and what was sent with what the model has."""
+    wrong: dict[str, set[str]] = {"not sent": expected - sent.keys()}
+    for report in reports:
+        arrived = report["fingerprints"]
+        found = {
+            "sent, but not arrived in a worker": sent.keys() - arrived.keys(),
+            "arrived in a worker with other bits": {n for n in sent if arrived.get(n, sent[n]) != sent[n]},
+            "in vLLM's model, but not loaded": set(report["not_loaded"]),
+        }
+        wrong = {what: wrong.get(what, set()) | found.get(what, set()) for what in (*wrong, *found)}
+    problems = [f"{what}: {_some(names)}" for what, names in wrong.items() if names]
+    if problems:
+        raise ValueError(
+            f"vLLM does not have all weights as the learner has them ({'; '.join(problems)}), so it would sample from "
+            "a policy that never existed. The engine samples nothing until all weights have been loaded again."
+        )
+
+
+def _some(names: set[str]) -> str:
+    """`model.norm.weight`, or `model.norm.weight and 3 more`."""
+    return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"

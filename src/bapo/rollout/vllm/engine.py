@@ -10,7 +10,7 @@ Whatever else waits for vLLM has a deadline and an error that says what was wait
 Weights are loaded only while nothing is under way, so the version on a token is that of the weights that sampled it. A
 load goes through vLLM's weight transfer (`init`, `start`, `update`, `finish`), and its result is checked: the names and
 bits of everything that arrived in every worker, and that no parameter of vLLM's model was left out. An engine that
-fails it has no version any more and refuses to sample. `bapo.rollout.probe` is the second check, of what it samples.
+fails it has no version any more and refuses to sample. `worker.probe` is the second check, of what it samples.
 
 What differs from the engines in this process:
 
@@ -38,8 +38,7 @@ from torch import Tensor
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.randomness import response_seed
 from bapo.rollout.requests import check_engine_sizes, check_idle, check_requests, non_finite
-from bapo.rollout.vllm.buckets import BUCKET_BYTES, Bucket, batches, fingerprints, shared
-from bapo.rollout.vllm.checks import check_arrived, check_temperature, check_tokens, fitting
+from bapo.rollout.vllm.buckets import BUCKET_BYTES, batches, check_arrived, fingerprints, fitting, shared
 from bapo.rollout.vllm.start import Settings, check_installed, expected_weights, sockets, start
 from bapo.types import Status
 
@@ -56,6 +55,7 @@ ANSWER_SECONDS = 300.0
 CLOSE_SECONDS = 10.0
 """How long vLLM may take to end by itself before it is killed."""
 _LOOK_SECONDS = 0.5
+_LOWEST, _HIGHEST = 0.01, 2.0
 _STATUS = {"stop": Status.STOPPED, "length": Status.TRUNCATED, "abort": Status.PARKED}
 
 
@@ -91,10 +91,13 @@ class VllmEngine:
         self._thread.start()
         self._llm: AsyncLLM | None = None
         try:
-            self._llm = self._ask(_started(settings, directory), "start", START_SECONDS)
+            self._llm = self._ask(start(settings, directory), "start", START_SECONDS)
             self.positions = int(self._llm.model_config.max_model_len)
             self.vocabulary = int(self._llm.model_config.get_vocab_size())
-            self._ask(_initialised(self._llm), "prepare for weights")
+            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+            nothing = WeightTransferInitRequest(init_info={})
+            self._ask(self._llm.init_weight_transfer_engine(nothing), "prepare for weights")
         except BaseException:
             self.close()
             raise
@@ -105,6 +108,8 @@ class VllmEngine:
         """Move the weights to vLLM, clear its caches, and check what has arrived. Tensors may be on any device."""
         self._check_alive()
         check_idle(self._streams or None, "load")
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
         self.version = NOTHING_LOADED
         sent: dict[str, str] = {}
         self._ask(self._vllm.start_weight_update(), "prepare for new weights")
@@ -112,7 +117,8 @@ class VllmEngine:
             for batch in batches(fitting(weights, self._expected), BUCKET_BYTES):
                 sent |= fingerprints(batch)
                 with shared(batch) as bucket:
-                    self._ask(_sent(self._vllm, bucket), f"load {len(batch)} weights, from {batch[0][0]!r}")
+                    request = WeightTransferUpdateRequest(update_info={"bucket": bucket.as_dict()})
+                    self._ask(self._vllm.update_weights(request), f"load {len(batch)} weights, from {batch[0][0]!r}")
         except BaseException:
             with suppress(Exception):  # vLLM refuses another update while one is open
                 self._ask(self._vllm.finish_weight_update(), "give up the new weights")
@@ -150,9 +156,7 @@ class VllmEngine:
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._mail:
-            while not (self._failure or self._complaint) and any(
-                stream.status is None for stream in self._streams.values()
-            ):
+            while self._works() and not (self._failure or self._complaint):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -162,7 +166,7 @@ class VllmEngine:
             if self._complaint is not None:
                 complaint, self._complaint = self._complaint, None
                 raise complaint
-            found = [(id, stream.cut()) for id, stream in self._streams.items() if stream.has_news]
+            found = [(id, s.cut()) for id, s in self._streams.items() if s.tokens or s.status is not None]
             for id, segment in found:
                 if segment.status is not None:
                     del self._streams[id]
@@ -222,28 +226,24 @@ class VllmEngine:
             return future.result(seconds)
         except NotInTime as error:
             future.cancel()
-            self._fail(
-                EngineDied(
-                    f"vLLM's EngineCore was asked to {what} and did not answer within {seconds:.0f} s. "
-                    "Look at its log, then start the engine again."
-                )
+            silent = (
+                f"vLLM's EngineCore was asked to {what} and did not answer within {seconds:.0f} s. Look at its log, "
+                "then start the engine again."
             )
-            assert self._failure is not None
-            raise self._failure from error
+            raise self._fail(EngineDied(silent)) from error
         except Exception as error:
             if self._llm is not None and self._llm.errored:
-                self._fail(EngineDied(_DIED))
-                assert self._failure is not None
-                raise self._failure from error
+                raise self._fail(EngineDied(_DIED)) from error
             raise
 
-    def _fail(self, failure: Exception) -> None:
-        """Remember the first failure; everybody who waits is told."""
+    def _fail(self, failure: Exception) -> Exception:
+        """Remember the first failure, tell everybody who waits, and return it."""
         with self._mail:
             self.version = NOTHING_LOADED
             if self._failure is None:
                 self._failure = failure
             self._mail.notify_all()
+        return self._failure
 
     # On the loop.
 
@@ -327,10 +327,6 @@ class _Stream:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self.tokens) or self.status is not None
-
     def cut(self) -> Segment:
         """What has come so far, as a segment. The stream goes on after it."""
         tokens, logprobs = self.tokens, self.logprobs
@@ -345,8 +341,24 @@ _DIED = (
 )
 
 
-async def _started(settings: Settings, directory: str) -> AsyncLLM:
-    return start(settings, directory)
+def check_temperature(temperature: float) -> None:
+    """vLLM would raise a lower temperature to its own lowest one, with only a warning."""
+    if temperature != 0 and not _LOWEST <= temperature <= _HIGHEST:
+        raise ValueError(
+            f"sampling.temperature={temperature} is not one that vLLM samples at. Set it to 0 (greedy) or to a number "
+            f"between {_LOWEST} and {_HIGHEST}, or sample with the in-process engine."
+        )
+
+
+def check_tokens(requests: Sequence[Request], vocabulary: int) -> None:
+    """vLLM itself does not refuse a token that the model does not have: its worker fails, and EngineCore with it."""
+    for index, request in enumerate(requests):
+        if not (min(request.context) >= 0 and max(request.context) < vocabulary):
+            wrong = next(token for token in request.context if not 0 <= token < vocabulary)
+            raise ValueError(
+                f"request {index} (seed {request.seed}) has the token {wrong} in its context, but the model's "
+                f"vocabulary has {vocabulary} tokens. Use the model's own tokenizer."
+            )
 
 
 async def _cancelled() -> None:
@@ -355,18 +367,6 @@ async def _cancelled() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _initialised(llm: AsyncLLM) -> None:
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-
-
-async def _sent(llm: AsyncLLM, bucket: Bucket) -> None:
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    await llm.update_weights(WeightTransferUpdateRequest(update_info={"bucket": bucket.as_dict()}))
 
 
 def _parameters(request: Request, sampling: Sampling) -> Any:

@@ -150,5 +150,5 @@ class Worker:
     weight_transfer_engine: SharedMemory
 
     def bapo_report(self) -> dict[str, Any]:
-        """See `SharedMemory.report`."""
+        """What arrived in this worker, and which parameters of its model it did not reach."""
         return self.weight_transfer_engine.report()

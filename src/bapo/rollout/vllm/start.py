@@ -26,6 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+MEMORY_SHARE = 0.9
+"""The share of a device's memory that vLLM may fill with weights, keys and values."""
 _PLUGIN = "bapo.rollout.vllm.plugin"
 _DIRECTORY = "bapo-vllm-"
 _ONLY_HERE = {
@@ -53,19 +55,13 @@ class Settings:
     """How many responses are sampled at the same time."""
     tensor_parallel: int = 1
     """Over how many devices of this machine the model is split."""
-    memory_share: float = 0.9
-    """The share of a device's memory that vLLM may fill with weights, keys and values."""
     cache_bytes: int | None = None
-    """The memory for keys and values. None: what `memory_share` leaves. State it on CPUs, where the share is one of
+    """The memory for keys and values. None: what `MEMORY_SHARE` leaves. State it on CPUs, where the share is one of
     the memory of the whole machine; VLLM_CPU_KVCACHE_SPACE, if set, wins there."""
     threads: int | None = None
     """How many threads a worker on CPUs computes with; they are not bound to cores, so several engines can share a
     machine. None: vLLM binds threads to all cores but one, which suits one engine alone."""
     seed: int = 0
-    prefix_cache: bool = False
-    """Whether equal beginnings of contexts share their keys and values. They are forgotten at every `load`."""
-    eager: bool | None = None
-    """Whether to run the model as it is, without compiling it. None: only on CPUs."""
     extension: str = f"{_PLUGIN}.Worker"
     """The class whose methods are added to vLLM's worker."""
 
@@ -117,10 +113,10 @@ def sockets() -> Iterator[str]:
         yield directory
 
 
-def start(settings: Settings, directory: str) -> AsyncLLM:
-    """Start vLLM and wait until it is ready. The thread that calls this must live as long as the engine.
+async def start(settings: Settings, directory: str) -> AsyncLLM:
+    """Start vLLM and wait until it is ready. The thread of this event loop must live as long as the engine.
 
-    This is called inside a running event loop, on which vLLM then delivers its outputs.
+    vLLM delivers its outputs on this loop.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -139,7 +135,7 @@ def start(settings: Settings, directory: str) -> AsyncLLM:
         except Exception as error:
             raise RuntimeError(
                 f"vLLM's engine for the model {settings.model!r} did not start: {error} Its own messages above say "
-                "why. If memory was short, lower memory_share, or set cache_bytes."
+                "why. If memory was short, use a smaller model or fewer slots."
             ) from error
 
 
@@ -169,11 +165,11 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel,
         # Several workers are children of EngineCore, also inside Ray, where vLLM would make actors of them.
         "distributed_executor_backend": "mp" if settings.tensor_parallel > 1 else None,
-        "gpu_memory_utilization": settings.memory_share,
+        "gpu_memory_utilization": MEMORY_SHARE,
         "kv_cache_memory_bytes": settings.cache_bytes,
         "seed": settings.seed,
-        "enable_prefix_caching": settings.prefix_cache,
-        "enforce_eager": current_platform.is_cpu() if settings.eager is None else settings.eager,
+        "enable_prefix_caching": False,
+        "enforce_eager": current_platform.is_cpu(),  # where compiling takes longer than it saves
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": False,

@@ -23,15 +23,15 @@ import torch
 from bapo.config.run import Config
 from bapo.learn.learner import Update
 from bapo.learn.ranks import join
+from bapo.models.bits import fingerprint, unpacked
 from bapo.models.export import write_model
 from bapo.models.loading import directory_of
 from bapo.models.lora import LoraSettings, merging
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.in_process import engine_for
-from bapo.rollout.probe import probe
-from bapo.rollout.worker import Worker
+from bapo.rollout.worker import Worker, probe
 from bapo.train.cluster.ray import Hello, introduced, node_address, node_name
-from bapo.train.cluster.weights import Parcel, Probe, fingerprint, pack, unpack
+from bapo.train.cluster.weights import Parcel, Probe, pack
 from bapo.train.resolve import learner_settings, make_policy, on_the_cpu, resolve, threads_of_actor
 from bapo.train.torchrun import ALONE, Team, gather_into, make_learner
 from bapo.types import Group
@@ -100,7 +100,7 @@ class RolloutHost:
                 f"the weights of version {version} arrived with fingerprint {found} instead of {expected}: they were "
                 "changed on the way. Look for faulty memory or a full /dev/shm on this node."
             )
-        self.worker.load(unpack(parcel), version=version)
+        self.worker.load(map(unpacked, parcel), version=version)
         tolerance, mean_tolerance = TOLERANCES[self.config.model.dtype]
         probed = probe(
             self.engine,

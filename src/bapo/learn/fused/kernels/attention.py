@@ -141,38 +141,14 @@ def _forward(
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(begin, first, KEYS):  # whole blocks that every query sees
         best, total, mixed = _mix(
-            query,
-            key_base,
-            value_base,
-            place,
-            start,
-            end,
-            scale,
-            best,
-            total,
-            mixed,
-            False,
-            KEYS,
-            key_stride,
-            value_stride,
-        )
+            query, key_base, value_base, place, start, end, scale, best, total, mixed,
+            False, KEYS, key_stride, value_stride,
+        )  # fmt: skip
     for start in range(first, tl.minimum(first + QUERIES, end), KEYS):  # around the diagonal
         best, total, mixed = _mix(
-            query,
-            key_base,
-            value_base,
-            place,
-            start,
-            end,
-            scale,
-            best,
-            total,
-            mixed,
-            True,
-            KEYS,
-            key_stride,
-            value_stride,
-        )
+            query, key_base, value_base, place, start, end, scale, best, total, mixed,
+            True, KEYS, key_stride, value_stride,
+        )  # fmt: skip
     mixed = mixed / total[:, None]
     tl.store(out + (row[:, None] * HEADS + head) * WIDTH + lane, mixed.to(out.dtype.element_ty), mask=here)
     tl.store(normalizers + head.to(tl.int64) * places + row, best + tl.log2(total), mask=place < end)

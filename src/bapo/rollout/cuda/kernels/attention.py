@@ -1,4 +1,8 @@
-"""Attention of new tokens over a key-value cache in pages, with grouped query heads.
+"""The way of new tokens into a key-value cache in pages, and their attention over it, with grouped query heads.
+
+Queries and keys are rotated, and keys and values put into the cache, in one launch. Every intermediate is rounded to
+the model's dtype where transformers rounds it, so that a sampled token's log-prob equals the learner's up to the order
+of sums inside matrix products and attention. Norm and gate are in `core/kernels`.
 
 A table says which page holds which stretch of a slot's tokens. One turn of the loop stays within one page, so it looks
 the page up once.
@@ -15,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634
+"""Scores are multiplied by it, because exp2 is faster than exp."""
 KEYS = 32
 """Keys per turn of the loop. A page holds a multiple of it."""
 QUERIES = 64
@@ -22,28 +28,101 @@ QUERIES = 64
 
 
 @triton.jit
+def _rotated(first, second, gain_first, gain_second, cos, sin, eps, dtype, WIDTH: tl.constexpr, NORM: tl.constexpr):
+    """Norm over each head (if the model has one), then rotation by position; halves of heads, [heads, WIDTH / 2]."""
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / WIDTH + eps)
+        first = (first * scale[:, None]).to(dtype).to(tl.float32)
+        second = (second * scale[:, None]).to(dtype).to(tl.float32)
+        first = (first * gain_first[None, :]).to(dtype).to(tl.float32)
+        second = (second * gain_second[None, :]).to(dtype).to(tl.float32)
+    turned = (first * cos[None, :]).to(dtype).to(tl.float32) - (second * sin[None, :]).to(dtype).to(tl.float32)
+    other = (second * cos[None, :]).to(dtype).to(tl.float32) + (first * sin[None, :]).to(dtype).to(tl.float32)
+    return turned.to(dtype), other.to(dtype)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, slots, positions, cos_table, sin_table, query_gain, key_gain, keys, values, table, eps, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    dtype = qkv.dtype.element_ty
+    half: tl.constexpr = WIDTH // 2
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    lane = tl.arange(0, HALF_BLOCK)
+    within = lane < half
+    cos = tl.load(cos_table + position * half + lane, mask=within, other=0.0).to(tl.float32)
+    sin = tl.load(sin_table + position * half + lane, mask=within, other=0.0).to(tl.float32)
+    base = qkv + token * (HEADS + 2 * KV_HEADS) * WIDTH
+
+    head = tl.arange(0, HEADS_BLOCK)
+    here = (head < HEADS)[:, None] & within[None, :]
+    place = base + head[:, None] * WIDTH + lane[None, :]
+    first = tl.load(place, mask=here, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=here, other=0.0).to(tl.float32)
+    gain_first = cos
+    gain_second = cos
+    if NORM:
+        gain_first = tl.load(query_gain + lane, mask=within, other=0.0).to(tl.float32)
+        gain_second = tl.load(query_gain + half + lane, mask=within, other=0.0).to(tl.float32)
+    first_out, second_out = _rotated(first, second, gain_first, gain_second, cos, sin, eps, dtype, WIDTH, NORM)
+    tl.store(place, first_out, mask=here)
+    tl.store(place + half, second_out, mask=here)
+
+    kv_head = tl.arange(0, KV_BLOCK)
+    here_kv = (kv_head < KV_HEADS)[:, None] & within[None, :]
+    place_k = base + (HEADS + kv_head[:, None]) * WIDTH + lane[None, :]
+    key_first = tl.load(place_k, mask=here_kv, other=0.0).to(tl.float32)
+    key_second = tl.load(place_k + half, mask=here_kv, other=0.0).to(tl.float32)
+    if NORM:
+        gain_first = tl.load(key_gain + lane, mask=within, other=0.0).to(tl.float32)
+        gain_second = tl.load(key_gain + half + lane, mask=within, other=0.0).to(tl.float32)
+    key_first_out, key_second_out = _rotated(
+        key_first, key_second, gain_first, gain_second, cos, sin, eps, dtype, WIDTH, NORM
+    )
+    page = tl.load(table + slot * table_stride + position // PAGE).to(tl.int64)
+    home = ((page * KV_HEADS + kv_head[:, None]) * PAGE + position % PAGE) * WIDTH + lane[None, :]
+    tl.store(keys + home, key_first_out, mask=here_kv)
+    tl.store(keys + home + half, key_second_out, mask=here_kv)
+    place_v = base + (HEADS + KV_HEADS + kv_head[:, None]) * WIDTH + lane[None, :]
+    tl.store(values + home, tl.load(place_v, mask=here_kv, other=0.0), mask=here_kv)
+    tl.store(values + home + half, tl.load(place_v + half, mask=here_kv, other=0.0), mask=here_kv)
+
+
+def rotate_and_store(
+    qkv: Tensor,  # [tokens, (heads + 2 kv_heads) * width]; queries are rotated in place
+    slots: Tensor,  # [tokens] int: the row of the table of each token
+    positions: Tensor,  # [tokens] int
+    rotation: tuple[Tensor, Tensor],  # cos and sin, [positions, width / 2]
+    gains: tuple[Tensor, Tensor] | None,  # of the query and key norms, [width] each
+    keys: Tensor,  # [pages, kv_heads, page, width]; written in the page of the position
+    values: Tensor,  # same
+    table: Tensor,  # [slots, pages per slot] int: the pages of each slot, in the order of its tokens
+    *,
+    heads: int,
+    eps: float,
+) -> None:
+    """Norm (if the model does) and rotate queries and keys, and put keys and values into the cache."""
+    _, kv_heads, page, width = keys.shape
+    cos, sin = rotation
+    query_gain, key_gain = gains if gains is not None else (cos, cos)
+    _rotate_and_store[(len(qkv),)](
+        *(qkv, slots, positions, cos, sin, query_gain, key_gain, keys, values, table, eps, table.stride(0)),
+        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, HEADS_BLOCK=triton.next_power_of_2(heads),
+        KV_BLOCK=triton.next_power_of_2(kv_heads), HALF_BLOCK=triton.next_power_of_2(width // 2), PAGE=page,
+        NORM=gains is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def _decode(
-    qkv,
-    keys,
-    values,
-    table,
-    slots,
-    positions,
-    out,
-    maxima,
-    sums,
-    scale,
-    table_stride,
-    qkv_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    qkv, keys, values, table, slots, positions, out, maxima, sums, scale, table_stride, qkv_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     slot = tl.load(slots + row).to(tl.int64)
@@ -137,29 +216,12 @@ def decode_attention(
     maxima, sums = (out, out) if splits == 1 else torch.empty(2, *shape, dtype=torch.float32, device=qkv.device)
     block = triton.next_power_of_2(width)
     _decode[(rows, kv_heads, splits)](
-        qkv,
-        keys,
-        values,
-        table,
-        slots,
-        positions,
-        parts,
-        maxima,
-        sums,
-        width**-0.5 * 1.4426950408889634,  # exp2 in place of exp
-        table.stride(0),
-        qkv.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        WIDTH=width,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(heads // kv_heads)),
-        WIDTH_BLOCK=max(16, block),
-        PAGE=page,
-        KEYS=KEYS,
-        SPLITS=splits,
-        num_warps=2,
-        num_stages=3 if keys.element_size() == 2 else 1,
-    )
+        *(qkv, keys, values, table, slots, positions, parts, maxima, sums),
+        *(width**-0.5 * LOG2_E, table.stride(0), qkv.stride(0)),
+        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, GROUP_BLOCK=max(16, triton.next_power_of_2(heads // kv_heads)),
+        WIDTH_BLOCK=max(16, block), PAGE=page, KEYS=KEYS, SPLITS=splits,
+        num_warps=2, num_stages=3 if keys.element_size() == 2 else 1,
+    )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](parts, maxima, sums, out, WIDTH=width, WIDTH_BLOCK=block, SPLITS=splits, num_warps=1)
     return out
@@ -167,25 +229,10 @@ def decode_attention(
 
 @triton.jit
 def _prefill(
-    qkv,
-    keys,
-    values,
-    table,
-    slots,
-    positions,
-    blocks,
-    out,
-    scale,
-    table_stride,
-    qkv_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    qkv, keys, values, table, slots, positions, blocks, out, scale, table_stride, qkv_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     first = tl.load(blocks + 2 * tl.program_id(0)).to(tl.int64)
     count = tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1)
@@ -242,25 +289,10 @@ def prefill_attention(
     assert page % KEYS == 0, f"pages of {page} tokens are not a multiple of KEYS={KEYS}"
     out = qkv.new_empty(len(qkv), heads * width)
     _prefill[(len(blocks), heads)](
-        qkv,
-        keys,
-        values,
-        table,
-        slots,
-        positions,
-        blocks,
-        out,
-        width**-0.5 * 1.4426950408889634,
-        table.stride(0),
-        qkv.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        WIDTH=width,
-        WIDTH_BLOCK=max(16, triton.next_power_of_2(width)),
-        QUERIES=QUERIES,
-        PAGE=page,
-        KEYS=KEYS,
-        num_warps=4,
-        num_stages=2 if keys.element_size() == 2 else 1,
-    )
+        *(qkv, keys, values, table, slots, positions, blocks, out),
+        *(width**-0.5 * LOG2_E, table.stride(0), qkv.stride(0)),
+        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, WIDTH_BLOCK=max(16, triton.next_power_of_2(width)),
+        QUERIES=QUERIES, PAGE=page, KEYS=KEYS,
+        num_warps=4, num_stages=2 if keys.element_size() == 2 else 1,
+    )  # fmt: skip
     return out

@@ -150,18 +150,7 @@ def sample(
     vocabulary = logits.shape[1]
     block = min(4096, triton.next_power_of_2(vocabulary))
     _sample[(len(logits),)](
-        logits,
-        slots,
-        state,
-        tokens,
-        logprobs,
-        entropies,
-        stop_ids,
-        temperature,
-        vocabulary,
-        state.shape[1],
-        tokens.shape[1],
-        STOPS=len(stop_ids),
-        BLOCK=block,
-        num_warps=8,
-    )
+        *(logits, slots, state, tokens, logprobs, entropies, stop_ids, temperature),
+        *(vocabulary, state.shape[1], tokens.shape[1]),
+        STOPS=len(stop_ids), BLOCK=block, num_warps=8,
+    )  # fmt: skip

@@ -1,12 +1,17 @@
-"""Checkpoints of a sharded learner, which any number of ranks can read: torch's distributed checkpoints (DCP).
+"""What a checkpoint keeps of a learner: the weights that training changes, and the optimizer's state.
 
-Every rank writes its shards into a safetensors file of its own, in which DCP also notes where each shard belongs.
-Nothing is pickled. Tensors have the names of parameters, so a checkpoint does not depend on their order:
+A learner that is alone writes two files: its weights, each tied weight once, and the tensors of its optimizer. If most
+weights are frozen (low-rank additions), the frozen ones are read again from model.path. The checkpoint keeps a
+fingerprint of them, so that additions are never applied to a model other than the one they were trained on.
+
+A sharded learner writes torch's distributed checkpoints (DCP), which any number of ranks can read. Every rank writes
+its shards into a safetensors file of its own, in which DCP also notes where each shard belongs. Nothing is pickled.
+Tensors have the names of parameters, so a checkpoint does not depend on their order:
 
     weight.NAME                     the float32 weight (the master, where passes run in 16 bits)
     exp_avg.NAME, exp_avg_sq.NAME   AdamW's moments, and step.NAME, how many there were; absent before the first update
     buffer.NAME                     buffers that the model keeps
-    frozen.fingerprint              of the weights that are not trained (weights.py), if there are any
+    frozen.fingerprint              of the weights that are not trained, if there are any
 
 A learner that is alone reads these files as well, and a sharded learner reads the two files of one that was alone.
 """
@@ -15,14 +20,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -31,21 +36,82 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from bapo.learn.finite import check_state
-from bapo.learn.flat import FlatOptimizer
+from bapo.learn.health import check_state, mine
 from bapo.learn.optimizer import Optimizer
-from bapo.learn.ranks import Ranks
-from bapo.learn.weights import FINGERPRINT, fingerprint, frozen_weights
+from bapo.learn.ranks import Ranks, summed
 
+MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
+FINGERPRINT = "frozen.fingerprint"
 CHANGED = "the frozen weights below the trained ones have changed: model.path holds another model now"
+_LARGE_PRIME = 1_000_003
 
 
-def is_sharded(directory: Path) -> bool:
-    """Whether a sharded learner wrote the checkpoint in this directory."""
-    return any(directory.glob("shard-*.safetensors"))
+def save_state(directory: Path, model: Any, optimizer: Optimizer) -> None:
+    """Write the two files of a learner that is alone, if everything is finite."""
+    weights, others = trained_weights(model), optimizer.tensors()
+    check_state(weights | others)
+    save_file(weights, directory / MODEL_FILE)
+    save_file(others, directory / OPTIMIZER_FILE)
 
 
-def save_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> None:
+def load_state(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+    """Restore what a learner wrote, on any number of ranks. KeyError if it belongs to another model."""
+    if any(directory.glob("shard-*.safetensors")):
+        load_sharded(directory, model, optimizer, ranks)
+    elif ranks is not None:
+        _load_whole(directory, model, optimizer, ranks)
+    else:
+        restore_weights(model, load_file(directory / MODEL_FILE))
+        optimizer.load_tensors(load_file(directory / OPTIMIZER_FILE))
+
+
+def trained_weights(model: Any) -> dict[str, Tensor]:
+    """Every trained parameter and every buffer, once, and the fingerprint of the frozen weights if there are any."""
+    frozen = frozen_weights(model)
+    seen = {tensor.data_ptr() for tensor in frozen.values()}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.contiguous()
+    return weights | ({FINGERPRINT: torch.tensor([fingerprint(frozen.values())])} if frozen else {})
+
+
+def restore_weights(model: Any, weights: dict[str, Tensor]) -> None:
+    """Restore what `trained_weights` returned. Raises KeyError if it belongs to another model."""
+    expected = trained_weights(model)
+    shapes = ({name: list(tensor.shape) for name, tensor in these.items()} for these in (expected, weights))
+    _check_fits(*shapes)
+    if FINGERPRINT in expected and not torch.equal(weights[FINGERPRINT], expected[FINGERPRINT]):
+        raise KeyError(CHANGED)
+    model.load_state_dict({name: tensor for name, tensor in weights.items() if name != FINGERPRINT}, strict=False)
+
+
+def frozen_weights(model: Any) -> dict[str, Tensor]:
+    """The weights that training does not change."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+@torch.no_grad()
+def fingerprint(weights: Iterable[Tensor], ranks: Ranks = None) -> int:
+    """One integer from all their bits; of shards, from those of all ranks, which must call this together.
+
+    Integer sums wrap around, so device, order of addition and number of shards do not matter.
+    """
+    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in weights]
+    total = 0
+    for count in summed(torch.stack(sums), ranks).tolist() if sums else []:
+        total = (total * _LARGE_PRIME + count) % 2**63
+    return total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, or of this rank's shard of it, as integers."""
+    own = mine(tensor).contiguous()
+    return own.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()])
+
+
+def save_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
     """Write this rank's shards. All ranks must call this; an error on one of them is raised on all."""
     state = _state(model, optimizer, ranks)
     check_state(state, ranks)
@@ -55,8 +121,8 @@ def save_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimiz
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank} could not write its shards to {directory}: {cause}") from error
-    rank = dist.get_rank(ranks) if dist.is_initialized() else 0
-    for shard in directory.glob(f"shard-{rank + 1:05d}-*.safetensors"):
+    number = 1 if ranks is None else ranks.rank() + 1
+    for shard in directory.glob(f"shard-{number:05d}-*.safetensors"):
         _sort_notes(shard)
 
 
@@ -72,7 +138,7 @@ def _sort_notes(shard: Path) -> None:
         file.write(text.ljust(length))
 
 
-def load_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> None:
+def load_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
     """Restore what `save_sharded` wrote, on whatever number of ranks. KeyError if it belongs to another model."""
     reader = HuggingFaceStorageReader(str(directory))
     metadata = reader.read_metadata().state_dict_metadata
@@ -93,12 +159,12 @@ def load_sharded(directory: Path, model: Any, optimizer: Optimizer | FlatOptimiz
     optimizer.round()
 
 
-def load_whole(
-    model_file: Path, optimizer_file: Path, model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks
-) -> None:
+def _load_whole(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
     """Restore the shards of this rank from the checkpoint of a learner that was alone."""
     with ExitStack() as files:
-        weights, others = (files.enter_context(safe_open(file, "pt")) for file in (model_file, optimizer_file))
+        weights, others = (
+            files.enter_context(safe_open(directory / file, "pt")) for file in (MODEL_FILE, OPTIMIZER_FILE)
+        )
         saved = {(name.split(".", 1)[0], name.split(".", 1)[1]) for name in others.keys()}  # noqa: SIM118
         _start_moments(optimizer, any(key == "exp_avg" for _, key in saved))
         wanted = _state(model, optimizer, ranks)
@@ -114,13 +180,13 @@ def load_whole(
                 _fill(place, _tensor(others, f"{index_of[owner]}.{'master' if kind == 'weight' else kind}"))
 
 
-def _names(model: Any, optimizer: Optimizer | FlatOptimizer) -> list[str]:
+def _names(model: Any, optimizer: Optimizer) -> list[str]:
     """The names of the trained weights, in the order of the optimizer."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(weight)] for weight in optimizer.weights]
 
 
-def _state(model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> dict[str, Tensor]:
+def _state(model: Any, optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:
     """Everything that must be saved, by name. These are not copies."""
     state: dict[str, Tensor] = {}
     for name, master in zip(_names(model, optimizer), optimizer.masters, strict=True):
@@ -133,7 +199,7 @@ def _state(model: Any, optimizer: Optimizer | FlatOptimizer, ranks: Ranks) -> di
     return state
 
 
-def _start_moments(optimizer: Optimizer | FlatOptimizer, some: bool) -> None:
+def _start_moments(optimizer: Optimizer, some: bool) -> None:
     optimizer.forget_moments()
     for master in optimizer.masters if some else ():
         optimizer.make_moments(master)

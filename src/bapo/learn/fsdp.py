@@ -4,7 +4,7 @@
                 low-rank additions, are kept in the precision of the passes
     a pass      gathers the weights of one layer at a time, in the precision of the passes, and forgets them after the
                 layer; in the backward pass once more. The rest (embedding, last norm, head) is gathered while
-                `whole.py` runs
+                the whole model runs (`head.py`)
     gradients   are summed over ranks in float32, not averaged: the loss of every rank has the denominator of the whole
                 update
     work        all ranks are handed the same groups and take parts with about equally many tokens (`packing.py`)
@@ -32,10 +32,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from bapo.learn.forward import can_pack, layers_of
-from bapo.learn.learner import MODEL_FILE, OPTIMIZER_FILE, Learner
-from bapo.learn.settings import LearnerSettings
-from bapo.learn.sharded import is_sharded, load_sharded, load_whole, save_sharded
-from bapo.learn.whole import WholeModel
+from bapo.learn.head import WholeModel
+from bapo.learn.learner import Learner
+from bapo.learn.learner_settings import LearnerSettings
+from bapo.learn.state import save_sharded
 
 
 class ShardedLearner(Learner):
@@ -74,7 +74,7 @@ class ShardedLearner(Learner):
 
     @property
     def precision(self) -> torch.dtype:
-        """See `Learner.precision`. Weights are kept in float32, whatever passes compute in."""
+        """What passes compute in. Weights are kept in float32."""
         return self.dtype
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -85,15 +85,6 @@ class ShardedLearner(Learner):
     def save(self, directory: Path) -> None:
         """Write this rank's shards into a directory that all ranks share. The caller must keep the version."""
         save_sharded(directory, self.model, self.optimizer, self.ranks)
-
-    def load(self, directory: Path, *, version: int) -> None:
-        """Restore what `save` wrote on any number of ranks. KeyError: it belongs to another model."""
-        if is_sharded(directory):
-            load_sharded(directory, self.model, self.optimizer, self.ranks)
-        else:
-            files = directory / MODEL_FILE, directory / OPTIMIZER_FILE
-            load_whole(*files, self.model, self.optimizer, self.ranks)
-        self.version = version
 
 
 def shard(whole: WholeModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from bapo.core.settings import ClipSettings, used_low_of
 
 Schedule = Literal["constant", "linear", "cosine"]
 MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
-"""With more, finite gradients could make weights or moments infinite (`finite.py`)."""
+"""With more, finite gradients could make weights or moments infinite (`health.py`)."""
 
 
 @dataclass(frozen=True)

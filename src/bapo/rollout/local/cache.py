@@ -17,6 +17,7 @@ When the columns run out, `shift` moves the columns that the rows still need bac
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,16 +73,13 @@ class ColumnCache(Cache):
 
     def move(self, sources: Tensor, *, low: int, end: int) -> None:
         """Row sources[i] becomes row i, for the columns from `low` to before `end`."""
-        for tensor in self._tensors():
+        for tensor in chain.from_iterable(self._store.values()):
             tensor[: len(sources), :, low:end] = tensor[sources, :, low:end]
 
     def shift(self, rows: int, *, low: int, end: int, to: int) -> None:
         """The columns from `low` to before `end` of the first rows now end before column `to`."""
-        for tensor in self._tensors():
+        for tensor in chain.from_iterable(self._store.values()):
             tensor[:rows, :, to - (end - low) : to] = tensor[:rows, :, low:end].clone()
-
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for pair in self._store.values() for tensor in pair]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many columns the next query sees before its own."""
@@ -96,9 +94,6 @@ class ColumnCache(Cache):
 
     def __len__(self) -> int:
         return max(1, len(self._store))
-
-    def __repr__(self) -> str:
-        return f"ColumnCache(rows={self._rows}, columns={self._columns}, layers={len(self._store)})"
 
 
 def padding_mask(start: Tensor, *, low: int, end: int) -> Tensor:  # [rows] -> [rows, end - low] bool

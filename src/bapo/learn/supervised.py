@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.learn.determinism import deterministic
-from bapo.learn.finite import NotFinite
+from bapo.learn.forward import deterministic
+from bapo.learn.health import NotFinite
 from bapo.learn.learner import Learner, Update
 from bapo.learn.packing import pack_demonstrations
 from bapo.learn.ranks import failing_together, summed, total
-from bapo.types import TokenBatch
+from bapo.types import Metrics, TokenBatch
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of the response to learn."""
@@ -68,7 +68,7 @@ def sft_step(learner: Learner, pairs: Iterable[Pair]) -> Update:
 
 def _metrics(
     learner: Learner, losses: list[Tensor], entropies: list[Tensor], tokens: int, grad_norm: Tensor
-) -> dict[str, float | list[float]]:
+) -> Metrics:
     """The metrics of the update, read from the device in one transfer."""
     sums = summed(torch.stack([torch.stack(losses).double().sum(), torch.stack(entropies).sum()]), learner.ranks)
     loss, entropy, norm = torch.stack([sums[0], sums[1] / tokens, grad_norm.double()]).tolist()
