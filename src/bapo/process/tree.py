@@ -6,7 +6,6 @@ A process is known by its id and the time it began, so a later process with the 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -45,6 +44,8 @@ def below(owner: int) -> set[Process]:
 def end_all_below(*, seconds: float) -> None:
     """Kill every process below this one, and those that they start meanwhile; gives up after so many seconds."""
     with suppress(OSError, AttributeError):  # not on Linux
+        import ctypes
+
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # children of the killed become ours
     until = time.monotonic() + seconds
     while (left := below(os.getpid())) and time.monotonic() < until:

@@ -28,9 +28,8 @@ from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler
 from bapo.runs.ledger import Ledger
-from bapo.tasks.overlong import overlong_penalty
-from bapo.tasks.stream import ProblemStream
-from bapo.tasks.task import Task
+from bapo.tasks.task import ProblemStream, Task
+from bapo.tasks.verify.scorers import overlong_penalty
 from bapo.train.loop import Parts
 from bapo.train.speed import slow_precision
 from bapo.train.tasks import make_task

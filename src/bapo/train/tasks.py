@@ -12,8 +12,7 @@ from bapo.models import Policy
 from bapo.preflight.data import TaskData, load_task
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import within, without_overlap
-from bapo.tasks.dataset import DataTask
-from bapo.tasks.task import Task
+from bapo.tasks.task import DataTask, Task
 from bapo.tasks.verify.scorers import check_answers, open_scorer
 from bapo.types import Problem
 
