@@ -24,7 +24,7 @@ from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.runs.write import RunDirectory
-from bapo.tasks.stream import ProblemStream
+from bapo.tasks.task import ProblemStream
 from bapo.train.build import build, learner_settings, resolve
 from bapo.train.loop import Parts, RunState, admit, learn, take_step
 from bapo.train.run import resume, start

@@ -19,10 +19,10 @@ MAY_IMPORT = {
     "types": set(),
     "buffer": {"types"},
     "core": {"types"},
-    "tasks": {"types"},
+    "tasks": {"types", "process"},
     "rollout": {"types", "core.kernels", "core.wide", "models.bits", "models.layers"},
     "learn": {"types", "core", "models.layers"},
-    "models": {"types", "demo", "screen.terminal"},
+    "models": {"types", "demo", "process", "screen.terminal"},
     "demo": set(),
     "config": {"types", "buffer", "core.settings", "demo", "screen.terminal"},
     "runs": {"config", "screen.terminal"},
@@ -80,8 +80,8 @@ WITHOUT_TORCH = [
     *("bapo.runs.read", "bapo.runs.write", "bapo.runs.statistics", "bapo.runs.metrics", "bapo.runs.lock"),
     *("bapo.screen.view", "bapo.compare", "bapo.report", "bapo.report.live"),
     *("bapo.diagnose.dumps", "bapo.diagnose", "bapo.evaluate", "bapo.evaluate.options"),
-    *("bapo.tasks.dataset", "bapo.tasks.data.demonstrations", "bapo.tasks.verify.sandbox"),
-    *("bapo.tasks.verify.worker", "bapo.tasks.verify.math", "bapo.tasks.countdown"),
+    *("bapo.tasks.task", "bapo.tasks.data.problems", "bapo.tasks.verify.sandbox"),
+    *("bapo.process.limited_worker", "bapo.tasks.verify.math", "bapo.tasks.countdown"),
     *("bapo.demo", "bapo.preflight.checks", "bapo.commands.training"),
 ]
 # The only modules on the top floor.

@@ -21,7 +21,7 @@ from bapo.rollout.scheduler import Scheduler
 from bapo.runs import history
 from bapo.runs.ledger import Ledger, balance
 from bapo.screen.view import View
-from bapo.tasks.stream import ProblemStream
+from bapo.tasks.task import ProblemStream
 from bapo.train.cluster import loop as async_loop
 from bapo.train.cluster.loop import AsyncLoop
 from bapo.train.continuing import check_ledger

@@ -15,7 +15,6 @@ from bapo import cli
 from bapo.config.errors import DumpError
 from bapo.diagnose import dump_files
 from bapo.models import templates
-from bapo.models.template_worker import names_read, render
 from bapo.tasks.data import rows
 
 
@@ -93,18 +92,18 @@ ENDLESS = {
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(templates, "SECONDS", 0.5)
-    templates.RENDERER.close()
+    templates._WORKER.close()
     yield
-    templates.RENDERER.close()
+    templates._WORKER.close()
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_does_not_end_is_stopped(short, template):
     began = time.monotonic()
     with pytest.raises(TemplateError, match=r"does not end within|MemoryError"):
-        templates.RENDERER.ask("render", template, {})
+        templates.ask(template, {})
     assert time.monotonic() - began < 30
-    assert templates.RENDERER.ask("render", "{{ x }}", {"x": "next"}) == "next"
+    assert templates.ask("{{ x }}", {"x": "next"}) == "next"
 
 
 CHAT = [
@@ -132,9 +131,9 @@ def test_templates_are_rendered_as_transformers_renders_them(template):
     values = {"add_generation_prompt": True, "bos_token": "<s>"}
     expected = render_jinja_template([CHAT], chat_template=template, **values)[0][0]
     asked = values | {"messages": CHAT, "tools": None, "documents": None}
-    assert render(template, asked) == expected
-    assert templates.RENDERER.ask("render", template, asked) == expected
-    assert names_read(template) == sorted(templates.names_read(template))
+    assert templates.text_of(template, asked) == expected
+    assert templates.ask(template, asked) == expected
+    assert templates.names_in(template) == sorted(templates.names_read(template))
 
 
 def test_a_template_refuses_as_in_transformers():
@@ -142,5 +141,5 @@ def test_a_template_refuses_as_in_transformers():
         with pytest.raises((TemplateError, ZeroDivisionError)) as expected:
             render_jinja_template([CHAT], chat_template=template)
         with pytest.raises(TemplateError) as found:
-            templates.RENDERER.ask("render", template, {"messages": CHAT})
+            templates.ask(template, {"messages": CHAT})
         assert str(expected.value) in str(found.value)

@@ -10,9 +10,8 @@ from statistics import mean
 
 import pytest
 
-from bapo.tasks.data.demonstrations import load_demonstrations
-from bapo.tasks.data.problems import load_problems
-from bapo.tasks.dataset import DataTask
+from bapo.tasks.data.problems import load_demonstrations, load_problems
+from bapo.tasks.task import DataTask
 from bapo.tasks.verify.function import FunctionReward
 from examples.countdown_searches import (
     HITS,

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.data.benchmarks import BOXED
 from bapo.tasks.data.problems import LoadReport, fingerprint, load_problems, within, without_overlap
-from bapo.tasks.data.prompts import fill
-from bapo.tasks.dataset import DataTask
-from bapo.tasks.stream import ProblemStream
-from bapo.tasks.task import Task
+from bapo.tasks.data.prompts import BOXED, fill
+from bapo.tasks.task import DataTask, ProblemStream, Task
 from bapo.types import Problem, Score
 
 REAL = Path(__file__).parents[1] / "data" / "problems"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.data.benchmarks import BOXED
-from bapo.tasks.data.demonstrations import load_demonstrations
+from bapo.tasks.data.problems import load_demonstrations
+from bapo.tasks.data.prompts import BOXED
 
 REAL = Path(__file__).parents[1] / "data" / "problems"
 

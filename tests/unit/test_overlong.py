@@ -1,6 +1,6 @@
 import pytest
 
-from bapo.tasks.overlong import overlong_penalty
+from bapo.tasks.verify.scorers import overlong_penalty
 
 
 @pytest.mark.parametrize(

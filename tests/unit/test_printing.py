@@ -20,7 +20,7 @@ from bapo.screen.terminal import Visible, make_console, printable, say, visible,
 from bapo.screen.view import make_view, summary_table
 
 PACKAGE = Path(bapo.__file__).parent
-PRINTS = {"screen/terminal.py", "models/template_worker.py"}  # the second one answers its owner through a pipe
+PRINTS = {"screen/terminal.py"}
 EVIL = "a\x1b[2J\x1b]0;title\x07b\x9bc\u202ed\re"
 
 

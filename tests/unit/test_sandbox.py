@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.verify.sandbox import VerifierPool, call_once
+from bapo.process.limited import call_once
+from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Score
 
 HOSTILE = "tests.hostile_verifiers:verify"
@@ -37,7 +38,7 @@ def processes():
                 state = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            found.append((int(entry.name), state[0], int(state[1]), b"bapo.tasks.verify.worker" in command))
+            found.append((int(entry.name), state[0], int(state[1]), b"bapo.process.limited_worker" in command))
     return found
 
 

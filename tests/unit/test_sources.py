@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.data.benchmarks import BENCHMARKS, BOXED
-from bapo.tasks.data.hub import hub_rows
 from bapo.tasks.data.problems import load_problems
-from bapo.tasks.data.sources import Source, resolve
+from bapo.tasks.data.prompts import BOXED
+from bapo.tasks.data.rows import hub_rows
+from bapo.tasks.data.sources import BENCHMARKS, Source, resolve
 
 REAL = Path(__file__).parents[1] / "data" / "problems"
 
@@ -158,7 +158,7 @@ def test_saved_data_sets(tmp_path):
 
 CALLS = """
 import json, sys
-from bapo.tasks.data.hub import hub_rows
+from bapo.tasks.data.rows import hub_rows
 for call in json.loads(sys.argv[1]):
     try:
         print([row.values["prompt"] + "|" + row.place for row in hub_rows(*call)])

@@ -131,8 +131,7 @@ def _bytes(case: Any, inside: Path) -> None:
 
 
 def _load(inside: Path, kind: str, data: bytes, columns: Any, supervised: bool, rows: Any) -> None:
-    from bapo.tasks.data.demonstrations import load_demonstrations
-    from bapo.tasks.data.problems import fingerprint, load_problems
+    from bapo.tasks.data.problems import fingerprint, load_demonstrations, load_problems
     from bapo.tasks.verify.scorers import check_answers
 
     path = inside / f"data{kind}"

@@ -22,8 +22,7 @@ from bapo.config.placement import available_cores, default_threads
 from bapo.config.run import Config
 from bapo.runs.write import why_not_out
 from bapo.screen.terminal import say
-from bapo.tasks.data.benchmarks import BENCHMARKS
-from bapo.tasks.data.sources import DATA_DIRECTORY
+from bapo.tasks.data.sources import BENCHMARKS, DATA_DIRECTORY
 
 GIB = 2**30
 EXTRAS = {

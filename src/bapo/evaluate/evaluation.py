@@ -28,7 +28,7 @@ from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.screen.terminal import write_line
 from bapo.screen.watch import Tell
-from bapo.tasks.dataset import Scorer
+from bapo.tasks.task import Scorer
 from bapo.types import Problem
 
 

@@ -35,7 +35,7 @@ from bapo.rollout.requests import max_positions
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import load_problems
 from bapo.tasks.data.sources import resolve
-from bapo.tasks.dataset import Scorer
+from bapo.tasks.task import Scorer
 from bapo.tasks.verify.finding import find_function
 from bapo.tasks.verify.scorers import MATH, open_scorer
 from bapo.types import Problem

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, mean, pass_at_k
 from bapo.rollout.engine import Engine, Request, Sampling, Segment, TellSampled, generate
 from bapo.rollout.scheduler import new_group
-from bapo.tasks.dataset import Scorer
+from bapo.tasks.task import Scorer
 from bapo.types import Message, Problem, Score, Status
 
 

@@ -1,82 +1,45 @@
-"""Chat templates, rendered by a process of their own (template_worker.py), which a template cannot keep longer than
-SECONDS or fill with more than its memory. It is started at the first template, and again when a template has ended it.
+"""Chat templates, rendered in a process of their own (`bapo.process.limited`).
+
+A chat template is a program of the model's authors, in a language without functions of Python but with loops, powers
+and texts of any length. So it is rendered where it can be stopped, and where its memory is bounded. The environment is
+that of transformers, which a test compares with it. The process starts at the first template; it imports this module,
+and so neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import subprocess
-import sys
-from pathlib import Path
+from datetime import datetime
+from functools import cache
 from threading import Lock
 from typing import Any
 
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 10.0
-"""How long one chat may take to become text. Real templates need less than a millisecond."""
-WORKER = Path(__file__).with_name("template_worker.py")
+from bapo.process.limited import Worker
 
+SECONDS, MEMORY_MB = 10.0, 1024
+"""How long one chat may take to become text, and what it may need for that. Real templates need less than a
+millisecond."""
+LONGEST_OUTPUT = 1 << 26
+"""Most characters that a chat may become."""
+LONGEST_REFUSAL = 2000
+"""Most characters of what a template says against a chat."""
 
-class Renderer:
-    """The process, and one question at a time."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, function: str, *arguments: Any) -> Any:
-        """What the function of the worker returns. TemplateError if the template refuses, or does not end."""
-        question = json.dumps([function, arguments]) + "\n"
-        with self._lock:
-            process = self._running()
-            try:
-                assert process.stdin is not None and process.stdout is not None  # noqa: PT018
-                process.stdin.write(question)
-                process.stdin.flush()
-                line = process.stdout.readline()
-            except BaseException:  # half a question is no question
-                self.close()
-                raise
-            if not line.endswith("\n"):
-                self.close()
-                raise TemplateError(f"it does not end within {SECONDS:g} s, or needs more than 1 GiB of memory")
-        answer = json.loads(line)
-        if "refused" in answer:
-            error = TemplateError(answer["refused"])
-            error.lineno = answer["line"]  # type: ignore[attr-defined]
-            raise error
-        return answer["answer"]
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-P", str(WORKER), str(SECONDS)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for the owner
-            )
-        return self._process
-
-
-RENDERER = Renderer()
-atexit.register(RENDERER.close)
+_WORKER, _LOCK = Worker("bapo.models.templates:answer", MEMORY_MB), Lock()
+atexit.register(_WORKER.close)
 
 
 def render(tokenizer: Any, messages: Any, *, add_generation_prompt: bool = False, **options: Any) -> str:
     """A chat as the tokenizer's template writes it: `apply_chat_template(…, tokenize=False)`."""
+    from transformers import PreTrainedTokenizerBase
+
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return str(  # a tokenizer of transformers that needs no template
             tokenizer.apply_chat_template(
@@ -85,10 +48,89 @@ def render(tokenizer: Any, messages: Any, *, add_generation_prompt: bool = False
         )
     values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
     values |= {**tokenizer.special_tokens_map, **options}
-    template = tokenizer.get_chat_template(None, values["tools"])
-    return str(RENDERER.ask("render", template, values))
+    return str(ask(tokenizer.get_chat_template(None, values["tools"]), values))
 
 
 def names_read(template: str) -> set[str]:
     """The names that a template reads from its values. TemplateError if it is none."""
-    return set(RENDERER.ask("names_read", template))
+    return set(ask(template))
+
+
+def ask(template: str, values: dict[str, Any] | None = None) -> Any:
+    """What `answer` says in the other process. TemplateError if the template refuses, or does not end."""
+    with _LOCK:
+        reply = _WORKER.call(SECONDS, [template, values])
+    if "result" not in reply:
+        raise TemplateError(f"it does not end within {SECONDS:g} s, or needs more than 1 GiB of memory")
+    found = reply["result"]
+    if "refused" in found:
+        error = TemplateError(found["refused"])
+        error.lineno = found["line"]  # type: ignore[attr-defined]
+        raise error
+    return found["answer"]
+
+
+def answer(template: str, values: dict[str, Any] | None) -> dict[str, Any]:
+    """The text that the template makes of these values; without values, the names that it reads. Runs inside."""
+    try:
+        return {"answer": names_in(template) if values is None else text_of(template, values)}
+    except MemoryError:
+        raise
+    except Exception as error:
+        told = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        return {"refused": told[:LONGEST_REFUSAL], "line": getattr(error, "lineno", None)}
+
+
+def text_of(template: str, values: dict[str, Any]) -> str:
+    """The text that the template makes of these values."""
+    text = _compiled(template).render(**values)
+    if len(text) > LONGEST_OUTPUT:
+        raise TemplateError(f"it makes {len(text)} characters of one chat")
+    return text
+
+
+def names_in(template: str) -> list[str]:
+    """The names that the template reads from its values. Raises a TemplateError if it is no template."""
+    _compiled(template)
+    return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
+
+
+@cache
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """The environment in which transformers renders chat templates."""
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(
+        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return made
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %}, with which templates mark what an assistant said. It changes nothing of the text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> jinja2.nodes.Node:
+        """The block as a call that returns what is in it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Any) -> str:
+        return str(caller())

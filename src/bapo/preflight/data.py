@@ -10,8 +10,7 @@ from typing import Any
 
 from bapo.config.sections import TaskConfig
 from bapo.config.sft import SftTaskConfig
-from bapo.tasks.data.demonstrations import Demonstration, load_demonstrations
-from bapo.tasks.data.problems import LoadReport, load_problems
+from bapo.tasks.data.problems import Demonstration, LoadReport, load_demonstrations, load_problems
 from bapo.types import Problem
 
 

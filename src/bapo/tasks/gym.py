@@ -36,8 +36,9 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
+from bapo.process.limited import call_once
 from bapo.tasks.verify.final import visible
-from bapo.tasks.verify.sandbox import VerifierPool, call_once
+from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Message, Problem, Score
 
 __all__ = ["INSTRUCTION", "Gym", "generate", "verify", "verify_thinking"]

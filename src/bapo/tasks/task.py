@@ -1,15 +1,33 @@
-"""The Task protocol: where problems come from and how a response is scored."""
+"""What a task is: problems, a verifier for the responses to them, and the order in which the problems are drawn.
+
+    Task             the protocol. Countdown and Gym make their own problems
+    DataTask         problems from data, with a scorer for their answers
+    ProblemStream    draws problems in a shuffled order that a single number can resume
+
+Nothing here knows anything about models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from bapo.tasks.data.problems import without_overlap
 from bapo.types import Problem, Score
+
+__all__ = ["LARGEST_REWARD", "DataTask", "ProblemStream", "Scorer", "Task"]
+
+Scorer = Callable[[Sequence[tuple[Problem, str]]], list[Score]]
+"""Scores many responses, in order. No response text makes it raise."""
+LARGEST_REWARD = 3.4e38
+"""The largest reward allowed, in absolute value: float32 cannot hold more."""
 
 
 class Task(Protocol):
-    """Problems and their verifier. Knows nothing about models."""
+    """Problems and their verifier."""
 
     train: Sequence[Problem]
     """Problems to train on."""
@@ -22,3 +40,55 @@ class Task(Protocol):
         No response text makes it raise. The same text always gets the same score, unless the verifier itself fails.
         """
         ...
+
+
+class DataTask:
+    """Problems to train on, problems to test on, and a scorer for the responses."""
+
+    def __init__(self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer) -> None:
+        _, shared = without_overlap(train, test)
+        if shared:
+            shown = str(shared[0].prompt)[:80]
+            raise ValueError(
+                f"{len(shared)} of {len(train)} training problems are test problems too. The first is {shared[0].id} "
+                f"({shared[0].source}): {shown!r}. Scores on them would measure memory, not skill. Remove them from "
+                "one side; bapo.tasks.data.problems.without_overlap removes them from the training side."
+            )
+        for name, problems in (("training", train), ("test", test)):
+            counts = Counter(problem.id for problem in problems)
+            if len(counts) < len(problems):
+                repeated, _ = counts.most_common(1)[0]
+                raise ValueError(
+                    f"two {name} problems have the same id {repeated!r}. Ids must be unique within a task; give each "
+                    "problem its own."
+                )
+        self.train, self.test, self.scores = train, test, scorer
+
+
+class ProblemStream:
+    """Endless draws from a set of problems. Every problem comes once per epoch.
+
+    With n problems, draw i is position i mod n of epoch i div n. Each epoch has its own order, drawn from (seed,
+    epoch). So the cursor is all the state there is.
+    """
+
+    def __init__(self, problems: Sequence[Problem], *, seed: int, cursor: int = 0) -> None:
+        if not problems:
+            raise ValueError("the task has no training problems, so nothing can be drawn. Check its size or its data.")
+        self.problems = problems
+        self.seed = seed
+        self.cursor = cursor
+        self._epoch, self._order = -1, array("q")
+
+    def draw(self, count: int) -> list[Problem]:
+        """The next `count` problems."""
+        drawn = [self._at(self.cursor + i) for i in range(count)]
+        self.cursor += count
+        return drawn
+
+    def _at(self, index: int) -> Problem:
+        epoch, position = divmod(index, len(self.problems))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, array("q", range(len(self.problems)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)  # noqa: S311
+        return self.problems[self._order[position]]

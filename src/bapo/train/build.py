@@ -28,11 +28,8 @@ from bapo.rollout.scheduler import Scheduler
 from bapo.runs.ledger import Ledger
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import within, without_overlap
-from bapo.tasks.dataset import DataTask
-from bapo.tasks.overlong import overlong_penalty
-from bapo.tasks.stream import ProblemStream
-from bapo.tasks.task import Task
-from bapo.tasks.verify.scorers import check_answers, open_scorer
+from bapo.tasks.task import DataTask, ProblemStream, Task
+from bapo.tasks.verify.scorers import check_answers, open_scorer, overlong_penalty
 from bapo.train.loop import Parts
 from bapo.train.machine import slow_precision
 from bapo.train.resolve import learner_settings, make_policy, on_the_cpu

@@ -23,8 +23,7 @@ from bapo.rollout.engine import Engine
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.runs.ledger import Ledger
 from bapo.screen.watch import Learned, Tell, Watching
-from bapo.tasks.stream import ProblemStream
-from bapo.tasks.task import Task
+from bapo.tasks.task import ProblemStream, Task
 from bapo.train.job import ends_run
 from bapo.train.scoring import Failing, Scored, response_metrics, score, unscored
 from bapo.types import Group

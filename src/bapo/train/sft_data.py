@@ -26,7 +26,7 @@ from bapo.config.sft import SftTaskConfig
 from bapo.models import Policy
 from bapo.models.policy import end_of_turn
 from bapo.preflight.data import Demonstrations
-from bapo.tasks.data.demonstrations import Demonstration
+from bapo.tasks.data.problems import Demonstration
 from bapo.types import Message, batches_per_pass, even_part
 
 

@@ -1,4 +1,4 @@
-"""Data sets read into problems, without duplicates, and with ids that let a run be resumed.
+"""Data sets read into problems and demonstrations, without duplicates, and with ids that let a run be resumed.
 
 A problem's id is a hash of its question, before any template. So the same question has the same id in every file, a
 problem is found again after its file is reordered, and a training problem that is also a test problem is noticed even
@@ -6,6 +6,9 @@ if their templates differ.
 
 A question that comes again is left out: DAPO-Math-17k holds 17 thousand questions a hundred times each. If it comes
 again with another answer, the first answer counts, since nothing says which one is right. The report counts both cases.
+
+A demonstration is a prompt and a response to learn from. One prompt may have many responses, so a row is left out only
+if both came before. In a chat, every assistant turn but the last belongs to the prompt.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from bapo.tasks.data.columns import extra_of, look_up, problem_of
+from bapo.tasks.data.columns import extra_of, look_up, pair_of, problem_of, without_marks
 from bapo.tasks.data.prompts import Prompt, check_template, fill, question_id
 from bapo.tasks.data.rows import Row
 from bapo.tasks.data.sources import Source, resolve, source_rows
 from bapo.types import Problem
 
-__all__ = ["LoadReport", "fingerprint", "load_problems", "resolve_all", "within", "without_overlap"]
+__all__ = [
+    *("Demonstration", "LoadReport", "fingerprint", "load_demonstrations", "load_problems", "within"),
+    "without_overlap",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,16 @@ class LoadReport:
             if count
         ]
         return f"{self.read:,} rows read, {self.kept:,} kept" + (f"; left out: {', '.join(parts)}" if parts else "")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and a response to learn from."""
+
+    id: str
+    """Unique within its data set and stable between runs: the id of the question, and a hash of the response."""
+    prompt: Prompt
+    response: str
 
 
 def load_problems(
@@ -101,6 +117,44 @@ def load_problems(
             "name them with prompt_column and answer_column."
         )
     return list(problems.values()), report
+
+
+def load_demonstrations(
+    sources: Sequence[str],
+    *,
+    prompt_column: str | None = None,
+    response_column: str | None = None,
+    template: str | None = None,
+    box_answers: bool = True,
+) -> tuple[list[Demonstration], LoadReport]:
+    r"""The demonstrations of all sources, in order, and a report of what became of their rows.
+
+    `box_answers` turns GSM8K's solutions, recognised by the `#### 72` at their end, into text that a model should
+    write: without calculator marks, and with `\boxed{72}` at the end. Other responses are taken as they are.
+    """
+    resolved = resolve_all(sources, template)
+    found: dict[str, Demonstration] = {}
+    read = duplicates = without_prompt = without_response = 0
+    for source in resolved:
+        for row in source_rows(source):
+            read += 1
+            prompt, response = pair_of(row, prompt_column, response_column)
+            if prompt is None or response is None:
+                without_prompt += prompt is None
+                without_response += prompt is not None
+                continue
+            if box_answers:
+                response = without_marks(response)
+            name = f"{question_id(prompt)}-{sha256(response.encode(errors='surrogatepass')).hexdigest()[:8]}"
+            duplicates += name in found
+            found.setdefault(name, Demonstration(name, fill(template or source.template, prompt), response))
+    report = LoadReport(read, len(found), duplicates, without_prompt=without_prompt, without_answer=without_response)
+    if not found:
+        raise ValueError(
+            f"{', '.join(sources)} gave no demonstration: {report}. Check which columns hold the prompt and the "
+            "response, and name them with prompt_column and response_column."
+        )
+    return list(found.values()), report
 
 
 def within(

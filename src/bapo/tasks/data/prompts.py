@@ -14,14 +14,16 @@ import json
 import re
 from hashlib import sha256
 
-from bapo.tasks.data.benchmarks import BOXED
 from bapo.types import Message
 
-__all__ = ["Prompt", "as_prompt", "check_template", "check_text", "fill", "question_id"]
+__all__ = ["BOXED", "BOXED_TEMPLATE", "Prompt", "as_prompt", "check_template", "check_text", "fill", "question_id"]
 
 Prompt = str | list[Message]
 
 SLOT = "{prompt}"
+BOXED = r"Let's think step by step and output the final answer within \boxed{}."
+"""The sentence that verl and Skywork-OR1 put after their problems."""
+BOXED_TEMPLATE = f"{SLOT} {BOXED}"
 
 
 def check_template(template: str) -> None:

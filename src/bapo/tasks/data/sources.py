@@ -22,11 +22,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bapo.tasks.data.benchmarks import BENCHMARKS
-from bapo.tasks.data.hub import hub_rows, is_saved, saved_rows
-from bapo.tasks.data.rows import FORMATS, Row, data_format, read_rows
+from bapo.tasks.data.prompts import BOXED_TEMPLATE
+from bapo.tasks.data.rows import FORMATS, Row, data_format, hub_rows, is_saved, read_rows, saved_rows
 
-__all__ = ["DATA_DIRECTORY", "Source", "resolve", "source_rows"]
+__all__ = ["BENCHMARKS", "DATA_DIRECTORY", "Benchmark", "Source", "resolve", "source_rows"]
 
 DATA_DIRECTORY = "BAPO_DATA"
 """The environment variable that names the directory of benchmarks: $BAPO_DATA/aime24/*.parquet."""
@@ -37,6 +36,31 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
 _LABEL = re.compile(r"[A-Za-z0-9][\w.-]*")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A data set that goes by a name of ours.
+
+    Its prompts ask for the answer in a box because the verifier looks there. Its columns are not listed here:
+    `columns.py` recognises every layout of these data sets, the hub's, verl's parquet files and the authors' own files.
+    """
+
+    hub: str
+    """owner/name on the hub."""
+    split: str
+    """The split that NAME alone stands for. NAME:SPLIT selects another."""
+    config: str | None = None
+    template: str = BOXED_TEMPLATE
+    """Applied to every prompt that does not have this form yet, unless the caller gives a template."""
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark("openai/gsm8k", split="test", config="main"),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", split="test"),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", split="train"),
+    "aime25": Benchmark("math-ai/aime25", split="test"),
+}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 A function that cannot be found or called is refused with the names that the user gave and the files that are there. A
 function written for TRL is recognised by its parameters: it takes lists and returns a list, where ours scores one
 response. Nothing here needs torch.
+
+Its module is imported, and the function called, in our process. `unharmed` undoes what they do to it: they may change
+the working directory, to which relative paths refer; close or replace the standard streams, which others write to; and
+switch gradients off, which the learner needs.
 """
 
 from __future__ import annotations
@@ -16,19 +20,21 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from bapo.process.limited_worker import describe
 from bapo.tasks.data.columns import ANSWERS
-from bapo.tasks.verify.unharmed import unharmed
-from bapo.tasks.verify.worker import describe
 
-__all__ = ["KEYWORDS", "accepted_keywords", "file_of", "find_function", "is_async", "written_as"]
+__all__ = ["KEYWORDS", "accepted_keywords", "file_of", "find_function", "is_async", "unharmed", "written_as"]
 
 KEYWORDS = ("response", "answer", "prompt", "extra")
 TRL_LISTS = ("completions", "prompts", "completion_ids")
 """Parameters of TRL's reward functions, each a list with one entry per completion."""
+STREAMS = (1, 2)
+"""The descriptors of standard output and standard error."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -133,6 +139,46 @@ def accepted_keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call of the function, or of the callable object, must be awaited."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+@contextmanager
+def unharmed() -> Iterator[None]:
+    """Afterwards, working directory, standard streams and gradients are as they were before."""
+    where, streams = os.getcwd(), (sys.stdout, sys.stderr)
+    kept = {descriptor: os.dup(descriptor) for descriptor in STREAMS if _is_open(descriptor)}
+    gradients = _gradients()
+    for stream in streams:
+        with suppress(AttributeError, TypeError):
+            stream.close = stream.flush  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for stream in streams:
+            with suppress(AttributeError, TypeError):
+                del stream.close
+        for descriptor, copy in kept.items():
+            if not _is_open(descriptor) or not os.path.samestat(os.fstat(descriptor), os.fstat(copy)):
+                os.dup2(copy, descriptor)
+            os.close(copy)
+        sys.stdout, sys.stderr = streams
+        with suppress(OSError):
+            os.chdir(where)
+        if _gradients() is not gradients and (torch := sys.modules.get("torch")) is not None:
+            torch.set_grad_enabled(gradients)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _gradients() -> bool:
+    """Whether gradients are on in this thread. They are where torch is not loaded yet."""
+    torch = sys.modules.get("torch")
+    return True if torch is None else bool(torch.is_grad_enabled())
 
 
 def _of_trl(name: str, function: Callable[..., Any]) -> str:

@@ -29,9 +29,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async
-from bapo.tasks.verify.unharmed import unharmed
-from bapo.tasks.verify.worker import LARGEST_REWARD, describe
+from bapo.process.limited_worker import describe
+from bapo.tasks.task import LARGEST_REWARD
+from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async, unharmed
 from bapo.types import Problem, Score
 
 __all__ = ["FunctionReward"]

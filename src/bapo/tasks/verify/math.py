@@ -50,8 +50,7 @@ import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 from bapo.tasks.verify.final import after_hashes, boxed, sentence, stated, visible
-from bapo.tasks.verify.normal_form import normal_form
-from bapo.tasks.verify.values import close, rational, sides, verdict
+from bapo.tasks.verify.values import close, normal_form, rational, sides, verdict
 from bapo.types import Score
 
 __all__ = ["MAX_ANSWER", "verify", "verify_thinking"]

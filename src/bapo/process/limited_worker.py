@@ -1,6 +1,6 @@
-"""The inside of a sandbox: a process that calls one function for its owner, at the other end of a socket.
+"""The inside of `limited.py`: a process that calls one function for its owner, at the other end of a socket.
 
-    python -P -m bapo.tasks.verify.worker FD module:function MEMORY_MB PLACE
+    python -P -m bapo.process.limited_worker FD module:function MEMORY_MB PLACE
 
 PLACE is a directory in which to look for modules last, or empty.
 
@@ -17,8 +17,6 @@ The kernel enforces the limits. The timer is SIGALRM with its default action, wh
 Nobody has to watch it, so no call outlives its time even if the owner is killed. The memory limit is RLIMIT_AS, counted
 on top of what the imports already use. A child that has grown past half of it replies and is then replaced, so that no
 call pays for what an earlier one left behind. Ctrl-C is for the owner and is ignored here.
-
-It is not a jail: a function that runs code written by a model needs one of its own.
 """
 
 from __future__ import annotations
@@ -33,15 +31,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bapo.types import Score
+__all__ = ["OUT_OF_MEMORY", "describe", "receive", "send"]
 
-__all__ = ["LARGEST_REWARD", "OUT_OF_MEMORY", "load", "receive", "send"]
-
-LARGEST_REWARD = 3.4e38
-"""The largest reward allowed, in absolute value: float32 cannot hold more."""
 OUT_OF_MEMORY = 77
 """Exit status of a child that ran out of memory."""
 MAX_CAUSE = 200
@@ -58,17 +53,6 @@ def receive(connection: socket.socket) -> Any:
     return json.loads(_exactly(connection, int.from_bytes(_exactly(connection, 8), "big")))
 
 
-def load(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Raises ValueError if there is none."""
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise ValueError(f"{name!r} does not name a function. Write it as module:function.")
-    found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
-        raise ValueError(f"{name!r} does not name a function: module {module!r} has no function {function!r}.")
-    return found  # type: ignore[no-any-return]
-
-
 def main(arguments: list[str]) -> int:
     """The keeper: imports the function, then keeps a child alive until the owner hangs up."""
     descriptor, name, memory_mb, place = arguments
@@ -77,7 +61,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        function = load(name)
+        function = _load(name)
     except BaseException as error:
         send(connection, {"refused": describe(error)})
         return 1
@@ -160,6 +144,17 @@ def describe(error: BaseException) -> str:
     return f"{kind}: {message[:MAX_CAUSE]}" if message else kind
 
 
+def _load(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names. Raises ValueError if there is none."""
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"{name!r} does not name a function. Write it as module:function.")
+    found = getattr(importlib.import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(f"{name!r} does not name a function: module {module!r} has no function {function!r}.")
+    return found  # type: ignore[no-any-return]
+
+
 def _encoded(message: Any) -> bytes:
     body = json.dumps(message, default=_as_data).encode()  # ASCII: any text survives, even lone surrogates
     return len(body).to_bytes(8, "big") + body
@@ -184,7 +179,7 @@ def _address_space() -> int:
 
 
 def _as_data(value: object) -> Any:
-    if isinstance(value, Score):
+    if is_dataclass(value):
         return vars(value)
     raise TypeError(f"a {type(value).__name__} cannot leave the sandbox. Return JSON data or a Score")
 

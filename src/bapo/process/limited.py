@@ -1,0 +1,174 @@
+"""A function in a process of its own, under hard limits of wall-clock time and memory for each call.
+
+    worker = Worker("bapo.tasks.verify.math:verify", memory_mb=1024)
+    worker.call(5.0, ["72", r"… \\boxed{72}"])        # {"result": …}, or {"failure": …} with the cause
+
+    what happened                                   the failure
+    out of time                                     timeout after 5 s
+    out of memory                                   memory limit of 1024 MB
+    the process died                                crash: signal 11
+    the function raised                             ValueError: …
+
+This is the owner's end; `limited_worker.py` is the inside. The process imports the function once and is used for as
+long as it lives. One that dies while it starts is started again, up to START_TRIES times. Modules in the current
+directory are found if our own process looks there, too, but only after everything that is installed.
+
+It has limits but is not a jail: it must not run code that a model wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bapo.process.limited_worker import OUT_OF_MEMORY, receive, send
+
+__all__ = ["CannotStart", "Worker", "call_once"]
+
+INSIDE = "bapo.process.limited_worker"
+START_SECONDS = 120.0
+"""How long a worker may take to import its function."""
+START_TRIES = 3
+"""How often in a row a worker may die while it starts."""
+GRACE_SECONDS = 2.0
+"""How long after the worker's own timer we kill it, and how long it may take to exit when asked to."""
+OWN_PLACE = str(Path(__file__).parents[2])
+"""Where bapo itself is installed."""
+
+
+class CannotStart(ValueError):  # noqa: N818
+    """A worker cannot be started, or its function cannot be imported."""
+
+
+class Worker:
+    """Our end of one process. Starts it when it is needed, and again when it is lost. Serves one caller at a time."""
+
+    def __init__(self, function: str, memory_mb: int) -> None:
+        """`memory_mb`: the limit for a call, on top of what the imports use; 0 for none."""
+        self.function, self.memory_mb = function, memory_mb
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready = False
+
+    def start(self) -> None:
+        """Start the process, without waiting for its imports."""
+        self.connection, theirs = socket.socketpair()
+        here = os.getcwd()
+        found_here = here in sys.path or "" in sys.path
+        installed = [path for path in sys.path if path not in ("", here) or path == OWN_PLACE]
+        environment = {
+            **os.environ,
+            **{"PYTHONPATH": os.pathsep.join(installed), "PYTHONHASHSEED": "0"},
+            **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        }
+        # -P, or the current directory would be the first place to look
+        command = [sys.executable, "-P", "-m", INSIDE, str(theirs.fileno()), self.function, str(self.memory_mb)]
+        with theirs:
+            self.process = subprocess.Popen(  # noqa: S603
+                [*command, here if found_here else ""],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait until the function is imported. Raises CannotStart if that fails."""
+        cause = ""
+        for _ in range(START_TRIES):
+            if self.ready:
+                return
+            try:
+                if self.process is None:
+                    self.start()
+                self.connection.settimeout(START_SECONDS)
+                greeting = receive(self.connection)
+            except TimeoutError:
+                self.close()
+                raise CannotStart(
+                    f"a worker for {self.function} has not imported it after {START_SECONDS:g} s. Make the import "
+                    "faster, or stop other programs."
+                ) from None
+            except (OSError, EOFError, ValueError) as error:
+                cause = f"{type(error).__name__}, exit status {self.close()}"
+                continue
+            if "refused" in greeting:
+                self.close()
+                raise CannotStart(f"{self.function} cannot be used: {greeting['refused']}")
+            self.ready = True
+            return
+        raise CannotStart(
+            f"a worker for {self.function} died {START_TRIES} times while it started (the last time: {cause}). The "
+            "machine may be out of memory or processes: use fewer workers, or stop other programs. Or the import of "
+            "the function ends its process: try it by hand."
+        )
+
+    def call(self, seconds: float, arguments: Sequence[Any]) -> dict[str, Any]:
+        """`{"result": …}` or `{"failure": …}`. Raises CannotStart if the worker was lost and cannot be started."""
+        self.wait_until_ready()
+        self.connection.settimeout(seconds + GRACE_SECONDS)
+        try:
+            send(self.connection, [seconds, arguments])
+            reply: dict[str, Any] = receive(self.connection)
+        except TimeoutError:
+            self.close()
+            return {"failure": f"timeout after {seconds:g} s"}
+        except (OSError, EOFError, ValueError):
+            return {"failure": self._cause(self.close(), seconds)}
+        except BaseException:  # Ctrl-C: an answer that nobody waits for must not be the next one's
+            self.close()
+            raise
+        return {"failure": self._cause(reply["died"], seconds)} if "died" in reply else reply
+
+    def hang_up(self) -> None:
+        """Close the connection: an idle worker then exits by itself, and a thread of ours that waits for it stops."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> int:
+        """End the process, whatever it is doing; `call` starts another one. Returns the exit status."""
+        process, self.process, self.ready = self.process, None, False
+        if process is None:
+            return 0
+        self.hang_up()
+        self.connection.close()
+        with suppress(OSError):
+            process.terminate()
+        try:
+            return process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()
+
+    def _cause(self, status: int, seconds: float) -> str:
+        """Why the process died, from its exit status as subprocess gives it: negative for a signal."""
+        if status == -signal.SIGALRM:
+            return f"timeout after {seconds:g} s"
+        if status == OUT_OF_MEMORY:
+            return f"memory limit of {self.memory_mb} MB"
+        return f"crash: signal {-status}" if status < 0 else f"crash: exit status {status}"
+
+
+def call_once(function: str, *arguments: Any, seconds: float) -> Any:
+    """The result of `module:function` for JSON arguments, computed in a process that ends with the call.
+
+    The hash seed of that process is fixed, so that code which iterates over sets gives the same result in every run.
+    Raises ValueError with the cause if the call fails.
+    """
+    worker = Worker(function, memory_mb=0)
+    try:
+        reply = worker.call(seconds, arguments)
+    finally:
+        worker.close()
+    if "result" not in reply:
+        raise ValueError(f"{function}: {reply['failure']}")
+    return reply["result"]
