@@ -34,7 +34,7 @@ from bapo.core.checks import (
     check_not_negative,
     check_shapes,
     check_uses,
-    compared,
+    holds,
     working_dtype,
     zero_or_nan,
 )
@@ -269,7 +269,7 @@ def summed_signal(
     grids = grids_of(settings, dtype, mask.device)
     flat_ratio, flat_advantages, flat_mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
-    used_negative = None if uses is None else (uses.bool() & compared(torch.lt, advantages, 0)).flatten()
+    used_negative = None if uses is None else (uses.bool() & holds(torch.lt, advantages, 0)).flatten()
 
     def chunks(size: int) -> Iterator[Chunk]:
         for start in range(0, mask.numel(), size):
@@ -296,7 +296,7 @@ def _at_their_own_bound(chunk: Chunk, used_negative: Tensor, settings: ClipSetti
     So they stand where no candidate clips them, and weigh what their own bound leaves of them.
     """
     assert settings.used_low is not None
-    clipped = used_negative & compared(torch.le, chunk.ratio, rounded_down(settings.used_low, chunk.ratio.dtype))
+    clipped = used_negative & holds(torch.le, chunk.ratio, rounded_down(settings.used_low, chunk.ratio.dtype))
     kept = (~clipped).view(torch.int8)  # products with 0 and 1: on CPU several times faster than a select
     if settings.measure == "surrogate":  # in float64, where the bound is what it says
         counted = (chunk.counted * kept).double().add_(clipped.view(torch.int8), alpha=settings.used_low)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
-from bapo.core.checks import compared, working_dtype, zero_or_nan, zero_outside
+from bapo.core.checks import holds, working_dtype, zero_or_nan, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -92,12 +92,12 @@ class Tokens:
 
         A NaN is within, so that it reaches bounds and loss instead of being passed over.
         """
-        return ~compared(torch.ge, self.log_ratio.detach().abs(), MAX_LOG_RATIO)
+        return ~holds(torch.ge, self.log_ratio.detach().abs(), MAX_LOG_RATIO)
 
     @cached_property
     def negative(self) -> Tensor:
         """Tokens with A < 0."""
-        return compared(torch.lt, self.advantages, 0)
+        return holds(torch.lt, self.advantages, 0)
 
     @cached_property
     def used(self) -> Tensor | None:
@@ -124,8 +124,8 @@ class TokenLoss(NamedTuple):
 
 def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """X_t of the Entropy-Clip Rule: A > 0 and r < high, or A < 0 and r > low (and always where A = 0)."""
-    positive, zero = compared(torch.gt, advantages, 0), compared(torch.eq, advantages, 0)
-    return (positive & compared(torch.lt, ratio, high)) | (~positive & compared(torch.gt, ratio, low)) | zero
+    positive, zero = holds(torch.gt, advantages, 0), holds(torch.eq, advantages, 0)
+    return (positive & holds(torch.lt, ratio, high)) | (~positive & holds(torch.gt, ratio, low)) | zero
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> TokenLoss:
