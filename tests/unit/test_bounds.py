@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import LEAST_WEIGHT, Chunk, compared_sums, grids_of, weight_of_remainder
+from bapo.core.bounds import LEAST_WEIGHT, compared_sums, grids_of, weight_of_remainder
 from bapo.core.checks import holds
 from bapo.core.entropy_rule import positive_share
-from bapo.core.histogram import CPU_CHUNK, binned_sums
+from bapo.core.histogram import CPU_CHUNK, Chunk, binned_sums
 from bapo.core.objectives import low_of_each
 from tests.reference import search
 

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ from bapo.core.checks import (
     working_dtype,
     zero_or_nan,
 )
-from bapo.core.histogram import CPU_CHUNK, binned_sums
+from bapo.core.histogram import CPU_CHUNK, Chunk, binned_sums
 from bapo.core.settings import ClipSettings, Measure, Order
 
 DEVICE_CHUNK = 2**18
@@ -242,14 +241,6 @@ def parts_by_kernel(
     )
 
 
-class Chunk(NamedTuple):
-    """Some tokens, flat, in working precision. Those that do not count have signal 0."""
-
-    ratio: Tensor  # what candidates compare with their bounds
-    counted: Tensor  # what a token weighs where a candidate keeps it
-    signal: Tensor  # w * A
-
-
 def summed_signal(
     ratio: Tensor,
     advantages: Tensor,
@@ -364,9 +355,8 @@ def bounds_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) 
 
     grids, high_first = grids_of(settings, dtype, table.device), settings.order == "high_first"
     target = settings.target_share
-    return ClipBounds(
-        *choose_bounds(table, grids.low, grids.high, target_share=target, high_first=high_first, dtype=dtype)
-    )
+    found = choose_bounds(table, grids.low, grids.high, target_share=target, high_first=high_first, dtype=dtype)
+    return ClipBounds(*found)
 
 
 def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:

@@ -115,7 +115,7 @@ def share_statistics(tokens: Tokens, settings: ClipSettings, bounds: ClipBounds 
         "share_fixed": (0.8, 1.2),
     }
     if bounds is not None:
-        low = low_of_each(bounds.low, tokens.used, bounds.used_low, tokens.dtype)
+        low = low_of_each(bounds.low, tokens.uses, bounds.used_low, tokens.dtype)
         pairs["share"] = (low, bounds.high)
     ratio = tokens.ratio.detach()
     return {name: positive_share(ratio, signal, *pair, settings.measure) for name, pair in pairs.items()}
