@@ -24,8 +24,9 @@ from timing import interleaved, ratio, table
 from torch import Tensor
 
 from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
-from bapo.core.bounds import DEVICE_CHUNK, Chunk, compared_sums, first_to_reach, grids_of
+from bapo.core.bounds import DEVICE_CHUNK, compared_sums, first_to_reach, grids_of
 from bapo.core.entropy_rule import positive_share
+from bapo.core.histogram import Chunk
 
 PUSH_ONCE = ClipSettings(used_low=1.0)
 

@@ -7,7 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from bapo import ClipSettings, bounds_from_table, policy_loss, signal_table, solve_bounds
-from bapo.core.bounds import Chunk, compared_sums, grids_of
+from bapo.core.bounds import compared_sums, grids_of
+from bapo.core.histogram import Chunk
 from bapo.core.loss import update_table
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

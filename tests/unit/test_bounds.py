@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import LEAST_WEIGHT, Chunk, compared_sums, grids_of, weight_of_remainder
-from bapo.core.checks import compared
+from bapo.core.bounds import LEAST_WEIGHT, compared_sums, grids_of, weight_of_remainder
+from bapo.core.checks import holds
 from bapo.core.entropy_rule import positive_share
-from bapo.core.histogram import CPU_CHUNK, binned_sums
+from bapo.core.histogram import CPU_CHUNK, Chunk, binned_sums
 from bapo.core.objectives import low_of_each
 from tests.reference import search
 
@@ -398,6 +398,6 @@ def test_comparisons_are_those_of_torch(dtype):
     values = torch.tensor([[0.5, 0.8, 1.0], [math.nan, math.inf, -math.inf]], dtype=dtype, requires_grad=True)
     for other in (0.8, 0, math.inf, math.nan, torch.tensor(0.8, dtype=dtype), values.detach().flip(1)):
         for operator in (torch.gt, torch.ge, torch.lt, torch.le, torch.eq):
-            ours = compared(operator, values, other)
+            ours = holds(operator, values, other)
             assert ours.dtype == torch.bool
             assert torch.equal(ours, operator(values, other))

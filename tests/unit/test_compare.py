@@ -233,7 +233,7 @@ def test_one_failed_run_does_not_stop_the_rest(first):
     assert code == 1
     assert "reuse-2/grpo/seed-3: finished" in output
     assert "reuse-2/wrong/seed-3: failed: exit code 2" in output
-    assert "objective.options.hihg is not an option of 'grpo', which takes: high, low" in output
+    assert "objective.options.hihg is not an option of 'grpo', which takes: low, high" in output
     results = json.loads((directory / "out" / "results.json").read_text())
     assert results["settings"]["reuse-2"]["grpo"]["seeds"] == 1
     nothing = {"seeds": 0, "measures": {}, "differences": {"seeds": [], "measures": {}}}

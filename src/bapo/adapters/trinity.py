@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from bapo.adapters.shared import not_importable, refuse_used_low, settings_of
-from bapo.core.controller import BoundController, averageable, read
+from bapo.core.controller import BoundController, averageable, floats_of
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clipped_at, update_table
 
@@ -66,7 +66,7 @@ class BapoPolicyLossFn(PolicyLossFn):
         clipped = clipped_at(bounds, logprob, old_logprob, advantages, mask, dual_clip=self.dual_clip)
         loss = aggregate_loss(clipped.loss, mask, loss_agg_mode=self.loss_agg_mode)
         metrics = averageable({**bounds.metrics(ends=False), **clip_statistics(clipped.tokens, clipped.retained)})
-        return loss, read({**metrics, "pg_loss": loss.detach()})
+        return loss, floats_of({**metrics, "pg_loss": loss.detach()})
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

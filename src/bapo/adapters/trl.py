@@ -64,6 +64,7 @@ except ImportError as error:
 
 __all__ = ["LOSS_TYPES", "TESTED_VERSIONS", "BapoConfig", "BapoTrainer", "check_trl"]
 
+FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """TRL's losses with PPO's two-sided clip of token ratios; the others clip otherwise, or not at all."""
 PAPER = "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with \
@@ -106,17 +107,14 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
 @dataclass
 class BapoConfig(GRPOConfig):
     """`GRPOConfig` plus where the clip bounds may be. An option left at None has the preset's value."""
 
     bapo_objective: str = _option(
         "bapo",
-        "'bapo' searches for the bounds in every update. 'grpo' and 'push_once' do not: they clip at (0.8, 1.2), "
-        "unless bapo_low and bapo_high are given, and 'push_once' has bapo_used_low=1.",
+        "'bapo' searches for the bounds in every update. 'grpo' and 'push_once' clip at (0.8, 1.2), or where bapo_low "
+        "and bapo_high say, and 'push_once' has bapo_used_low=1.",
     )
     bapo_preset: str | None = _option(
         None,
@@ -282,11 +280,10 @@ class BapoTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         update = self._update
         if not update.inputs:
-            first = self._step
             for offset, batch in enumerate(update.batches):
-                self._step = first + offset
+                self._step = update.first + offset
                 update.inputs.append(super()._prepare_inputs(batch))
-            self._step = first
+            self._step = update.first
         return update.inputs[self._step - update.first]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -446,7 +443,6 @@ class BapoTrainer(GRPOTrainer):
         )
         statistics = averageable(entropy_statistics(Tokens(*tokens), entropy, retained))
         del statistics["bapo/entropy"]  # TRL logs it
-
         known = [averageable(bounds.metrics()) for bounds in solved]
         numbers = averaged(known, statistics, lambda values: self.accelerator.reduce(values, reduction="mean"))
         for name, value in numbers.items():

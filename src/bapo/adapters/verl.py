@@ -50,7 +50,7 @@ from bapo.adapters.shared import (
     warn_never_used,
 )
 from bapo.core.bounds import ClipBounds, bounds_from_table, bounds_over_ranks
-from bapo.core.controller import averageable, read
+from bapo.core.controller import averageable, floats_of
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clipped_at, update_table
 from bapo.core.settings import CLIP_OPTIONS, ClipSettings, require_choice
@@ -327,7 +327,7 @@ def bapo_policy_loss(
         "actor/pg_clipfrac": (mask & ~clipped.retained).sum() / count,
         "actor/ppo_kl": -clipped.tokens.log_ratio.detach().sum() / count,
     }
-    numbers = read(metrics)
+    numbers = floats_of(metrics)
     refuse_nan(numbers["bapo/share"], "log-probs, advantages or rollout_is_weights")
     if RETURNS_FOUR:
         return loss, metrics["actor/pg_clipfrac"], metrics["actor/ppo_kl"], torch.zeros_like(loss.detach())

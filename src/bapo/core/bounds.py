@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,11 +33,11 @@ from bapo.core.checks import (
     check_not_negative,
     check_shapes,
     check_uses,
-    compared,
+    holds,
     working_dtype,
     zero_or_nan,
 )
-from bapo.core.histogram import CPU_CHUNK, binned_sums
+from bapo.core.histogram import CPU_CHUNK, Chunk, binned_sums
 from bapo.core.settings import ClipSettings, Measure, Order
 
 DEVICE_CHUNK = 2**18
@@ -242,14 +241,6 @@ def parts_by_kernel(
     )
 
 
-class Chunk(NamedTuple):
-    """Some tokens, flat, in working precision. Those that do not count have signal 0."""
-
-    ratio: Tensor  # what candidates compare with their bounds
-    counted: Tensor  # what a token weighs where a candidate keeps it
-    signal: Tensor  # w * A
-
-
 def summed_signal(
     ratio: Tensor,
     advantages: Tensor,
@@ -269,7 +260,7 @@ def summed_signal(
     grids = grids_of(settings, dtype, mask.device)
     flat_ratio, flat_advantages, flat_mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
-    used_negative = None if uses is None else (uses.bool() & compared(torch.lt, advantages, 0)).flatten()
+    used_negative = None if uses is None else (uses.bool() & holds(torch.lt, advantages, 0)).flatten()
 
     def chunks(size: int) -> Iterator[Chunk]:
         for start in range(0, mask.numel(), size):
@@ -296,7 +287,7 @@ def _at_their_own_bound(chunk: Chunk, used_negative: Tensor, settings: ClipSetti
     So they stand where no candidate clips them, and weigh what their own bound leaves of them.
     """
     assert settings.used_low is not None
-    clipped = used_negative & compared(torch.le, chunk.ratio, rounded_down(settings.used_low, chunk.ratio.dtype))
+    clipped = used_negative & holds(torch.le, chunk.ratio, rounded_down(settings.used_low, chunk.ratio.dtype))
     kept = (~clipped).view(torch.int8)  # products with 0 and 1: on CPU several times faster than a select
     if settings.measure == "surrogate":  # in float64, where the bound is what it says
         counted = (chunk.counted * kept).double().add_(clipped.view(torch.int8), alpha=settings.used_low)
@@ -364,9 +355,8 @@ def bounds_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) 
 
     grids, high_first = grids_of(settings, dtype, table.device), settings.order == "high_first"
     target = settings.target_share
-    return ClipBounds(
-        *choose_bounds(table, grids.low, grids.high, target_share=target, high_first=high_first, dtype=dtype)
-    )
+    found = choose_bounds(table, grids.low, grids.high, target_share=target, high_first=high_first, dtype=dtype)
+    return ClipBounds(*found)
 
 
 def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:

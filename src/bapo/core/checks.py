@@ -123,8 +123,8 @@ def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0)
 
 
-def compared(operator: Callable[..., Tensor], values: Tensor, other: Tensor | float) -> Tensor:
-    """operator(values, other) of torch.gt, torch.lt and the like: bool, shaped like the values.
+def holds(operator: Callable[..., Tensor], values: Tensor, other: Tensor | float) -> Tensor:
+    """Where operator(values, other) holds, for torch.gt, torch.lt and the like: bool, shaped like the values.
 
     On CPU it is compared in the values' own dtype, as vectors, and takes half as long.
     """

@@ -108,9 +108,9 @@ def averageable(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def as_numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """`averageable` as floats, with one host read."""
-    return read(averageable(metrics))
+    return floats_of(averageable(metrics))
 
 
-def read(named: Mapping[str, Tensor]) -> dict[str, float]:
+def floats_of(named: Mapping[str, Tensor]) -> dict[str, float]:
     """0-d tensors as floats, with one host read."""
     return dict(zip(named, torch.stack([value.double() for value in named.values()]).tolist(), strict=True))

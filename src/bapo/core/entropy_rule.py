@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
-from bapo.core.checks import compared
+from bapo.core.checks import holds
 from bapo.core.objectives import Tokens, clip, low_of_each, share_of
 from bapo.core.settings import ClipSettings, Measure
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
@@ -70,7 +70,7 @@ def quadrant_masses(tokens: Tokens, entropy: Tensor, retained: Tensor) -> dict[s
 @torch.no_grad()
 def clip_statistics(tokens: Tokens, retained: Tensor) -> dict[str, Tensor]:
     """Token shares by sign, and how many of each the clip blocked."""
-    positive = tokens.mask & compared(torch.gt, tokens.advantages, 0)
+    positive = tokens.mask & holds(torch.gt, tokens.advantages, 0)
     negative = tokens.mask & tokens.negative
     of_all, of_positive, of_negative = (chosen.count_nonzero() for chosen in (tokens.mask, positive, negative))
     blocked_positive, blocked_negative = ((chosen & ~retained).count_nonzero() for chosen in (positive, negative))
@@ -115,7 +115,7 @@ def share_statistics(tokens: Tokens, settings: ClipSettings, bounds: ClipBounds 
         "share_fixed": (0.8, 1.2),
     }
     if bounds is not None:
-        low = low_of_each(bounds.low, tokens.used, bounds.used_low, tokens.dtype)
+        low = low_of_each(bounds.low, tokens.uses, bounds.used_low, tokens.dtype)
         pairs["share"] = (low, bounds.high)
     ratio = tokens.ratio.detach()
     return {name: positive_share(ratio, signal, *pair, settings.measure) for name, pair in pairs.items()}
@@ -126,8 +126,8 @@ def positive_share(
     ratio: Tensor, signal: Tensor, low: Tensor | float, high: Tensor | float, measure: Measure = "gradient"
 ) -> Tensor:  # 0-d float64
     """P / (P + N) at one pair of bounds; `signal` is w * A with masked tokens set to 0. No signal at all: 1."""
-    positive = compared(torch.gt, signal, 0)
-    kept = (positive & compared(torch.lt, ratio, high)) | (~positive & compared(torch.gt, ratio, low))
+    positive = holds(torch.gt, signal, 0)
+    kept = (positive & holds(torch.lt, ratio, high)) | (~positive & holds(torch.gt, ratio, low))
     counted = ratio * kept.view(torch.int8)
     if measure == "surrogate":
         counted = counted + clip(ratio, low, high) * (~kept).view(torch.int8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,16 @@ LANES = 4
 """Sums kept side by side for each cell of the histogram."""
 
 
+class Chunk(NamedTuple):
+    """Some tokens, flat, in working precision. Those that do not count have signal 0."""
+
+    ratio: Tensor  # what candidates compare with their bounds
+    counted: Tensor  # what a token weighs where a candidate keeps it
+    signal: Tensor  # w * A
+
+
 def binned_sums(
-    chunks: Iterable[
-        tuple[Tensor, Tensor, Tensor]
-    ],  # ratio, what a token counts where kept, and signal; CPU_CHUNK each
+    chunks: Iterable[Chunk],  # CPU_CHUNK tokens each, or fewer
     low: Tensor,  # [lows] float64, candidates
     high: Tensor,  # [highs] float64
     thresholds: Tensor,  # [lows + 1 + highs] of the ratios' dtype: -low from the last to the first, 0, high

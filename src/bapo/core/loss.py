@@ -122,8 +122,10 @@ def policy_loss(
     if bounds is not None:
         tokens = weigh_negatives(tokens, bounds.negative_weight)
     result = chosen.compute(tokens, **({"bounds": bounds} if chosen.solves_bounds else {}), **options)
-    by_kernel = isinstance(result, Clipped) and kernels.usable(tokens.mask) and tokens.dtype == torch.float32
-    out = (_reduced_by_kernel if by_kernel else _reduced)(result, tokens, reduction, denominator)
+    if isinstance(result, Clipped) and kernels.usable(tokens.mask) and tokens.dtype == torch.float32:
+        out = _reduced_by_kernel(result, tokens, reduction, denominator)
+    else:
+        out = _reduced(result, tokens, reduction, denominator)
     if entropy is not None:
         entropy = zero_outside(tokens.mask, entropy.detach().to(tokens.dtype))
         out.metrics.update(entropy_statistics(tokens, entropy, out.retained))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
-from bapo.core.checks import compared, working_dtype, zero_or_nan, zero_outside
+from bapo.core.checks import holds, working_dtype, zero_or_nan, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
 
 MAX_LOG_RATIO = 20.0
@@ -92,17 +92,12 @@ class Tokens:
 
         A NaN is within, so that it reaches bounds and loss instead of being passed over.
         """
-        return ~compared(torch.ge, self.log_ratio.detach().abs(), MAX_LOG_RATIO)
+        return ~holds(torch.ge, self.log_ratio.detach().abs(), MAX_LOG_RATIO)
 
     @cached_property
     def negative(self) -> Tensor:
         """Tokens with A < 0."""
-        return compared(torch.lt, self.advantages, 0)
-
-    @cached_property
-    def used(self) -> Tensor | None:
-        """Tokens that were trained on before; None where nobody counted."""
-        return None if self.uses is None else self.uses.bool()
+        return holds(torch.lt, self.advantages, 0)
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """Masked sum over each token's sequence, given back to each of its tokens."""
@@ -124,8 +119,8 @@ class TokenLoss(NamedTuple):
 
 def retained_by(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """X_t of the Entropy-Clip Rule: A > 0 and r < high, or A < 0 and r > low (and always where A = 0)."""
-    positive, zero = compared(torch.gt, advantages, 0), compared(torch.eq, advantages, 0)
-    return (positive & compared(torch.lt, ratio, high)) | (~positive & compared(torch.gt, ratio, low)) | zero
+    positive, zero = holds(torch.gt, advantages, 0), holds(torch.eq, advantages, 0)
+    return (positive & holds(torch.lt, ratio, high)) | (~positive & holds(torch.gt, ratio, low)) | zero
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> TokenLoss:
@@ -148,7 +143,7 @@ def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     return ratio.clamp(min=low).clamp(max=high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
 
 
-def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
+def low_of_each(low: Tensor | float, uses: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
     """The lower bound of each token: `used_low` where it was trained on before, else `low`.
 
     As the larger of the two times 1 or 0, and then at least the smaller: on CPU several times faster than a select, and
@@ -156,7 +151,8 @@ def low_of_each(low: Tensor | float, used: Tensor | None, used_low: float | None
     """
     if used_low is None:
         return low
-    assert used is not None, "used_low needs uses"
+    assert uses is not None, "used_low needs uses"
+    used = uses.bool()
     if isinstance(low, Tensor):
         takes_larger = used.view(torch.int8) ^ (low > used_low).view(torch.int8)
         return takes_larger.to(dtype).mul_(low.clamp(min=used_low)).clamp_(min=low.clamp(max=used_low))
@@ -221,12 +217,11 @@ class Clipped:
         tokens, low, high = self.tokens, float(self.low), float(self.high)
         counted = (self._surrogate.retained & tokens.within).view(torch.int8)  # the cap is no bound of the share
         share = share_of(tokens.ratio.detach() * tokens.advantages * counted, tokens.advantages).to(tokens.dtype)
-        pair = torch.full_like(share, low), torch.full_like(share, high)
-        return ClipBounds(*pair, share, used_low=self.used_low)
+        return ClipBounds(torch.full_like(share, low), torch.full_like(share, high), share, used_low=self.used_low)
 
     @cached_property
     def _surrogate(self) -> TokenLoss:
-        low = low_of_each(self.low, self.tokens.used, self.used_low, self.tokens.dtype)
+        low = low_of_each(self.low, self.tokens.uses, self.used_low, self.tokens.dtype)
         return clipped_surrogate(self.tokens.ratio, self.tokens.advantages, low, self.high)
 
     @cached_property
