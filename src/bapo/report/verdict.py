@@ -92,8 +92,8 @@ def _of_many(arms: Sequence[Arm]) -> tuple[Said, list[dict[str, Any]]]:
     measured: dict[str, dict[str, dict[int, Mapping[str, float]]]] = {}
     configs: dict[str, list[dict[str, Any]]] = {}
     for (table, row), arm in places(arms).items():
-        finished = {run.config["seed"]: measures(run) for run in arm.runs if run.summary}
-        measured.setdefault(table, {})[row] = finished
+        finished = [run for run in arm.runs if run.summary]
+        measured.setdefault(table, {})[row] = {run.config["seed"]: measures(run) for run in finished}
         configs.setdefault(table, []).append(dict(flat(arm.config)))
     tables = {table: against_first(rows) for table, rows in measured.items()}
     found = judge(tables, configs, missing=_missing(arms))

@@ -85,7 +85,7 @@ def against_first(measured: Mapping[str, Mapping[int, Measures]]) -> Rows:
 
 def _over_seeds(runs: Sequence[Measures]) -> dict[str, Value]:
     """Mean and interval of each measure that all of these runs have."""
-    found = {}
+    found: dict[str, Value] = {}
     for name in runs[0] if runs else ():
         if all(name in run for run in runs):
             mean, half_width = aggregate([run[name] for run in runs])

@@ -57,7 +57,8 @@ def _scores(run: Run) -> dict[str, float | None]:
 
 def _reach(line: Mapping[str, Any]) -> float:
     """How far the interval of avg over problems reaches from avg, to the farther side."""
-    return max(line["eval/avg_high"] - line["eval/avg"], line["eval/avg"] - line["eval/avg_low"])
+    avg, low, high = (float(line[f"eval/{key}"]) for key in ("avg", "avg_low", "avg_high"))
+    return max(high - avg, avg - low)
 
 
 def _held_out_losses(run: Run) -> dict[str, float | None]:
