@@ -310,7 +310,7 @@ def _outcomes(
         if settings is not None and found is not None:
             values = found.low, found.high, found.share, found.share_at_start, found.share_at_end, found.stop
             low, high, share, start, end, stop = (float(value) for value in values if value is not None)
-            bounds[name] = [Bounds(low, high, share, start, end, StopReason(stop).name)]
+            bounds[name] = [Bounds(low, high, share, start, end, StopReason(int(stop)).name)]
         if entropy is not None and (settings is not None or name in ("grpo", "clip_higher")):
             masses = quadrant_masses(tokens, entropy, out.retained)
             quadrants[name] = {key: float(value) for key, value in masses.items()}
