@@ -13,7 +13,7 @@ from bapo.learn.learner_settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy
 from bapo.models.lora import LoraSettings
 
-Kind = TypeVar("Kind", bound=Config | SftConfig)
+Kind = TypeVar("Kind", Config, SftConfig)
 
 
 def resolve(config: Kind) -> Kind:
@@ -49,7 +49,7 @@ def make_policy(config: Config | SftConfig) -> Policy:
     )
 
 
-def on_the_cpu(config: Kind) -> Kind:
+def on_the_cpu(config: Any) -> Any:
     """The same configuration for a model that is loaded on the CPU, to be divided from there."""
     model = config.model
     if model.attention == "flash_attention_2":  # it does not run there; packed passes bring their own
