@@ -245,7 +245,8 @@ def _reduced_by_kernel(
         weights=weights,
         denominator=denominator,
     )
-    bounds = clipped.solved or ClipBounds(*fused.bounds, used_low=clipped.used_low)
+    low, high, share = fused.bounds
+    bounds = clipped.solved or ClipBounds(low, high, share, used_low=clipped.used_low)
     return PolicyLoss(fused.loss, bounds, fused.statistics | bounds.metrics(), fused.retained)
 
 

@@ -140,7 +140,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor | float, hi
 
 def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """The ratio between two bounds, each a number or a tensor; `high` where they are the wrong way round."""
-    return ratio.clamp(min=low).clamp(max=high)  # type: ignore[arg-type]  # torch's stub knows one kind at a time
+    return ratio.clamp(min=low).clamp(max=high)
 
 
 def low_of_each(low: Tensor | float, uses: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
