@@ -395,9 +395,16 @@ def supervised(tmp_path_factory):
     from tests.supervised import saved_model, sums, write_rows
 
     root = tmp_path_factory.mktemp("supervised")
-    data = {"sources": [str(write_rows(root / "sums.jsonl", sums()))]}
+    task = {"train": [str(write_rows(root / "sums.jsonl", sums()))]}
     model = {"path": str(saved_model(root / "model"))}
-    values = {"model": model, "data": data, "device": "cpu", "threads": 1, "eval_every": 2, "out": str(root / "run")}
+    values = {
+        "model": model,
+        "task": task,
+        "device": "cpu",
+        "threads": 1,
+        "eval": {"every": 2},
+        "out": str(root / "run"),
+    }
     start(parse_sft_config(values, source="test"), plain=True)
     return root / "run"
 

@@ -7,12 +7,12 @@ from pydantic import BaseModel
 
 from bapo.cli import run
 from bapo.config.errors import ConfigError
-from bapo.config.keys import all_keys
 from bapo.config.placement import available_cores, placed
 from bapo.config.recipe import check, load, parse, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 from bapo.config.sections import TAKE_USED_LOW, PresetChoice
 from bapo.config.sft import SftConfig
+from bapo.config.words import leaves
 from bapo.core.settings import Preset
 from bapo.train.build import resolve
 
@@ -166,13 +166,6 @@ def test_shared_keys_mean_the_same_in_both_configurations():
     assert all(description for _, _, description in (ours | theirs).values())
 
 
-def test_the_names_of_an_earlier_version_are_still_read():
-    data = {"sources": ["a.jsonl"], "held_out": ["b.jsonl"], "held_out_share": 0.1, "prompt_column": "q"}
-    old = parse_sft_config({"kind": "sft", "eval_every": 7, "data": data}, source="test")
-    task = {"train": ["a.jsonl"], "test": ["b.jsonl"], "test_share": 0.1, "prompt_column": "q"}
-    assert old == parse_sft_config({"eval": {"every": 7}, "task": task}, source="test")
-
-
 def test_everything_wrong_is_listed_at_once():
     message = refused({"steps": 0, "learn": {"lr": -1}, "out": 3})
     assert all(key in message for key in ("steps", "learn.lr", "out"))
@@ -206,7 +199,7 @@ def test_toml_says_none_for_no_preset():
 
 
 def test_every_key_has_a_name():
-    keys = all_keys()
+    keys = list(leaves(Config))
     assert {"steps", "objective.name", "offpolicy.partial_budget", "learn.lr"} <= set(keys)
     assert len(keys) == len(set(keys))
 
@@ -386,12 +379,6 @@ def test_a_name_whose_key_another_command_has_is_not_explained_by_it():
     (line,) = check(SftConfig, {"num_train_epochs": 3})[1]
     assert "rollout" not in line
     assert line.endswith("`bapo sft --help` lists all keys.")
-
-
-def test_unknown_keys_in_a_table_with_an_old_name_are_listed():
-    _, wrong = check(SftConfig, {"data": {"train": ["x"], "zz": 1}})
-    (line,) = wrong
-    assert line.startswith("task.zz is not a known key.")
 
 
 def test_a_key_with_a_dot_in_its_name_belongs_into_a_table():

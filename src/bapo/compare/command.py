@@ -11,7 +11,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from bapo.compare import compare
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
-from bapo.config.shipped import listing
+from bapo.config.recipe import listing
 from bapo.screen.terminal import say
 
 

@@ -24,8 +24,7 @@ from typing import Any, Protocol
 
 from bapo.compare.plan import Job, State, clear_unused, set_aside
 from bapo.config.errors import OUT_OF_MEMORY
-from bapo.config.imports import environment
-from bapo.process import stops
+from bapo.process import environment, stops
 from bapo.runs import files
 from bapo.runs.read import Defect, last_step, read_run
 

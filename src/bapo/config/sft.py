@@ -6,7 +6,7 @@ decided here; it depends on the data.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,8 +31,6 @@ from bapo.config.base import (
     WeightDecay,
     refuse_on_cpu,
 )
-
-OLD_NAMES = {"sources": "train", "held_out": "test", "held_out_share": "test_share"}
 
 
 class SftTaskConfig(Section):
@@ -110,20 +108,6 @@ class SftConfig(Section):
     learn: SftLearnConfig = SftLearnConfig()
     eval: SftEvalConfig = SftEvalConfig()
     log: LogConfig = LogConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _stored_names(cls, values: Any) -> Any:
-        """The config.json of an earlier version has `data` for `task`, and `eval_every` for `eval.every`."""
-        if not isinstance(values, dict):
-            return values
-        values, data = dict(values), values.get("data")
-        if isinstance(data, dict) and "task" not in values:
-            values["task"] = {OLD_NAMES.get(key, key): value for key, value in data.items()}
-            del values["data"]
-        if "eval_every" in values and "eval" not in values:
-            values["eval"] = {"every": values.pop("eval_every")}
-        return values
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -22,8 +22,7 @@ from bapo.learn.reference import Reference, initial
 from bapo.learn.settings import LearnerSettings, wrong_values
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.lora import LoraSettings
-from bapo.preflight.checks import wrong_options
-from bapo.preflight.data import TaskData
+from bapo.preflight.examine import TaskData, wrong_options
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler

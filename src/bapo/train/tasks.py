@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.models import Policy
-from bapo.preflight.data import TaskData, load_task
+from bapo.preflight.examine import TaskData, load_task
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import within, without_overlap
 from bapo.tasks.task import DataTask, Task
