@@ -113,9 +113,10 @@ def read_request(schema: type[Kind], words: list[str], *, prog: str | None = Non
     if "help" in given.switches:
         print_help(check(schema, values)[0] or schema(), prog=f"{prog or command} [RECIPE]")
     values = merged(values, given.values)
+    wrong: list[str]
     config, wrong = check(schema, values)
     readable = draft(schema, values) if config is None else config
-    found = Examined([]) if os.environ.get("RANK", "0") != "0" else examine(readable)
+    found: Examined = Examined([]) if os.environ.get("RANK", "0") != "0" else examine(readable)
     return Request(given, config, readable, [*wrong, *found.wrong], found)
 
 
