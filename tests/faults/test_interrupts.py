@@ -21,12 +21,13 @@ class Destructed:
 
 
 def test_a_ctrl_c_during_a_destructor_still_stops_the_command(monkeypatch, capsys):
-    def command(_words):
+    def command(_name, _words):
         Destructed()
         time.sleep(2)
         return 0
 
-    monkeypatch.setitem(cli.COMMANDS, "eval", cli.Command(command, "", "", cli.COMMANDS["eval"].remedy))
+    monkeypatch.setitem(cli.COMMANDS, "eval", replace(cli.COMMANDS["eval"], long=False))
+    monkeypatch.setattr(cli, "carry_out", command)
     assert cli.run(["eval"]) == 130
     said = capsys.readouterr().err
     assert "The same command continues: bapo eval" in said
@@ -149,6 +150,6 @@ def test_memory_that_runs_out_is_told_with_what_to_make_smaller(place):
 
 
 def test_an_exit_of_a_library_is_not_taken_for_the_parser(monkeypatch, capsys):
-    monkeypatch.setitem(cli.COMMANDS, "eval", replace(cli.COMMANDS["eval"], run=lambda _words: sys.exit(0)))
+    monkeypatch.setattr(cli, "carry_out", lambda _name, _words: sys.exit(0))
     assert cli.run(["eval"]) == 1
     assert "sys.exit(0)" in capsys.readouterr().err

@@ -12,10 +12,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bapo.buffer import Buffer
 from bapo.compare.grid import load_grid
-from bapo.config.recipe import load, parse_config
+from bapo.config.recipe import load, parse_config, shipped
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.config.shipped import shipped
 from bapo.demo import model_path
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner

@@ -55,7 +55,7 @@ MAY_IMPORT = {
     },
     "commands": {"config", "runs", "screen.terminal", "tasks.data", "train", "preflight"},
     "cli": {
-        *("__version__", "commands", "config", "evaluate", "compare", "report", "runs", "diagnose", "models.smollm2"),
+        *("__version__", "commands", "config", "runs", "models.smollm2"),
         "screen.terminal",
         "process",
     },
@@ -82,7 +82,7 @@ WITHOUT_TORCH = [
     *("bapo.diagnose.dumps", "bapo.diagnose", "bapo.evaluate", "bapo.evaluate.options"),
     *("bapo.tasks.task", "bapo.tasks.data.problems", "bapo.tasks.verify.sandbox"),
     *("bapo.process.limited_worker", "bapo.tasks.verify.math", "bapo.tasks.countdown"),
-    *("bapo.demo", "bapo.preflight.checks", "bapo.commands.training"),
+    *("bapo.demo", "bapo.preflight.examine", "bapo.commands.training"),
 ]
 # The only modules on the top floor.
 TOP_FLOOR = {"__init__", "__main__", "types", "buffer", "cli"}

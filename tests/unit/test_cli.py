@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+from bapo import cli
 from bapo.cli import COMMANDS, run
 from bapo.config.command_line import parse_arguments
 from bapo.config.errors import BapoError, VerifierFailed
@@ -95,10 +96,10 @@ def test_usage_names_every_command_and_a_near_miss_is_understood(capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_ends_in_the_same_way(name, monkeypatch, capsys):
     def ends_with(error):
-        def work(_words):
+        def work(_name, _words):
             raise error
 
-        monkeypatch.setitem(COMMANDS, name, replace(COMMANDS[name], run=work))
+        monkeypatch.setattr(cli, "carry_out", work)
         code = run([name, "a word"])
         said = capsys.readouterr().err
         assert said.startswith("bapo: ")
@@ -111,10 +112,50 @@ def test_every_command_ends_in_the_same_way(name, monkeypatch, capsys):
     remedy = COMMANDS[name].remedy
     command = f"bapo {name} 'a word'"
     code, said = ends_with(OSError(28, "No space left on device"))
+    assert (code, "cannot write: [Errno 28]" in said, remedy.disk.format(command=command) in said) == (4, True, True)
+    code, said = ends_with(OSError(5, "Input/output error"))
     assert (code, remedy.failed in said, remedy.disk.format(command=command) in said) == (4, True, True)
     code, said = ends_with(KeyboardInterrupt())
     assert (code, remedy.stopped.format(command=command) in said) == (130, True)
     assert ends_with(FloatingPointError("not finite."))[0] == 1
+
+
+def test_an_error_of_the_operating_system_tells_what_failed(monkeypatch, tmp_path, capsys):
+    def told(error, readable=True):
+        def work(_name, _words):
+            raise error
+
+        monkeypatch.setattr(cli, "carry_out", work)
+        monkeypatch.setattr("os.access", lambda _path, _mode: readable)
+        assert run(["train"]) == 4
+        return capsys.readouterr().err.removeprefix("bapo: ")
+
+    there, gone = str(tmp_path / "there"), str(tmp_path / "gone")
+    Path(there).touch()
+    said = told(FileNotFoundError(2, "No such file or directory", gone))
+    assert said.startswith(f"cannot read {gone}: No such file or directory. Check that it is there")
+    assert "Free space" not in said
+    assert told(PermissionError(13, "Permission denied", there), readable=False).startswith(f"cannot read {there}: ")
+    for error in (
+        PermissionError(13, "Permission denied", there),
+        PermissionError(13, "Permission denied", gone),
+        OSError(30, "Read-only file system", gone),
+        OSError(28, "No space left on device", there),
+    ):
+        said = told(error)
+        assert said.startswith(f"cannot write {error.filename}: {error.strerror}. ")
+        assert "Free space" in said
+    assert told(OSError(f"{there}: Error while serializing: I/O error: File too large (os error 27)")).startswith(
+        f"cannot write: {there}: Error while serializing"
+    )
+    for error in (OSError(5, "Input/output error", there), FileNotFoundError(2, "No such file", f"{gone}/below")):
+        assert told(error).startswith("cannot read or write: [Errno ")
+
+
+def test_the_table_names_what_is_there():
+    for command in COMMANDS.values():
+        assert callable(cli.named(command.run))
+        assert isinstance(cli.named(command.arguments), type)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from bapo.cli import COMMANDS, run
+from bapo.cli import COMMANDS, named, run
 from bapo.commands.completion import completed
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_completion_offers_what_the_help_lists(name, capsys):
-    found = completed(name, COMMANDS[name].defined_by)
+    found = completed(name, named(COMMANDS[name].arguments))
     assert run([name, "--help"]) == 0
     said = capsys.readouterr().out.replace("_", "-")
     for option in found.options:
@@ -56,7 +56,7 @@ def test_a_script_offers_every_command_option_and_choice(shell, capsys):
     assert f"{' '.join(COMMANDS)} --help --version" in script
     lines = set(script.splitlines())
     for name, command in COMMANDS.items():
-        found = completed(name, command.defined_by)
+        found = completed(name, named(command.arguments))
         options, words = " ".join(found.options), " ".join(found.words)
         if shell == "bash":
             assert f'        {name}) options="{options}"; words="{words}" ;;' in lines

@@ -6,12 +6,12 @@ from pydantic import BaseModel
 
 from bapo.cli import run
 from bapo.config.errors import ConfigError
-from bapo.config.keys import all_keys
 from bapo.config.placement import available_cores, placed
 from bapo.config.recipe import check, load, parse, parse_config, parse_sft_config
 from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 from bapo.config.sections import renamed
 from bapo.config.sft import SftConfig
+from bapo.config.words import leaves
 from bapo.core.settings import ClipSettings
 from bapo.train.resolve import resolve
 
@@ -224,7 +224,7 @@ def test_recipes_may_be_the_json_that_a_run_keeps(tmp_path):
 
 
 def test_every_key_has_a_name():
-    keys = all_keys()
+    keys = list(leaves(Config))
     assert {"steps", "objective.name", "offpolicy.partial_budget", "learn.lr"} <= set(keys)
     assert len(keys) == len(set(keys))
 

@@ -140,7 +140,7 @@ def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_i
     assert "learning rate 3e-05 (constant)\n           sequence_mean, advantages grpo, warm-up 10 updates\n" in said
     assert "\neval       before and after training, and every 20 steps; temperature 1\n" in said
     assert "\nlog " not in said
-    monkeypatch.setattr("bapo.preflight.checks.find_spec", lambda name: True)  # a plan needs no tracker
+    monkeypatch.setattr("bapo.preflight.examine.find_spec", lambda name: True)  # a plan needs no tracker
     words = ["--learn.kl", "0.02", "--learn.warmup-updates", "0", "--learn.advantages", "rloo", "--eval.every", "20"]
     words += ["--eval.also-at", "0", "0.6", "--steps", "20", "--log.to", "wandb", "--log.project", "mine"]
     assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
@@ -152,7 +152,7 @@ def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_i
 
 
 def test_a_dry_run_of_a_cluster_shows_its_processes_and_what_they_need(capsys, monkeypatch):
-    monkeypatch.setattr("bapo.preflight.checks.find_spec", lambda name: True)  # Ray is not needed for a plan
+    monkeypatch.setattr("bapo.preflight.examine.find_spec", lambda name: True)  # Ray is not needed for a plan
     words = ["--cluster.rollouts", "3", "--cluster.learners", "2", "--threads", "10", "--device", "cpu", "--steps", "1"]
     words += ["--offpolicy.max-staleness", "40"]
     assert run(["train", "--dry-run", *words]) == 0
@@ -241,7 +241,7 @@ def test_processes_on_one_machine_are_not_faster_than_the_machine(capsys, monkey
     assert took(ahead=1).in_all == 86.0  # both threads are always busy
     assert took(rollouts=1, ahead=1).in_all == 132.0  # a thread each: sampling takes 120 seconds, evaluating 12
     assert took(address="ray://far:10001").sampling == 15.0  # machines of their own, with a thread of two each
-    monkeypatch.setattr("bapo.preflight.checks.find_spec", lambda name: True)  # a plan needs no Ray
+    monkeypatch.setattr("bapo.preflight.examine.find_spec", lambda name: True)  # a plan needs no Ray
     words = ["--device", "cpu", "--threads", "2", "--offpolicy.max-staleness", "40", "--cluster.rollouts"]
     for rollouts, told in ((1, False), (8, True)):
         assert run(["train", "--dry-run", *words, str(rollouts)]) == 0

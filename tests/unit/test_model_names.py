@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from bapo.cli import run
 from bapo.models import load_policy
-from bapo.models.hub import why_not_there
+from bapo.models.loading import why_not_there
 
 NOBODY = "http://127.0.0.1:9"  # refuses connections, as a machine without a network refuses names
 

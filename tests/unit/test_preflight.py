@@ -12,7 +12,7 @@ from bapo.cli import run
 from bapo.config.recipe import check, parse_config
 from bapo.config.run import Config
 from bapo.demo import model_path
-from bapo.preflight.checks import examine
+from bapo.preflight.examine import examine
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(8)]
 WITHOUT_TORCH = """

@@ -180,7 +180,7 @@ def test_an_error_of_a_reward_function_and_of_a_template_is_shown(tmp_path, monk
 
 
 def test_json_for_machines_is_exact(capsys):
-    from bapo.commands.schema import schema_of
+    from bapo.commands.completion import schema_of
 
     assert cli.run(["schema"]) == 0
     assert capsys.readouterr().out == json.dumps(schema_of("train"), indent=2) + "\n"

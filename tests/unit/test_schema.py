@@ -6,9 +6,9 @@ import tomllib
 import pytest
 
 from bapo.cli import run
-from bapo.commands.schema import schema_of
+from bapo.commands.completion import schema_of
+from bapo.config.recipe import shipped
 from bapo.config.run import Config
-from bapo.config.shipped import shipped
 from bapo.config.words import leaves
 
 

@@ -20,9 +20,9 @@ from packaging.utils import canonicalize_name
 
 import bapo
 from bapo.cli import run
-from bapo.config.imports import clean_environment, environment
 from bapo.diagnose.dumps import read_dump
 from bapo.models import load_policy
+from bapo.process import clean_environment, environment
 from bapo.tasks.verify.finding import file_of, find_function
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.train.run import start

@@ -4,7 +4,7 @@ import pytest
 
 from bapo.config.sft import SftTaskConfig
 from bapo.models import Policy, find_stop_ids
-from bapo.preflight.data import load_sft
+from bapo.preflight.examine import load_sft
 from bapo.tasks.data.problems import Demonstration
 from bapo.train.sft_data import (
     Batches,

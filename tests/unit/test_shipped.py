@@ -4,8 +4,7 @@ import pytest
 
 from bapo.cli import run
 from bapo.compare import load_grid
-from bapo.config.recipe import command_for, read_recipe
-from bapo.config.shipped import shipped
+from bapo.config.recipe import command_for, read_recipe, shipped
 
 COMMANDS = ("bapo train", "bapo sft", "bapo compare")
 

@@ -11,7 +11,7 @@ import pytest
 
 from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse_config
-from bapo.preflight import checks
+from bapo.preflight import examine
 from bapo.train.trackers import MAKERS, Points, Tracked, Trackers, points, tracking
 from tests.processes import bapo
 
@@ -321,8 +321,8 @@ def test_ctrl_c_during_a_slow_tracker_leaves_it_alone():
 
 def test_what_is_not_installed_is_said_before_anything_is_loaded(monkeypatch):
     config = parse_config({"log": {"to": ["wandb", "mlflow", "wandb"]}}, source="recipe")
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    wrong = checks.examine(config).wrong
+    monkeypatch.setattr(examine, "find_spec", lambda name: None)
+    wrong = examine.examine(config).wrong
     assert "log.to='wandb' needs wandb, which is not installed. Install it with: pip install 'bapo[wandb]'" in wrong
     assert any(line.startswith("log.to='mlflow' needs mlflow") for line in wrong)
     assert "log.to names 'wandb' twice. Name it once." in wrong

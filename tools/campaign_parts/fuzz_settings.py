@@ -30,11 +30,11 @@ def families() -> dict[str, Family]:
 
 
 def _keys(supervised: bool) -> list[str]:
-    from bapo.config.keys import all_keys
     from bapo.config.run import Config
     from bapo.config.sft import SftConfig
+    from bapo.config.words import leaves
 
-    return all_keys(SftConfig if supervised else Config)
+    return list(leaves(SftConfig if supervised else Config))
 
 
 def _schema(supervised: bool) -> Any:
@@ -141,10 +141,10 @@ def _recipe_values(case: tuple[bool, dict[str, Any]], inside: Path) -> None:
 
 
 def _command_line(case: list[str], inside: Path) -> None:
-    from bapo.commands.training import asked_for
+    from bapo.commands.training import read_request
     from bapo.config.run import Config
 
-    parsed(lambda: asked_for(Config, case).checked_config())
+    parsed(lambda: read_request(Config, case).checked_config())
 
 
 def _grid_text(case: bytes, inside: Path) -> None:

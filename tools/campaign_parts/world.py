@@ -50,11 +50,11 @@ epochs = 2
 threads = 1
 device = "cpu"
 checkpoint_every = 2
-eval_every = 3
+eval.every = 3
 out = "run"
 model.path = "../world/model"
-data.sources = ["../world/sums.jsonl"]
-data.held_out_share = 0.1
+task.train = ["../world/sums.jsonl"]
+task.test_share = 0.1
 learn = { batch_sequences = 20, lr = 3e-3 }
 """
 GRID = """

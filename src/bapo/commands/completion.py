@@ -1,15 +1,18 @@
-"""`bapo completion`: a script that completes commands, options, their choices and the names of recipes in a shell.
+"""What shells and editors complete: the scripts of `bapo completion`, and the JSON schemas of `bapo schema`.
 
-The script is made from the same definitions that read the command line: the keys of the configurations, and the
-dataclasses of arguments. It is static, so that pressing Tab starts no Python. tyro can write such a script as well, but
-its script starts Python at every Tab, and completes neither the names of recipes nor files and run directories.
+Both are made from the definitions that read recipes and command lines: the keys of the configurations, and the
+dataclasses of arguments.
+
+tyro can write scripts for shells as well. Its scripts start Python at every Tab, where ours start nothing; they offer
+neither the names of recipes and grids nor files after them; and they know only what tyro parses, which the keys of a
+configuration are not.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
+import json
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,9 +22,9 @@ from pydantic import BaseModel
 from tyro.conf import Positional, arg
 
 from bapo.commands.training import SWITCHES
-from bapo.config.command_line import parse_arguments
-from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES
-from bapo.config.shipped import shipped
+from bapo.config.recipe import shipped
+from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
+from bapo.config.sft import SftConfig
 from bapo.config.words import leaves
 from bapo.screen.terminal import write_exact
 
@@ -32,7 +35,7 @@ CHOICES = {"--objective.name": ("auto", *OBJECTIVE_NAMES), "--learn.advantages":
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ShellArguments:
     """Print a script that completes the commands of bapo.
 
     bash: bapo completion bash > ~/.local/share/bash-completion/completions/bapo
@@ -45,6 +48,17 @@ class Arguments:
 
 
 @dataclass(frozen=True)
+class SchemaArguments:
+    """Print the JSON schema of recipes, for editors.
+
+    bapo schema > recipe.schema.json, and "#:schema ./recipe.schema.json" as the first line of a recipe.
+    """
+
+    kind: Annotated[Positional[Literal["train", "sft", "compare"]], arg(metavar="{train,sft,compare}")] = "train"
+    """The command whose recipes or grids are described."""
+
+
+@dataclass(frozen=True)
 class Completed:
     """What can follow one command."""
 
@@ -54,58 +68,45 @@ class Completed:
     """Words that are not options: names of recipes, choices of a place."""
 
 
-def completion(words: list[str], definitions: Mapping[str, str]) -> int:
-    """Carry out `bapo completion`. `definitions`: module:name of what defines the arguments of each command."""
-    shell = parse_arguments(Arguments, words, prog="bapo completion").shell
+def completion(arguments: ShellArguments, definitions: Mapping[str, type]) -> None:
+    """Carry out `bapo completion`. `definitions`: what defines the arguments of each command."""
     commands = {name: completed(name, definition) for name, definition in definitions.items()}
-    write_exact({"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](commands) + "\n")
-    return 0
+    write_exact({"bash": _bash, "zsh": _zsh, "fish": _fish}[arguments.shell](commands))
 
 
-def completed(command: str, definition: str) -> Completed:
+def completed(command: str, definition: type) -> Completed:
     """What the definition of a command says can follow it."""
-    if not definition:
-        return Completed({"--help": ()}, ())
-    module, _, name = definition.partition(":")
-    kind = getattr(importlib.import_module(module), name)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        options = {f"--{key}": _choices(annotation) for key, annotation in leaves(kind).items()}
-        switches = SWITCHES.get(f"bapo {command}", ())
-        recipes = shipped(f"bapo {command}") if switches else {}
+    if issubclass(definition, BaseModel):
+        options = {f"--{key}": _choices(annotation) for key, annotation in leaves(definition).items()}
         options |= {option: choices for option, choices in CHOICES.items() if option in options}
+        switches = SWITCHES.get(f"bapo {command}", ())
         options |= {f"--{switch}": () for switch in (*switches, "help")}
-        return Completed(options, tuple(recipes))
+        return Completed(options, tuple(shipped(f"bapo {command}")) if switches else ())
     options, places = {}, list[str]()
-    for field, annotation in _fields(kind, required_by_place=command in ("resume", "ledger", "fetch-smollm2")):
-        choices = _choices(annotation)
-        if field is None:
-            places += choices
+    for name, annotation in _fields(definition):
+        if name is None:
+            places += _choices(annotation)
         else:
-            options[f"--{field}"] = choices
+            options[f"--{name}"] = _choices(annotation)
     if command == "resume":  # keys that change
-        options |= completed("doctor", "bapo.config.run:Config").options
+        options |= completed("doctor", Config).options
     names = tuple(shipped("bapo compare")) if command == "compare" else ()
     return Completed({**options, "--help": ()}, (*places, *names))
 
 
-def _fields(kind: Any, *, required_by_place: bool) -> Iterator[tuple[str | None, Any]]:
+def _fields(kind: Any) -> Iterator[tuple[str | None, Any]]:
     """Names and types of the arguments in a dataclass, and in those inside it. None for one that is given by place."""
-    hints = get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        annotation = hints[field.name]
+    for name, annotation in get_type_hints(kind, include_extras=True).items():
         marks = getattr(annotation, "__metadata__", ())
         inner = get_args(annotation)[0] if marks else annotation
         if dataclasses.is_dataclass(inner):
-            yield from _fields(inner, required_by_place=required_by_place)
-            continue
-        if made := [mark for mark in marks if getattr(mark, "constructor_factory", None)]:
-            for name in inspect.signature(made[0].constructor_factory()).parameters:
-                yield name.replace("_", "-"), str
-            continue
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        by_place = POSITIONAL in marks or (required and required_by_place)
-        named = next((str(mark.name) for mark in marks if getattr(mark, "name", None)), field.name)
-        yield None if by_place else named.replace("_", "-"), annotation
+            yield from _fields(inner)
+        elif made := [mark for mark in marks if getattr(mark, "constructor_factory", None)]:
+            for parameter in inspect.signature(made[0].constructor_factory()).parameters:
+                yield parameter.replace("_", "-"), str
+        else:
+            known_as = next((str(mark.name) for mark in marks if getattr(mark, "name", None)), name)
+            yield None if POSITIONAL in marks else known_as.replace("_", "-"), annotation
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
@@ -120,93 +121,161 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return ()
 
 
-def _with_choices(commands: Mapping[str, Completed]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Command, option and choices of every option that has some."""
-    for name, command in commands.items():
-        yield from ((name, option, choices) for option, choices in command.options.items() if choices)
+BASH = """\
+_bapo() {
+    local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}"
+    local command="${COMP_WORDS[1]}" options="" words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "NAMES --help --version" -- "$cur")); return
+    fi
+    case "$command $prev" in
+VALUES
+    esac
+    case "$command" in
+COMMANDS
+    esac
+    case "$cur" in
+        -*) COMPREPLY=($(compgen -W "$options" -- "$cur")) ;;
+        *) COMPREPLY=($(compgen -W "$words" -- "$cur") $(compgen -f -- "$cur")) ;;
+    esac
+}
+complete -o filenames -F _bapo bapo
+"""
+ZSH = """\
+_bapo() {
+    local -a options names
+    if (( CURRENT == 2 )); then
+        compadd -- NAMES --help --version; return
+    fi
+    case "$words[2] $words[CURRENT-1]" in
+VALUES
+    esac
+    case "$words[2]" in
+COMMANDS
+    esac
+    if [[ $PREFIX == -* ]]; then
+        compadd -- $options
+    else
+        (( $#names )) && compadd -- $names
+        _files
+    fi
+}
+(( $+functions[compdef] )) || { autoload -U compinit && compinit }
+compdef _bapo bapo
+"""
+FISH = """\
+function __bapo_command
+    set -l words (commandline -opc)
+    test "$words[2]" = "$argv[1]"
+end
+complete -c bapo -n "__bapo_command ''" -f -a "NAMES --help --version"
+COMMANDS
+"""
 
 
 def _bash(commands: Mapping[str, Completed]) -> str:
-    valued = [
-        f'        "{name} {option}") COMPREPLY=($(compgen -W "{" ".join(choices)}" -- "$cur")); return ;;'
-        for name, option, choices in _with_choices(commands)
-    ]
-    known = [
-        f'        {name}) options="{" ".join(command.options)}"; words="{" ".join(command.words)}" ;;'
-        for name, command in commands.items()
-    ]
-    return "\n".join(
+    return _filled(
+        BASH,
+        commands,
+        'COMPREPLY=($(compgen -W "{}" -- "$cur"))',
         [
-            "_bapo() {",
-            '    local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}"',
-            '    local command="${COMP_WORDS[1]}" options="" words=""',
-            '    if [ "$COMP_CWORD" -eq 1 ]; then',
-            f'        COMPREPLY=($(compgen -W "{" ".join(commands)} --help --version" -- "$cur")); return',
-            "    fi",
-            '    case "$command $prev" in',
-            *valued,
-            "    esac",
-            '    case "$command" in',
-            *known,
-            "    esac",
-            '    case "$cur" in',
-            '        -*) COMPREPLY=($(compgen -W "$options" -- "$cur")) ;;',
-            '        *) COMPREPLY=($(compgen -W "$words" -- "$cur") $(compgen -f -- "$cur")) ;;',
-            "    esac",
-            "}",
-            "complete -o filenames -F _bapo bapo",
-        ]
+            f'{name}) options="{" ".join(command.options)}"; words="{" ".join(command.words)}" ;;'
+            for name, command in commands.items()
+        ],
     )
 
 
 def _zsh(commands: Mapping[str, Completed]) -> str:
-    valued = [
-        f'        "{name} {option}") compadd -- {" ".join(choices)}; return ;;'
-        for name, option, choices in _with_choices(commands)
-    ]
-    known = [
-        f"        {name}) options=({' '.join(command.options)}); names=({' '.join(command.words)}) ;;"
-        for name, command in commands.items()
-    ]
-    return "\n".join(
+    return _filled(
+        ZSH,
+        commands,
+        "compadd -- {}",
         [
-            "_bapo() {",
-            "    local -a options names",
-            "    if (( CURRENT == 2 )); then",
-            f"        compadd -- {' '.join(commands)} --help --version; return",
-            "    fi",
-            '    case "$words[2] $words[CURRENT-1]" in',
-            *valued,
-            "    esac",
-            '    case "$words[2]" in',
-            *known,
-            "    esac",
-            "    if [[ $PREFIX == -* ]]; then",
-            "        compadd -- $options",
-            "    else",
-            "        (( $#names )) && compadd -- $names",
-            "        _files",
-            "    fi",
-            "}",
-            "(( $+functions[compdef] )) || { autoload -U compinit && compinit }",
-            "compdef _bapo bapo",
-        ]
+            f"{name}) options=({' '.join(command.options)}); names=({' '.join(command.words)}) ;;"
+            for name, command in commands.items()
+        ],
     )
 
 
-def _fish(commands: Mapping[str, Completed]) -> str:
-    lines = [
-        "function __bapo_command",
-        "    set -l words (commandline -opc)",
-        '    test "$words[2]" = "$argv[1]"',
-        "end",
-        f'complete -c bapo -n "__bapo_command \'\'" -f -a "{" ".join(commands)} --help --version"',
+def _filled(script: str, commands: Mapping[str, Completed], offer: str, after: list[str]) -> str:
+    """A script with its commands, what `offer` says after an option that has choices, and what else may follow."""
+    values = [
+        f'"{name} {option}") {offer.format(" ".join(choices))}; return ;;'
+        for name, command in commands.items()
+        for option, choices in command.options.items()
+        if choices
     ]
+    lines = {"VALUES": values, "COMMANDS": after}
+    for place, cases in lines.items():
+        script = script.replace(f"\n{place}\n", "\n" + "".join(f"        {case}\n" for case in cases))
+    return script.replace("NAMES", " ".join(commands))
+
+
+def _fish(commands: Mapping[str, Completed]) -> str:
+    lines = []
     for name, command in commands.items():
         after = f'complete -c bapo -n "__bapo_command {name}"'
-        if command.words:
-            lines.append(f'{after} -a "{" ".join(command.words)}"')
+        lines += [f'{after} -a "{" ".join(command.words)}"'] if command.words else []
         for option, choices in command.options.items():
             allowed = f' -x -a "{" ".join(choices)}"' if choices else ""
             lines.append(f"{after} -l {option.removeprefix('--')}{allowed}")
-    return "\n".join(lines)
+    return FISH.replace("NAMES", " ".join(commands)).replace("COMMANDS", "\n".join(lines))
+
+
+def schema(arguments: SchemaArguments) -> None:
+    """Carry out `bapo schema`."""
+    write_exact(json.dumps(schema_of(arguments.kind), indent=2) + "\n")
+
+
+def schema_of(kind: str) -> dict[str, Any]:
+    """The JSON schema of what a command runs."""
+    found = _recipe(SftConfig if kind == "sft" else Config)
+    if kind == "compare":
+        found = _grid(found)
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": f"bapo {kind}", **found}
+
+
+def _recipe(config: type[Config] | type[SftConfig]) -> dict[str, Any]:
+    """The schema of a recipe. TOML has no null, so it is taken out where it only means that a key is not given."""
+    schema: dict[str, Any] = json.loads(json.dumps(config.model_json_schema()).replace("#/$defs/", "#/definitions/"))
+    schema["definitions"] = schema.pop("$defs")
+    sections = schema["definitions"]
+    if config is Config:
+        sections["ObjectiveConfig"]["properties"]["name"]["enum"] = ["auto", *OBJECTIVE_NAMES]
+        sections["LearnConfig"]["properties"]["advantages"]["enum"] = list(ADVANTAGE_NAMES)
+    return schema
+
+
+def _grid(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a grid: the keys of a recipe in base and in every objective and setting."""
+    keys = {key: value for key, value in recipe["properties"].items() if key not in ("seed", "out")}
+    text, whole = {"type": "string"}, {"type": "integer", "minimum": 0}
+
+    def table(description: str, **more: Any) -> dict[str, Any]:
+        properties = {**more, **keys}
+        return {
+            "type": "object",
+            "description": description,
+            "properties": properties,
+            "additionalProperties": False,
+            "required": [key for key in more if key == "label"],
+        }
+
+    entry = {"label": text | {"description": "Names the directory."}}
+    return {
+        "type": "object",
+        "description": "A grid of runs: objectives x settings x seeds.",
+        "definitions": recipe["definitions"],
+        "properties": {
+            "name": text | {"description": "Name of the tables."},
+            "out": text | {"description": "The directory of all runs."},
+            "seeds": {
+                "description": "How many seeds, or a list of them.",
+                "anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": whole}],
+            },
+            "base": table("Keys of every run.", recipe=text | {"description": "A recipe that the keys override."}),
+            "objective": {"type": "array", "items": table("A row: a label, and the keys that make it.", **entry)},
+            "setting": {"type": "array", "items": table("A table: a label, and the keys that make it.", **entry)},
+        },
+        "additionalProperties": False,
+    }

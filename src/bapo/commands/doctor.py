@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from bapo.commands.training import asked_for
+from bapo.commands.training import read_request
 from bapo.config.numerals import counted
 from bapo.config.placement import available_cores, default_threads
 from bapo.config.run import Config
@@ -66,10 +66,10 @@ class Finding:
 
 def doctor(words: list[str]) -> int:
     """Carry out `bapo doctor`."""
-    asked = asked_for(Config, words, prog="bapo doctor")
-    if asked.given.unknown:
-        asked.checked_config()
-    findings = [*_python(), *_torch(), *_extras(), *_machine(), *_data(), *_model(asked.draft, asked.wrong)]
+    request = read_request(Config, words, prog="bapo doctor")
+    if request.given.unknown:
+        request.checked_config()
+    findings = [*_python(), *_torch(), *_extras(), *_machine(), *_data(), *_model(request.draft, request.wrong)]
     for finding in findings:
         say(finding.line())
     bad = sum(finding.stops for finding in findings)

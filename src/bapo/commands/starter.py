@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from bapo.config.command_line import option, parse_arguments
+from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.screen.terminal import say
 
@@ -57,9 +57,8 @@ class Arguments:
     """The directory to write into. Nothing that exists is overwritten."""
 
 
-def init(words: list[str]) -> int:
+def init(arguments: Arguments) -> None:
     """Carry out `bapo init`."""
-    arguments = parse_arguments(Arguments, words, prog="bapo init")
     files, examples = FILES[arguments.kind], EXAMPLES.get(arguments.kind, {})
     present = [str(arguments.dir / name) for name in files if (arguments.dir / name).exists()]
     if present:
@@ -90,4 +89,3 @@ def init(words: list[str]) -> int:
     if first.endswith(".toml"):
         say("Your editor completes and checks keys after: bapo schema > recipe.schema.json")
         say('(with "#:schema ./recipe.schema.json" as the first line of the recipe)')
-    return 0

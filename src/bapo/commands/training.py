@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from bapo.screen.terminal import say
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from bapo.config.errors import ConfigError
     from bapo.config.run import Config
     from bapo.config.sft import SftConfig
     from bapo.config.words import Words
-    from bapo.preflight.checks import Examined
+    from bapo.preflight.examine import Examined
 
 Kind = TypeVar("Kind", "Config", "SftConfig")
 
@@ -31,14 +29,14 @@ def train(words: list[str]) -> int:
     """Carry out `bapo train`."""
     from bapo.config.run import Config
 
-    asked = asked_for(Config, words)
-    if "dry-run" in asked.given.switches:
-        return show_plan(asked)
-    config = asked.checked_config()
+    request = read_request(Config, words)
+    if "dry-run" in request.given.switches:
+        return show_plan(request)
+    config = request.checked_config()
 
     from bapo.train.run import start
 
-    start(config, data=asked.found.data)
+    start(config, data=request.found.data)
     return 0
 
 
@@ -46,12 +44,12 @@ def sft(words: list[str]) -> None:
     """Carry out `bapo sft`."""
     from bapo.config.sft import SftConfig
 
-    asked = asked_for(SftConfig, words)
-    config = asked.checked_config()
+    request = read_request(SftConfig, words)
+    config = request.checked_config()
 
     from bapo.train.sft import start
 
-    start(config, demonstrations=asked.found.demonstrations)
+    start(config, demonstrations=request.found.demonstrations)
 
 
 def resume(words: list[str]) -> None:
@@ -62,23 +60,22 @@ def resume(words: list[str]) -> None:
     from bapo.runs.write import RunDirectory
 
     given, keys = parse_resume(words)
-    path, source = given.run, given.start
-    if RunDirectory(path).values().get("kind") == "sft":
-        changed = _changed(SftConfig, path, keys)
+    if RunDirectory(given.run).values().get("kind") == "sft":
+        changed = _changed(SftConfig, given.run, keys)
 
         from bapo.train.sft import resume as resume_sft
 
-        resume_sft(path, config=changed, source=source)
+        resume_sft(given.run, config=changed, source=given.start)
     else:
-        wanted = _changed(Config, path, keys)
+        wanted = _changed(Config, given.run, keys)
 
         from bapo.train.run import resume
 
-        resume(path, config=wanted, source=source)
+        resume(given.run, config=wanted, source=given.start)
 
 
 @dataclass(frozen=True)
-class CommandLine(Generic[Kind]):
+class Request(Generic[Kind]):
     """What a command line asks for, and everything that is wrong with it as far as it can be known without torch."""
 
     given: Words
@@ -90,18 +87,22 @@ class CommandLine(Generic[Kind]):
     found: Examined
 
     def checked_config(self) -> Kind:
-        """The configuration, or one error that lists everything that is wrong with it."""
+        """The configuration. Raises one error that lists everything that is wrong with it."""
         if self.config is None or self.wrong:
             raise _all_wrong(self.wrong, self.given)
         return self.config
 
 
-def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) -> CommandLine[Kind]:
-    """The configuration that a recipe and the keys on the command line describe together."""
+def read_request(schema: type[Kind], words: list[str], *, prog: str | None = None) -> Request[Kind]:
+    """The configuration that a recipe and the keys on the command line describe together.
+
+    Answers --list and --help by itself. Of several ranks, the first one looks for mistakes, and speaks for all.
+    """
+    from bapo.config.command_line import print_help
     from bapo.config.errors import Answered
-    from bapo.config.recipe import COMMANDS, check, draft, read_recipe_for
-    from bapo.config.shipped import listing
+    from bapo.config.recipe import COMMANDS, check, draft, listing, read_recipe_for
     from bapo.config.words import merged, read_words
+    from bapo.preflight.examine import Examined, examine
 
     command = COMMANDS[schema]
     given = read_words(schema, words, switches=SWITCHES[command])
@@ -110,48 +111,30 @@ def asked_for(schema: type[Kind], words: list[str], *, prog: str | None = None) 
         raise Answered(0)
     values = {} if given.recipe is None else read_recipe_for(command, given.recipe)
     if "help" in given.switches:
-        show_help(schema, values, prog=f"{prog or command} [RECIPE]")
+        print_help(check(schema, values)[0] or schema(), prog=f"{prog or command} [RECIPE]")
     values = merged(values, given.values)
     wrong: list[str]
     config, wrong = check(schema, values)
     readable = draft(schema, values) if config is None else config
-    found: Examined = looked_at(readable)
-    return CommandLine(given, config, readable, [*wrong, *found.wrong], found)
+    found: Examined = Examined([]) if os.environ.get("RANK", "0") != "0" else examine(readable)
+    return Request(given, config, readable, [*wrong, *found.wrong], found)
 
 
-def show_plan(asked: CommandLine[Config]) -> int:
+def show_plan(request: Request[Config]) -> int:
     """Print what a run would be, and everything that is wrong with it. Returns the exit code.
 
     Keys that cannot be read have no plan: one with defaults in their place would be the plan of another run.
     """
     from bapo.train.dry_run import WARNING, dry_run
 
-    lines, wrong = dry_run(asked.draft, asked.found.data, asked.wrong, readable=asked.config is not None)
+    lines, wrong = dry_run(request.draft, request.found.data, request.wrong, readable=request.config is not None)
     if lines:
         say("\n".join(lines))
     if wrong:
-        raise _all_wrong(wrong, asked.given)
+        raise _all_wrong(wrong, request.given)
     verdict = "Nothing stops this run" if any(line.startswith(WARNING) for line in lines) else "Nothing is wrong"
     say(f"\n{verdict}. Without --dry-run, the same command starts the run.")
     return 0
-
-
-def looked_at(config: Config | SftConfig) -> Examined:
-    """What can be known of a run without torch. The first rank speaks for all."""
-    from bapo.config.sft import SftConfig
-    from bapo.preflight.checks import Examined, examine, examine_sft
-
-    if os.environ.get("RANK", "0") != "0":
-        return Examined([])
-    return examine_sft(config) if isinstance(config, SftConfig) else examine(config)
-
-
-def show_help(schema: type[BaseModel], values: dict[str, Any], *, prog: str) -> None:
-    """Print every key with its value in the recipe, and exit with 0."""
-    from bapo.config.command_line import print_help
-    from bapo.config.recipe import check
-
-    print_help(check(schema, values)[0] or schema(), prog=prog)
 
 
 def _all_wrong(wrong: list[str], given: Words) -> ConfigError:

@@ -22,7 +22,7 @@ from bapo.compare.results import collect, table_lines, write_json
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
-from bapo.config.shipped import listing
+from bapo.config.recipe import listing
 from bapo.runs.files import check_kinds
 from bapo.runs.lock import held, is_held
 from bapo.screen.terminal import say, write_line

@@ -38,10 +38,9 @@ from typing import Any, Literal, Protocol
 
 from bapo.compare.grid import Cell, Grid
 from bapo.config.errors import OUT_OF_MEMORY, ConfigError
-from bapo.config.imports import environment
 from bapo.config.placement import available_cores
 from bapo.config.words import flat
-from bapo.process import stops
+from bapo.process import environment, stops
 from bapo.runs import files
 from bapo.runs.read import Defect, last_step, read_run
 from bapo.runs.write import unused

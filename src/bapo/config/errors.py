@@ -5,7 +5,7 @@
           learner that have drifted apart, a comparison with runs that did not finish, or a ledger that does not balance
     2     bad usage, a bad configuration, or input that cannot be read
     3     a checkpoint, or what an evaluation saved, is missing or damaged; or memory ran out
-    4     the disk is full or cannot be written to (an OSError)
+    4     the disk is full, or a file cannot be read or written (an OSError)
     5     a part of the cluster cannot be started or kept alive
     130   stopped by Ctrl-C or SIGTERM; a line says what to do next
 
@@ -15,6 +15,7 @@ A message names what is wrong, why, and what to do instead. It is shown without 
 from __future__ import annotations
 
 import errno
+import os
 import re
 from pathlib import Path
 
@@ -38,6 +39,22 @@ def ran_out_of_memory(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def failed_at(error: OSError) -> str:
+    """What the operating system refused: "cannot read" or "cannot write", if the error tells it; otherwise empty."""
+    by_library = re.search(r"os error (\d+)", str(error))  # safetensors has no number of its own for it
+    number = error.errno or (int(by_library[1]) if by_library else 0)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+        return "cannot write"
+    if not isinstance(error.filename, str | bytes | os.PathLike):
+        return ""
+    path = Path(os.fsdecode(error.filename))
+    if number == errno.ENOENT and path.parent.is_dir():
+        return "cannot read"  # it could have been made
+    if number in (errno.EACCES, errno.EPERM) and path.exists():
+        return "cannot write" if os.access(path, os.R_OK) else "cannot read"
+    return "cannot write" if number in (errno.EACCES, errno.EPERM) and path.parent.is_dir() else ""
 
 
 class BapoError(Exception):

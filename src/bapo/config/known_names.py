@@ -1,4 +1,4 @@
-"""What settings of TRL and verl are called here. An unknown key with such a name gets the right hint.
+"""What somebody meant by a key that a configuration does not have: a name of TRL or verl, or a slip of the pen.
 
     python -m bapo.config.known_names > docs/names.md
 
@@ -7,7 +7,17 @@ A name is the last part of theirs: actor_rollout_ref.actor.ppo_epochs is known a
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from pydantic import BaseModel
+
+from bapo.config.words import leaves
+
+_END = r"(?!\w|\.\w)"
+"""What follows a whole key."""
 
 
 class Known(NamedTuple):
@@ -160,7 +170,7 @@ or a command line that uses one of their names gets the hint of this table. `bap
 """
 
 
-def find(key: str) -> Known | None:
+def known_setting(key: str) -> Known | None:
     """The setting that has this name in TRL or verl; None if neither has it."""
     last = _last(key)
     return next((known for known in NAMES if last and any(last in _names(theirs) for theirs in known[:2])), None)
@@ -168,12 +178,50 @@ def find(key: str) -> Known | None:
 
 def hint(key: str) -> str | None:
     """What a key that does not exist is called here, in a sentence or two; None if the name is not known."""
-    known, last = find(key), _last(key)
+    known, last = known_setting(key), _last(key)
     if known is None:
         return None
     whose = [name for name, theirs in (("TRL", known.trl), ("verl", known.verl)) if last in _names(theirs)]
     told = f"In {' and '.join(whose)}, {last} is what {known.key} is here." if known.key else ""
     return " ".join(filter(None, (told, known.remark)))
+
+
+def known_elsewhere(key: str, schema: type[BaseModel]) -> Known | None:
+    """What a name of TRL or verl is called here; None if the schema does not have that key.
+
+    A name that another table has is more likely meant by itself.
+    """
+    keys = leaves(schema)
+    known = None if key.rpartition(".")[2] in {name.rpartition(".")[2] for name in keys} else known_setting(key)
+    elsewhere = known is not None and known.key and not any(f"{name}.".startswith(f"{known.key}.") for name in keys)
+    return None if elsewhere else known
+
+
+def similar(key: str, schema: type[BaseModel], *, table: bool) -> list[str]:
+    """The keys that may have been meant: the same name in other tables, or else the one with the nearest spelling.
+
+    `table`: what is not known is a table of keys, and so is what was meant.
+    """
+    known = list(leaves(schema))
+    if table:
+        known = list(dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name))
+    same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    return same or difflib.get_close_matches(key, known, n=1)
+
+
+def meant(key: str, schema: type[BaseModel], *, table: bool) -> list[str]:
+    """The keys and tables that a correction of an unknown key may set."""
+    known = known_elsewhere(key, schema)
+    return similar(key, schema, table=table) if known is None else [known.key]
+
+
+def names_any(text: str, keys: Iterable[str], schema: type[BaseModel]) -> bool:
+    """Whether a message names one of these keys, or a key in one of these tables.
+
+    A key that is in no table is an ordinary word, such as out. It is named where its value follows.
+    """
+    meant = [key for key in leaves(schema) if any(f"{key}.".startswith(f"{one}.") for one in keys if one)]
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}{_END if '.' in key else '='}", text) for key in meant)
 
 
 def _last(key: str) -> str:
@@ -190,14 +238,7 @@ def table() -> str:
     for known in NAMES:
         theirs = [", ".join(f"`{name.strip()}`" for name in names.split(",") if name) for names in known[:2]]
         rows.append(f"| {theirs[0]} | {theirs[1]} | {f'`{known.key}`' if known.key else '–'} | {known.remark} |")
-    return "\n".join(
-        [
-            "# Names that you know from TRL and verl",
-            "",
-            PREFACE,
-            *rows,
-        ]
-    )
+    return "\n".join(["# Names that you know from TRL and verl", "", PREFACE, *rows])
 
 
 if __name__ == "__main__":

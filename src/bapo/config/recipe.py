@@ -1,7 +1,13 @@
-"""From keys in a file or on the command line to a checked configuration, or to one error that lists all mistakes."""
+"""From keys in a file or on the command line to a checked configuration, or to one error that lists all mistakes.
+
+Recipes and grids that come with bapo go by their names: `bapo train offpolicy`, `bapo compare quick`. They are the
+files in the folders recipes/ and grids/ of the package. The first comment of each says what it is. A file of that name
+in the current directory, which may be a stranger's, does not take its place: `./offpolicy` means that one.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import textwrap
 import tomllib
@@ -12,14 +18,15 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from bapo.config import known_names
 from bapo.config.errors import ConfigError
-from bapo.config.keys import all_keys, known_elsewhere, meant, names_any, near
+from bapo.config.known_names import hint, known_elsewhere, meant, names_any, similar
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.config.shipped import find
+from bapo.config.words import leaves
 
 Schema = TypeVar("Schema", bound=BaseModel)
+PACKAGE = Path(__file__).parents[1]
+FOLDERS = ("recipes", "grids")
 
 COMMANDS: dict[type[BaseModel], str] = {Config: "bapo train", SftConfig: "bapo sft"}
 """The command that runs a configuration; its --help lists the keys."""
@@ -109,7 +116,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
     A file named .json is JSON; any other is TOML.
     """
-    path = find(path)
+    path = recipe_file(path)
     language = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text()
@@ -133,6 +140,62 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
             f"{path} holds {type(values).__name__}, not keys with values. `bapo init data` writes an example."
         )
     return values
+
+
+def shipped(command: str | None = None) -> dict[str, Path]:
+    """The recipes or grids that a command can run, by name; with None, all of them."""
+    recipes, grids = ({path.stem: path for path in sorted((PACKAGE / name).glob("*.toml"))} for name in FOLDERS)
+    if command is None:
+        return recipes | grids
+    if command == "bapo compare":
+        return grids
+    wanted = command == "bapo sft"
+    return {name: path for name, path in recipes.items() if ("epochs" in tomllib.loads(path.read_text())) is wanted}
+
+
+def recipe_file(given: str | Path) -> Path:
+    """The file that a path or a name leads to. A path that does not exist is left for whoever opens it."""
+    path, known = Path(given).expanduser(), shipped()
+    name = path.stem.replace("-", "_")
+    is_name = str(given) == path.name and not path.suffix
+    if is_name and name in known:
+        return known[name]
+    if path.is_file():
+        return path
+    if is_name:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"{given!r} is neither a file here nor a recipe or grid that comes with bapo. {hint}`bapo train --list`, "
+            "`bapo sft --list` and `bapo compare --list` show what there is."
+        )
+    if not path.exists() and name in known:
+        raise ConfigError(
+            f"cannot read {given}: No such file or directory. {name!r} comes with bapo and goes by its name, without a "
+            "directory and without .toml."
+        )
+    return path
+
+
+def listing(command: str) -> str:
+    """The names of what a command can run, each with what it is."""
+    found = {name: _purpose(path) for name, path in shipped(command).items()}
+    width = max(map(len, found)) + 2
+    lines = [
+        textwrap.fill(f"{name:<{width}}{purpose}", 100, initial_indent="  ", subsequent_indent=" " * (width + 2))
+        for name, purpose in found.items()
+    ]
+    return "\n".join([*lines, "", f"Run one with `{command} NAME`. The files are in {PACKAGE}."])
+
+
+def _purpose(path: Path) -> str:
+    """The first sentence of the comment that a file begins with."""
+    comment = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.removeprefix("#").strip())
+    return " ".join(comment).partition(". ")[0].rstrip(".") + "."
 
 
 def parse(schema: type[Schema], values: dict[str, Any], *, source: str) -> Schema:
@@ -218,12 +281,12 @@ def _explain(item: Any, schema: type[BaseModel]) -> list[str]:
 
 def _correction(key: str, item: Any, schema: type[BaseModel]) -> str:
     """What to write instead of a key that is not known."""
-    if known_elsewhere(key, schema) and (hint := known_names.hint(key)):
-        return hint
-    if key in all_keys(schema):
+    if known_elsewhere(key, schema) and (told := hint(key)):
+        return told
+    if key in leaves(schema):
         table, _, name = key.rpartition(".")
         return f"Write {name} into the table {table}; a name with a dot in quotes is another key."
-    others = near(key, schema, table=isinstance(item["input"], dict))
+    others = similar(key, schema, table=isinstance(item["input"], dict))
     return f"Did you mean {' or '.join(others)}?" if others else f"`{COMMANDS[schema]} --help` lists all keys."
 
 

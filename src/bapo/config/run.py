@@ -14,12 +14,12 @@ from pydantic import Field, model_validator
 
 from bapo.buffer import wrong_settings
 from bapo.config.base import CheckpointKeep, Device, LogConfig, ModelConfig, Out, Section, Seed, Threads, refuse_on_cpu
-from bapo.config.cluster import ClusterConfig
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
 from bapo.config.sections import (
     ADVANTAGE_NAMES,
     OBJECTIVE_NAMES,
+    ClusterConfig,
     EvalConfig,
     LearnConfig,
     ObjectiveConfig,

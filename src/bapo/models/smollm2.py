@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from bapo.models.export import save_policy
-from bapo.models.gguf import load_gguf
-from bapo.models.loading import hush
+from bapo.models.loading import hush, load_gguf
 from bapo.models.policy import Policy, find_stop_ids
 from bapo.screen.terminal import say
 

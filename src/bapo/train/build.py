@@ -20,8 +20,7 @@ from bapo.learn.learner import Learns
 from bapo.learn.learner_settings import wrong_values
 from bapo.learn.reference import Reference, initial
 from bapo.models import Policy, prompt_text
-from bapo.preflight.checks import wrong_options
-from bapo.preflight.data import TaskData, load_task
+from bapo.preflight.examine import TaskData, load_task, wrong_options
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.scheduler import Scheduler

@@ -19,8 +19,7 @@ from bapo.config.errors import BapoError
 from bapo.config.numerals import counted, every
 from bapo.config.run import Config
 from bapo.models import Policy, hush, outline_policy
-from bapo.preflight.checks import no_room, written_answers
-from bapo.preflight.data import TaskData
+from bapo.preflight.examine import TaskData, no_room, written_answers
 from bapo.preflight.memory import GIB, Memory, Seconds, Shape, memory, on_cluster, seconds
 from bapo.screen.terminal import duration, printable
 from bapo.tasks.countdown import Countdown

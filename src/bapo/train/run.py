@@ -32,7 +32,7 @@ from bapo.config.run import Config
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, Update
 from bapo.models import prompt_text
-from bapo.preflight.data import TaskData
+from bapo.preflight.examine import TaskData
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.runs import history, ledger

@@ -36,7 +36,7 @@ from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.supervised import measure_fit, sft_step
-from bapo.preflight.data import Demonstrations, load_sft
+from bapo.preflight.examine import Demonstrations, load_sft
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
 from bapo.train import life_cycle

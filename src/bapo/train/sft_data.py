@@ -25,7 +25,7 @@ from typing import NamedTuple
 from bapo.config.sft import SftTaskConfig
 from bapo.models import Policy
 from bapo.models.policy import end_of_turn
-from bapo.preflight.data import Demonstrations
+from bapo.preflight.examine import Demonstrations
 from bapo.tasks.data.problems import Demonstration
 from bapo.types import Message, batches_per_pass, even_part
 

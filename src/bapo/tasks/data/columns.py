@@ -196,7 +196,7 @@ def extra_of(row: Row, used: Sequence[str | None]) -> dict[str, Any]:
 
 def look_up(values: dict[str, Any], column: str) -> Any:
     """The value under a name, or under a path of names joined by dots; None if there is none."""
-    found = _find(values, column)
+    found = _value_at(values, column)
     return None if found is _ABSENT else found
 
 
@@ -206,7 +206,7 @@ def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, k
     lowered = {name.lower(): name for name in row.values}
     for candidate in candidates if column is None else (column,):
         name = candidate if column is not None else lowered.get(candidate, candidate)
-        value = _find(row.values, name)
+        value = _value_at(row.values, name)
         if value is not _ABSENT:
             present = present or name
             if value is not None and value != "":
@@ -218,7 +218,7 @@ def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, k
     raise MissingColumnError(row, [(f"no {what}: {usual if column is None else named}", key)])
 
 
-def _find(values: dict[str, Any], column: str) -> Any:
+def _value_at(values: dict[str, Any], column: str) -> Any:
     if column in values:
         return values[column]
     inside: Any = values

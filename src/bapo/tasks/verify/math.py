@@ -143,7 +143,7 @@ def _verify(answer: str | float | list[str | float], response: str, *, thinking:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about hostile texts
         golds = [_gold(_gold_text(one)) for one in (answer if isinstance(answer, list) and answer else [answer])]
-        found = _find(visible(response, thinking=thinking))
+        found = _final_answer(visible(response, thinking=thinking))
         if found is None:
             return Score(0.0)
         return Score(float(any(_same(gold, found) for gold in golds)), answer=_shared_form(found))
@@ -161,7 +161,7 @@ def _gold(text: str) -> _Answer:
     return _read(text)
 
 
-def _find(text: str) -> _Answer | None:
+def _final_answer(text: str) -> _Answer | None:
     """The final answer of a response."""
     clear = boxed(text)
     if clear is None:

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bapo.config import imports
 from bapo.config.errors import ClusterError, ConfigError
+from bapo.process import clean_environment, environment
 from bapo.train.machine import code
 
 try:
@@ -279,7 +279,7 @@ class Cluster:
         _leave_signals_to_us()
         try:
             _check_reachable(address)
-            with imports.clean_environment():
+            with clean_environment():
                 ray.init(address=address or "local", job_config=_without_paths(), **options)
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ClusterError(
@@ -290,7 +290,7 @@ class Cluster:
         ray._private.worker.print_to_stdstream = _hush
         if address is None:
             watchdog = [sys.executable, "-P", "-m", "bapo.train.cluster.watchdog", str(os.getpid())]
-            nowhere, env = subprocess.DEVNULL, imports.environment()
+            nowhere, env = subprocess.DEVNULL, environment()
             subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere, env=env)  # noqa: S603
 
     def places(self, count: int, resources: dict[str, float], *, seconds: float, what: str) -> list[Place]:

@@ -14,28 +14,42 @@ in one message. The data that was read for this is handed on, so that it is not 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bapo.config.base import LogConfig, ModelConfig
 from bapo.config.numerals import counted
-from bapo.config.run import Config
-from bapo.config.sft import SftConfig
+from bapo.config.run import Config, TaskConfig
+from bapo.config.sft import SftConfig, SftTaskConfig
 from bapo.core.settings import OBJECTIVE_OPTIONS
 from bapo.demo import model_path
-from bapo.preflight.data import Demonstrations, TaskData, load_sft, load_task
 from bapo.runs.write import why_not_out
-from bapo.tasks.data.problems import without_overlap
+from bapo.tasks.data.problems import Demonstration, LoadReport, load_demonstrations, load_problems, without_overlap
 from bapo.tasks.verify.function import FunctionReward
 from bapo.tasks.verify.scorers import MATH, check_answers
 from bapo.types import Problem
 
 WRITTEN = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.")
 """Ways to write the reference answer as a response."""
+PARTS = ("train", "test")
 BY_DRY_RUN = "`bapo train --dry-run` with the same keys says how many that is"
+
+
+Item = TypeVar("Item", Problem, Demonstration)
+Demonstrations = tuple[list[Demonstration], list[Demonstration], list[LoadReport]]
+"""Those to learn from, those only to be measured on, and what became of the rows of each."""
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The problems of task.train and task.test, and what became of the rows."""
+
+    train: list[Problem]
+    test: list[Problem]
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -50,11 +64,17 @@ class Examined:
     """The same, of supervised training."""
 
 
-def examine(config: Config) -> Examined:
-    """Look for everything that would stop a run of `bapo train`."""
-    wrong = [*_place(config.out), *_model(config.model, response=config.rollout.max_tokens), *_parts(config)]
+def examine(config: Config | SftConfig) -> Examined:
+    """Look for everything that would stop a run of `bapo train` or `bapo sft`."""
+    wrong = [] if (reason := why_not_out(config.out)) is None else [reason]
+    wrong += _model(config.model, 0 if isinstance(config, SftConfig) else config.rollout.max_tokens)
     wrong += _trackers(config.log)
-    wrong += wrong_options(config)
+    if isinstance(config, SftConfig):
+        try:
+            return Examined(wrong, demonstrations=load_sft(config.task))
+        except (ValueError, OSError) as error:
+            return Examined([*wrong, *str(error).splitlines()])
+    wrong += [*_packages(config), *wrong_options(config)]
     if config.task.name != "data":
         return Examined(wrong)
     data = None
@@ -69,13 +89,44 @@ def examine(config: Config) -> Examined:
     return Examined(wrong, data)
 
 
-def examine_sft(config: SftConfig) -> Examined:
-    """Look for everything that would stop a run of `bapo sft`."""
-    wrong = [*_place(config.out), *_model(config.model), *_trackers(config.log)]
-    try:
-        return Examined(wrong, demonstrations=load_sft(config.task))
-    except (ValueError, OSError) as error:
-        return Examined([*wrong, *str(error).splitlines()])
+def load_task(task: TaskConfig) -> TaskData:
+    """Read the problems of a task that is made of data. One ValueError says what is wrong with either part."""
+    options = {"prompt_column": task.prompt_column, "answer_column": task.answer_column, "template": task.template}
+    parts, reports = _both_parts(task, lambda sources: load_problems(sources, **options))
+    return TaskData(*parts, [f"task.{name}: {report}" for name, report in zip(PARTS, reports, strict=True)])
+
+
+def load_sft(task: SftTaskConfig) -> Demonstrations:
+    """Read the demonstrations to learn from and those of task.test. One ValueError says what is wrong with both."""
+    options: dict[str, Any] = task.model_dump(include={"prompt_column", "response_column", "template", "box_answers"})
+    if not task.train:
+        raise ValueError(
+            'task.train is empty, so there is nothing to learn from. Set it, for example to ["gsm8k:train"] or to a '
+            ".jsonl file whose rows have a prompt and a response."
+        )
+    parts, reports = _both_parts(
+        task, lambda sources: load_demonstrations(sources, **options) if sources else ([], None)
+    )
+    return *parts, [report for report in reports if report is not None]
+
+
+def _both_parts(
+    task: TaskConfig | SftTaskConfig, load: Callable[[tuple[str, ...]], tuple[list[Item], LoadReport | None]]
+) -> tuple[tuple[list[Item], list[Item]], list[LoadReport | None]]:
+    """What is loaded of task.train and of task.test, and the reports."""
+    parts: list[list[Item]] = []
+    reports, wrong = [], []
+    for name in PARTS:
+        try:
+            items, report = load(getattr(task, name))
+        except ValueError as error:
+            wrong.append(f"task.{name}: {error}")
+        else:
+            parts.append(items)
+            reports.append(report)
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return (parts[0], parts[1]), reports
 
 
 def wrong_options(config: Config) -> Iterator[str]:
@@ -89,12 +140,7 @@ def wrong_options(config: Config) -> Iterator[str]:
         )
 
 
-def _place(out: str) -> list[str]:
-    reason = why_not_out(out)
-    return [] if reason is None else [reason]
-
-
-def _model(model: ModelConfig, response: int = 0) -> Iterator[str]:
+def _model(model: ModelConfig, response: int) -> Iterator[str]:
     """What is wrong with a model on this machine. A name on the hub is left to the hub."""
     path = model_path() if model.path == "demo" else Path(model.path).expanduser()
     looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or model.path.endswith(".gguf")
@@ -138,7 +184,7 @@ def model_settings(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _parts(config: Config) -> Iterator[str]:
+def _packages(config: Config) -> Iterator[str]:
     """Optional packages that are asked for and not installed."""
     wanted = [
         (config.model.lora.rank > 0, f"model.lora.rank={config.model.lora.rank}", "peft", "lora"),
