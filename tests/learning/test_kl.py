@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import parse_config
 from bapo.demo import model_path
-from bapo.train.build import build, resolve
+from bapo.train.build import build
+from bapo.train.resolve import resolve
 from bapo.train.run import resume, start
 from bapo.train.torchrun import Team
 from tests.tiny.runs import configured

@@ -25,8 +25,9 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.runs.write import RunDirectory
 from bapo.tasks.stream import ProblemStream
-from bapo.train.build import build, learner_settings, resolve
+from bapo.train.build import build
 from bapo.train.loop import Parts, RunState, admit, learn, take_step
+from bapo.train.resolve import learner_settings, resolve
 from bapo.train.run import resume, start
 from bapo.train.scoring import score
 from bapo.types import Problem, Score

@@ -14,7 +14,7 @@ from bapo.config.run import ADVANTAGE_NAMES, OBJECTIVE_NAMES, Config
 from bapo.config.sections import TAKE_USED_LOW, PresetChoice
 from bapo.config.sft import SftConfig
 from bapo.core.settings import Preset
-from bapo.train.build import resolve
+from bapo.train.resolve import resolve
 
 
 def refused(values):
@@ -207,7 +207,7 @@ def test_every_key_has_a_name():
 def test_device_and_dtype_are_decided_once_and_kept():
     import torch
 
-    from bapo.train.build import resolve
+    from bapo.train.resolve import resolve
 
     cuda = torch.cuda.is_available()
     config = resolve(Config())
@@ -245,7 +245,8 @@ def test_a_device_that_is_not_there_is_refused_in_one_sentence(command, monkeypa
 
 
 def test_what_needs_the_cuda_engine_is_refused_on_cpu():
-    from bapo.train.build import build, resolve
+    from bapo.train.build import build
+    from bapo.train.resolve import resolve
 
     keep = {"partial_cache": "keep", "partial_budget": 5000}
     config = parse_config({"device": "cpu", "offpolicy": keep}, source="test")
