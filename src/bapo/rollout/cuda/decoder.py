@@ -81,7 +81,7 @@ class Decoder:
         names = {parameter: name for name, parameter in model.named_parameters()}
         for fused, parts in sources.items():
             rows = [len(part) for part in parts]
-            for part, place in zip(parts, self._weights[fused].split(rows), strict=True):
+            for part, place in zip(parts, torch.split(self._weights[fused], rows), strict=True):
                 self._places[names[part]] = place  # type: ignore[index]
         layers = ((name, module) for name, module in model.named_modules() if has_addition(module))
         self._scales = {name: float(module.scaling[ADDITION]) for name, module in layers}
