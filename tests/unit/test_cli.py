@@ -81,7 +81,7 @@ def test_the_command_line_changes_a_recipe_and_what_they_say_together_is_judged(
     assert (config.offpolicy.reuse, config.offpolicy.max_staleness, config.eval.also_at) == (30, 40, (0.5,))
     assert (config.model.template_options, config.model.lora.rank) == ({"think": True}, 8)
     assert run(["train", str(recipe), "--objective.target-share", "0.5"]) == 2
-    assert "objective.target_share belongs to objective.name='bapo', not to 'grpo'" in capsys.readouterr().err
+    assert "objective.target_share=0.5 belongs to objective.name='bapo', not to 'grpo'" in capsys.readouterr().err
 
 
 def test_usage_names_every_command_and_a_near_miss_is_understood(capsys):

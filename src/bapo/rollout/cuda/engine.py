@@ -39,7 +39,7 @@ from bapo.rollout.cuda.kernels.sampling import SlotStatus, State
 from bapo.rollout.cuda.pages import pages_for
 from bapo.rollout.cuda.sitting import Name, Sitting
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.in_process import InProcessEngine
+from bapo.rollout.sittings import InProcessEngine
 
 LOOK = 8
 """Steps between two looks of the host."""

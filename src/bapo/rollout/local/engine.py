@@ -35,10 +35,10 @@ from transformers import PreTrainedModel
 
 from bapo.core.wide import wide_linear
 from bapo.rollout.engine import Request, Sampling, Segment
-from bapo.rollout.in_process import InProcessEngine
 from bapo.rollout.local.cache import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
 from bapo.rollout.requests import copy_weights, non_finite
+from bapo.rollout.sittings import InProcessEngine
 from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
