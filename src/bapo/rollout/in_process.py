@@ -1,4 +1,4 @@
-"""Chooses the engine that samples from a model in this process: CUDA's where it can run the model, else the general one."""
+"""Chooses the engine that samples from a model in this process: CUDA's where it can run the model, else the other."""
 
 from __future__ import annotations
 
