@@ -245,8 +245,10 @@ def _reduced_by_kernel(
         weights=weights,
         denominator=denominator,
     )
-    low, high, share = fused.bounds
-    bounds = clipped.solved or ClipBounds(low, high, share, used_low=clipped.used_low)
+    bounds = clipped.solved
+    if bounds is None:
+        low, high, share = fused.bounds
+        bounds = ClipBounds(low, high, share, used_low=clipped.used_low)
     return PolicyLoss(fused.loss, bounds, fused.statistics | bounds.metrics(), fused.retained)
 
 
