@@ -42,6 +42,8 @@ def test_loss_and_gradient_equal_those_of_the_cpu_without_a_host_sync(objective)
         leaf = logprobs.to(device).requires_grad_()
         tensors = [x.to(device) for x in (behavior, advantages, mask)]
         options = {"objective": objective, "sequence_ids": ids.to(device), "entropy": torch.ones(4096, device=device)}
+        if OBJECTIVES[objective].needs_uses:
+            options["uses"] = ids.to(device) % 2
 
         def step():
             leaf.grad = None
