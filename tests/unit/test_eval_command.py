@@ -277,6 +277,33 @@ def test_a_saved_response_that_somebody_changed_is_noticed(whole, tmp_path, caps
     assert contents(out) == contents(whole)
 
 
+def test_saved_rows_of_another_form_are_refused_with_words(whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "edited")
+    (out / "chunks.jsonl").unlink()
+    lines = (whole / "responses.jsonl").read_text().splitlines(keepends=True)
+    row = json.loads(lines[1])
+    response = row["responses"][0]
+    spoiled = [row | {"responses": value} for value in ("x", [], [1], None, {})]
+    spoiled += [{key: value for key, value in row.items() if key != left} for left in ("responses", "source", "prompt")]
+    spoiled += [
+        row | {"responses": [response | {key: value}]}
+        for key, values in {
+            "reward": ("x", 10**400, float("nan"), True),
+            "tokens": ("x", 10**400, -1),
+            "answer": ([],),
+            "failure": ({},),
+            "entropy": (float("inf"),),
+            "text": (3,),
+            "status": ("dropped",),
+        }.items()
+        for value in values
+    ]
+    for each in [*spoiled, [], 3]:
+        (out / "responses.jsonl").write_text("".join([lines[0], json.dumps(each) + "\n", *lines[2:]]))
+        assert run([*ARGUMENTS, "--out", str(out)]) == 3, each
+        assert "responses.jsonl, line 2 is damaged: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

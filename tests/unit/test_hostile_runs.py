@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from bapo import cli
 from bapo.config.errors import PlaceError
@@ -20,6 +22,7 @@ from tests.tiny.runs import configured
 
 SECRET = b"# a file of another program\n"
 SECONDS = 60.0
+OFF_POLICY = {"reuse": 2, "partial_budget": 800, "replay_fraction": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,26 @@ def killed(finished, tmp_path):
     path = shutil.copytree(finished, tmp_path / "killed")
     (path / "summary.json").unlink()
     shutil.rmtree(path / "checkpoints/step-000002")
+    return path
+
+
+@pytest.fixture(scope="module")
+def off_policy(tmp_path_factory):
+    """A finished run whose checkpoints hold responses in progress and groups that are used again."""
+    path = tmp_path_factory.mktemp("off-policy") / "run"
+    start(
+        configured(path, steps=4, checkpoint_every=1, eval={"problems": 1, "k": 1}, offpolicy=OFF_POLICY),
+        plain=True,
+    )
+    return path
+
+
+@pytest.fixture
+def half_done(off_policy, tmp_path):
+    """The same, killed after its third step."""
+    path = shutil.copytree(off_policy, tmp_path / "half-done")
+    (path / "summary.json").unlink()
+    shutil.rmtree(path / "checkpoints/step-000004")
     return path
 
 
@@ -308,9 +331,10 @@ def test_the_checks_of_a_trained_model_follow_no_link_on_the_way(finished, outsi
         assert "model/sub is a link" in flaw
 
 
-def test_malformed_states_are_refused_with_words(killed, capsys):
-    state = killed / STEP / "state.json"
-    manifest = killed / STEP / "manifest.json"
+def test_malformed_states_are_refused_with_words(half_done, capsys):
+    killed = half_done
+    state = killed / "checkpoints/step-000003/state.json"
+    manifest = state.with_name("manifest.json")
     sound = json.loads(state.read_text())
 
     def given(changed):
@@ -319,7 +343,7 @@ def test_malformed_states_are_refused_with_words(killed, capsys):
         manifest.write_text(json.dumps(sums))
         assert cli.run(["resume", str(killed)]) == 3
         told = capsys.readouterr().err
-        assert "state.json" in told, told
+        assert "state.json" in told or "does not fit step-000003" in told, told
         assert "Traceback" not in told
 
     for key, value in (
@@ -335,9 +359,55 @@ def test_malformed_states_are_refused_with_words(killed, capsys):
         ("cursor", None),
     ):
         given(sound | {key: value})
+    group = {"id": 0, "problem": {}, "trajectories": []}
+    for place, value in (
+        ("scheduler/groups/0/trajectories/0/versions/0", "x"),
+        ("scheduler/groups/0/trajectories/0/versions/0", 2**40),
+        ("scheduler/groups/0/trajectories/0/tokens/0", 10**6),
+        ("scheduler/groups/0/trajectories/0/tokens", []),
+        ("scheduler/groups/0/trajectories/0/prompt", []),
+        ("scheduler/groups/0/problem/answer", 10**40),
+        ("scheduler/groups/0/problem/answer", {"numbers": [1]}),
+        ("scheduler/groups/0/problem", {}),
+        ("scheduler/groups/0", group),
+        ("scheduler/next_id", 10**12),
+        ("scheduler/version", 10**6),
+        ("buffer/totals/adds", None),
+        ("buffer/totals/lost_fresh", "x"),
+        ("buffer/batches_left", [[1, 0]]),
+        ("buffer/held/0/group/trajectories/0/tokens", None),
+        ("buffer/held/0/group/trajectories/0/reward", None),
+        ("version", 2**70),
+        ("progress/step", -3),
+        ("progress/step", 0),
+        ("progress/groups", 3),
+    ):
+        changed = json.loads(json.dumps(sound))
+        *way, last = [int(key) if key.isdigit() else key for key in place.split("/")]
+        inside = changed
+        for key in way:
+            inside = inside[key]
+        inside[last] = value
+        given(changed)
     for key in ("problems", "cursor", "scheduler", "buffer", "progress"):
         given({name: value for name, value in sound.items() if name != key})
     manifest.write_text(json.dumps({"../../config.json": "0", "state.json\0": "0"}))
     assert cli.run(["resume", str(killed)]) == 3
     assert "manifest.json names" in capsys.readouterr().err
     assert Path(killed).is_dir()
+
+
+def test_moments_with_names_that_are_none_are_refused_with_words(killed, capsys):
+    path, manifest = killed / STEP / "optimizer.safetensors", killed / STEP / "manifest.json"
+    save_file(load_file(path) | {"nodot": torch.zeros(1), "x.master": torch.zeros(1)}, path)
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {path.name: files.checksum(path)}))
+    assert cli.run(["resume", str(killed)]) == 3
+    assert "does not fit this run's model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [{"environment": "x"}, {"changed": "x"}, {"changed": {"a": "b"}}, {"changed": []}])
+def test_lines_of_a_history_that_are_none_are_left_out(killed, line):
+    with (killed / history.FILE).open("a") as file:
+        file.write(json.dumps({"event": "resume"} | line) + "\n")
+    assert cli.run(["resume", str(killed)]) == 0
+    assert (killed / "summary.json").is_file()

@@ -179,3 +179,28 @@ def test_a_directory_without_a_ledger_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "ledger.jsonl").write_text("")
     assert run(["ledger", str(tmp_path)]) == 3
+
+
+def strange(directory, *lines, **config):
+    (directory / "config.json").write_text(json.dumps({"offpolicy": {"max_staleness": 4}} | config))
+    (directory / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ["ledger", str(directory)]
+
+
+def test_groups_that_are_missing_cost_no_memory(tmp_path, capsys):
+    assert run(strange(tmp_path, {"event": "admitted", "groups": [0, 2, 3_000_000_000]})) == 1
+    told = "".join(capsys.readouterr())
+    assert "group 1 was never admitted" in told
+    assert "10000 times: a group was never admitted" in told.replace(",", "")
+    for id in (10**3999, -1, 2**53):
+        assert run(strange(tmp_path, {"event": "admitted", "groups": [id]})) == 3
+        assert "line 1, is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"cluster": []}, {"cluster": {"rollouts": "x"}}, {"offpolicy": {"max_staleness": "x"}}, {"offpolicy": []}],
+)
+def test_a_configuration_without_its_numbers_is_refused_with_words(tmp_path, capsys, config):
+    assert run(strange(tmp_path, {"event": "admitted", "groups": [0]}, **config)) == 3
+    assert "config.json is damaged" in capsys.readouterr().err

@@ -87,7 +87,9 @@ Device = Annotated[
 Threads = Annotated[
     int,
     Field(
-        description="Number of CPU threads. 0 uses one thread per core, but at most OMP_NUM_THREADS if it is set.", ge=0
+        description="Number of CPU threads. 0 uses one thread per core, but at most OMP_NUM_THREADS if it is set.",
+        ge=0,
+        le=4096,
     ),
 ]
 CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]

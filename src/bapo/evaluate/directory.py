@@ -21,7 +21,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, InstanceOf, ValidationError
 
 from bapo.config.errors import ConfigError, DamagedError, PlaceError
 from bapo.config.words import flat
@@ -61,6 +63,31 @@ def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
         directory = Directory(path)
         directory._claim(json.loads(json.dumps(identity)))
         yield directory
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Response(_Part):
+    text: InstanceOf[str]
+    tokens: Annotated[int, Field(ge=0, lt=2**53)]
+    status: Literal["stopped", "truncated"]
+    reward: FiniteFloat | None
+    failure: InstanceOf[str]
+    answer: InstanceOf[str] | None
+    entropy: FiniteFloat | None
+
+
+class _Row(_Part):
+    """What a line of responses.jsonl must hold."""
+
+    data: InstanceOf[str]
+    id: InstanceOf[str]
+    source: InstanceOf[str]
+    prompt: InstanceOf[str]
+    reference: Any
+    responses: Annotated[list[_Response], Field(min_length=1)]
 
 
 class Directory:
@@ -141,14 +168,19 @@ class Directory:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
+                if row is not None:
+                    _Row.model_validate(row)
+                    rows.append(row)
+                    continue
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            elif number < len(lines):
+                row, wrong = None, repr(line[:60])
+            if row is not None or number < len(lines):
                 raise DamagedError(
-                    f"{self.responses}, line {number} is damaged: {line[:60]!r}. Restore the file, or delete "
-                    "everything from that line on to sample it again."
+                    f"{self.responses}, line {number} is damaged: {wrong}. Restore the file, or delete everything from "
+                    "that line on to sample it again."
                 )
         return rows
 

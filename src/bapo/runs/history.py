@@ -89,8 +89,16 @@ def read(run: Path) -> list[dict[str, Any]]:
             value = json.loads(line)
         except (ValueError, RecursionError):  # a killed process may leave half a line
             continue
-        lines += [value] if isinstance(value, dict) else []
+        lines += [value] if _is_line(value) else []
     return lines
+
+
+def _is_line(value: Any) -> bool:
+    """Whether it is a line as `record` writes it."""
+    if not isinstance(value, dict) or not isinstance(value.get("environment", {}), dict):
+        return False
+    changed = value.get("changed", {})
+    return isinstance(changed, dict) and all(isinstance(pair, list) and len(pair) == 2 for pair in changed.values())
 
 
 def record_restart(run: Path, restart: Restart, *, step: int) -> None:

@@ -19,6 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ class Balance:
         return f"trained on {counted(self.uses, 'time')}, at most {counted(self.stalest, 'update')} old"
 
 
+MOST_MISSING = 10_000
+"""How many groups that were never admitted are counted. A damaged ledger may skip billions."""
 EXAMPLES = 3
 """How many mistakes of the same kind are told."""
 _WORDS = {
@@ -179,7 +182,8 @@ def balance(
                 add_mistake(group, f"is trained on above the staleness bound of {max_staleness}", where)
             ages[group, version] = age
             uses[group] += 1
-    for group in sorted(set(range(max(state, default=-1) + 1)) - state.keys()):
+    missing = (group for last, next in pairwise([-1, *sorted(state)]) for group in range(last + 1, next))
+    for group in islice(missing, MOST_MISSING):
         add_mistake(group, "was never admitted")
     lost = (("finished",) if ended else ()) + (("admitted",) if ended and all_used else ())
     for group, last in state.items():
@@ -209,7 +213,7 @@ def _line(data: bytes, where: str) -> dict[str, Any]:
         columns = [line[name] for name in ("groups", *NEEDED.get(line["event"], ()))]
         numbers = [number for column in columns for number in column] + [line.get("version", 0)]
         even = all(len(column) == len(columns[0]) for column in columns)
-        if line["event"] in AFTER and even and all(isinstance(number, int) for number in numbers):
+        if line["event"] in AFTER and even and all(isinstance(each, int) and 0 <= each < 2**53 for each in numbers):
             return dict(line)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
@@ -220,7 +224,10 @@ def of_run(run: Path) -> Balance:
     """The balance of the run in this directory, by its own staleness bound."""
     try:
         config = files.read_object(run / "config.json")
-        bound, rollouts = config["offpolicy"]["max_staleness"], config.get("cluster", {}).get("rollouts", 0)
+        bound, cluster = config["offpolicy"]["max_staleness"], config.get("cluster", {})
+        rollouts = cluster.get("rollouts", 0) if isinstance(cluster, dict) else None
+        if not isinstance(bound, int) or not isinstance(rollouts, int):
+            raise ValueError("offpolicy.max_staleness and cluster.rollouts must be whole numbers")
         lines = read(run)
     except (FileNotFoundError, NotADirectoryError, KeyError):
         raise ConfigError(

@@ -155,7 +155,7 @@ def load(path: Path, learner: Learns, *, team: Team = ALONE) -> dict[str, Any]:
         learner.load(path, version=state["version"])
     except BapoError:  # of a cluster, for example: it says what is wrong
         raise
-    except (SafetensorError, RuntimeError, KeyError) as error:
+    except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
             f"{path} does not fit this run's model or this version of bapo: {error}. Use the version that wrote it."
         ) from error
@@ -226,7 +226,7 @@ def _state(path: Path) -> dict[str, Any]:
 
 def _counts(value: Any) -> bool:
     """Whether it is a number of something."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def _compare(path: Path, checksums: dict[str, str]) -> None:

@@ -281,9 +281,11 @@ def _restore(job: Job, state: dict[str, Any], path: Path, source: Path) -> None:
     """Let the job continue from this state, and say so in words if it is none."""
     try:
         job.restore(state, path)
+        if job.done != checkpoint.step_of(source):
+            raise ValueError(f"it says that {job.done} {job.unit}s are taken")
     except BapoError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"{source / checkpoint.STATE} is not the state of such a run in this version of bapo: "
             f"{type(error).__name__}: {error}. Put back the file that the run wrote, or resume with the version that "

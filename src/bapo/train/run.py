@@ -38,7 +38,7 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.runs import history, ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.tasks.data.problems import fingerprint
-from bapo.train import life_cycle
+from bapo.train import life_cycle, saved_state
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending
 from bapo.train.continuing import check_ledger
@@ -283,10 +283,9 @@ class Training(Job):
                 f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
                 "back, or start a new run."
             )
+        saved_state.check(state, self.parts.task.train, self.policy.model.get_input_embeddings().num_embeddings)
         check_ledger(path, state, max_staleness=self.config.offpolicy.max_staleness)
-        if type(cursor := state["cursor"]) is not int or cursor < 0:
-            raise ValueError(f"cursor is {cursor!r}, and not a whole number")
-        self.parts.stream.cursor = cursor
+        self.parts.stream.cursor = state["cursor"]
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
         self.run_state = _progress(state["progress"])
@@ -369,7 +368,7 @@ def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) 
 def _progress(kept: dict[str, Any]) -> RunState:
     """The progress as it was saved, with values of the kinds that they should have."""
     for name, default in asdict(RunState()).items():
-        if type(kept[name]) is not type(default):
+        if type(kept[name]) is not type(default) or (type(default) is int and kept[name] < 0):
             raise TypeError(f"{name} is {kept[name]!r}, and not such a value as {default!r}")
     return RunState(**kept | {"failing": Failing(**kept["failing"])})
 

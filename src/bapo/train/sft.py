@@ -158,6 +158,8 @@ class SupervisedTraining(Job):
                 f"{named} or the tokenizer of {self.config.model.path} changed since {path} began, so the run "
                 "cannot be continued. Restore them, or start a new run."
             )
+        if type(state["skipped"]) is not int:
+            raise TypeError(f"skipped is {state['skipped']!r}, and not a number of updates")
         self.skipped = state["skipped"]
 
     def summary(self, lines: list[dict[str, Any]], path: Path) -> Summary:
