@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bapo.config.errors import ConfigError
 from bapo.models import load_policy
 from bapo.models.loading import outline_policy
 from tests.tiny.families import publish
@@ -175,3 +176,60 @@ def test_a_config_that_makes_no_sense_is_quoted(model, key, value):
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     assert "cannot be loaded: " in refused(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", 10**9), ("vocab_size", 5_000_000), ("hidden_size", 10**7), ("num_attention_heads", 10**400)],
+    ids=["layers", "vocabulary", "width", "heads"],
+)
+def test_a_config_that_asks_for_far_more_than_the_weights_is_refused_before_it_is_built(model, key, value):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert f"its config.json has {key}=" in refused(model)
+    with pytest.raises(ValueError, match=key):
+        outline_policy(str(model))
+
+
+def test_a_model_that_is_much_larger_than_its_files_is_refused(model):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 1000, "intermediate_size": 1000}))
+    assert "weights, but the files hold" in refused(model)
+
+
+def with_tokenizer(model, **changed):
+    path = model / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "none", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+    ],
+)
+def test_a_tokenizer_that_panics_is_refused_with_words(model, changed):
+    with_tokenizer(model, **changed)
+    refused(model)
+    with pytest.raises(ValueError, match=str(model)):
+        outline_policy(str(model))
+
+
+def test_a_tokenizer_that_fails_at_a_prompt_is_refused_with_words(model):
+    vocabulary = {letter: i for i, letter in enumerate("0123456789")}
+    with_tokenizer(
+        model,
+        pre_tokenizer=None,
+        model={"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "none"},
+    )
+    policy = load_policy(str(model), dtype="float32", device="cpu", chat=False)
+    with pytest.raises(ConfigError, match="tokenizer cannot encode 'é'"):
+        policy.encode("é")

@@ -18,6 +18,8 @@ that is already in the cache.
 from __future__ import annotations
 
 import json
+import math
+import re
 import warnings
 from contextlib import redirect_stderr
 from dataclasses import replace
@@ -34,14 +36,20 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
+from bapo.config.words import flat
 from bapo.demo import model_path
 from bapo.models.lora import LoraSettings, add_lora
-from bapo.models.policy import Policy, find_stop_ids
+from bapo.models.policy import Policy, find_stop_ids, panics_are_errors
 from bapo.models.templates import names_read
 
 PICKLES = (".bin", ".pt", ".pth")
 INDEX = "model.safetensors.index.json"
 """Says which file each weight is in, where there are several."""
+TIMES = 4
+"""How many times larger than its files a model may say that it is. Some are stored in half the room, or less."""
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+SIZES = (*LAYERS, "vocab_size", "hidden_size", "intermediate_size", "head_dim", "n_embd", "n_inner", "n_head")
+"""Settings that become sizes of weights, or their number, besides those that begin with num_."""
 _NOT_REACHED = {"ConnectError", "ConnectTimeout", "ProxyError", "ConnectionError"}
 """Names of exceptions, because the HTTP library depends on the version of huggingface_hub. Offline mode raises a
 ConnectionError."""
@@ -79,14 +87,54 @@ def outline_policy(
     if source.endswith(".gguf"):
         raise ValueError(f"model.path={path!r} is a GGUF file, whose shape is known only when it is loaded.")
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        with torch.device("meta"):
-            known = transformers.AutoModelForCausalLM
-            model: Any = known.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        with panics_are_errors():
+            model = _shape(source)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # as in _load
         raise _cannot_load(path, error) from error
     return _policy(path, model, tokenizer, chat=chat, system=system, template_options=template_options or {})
+
+
+def _shape(source: str) -> Any:
+    """The model without its weights, on the meta device. Refuses one that is much larger than the files beside it."""
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    with torch.device("meta"):
+        known = transformers.AutoModelForCausalLM
+        model: Any = known.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    present = sum(math.prod(shape) for shape in _shapes(Path(source)).values())
+    asked = sum(weight.numel() for weight in model.parameters())
+    if present and asked > TIMES * present:
+        raise ValueError(f"config.json asks for {asked:,} weights, but the files hold {present:,}.")
+    return model
+
+
+def _shapes(directory: Path) -> dict[str, list[int]]:
+    """The shape of every tensor in the safetensors files of a directory."""
+    shapes = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _check_sizes(path: str, source: Path) -> None:
+    """Refuse a config.json that asks for far more than its weights: to build that could take for ever.
+
+    What differs less is compared weight by weight when the model is loaded.
+    """
+    shapes = _shapes(source)
+    layers = {int(number[1]) for name in shapes if (number := re.search(r"\.(\d+)\.", name))}
+    largest = dict.fromkeys(LAYERS, 1 + max(layers)) if layers else {}
+    widest = max((size for shape in shapes.values() for size in shape), default=0)
+    for key, value in flat(_json(path, str(source), "config.json")):
+        name = key.rpartition(".")[2]
+        most = TIMES * (largest.get(name) or widest)
+        if shapes and (name in SIZES or name.startswith("num_")) and isinstance(value, int) and value > most:
+            raise ValueError(
+                f"model.path={path!r} cannot be loaded: its config.json has {key}={str(value)[:20]}, which is more than its "
+                "weights can be made for. Weights and config.json belong to different models, or one of them was "
+                "changed. Restore both."
+            )
 
 
 def _policy(
@@ -94,7 +142,8 @@ def _policy(
 ) -> Policy:
     """Model and tokenizer together. Refuses a tokenizer that cannot do what is asked of it."""
     try:
-        tokenizer.encode("0")
+        with panics_are_errors():
+            tokenizer.encode("0")
     except Exception as error:  # its settings are read only now
         raise ValueError(
             f"the tokenizer of {path!r} cannot encode a text: {type(error).__name__}: {error}. Get its files again, or "
@@ -144,13 +193,15 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     try:
         if source.endswith(".gguf"):
             return load_gguf(Path(source), dtype=dtype, **options)
+        _shape(source)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             **{"dtype": dtype, "trust_remote_code": False, "use_safetensors": True},
             **{"output_loading_info": True, "ignore_mismatched_sizes": True},  # `_check_report` refuses them
             **options,
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        with panics_are_errors():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the files are input, and transformers has errors of many kinds for them
         raise _cannot_load(path, error) from error
     model, report = loaded
@@ -173,6 +224,8 @@ def _checked_source(path: str) -> str:
             "small real model without the hub."
         )
     _check_named_files(path, source)
+    if local:
+        _check_sizes(path, Path(source))
     return source
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 
+from bapo.config.errors import ConfigError
 from bapo.models.templates import render
 from bapo.types import Message
 
@@ -90,15 +92,38 @@ class Policy:
         return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return encoded(self.tokenizer, text, special=False)
 
     @cached_property
     def _opening(self) -> list[int]:
         """The tokens that the tokenizer puts before a text. Those that it puts after one are left out: they would end
         the response before it began."""
-        plain, whole = self._ids("0"), list(self.tokenizer.encode("0"))
+        plain, whole = self._ids("0"), encoded(self.tokenizer, "0", special=True)
         begins = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
         return whole[: begins[0]] if begins else []
+
+
+@contextmanager
+def panics_are_errors() -> Iterator[None]:
+    """A panic of a library in Rust is no Exception in Python, so nobody would catch it. Here it becomes one."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(str(error)) from error
+        raise
+
+
+def encoded(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """The tokens of a text. Refuses a tokenizer whose files do not let it encode."""
+    try:
+        with panics_are_errors():
+            return list(tokenizer.encode(text, add_special_tokens=special))
+    except Exception as error:  # the files are input, and the tokenizer has errors of many kinds for them
+        raise ConfigError(
+            f"the model's tokenizer cannot encode {text[:60]!r}: {type(error).__name__}: {error}. Get its files again, "
+            "or correct tokenizer.json and tokenizer_config.json."
+        ) from error
 
 
 def prompt_text(prompt: str | list[Message]) -> str:
@@ -126,6 +151,6 @@ def end_of_turn(tokenizer: Any) -> int | None:
         text = render(tokenizer, turns)
     except Exception:
         return None  # the template is for another kind of chat; the other three have named their ends
-    after = tokenizer.encode(text.rpartition("1")[2], add_special_tokens=False)
+    after = encoded(tokenizer, text.rpartition("1")[2], special=False)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return int(after[0]) if after and after[0] in special else None
