@@ -143,3 +143,19 @@ def test_a_template_refuses_as_in_transformers():
         with pytest.raises(TemplateError) as found:
             templates.ask(template, {"messages": CHAT})
         assert str(expected.value) in str(found.value)
+
+
+def test_damaged_members_of_a_dump_are_refused_with_words_and_unicode_tables_are_not_read(tmp_path):
+    path = npz(tmp_path / "a.npz", (4,), compression=zipfile.ZIP_LZMA)
+    data = bytearray(path.read_bytes())
+    data[60:75] = b"\xff" * 15
+    path.write_bytes(data)
+    with pytest.raises(DumpError, match=r"a\.npz cannot be read"):
+        dump_files.read_columns(path)
+    with pytest.raises(DumpError, match=r"a\.npz cannot be read"):
+        dump_files.read_columns(npz(tmp_path / "a.npz", (True,)))
+    head = io.BytesIO()
+    np.lib.format.write_array_header_2_0(head, {"descr": "<f4", "fortran_order": False, "shape": (6 * 2**30,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("logprobs.npy", b"\x93NUMPY\x03" + head.getvalue()[7:])
+    assert dump_files.read_columns(path) == {}

@@ -429,3 +429,9 @@ def test_a_run_says_what_push_once_does_in_it(offpolicy, told):
     assert clip_notes(resolve(Config.model_validate({"offpolicy": {"reuse": 1}}))) == []
     options = {"name": "grpo", "options": {"used_low": 1.0}}
     assert told in clip_notes(resolve(Config.model_validate({"objective": options, "offpolicy": offpolicy})))[0]
+
+
+@pytest.mark.parametrize("values", [{"threads": 100_000}, {"task": {"reward_workers": 10**9}}])
+def test_more_threads_or_workers_than_any_machine_runs_are_refused(values):
+    with pytest.raises(ConfigError, match="4096"):
+        parse_config(values, source="test")

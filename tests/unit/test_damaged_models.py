@@ -197,8 +197,8 @@ def test_a_model_that_is_much_larger_than_its_files_is_refused(model):
     assert "weights, but the files hold" in refused(model)
 
 
-def with_tokenizer(model, **changed):
-    path = model / "tokenizer.json"
+def with_tokenizer(directory, **changed):
+    path = directory / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 

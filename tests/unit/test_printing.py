@@ -184,3 +184,14 @@ def test_json_for_machines_is_exact(capsys):
 
     assert cli.run(["schema"]) == 0
     assert capsys.readouterr().out == json.dumps(schema_of("train"), indent=2) + "\n"
+
+
+def test_colours_of_libraries_are_kept_and_what_hides_a_text_is_not():
+    stream = io.StringIO()
+    kept = "\x1b[1;31mred\x1b[0m \x1b[2mdim\x1b[22m \x1b[38;5;208morange\x1b[m \x1b[97;104mbright\x1b[39;49m"
+    Visible(stream).write(kept)
+    assert stream.getvalue() == kept
+    for hiding in ("8", "1;8", "28;8", "7;8;1", "08", "5", "38;2;0;0;0", "38;5"):
+        stream = io.StringIO()
+        Visible(stream).write(f"\x1b[{hiding}mhidden")
+        assert stream.getvalue() == f"·[{hiding}mhidden"

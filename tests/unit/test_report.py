@@ -5,9 +5,11 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from math import inf, nan
@@ -419,6 +421,13 @@ def test_an_integer_beyond_all_numbers_is_damage_and_not_a_full_disk(compared, t
     assert "an integer of 401 digits" in capsys.readouterr().err
 
 
+def test_numbers_whose_sum_overflows_are_damage(compared, tmp_path, capsys):
+    run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
+    edited(run, "metrics.jsonl", lambda values: [line.update(grad_norm=1e308) for line in updates_of(values)])
+    assert cli(["report", str(run)]) == 2
+    assert "1e+308 is too large for a metric" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["share", "staleness_mean", "grad_norm", "tokens", "clip_high", "kl"])
 def test_infinities_of_both_signs_are_drawn_as_nothing(compared, tmp_path, key):
     run = shutil.copytree(compared / "reuse-2/bapo/seed-0", tmp_path / "run")
@@ -599,6 +608,17 @@ def test_the_server_answers_this_machine_only(serving):
     for path, headers, status in (("", {"Host": "evil.example"}, "403"), ("../config.json", {}, "404")):
         with pytest.raises(urllib.error.HTTPError, match=status):
             get(server.url + path, **headers)
+
+
+def test_a_client_that_has_gone_is_no_error(serving, capsys):
+    server, _ = serving
+    for _ in range(3):
+        with socket.create_connection(server.server_address) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing is a reset
+            client.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+    get(f"{server.url}values.json")
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_port_in_use_is_said_or_passed_over(compared, capsys):

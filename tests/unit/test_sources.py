@@ -10,8 +10,8 @@ import pytest
 
 from bapo.tasks.data.problems import load_problems
 from bapo.tasks.data.prompts import BOXED
-from bapo.tasks.data.rows import hub_rows
-from bapo.tasks.data.sources import BENCHMARKS, Source, resolve
+from bapo.tasks.data.rows import hub_rows, read_rows
+from bapo.tasks.data.sources import BENCHMARKS, Source, resolve, source_rows
 
 REAL = Path(__file__).parents[1] / "data" / "problems"
 
@@ -158,7 +158,7 @@ def test_saved_data_sets(tmp_path):
 
 CALLS = """
 import json, sys
-from bapo.tasks.data.rows import hub_rows
+from bapo.tasks.data.rows import hub_rows, read_rows
 for call in json.loads(sys.argv[1]):
     try:
         print([row.values["prompt"] + "|" + row.place for row in hub_rows(*call)])
@@ -215,3 +215,57 @@ def test_a_directory_that_may_not_be_searched_is_refused_in_words(tmp_path, monk
 def test_a_name_that_no_file_can_have_is_refused_in_words(name):
     with pytest.raises(ValueError, match=r"cannot be looked up: File name too long. Give a name or a path that exists"):
         resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (lambda pa: pa.timestamp("ms", "Evil/Zone"), 0),
+        (lambda pa: pa.timestamp("ms"), 2**60),
+        (lambda pa: pa.date32(), 2**30),
+        (lambda pa: pa.duration("s"), 2**62),
+    ],
+    ids=["zone", "timestamp", "date", "duration"],
+)
+def test_dates_that_python_lacks_are_refused_with_their_rows(tmp_path, kind, number):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = pa.array([number], pa.int32() if kind(pa) == pa.date32() else pa.int64()).cast(kind(pa))
+    pq.write_table(pa.table({"prompt": ["1"], "answer": ["1"], "when": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
+        list(read_rows(tmp_path / "a.parquet"))
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_rows(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = pa.array([b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": text}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read from row 1 to row 1: UnicodeDecodeError"):
+        list(read_rows(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("state.json", text) for text in ("{}", "[]", '{"_data_files": 5}', '{"_data_files": [{}]}', "3", "{")),
+        *(("state.json", json.dumps({"_data_files": [{"filename": name}]})) for name in ("/etc/passwd", "../x", 3, "")),
+        *(("dataset_dict.json", text) for text in ('{"splits": 5}', '{"splits": ["../x"]}', "[]")),
+    ],
+)
+def test_a_saved_data_set_that_leads_elsewhere_or_nowhere_is_refused_with_words(tmp_path, name, text):
+    datasets = pytest.importorskip("datasets")
+    place = tmp_path / "saved"
+    one = datasets.Dataset.from_list([{"prompt": "1", "answer": "1"}])
+    (datasets.DatasetDict({"train": one}) if name == "dataset_dict.json" else one).save_to_disk(place)
+    (place / name).write_text(text)
+    with pytest.raises(ValueError, match="could not be loaded as a saved data set"):
+        list(source_rows(resolve(str(place))))
+
+
+def test_a_saved_data_set_with_a_fifo_does_not_wait(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "1"}]).save_to_disk(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match="is not a regular file"):
+        list(source_rows(resolve(str(tmp_path / "saved"))))

@@ -84,12 +84,14 @@ Device = Annotated[
         "the kind of device it started on."
     ),
 ]
+MOST_THREADS = 4096
+"""With many more, the libraries that make them end the process."""
 Threads = Annotated[
     int,
     Field(
         description="Number of CPU threads. 0 uses one thread per core, but at most OMP_NUM_THREADS if it is set.",
         ge=0,
-        le=4096,
+        le=MOST_THREADS,
     ),
 ]
 CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from bapo.config.base import (
+    MOST_THREADS,
     ActivationCheckpointing,
     Betas,
     ClipNorm,
@@ -69,7 +70,7 @@ class TaskConfig(Section):
     that exceeds it is logged as a failure and not trained on."""
     reward_memory_mb: int = Field(2048, ge=256)
     """math: memory limit for scoring one response, in megabytes."""
-    reward_workers: int = Field(0, ge=0, le=4096)
+    reward_workers: int = Field(0, ge=0, le=MOST_THREADS)
     """How many responses are scored at the same time. 0: one per core, or 32 calls of an async function."""
     gym: dict[str, dict[str, bool | int | float | str]] = Field(default_factory=dict)
     """gym: the reasoning-gym data sets by name, each with its own options."""

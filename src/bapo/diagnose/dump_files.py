@@ -6,6 +6,7 @@ refused, because they run code when they are opened. Columns without numbers (pr
 
 from __future__ import annotations
 
+import lzma
 import math
 import re
 import zipfile
@@ -28,8 +29,8 @@ UNPACKED, TIMES = 1 << 30, 100
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 UNREADABLE = (
-    *(OSError, ValueError, EOFError, MemoryError, OverflowError, KeyError, RuntimeError),
-    *(zlib.error, zipfile.BadZipFile),
+    *(OSError, ValueError, EOFError, MemoryError, OverflowError, KeyError, RuntimeError, TypeError),
+    *(zlib.error, lzma.LZMAError, zipfile.BadZipFile),
 )
 """What libraries raise at a damaged file."""
 
@@ -106,9 +107,11 @@ def read_columns(path: Path) -> dict[str, Column]:
 
 def _read_npz(path: Path) -> dict[str, Column]:
     columns: dict[str, Column] = {}
-    _check_sizes(path)
+    tables = _check_sizes(path)
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         for name in arrays.files:
+            if name in tables:
+                continue
             try:
                 columns[name] = np.asarray(arrays[name])
             except ValueError as error:
@@ -118,8 +121,12 @@ def _read_npz(path: Path) -> dict[str, Column]:
     return columns
 
 
-def _check_sizes(path: Path) -> None:
-    """Refuse arrays that say they are larger than what is there for them, and files that unpack without measure."""
+def _check_sizes(path: Path) -> set[str]:
+    """Refuse arrays that say they are larger than what is there for them, and files that unpack without measure.
+
+    Returns the names of tables, whose size is not known and which have no column of numbers.
+    """
+    tables: set[str] = set()
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         unpacked, most = sum(member.file_size for member in members), max(UNPACKED, TIMES * path.stat().st_size)
@@ -134,8 +141,9 @@ def _check_sizes(path: Path) -> None:
                     version = npy.read_magic(file)
                 except ValueError:
                     continue  # not an array
-                if version not in HEADERS:
-                    continue  # names in Unicode: a table, which has no column of numbers
+                if version not in HEADERS:  # names in Unicode
+                    tables.add(member.filename.removesuffix(".npy"))
+                    continue
                 shape, _, dtype = HEADERS[version](file)
                 present = member.file_size - file.tell()
             needed = math.prod(shape) * dtype.itemsize
@@ -143,6 +151,7 @@ def _check_sizes(path: Path) -> None:
                 raise ValueError(
                     f"{member.filename} says that it holds {needed:,} bytes of numbers, but has {present:,}"
                 )
+    return tables
 
 
 def _read_safetensors(path: Path) -> dict[str, Column]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import UseAppendAction, arg
 
+from bapo.config.base import MOST_THREADS
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.placement import DeviceName, Precision
@@ -117,6 +118,8 @@ class Settings:
             value, least = getattr(self, key), 256 if key == "reward_memory_mb" else 1
             if value is not None and value < least:
                 raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be {least} or more.")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ConfigError(f"--threads {self.threads}: it must be {MOST_THREADS} or fewer.")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"--temperature {self.temperature}: it must be a finite number, 0 or more. 0 is greedy.")
         if self.temperature == 0 and self.k > 1:

@@ -131,9 +131,9 @@ def _check_sizes(path: str, source: Path) -> None:
         most = TIMES * (largest.get(name) or widest)
         if shapes and (name in SIZES or name.startswith("num_")) and isinstance(value, int) and value > most:
             raise ValueError(
-                f"model.path={path!r} cannot be loaded: its config.json has {key}={str(value)[:20]}, which is more than its "
-                "weights can be made for. Weights and config.json belong to different models, or one of them was "
-                "changed. Restore both."
+                f"model.path={path!r} cannot be loaded: its config.json has {key}={str(value)[:20]}, which is more "
+                "than its weights can be made for. Weights and config.json belong to different models, or one of them "
+                "was changed. Restore both."
             )
 
 

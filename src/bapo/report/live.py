@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,6 +54,11 @@ class Server(ThreadingHTTPServer):
                 self._values = contents(find_arms(self.paths))
                 self._tag = tag
             return self._tag, self._values
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing about a client that has gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def _fingerprint(self) -> str:
         seen = []

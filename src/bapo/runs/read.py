@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ LINE_KINDS: dict[str | None, tuple[str, str | None, str]] = {
 }
 """For each kind of run, the kinds of its lines in metrics.jsonl: updates, rollouts and evaluations."""
 DIGITS = 100
-"""Most digits of an integer in a log. No metric is as large, and longer integers may overflow a float."""
+"""Most digits of a number in a log. No metric is as large, and sums and squares of longer ones may overflow a float."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ def _read_lines(path: Path, *, whole: bool, size: int | None) -> list[dict[str, 
 
 def _parse(data: bytes, name: str) -> Any:
     try:
-        return json.loads(data, parse_int=_integer)
+        return json.loads(data, parse_int=_integer, parse_float=_float)
     except (ValueError, RecursionError) as error:
         raise _Damage(name, f"is not JSON ({error})") from None
 
@@ -267,6 +268,13 @@ def _integer(text: str) -> int:
     if len(text) > DIGITS:
         raise ValueError(f"an integer of {len(text)} digits cannot be a metric")
     return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if isfinite(value) and abs(value) > 10.0**DIGITS:
+        raise ValueError(f"{value:g} is too large for a metric")
+    return value
 
 
 def _check_lines(run: Run, lines: int) -> None:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 _SIMPLE = ("dumb", "unknown")
 """Values of TERM that name a terminal without a movable cursor."""
-_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
-"""What colours a text, and does nothing else."""
+_COLOUR = r"(?:0?[0-4]|2[1-4]|[34][0-79]|9[0-7]|10[0-7]|[34]8;5;[0-9]+)"
+_COLOURS = re.compile(rf"(\x1b\[(?:{_COLOUR}(?:;{_COLOUR})*)?m)")
+"""What makes a text bold, dim, slanted, underlined or one of 256 colours, and does nothing else. It does not hide it:
+a stranger's text in --help may be coloured, too, but can be read."""
 
 
 def can_redraw(stream: TextIO) -> bool:

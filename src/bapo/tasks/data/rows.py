@@ -20,7 +20,7 @@ import gzip
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -134,17 +134,29 @@ def _parquet(path: Path) -> Iterator[Row]:
             f"{path} is a parquet file, which needs pyarrow. Install it with `pip install 'bapo[data]'` or "
             "`pip install pyarrow`, or give the data as .jsonl."
         ) from None
-    number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=BATCH):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(values, str(path), "row", number)
+            yield from _table_rows(file.iter_batches(batch_size=BATCH), str(path))
     except pa.ArrowException as error:
         raise ValueError(
             f"{path} cannot be read as parquet: {error}. It is damaged or incomplete; write or download it again."
         ) from error
+
+
+def _table_rows(tables: Iterable[Any], label: str) -> Iterator[Row]:
+    """The rows of tables of Arrow. Text that is not UTF-8, dates and zones that Python lacks are seen only here."""
+    number = 0
+    for table in tables:
+        try:
+            listed = table.to_pylist()
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"{label} cannot be read from row {number + 1} to row {number + len(table)}: {type(error).__name__}: "
+                f"{error}. Write these columns as UTF-8 text or numbers, or leave them out."
+            ) from error
+        for values in listed:
+            number += 1
+            yield Row(values, label, "row", number)
 
 
 FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -220,6 +232,19 @@ def is_saved(directory: Path) -> bool:
     return any((directory / mark).is_file() for mark in _SAVED_MARKS)
 
 
+def _check_saved(directory: Path) -> None:
+    """ValueError if a saved data set names files outside of its directory, or holds what is no file."""
+    for path in sorted(directory.rglob("*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is not a regular file")
+        if path.name in _SAVED_MARKS:
+            found = json.loads(path.read_bytes())
+            splits = path.name == _SAVED_MARKS[0]
+            for name in found["splits"] if splits else [file["filename"] for file in found["_data_files"]]:
+                if Path(name).name != name:
+                    raise ValueError(f"{path} names {name!r}, which is not in its directory")
+
+
 def hub_rows(name: str, config: str | None = None, split: str | None = None) -> Iterator[Row]:
     """The rows of `owner/name`, from the hub or its local cache."""
     datasets = _package(name)
@@ -233,8 +258,9 @@ def saved_rows(directory: Path, split: str | None = None) -> Iterator[Row]:
     """The rows of a directory that `save_to_disk` wrote."""
     datasets = _package(str(directory))
     try:
+        _check_saved(directory)
         data = datasets.load_from_disk(str(directory))
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{directory} could not be loaded as a saved data set: {_first_line(error)} Save it again with "
             "Dataset.save_to_disk."
@@ -268,12 +294,10 @@ def _only_split(name: str, splits: list[str]) -> str:
 
 
 def _rows(data: Any, label: str) -> Iterator[Row]:
-    number = 0
-    for table in data.with_format("arrow").iter(batch_size=BATCH):
-        for values in table.to_pylist():
-            number += 1
-            yield Row(values, label, "row", number)
-    if number == 0:
+    row = None
+    for row in _table_rows(data.with_format("arrow").iter(batch_size=BATCH), label):
+        yield row
+    if row is None:
         raise ValueError(f"{label} has no rows. Name another split or data set.")
 
 
