@@ -130,25 +130,26 @@ def broken_model(tmp_path, **changed):
 
 def hostile_commands(tmp_path):
     """Commands whose output tells something that a stranger wrote."""
-    name = tmp_path / EVIL
+    evil = f"{EVIL}\nbapo: fake"
+    name = tmp_path / evil
     name.mkdir()
-    (name / "config.json").write_text(json.dumps({EVIL: 1}))
+    (name / "config.json").write_text(json.dumps({evil: 1}))
     yield "a name of a directory, and a key of config.json", ["report", str(name)]
     yield "resumed", ["resume", str(name)]
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f"{json.dumps(EVIL)} = 1\n")
+    recipe.write_text(f"{json.dumps(evil)} = 1\n")
     yield "a key of a recipe", ["train", str(recipe)]
-    (tmp_path / "default.toml").write_text(f"model.path = {json.dumps(EVIL)}\n")
+    (tmp_path / "default.toml").write_text(f"model.path = {json.dumps(evil)}\n")
     yield "a value in --help", ["train", str(tmp_path / "default.toml"), "--help"]
     values = np.full((2, 3), -1.0, dtype=np.float32)
-    np.savez(tmp_path / "a.npz", **{EVIL: values, "logprobs": values})
+    np.savez(tmp_path / "a.npz", **{evil: values, "logprobs": values})
     yield "a column of npz", ["diagnose", str(tmp_path / "a.npz")]
-    (tmp_path / "data.jsonl").write_text(json.dumps({EVIL: "1", "b": "2"}) + "\n")
+    (tmp_path / "data.jsonl").write_text(json.dumps({evil: "1", "b": "2"}) + "\n")
     yield (
         "a column of data",
         ["eval", "--model", "demo", "--data", str(tmp_path / "data.jsonl"), "--out", str(tmp_path / "e")],
     )
-    model = broken_model(tmp_path, model_type=EVIL)
+    model = broken_model(tmp_path, model_type=evil)
     yield "model_type", ["eval", "--model", str(model), "--data", "countdown", "--out", str(tmp_path / "e")]
 
 
@@ -160,6 +161,7 @@ def test_commands_show_control_characters_of_strangers(tmp_path, monkeypatch, ca
         bad = {letter for letter in text.replace("\n", "") if not letter.isprintable()}
         assert not bad, (what, bad, text)
         assert "[2J" in text, (what, text)  # it was told
+        assert "\nbapo: fake" not in text, (what, text)
 
 
 def test_an_error_of_a_reward_function_and_of_a_template_is_shown(tmp_path, monkeypatch, capsys):

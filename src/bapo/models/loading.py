@@ -110,7 +110,7 @@ def _shape(source: str) -> Any:
 
 def _shapes(directory: Path) -> dict[str, list[int]]:
     """The shape of every tensor in the safetensors files of a directory."""
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118

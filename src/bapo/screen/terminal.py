@@ -54,8 +54,12 @@ def say(text: str = "", *, error: bool = False) -> None:
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Write the text as a line of its own, now. Control characters, and letters that the stream lacks, are replaced."""
-    write_drawn(stream, visible(text.expandtabs(4).replace("\r\n", "\n")))
+    """Write the text as a line of its own, now. Control characters, and letters that the stream lacks, are replaced.
+
+    A further line of it, which may be a stranger's, cannot begin as our messages do.
+    """
+    shown = visible(text.expandtabs(4).replace("\r\n", "\n"))
+    write_drawn(stream, shown.replace("\nbapo:", "\n  bapo:"))
 
 
 def write_drawn(stream: TextIO, text: str) -> None:
