@@ -193,7 +193,8 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     try:
         if source.endswith(".gguf"):
             return load_gguf(Path(source), dtype=dtype, **options)
-        _shape(source)
+        if Path(source).is_dir():
+            _shape(source)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             **{"dtype": dtype, "trust_remote_code": False, "use_safetensors": True},
@@ -216,6 +217,7 @@ def _checked_source(path: str) -> str:
     if local:
         _check_files(path, Path(source))
     if source.endswith(".gguf"):
+        _check_named_files(path, source)
         return source
     if not local and (reason := why_not_there(source)):
         raise ValueError(
