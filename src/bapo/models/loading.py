@@ -36,7 +36,6 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
-from bapo.config.words import flat
 from bapo.demo import model_path
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.models.policy import Policy, find_stop_ids, panics_are_errors
@@ -126,10 +125,11 @@ def _check_sizes(path: str, source: Path) -> None:
     layers = {int(number[1]) for name in shapes if (number := re.search(r"\.(\d+)\.", name))}
     largest = dict.fromkeys(LAYERS, 1 + max(layers)) if layers else {}
     widest = max((size for shape in shapes.values() for size in shape), default=0)
-    for key, value in flat(_json(path, str(source), "config.json")):
-        name = key.rpartition(".")[2]
-        most = TIMES * (largest.get(name) or widest)
-        if shapes and (name in SIZES or name.startswith("num_")) and isinstance(value, int) and value > most:
+    config = _json(path, str(source), "config.json")
+    tables = [config, *(value for value in config.values() if isinstance(value, dict))]
+    for key, value in (setting for table in tables for setting in table.items()):
+        most = TIMES * (largest.get(key) or widest)
+        if shapes and (key in SIZES or key.startswith("num_")) and isinstance(value, int) and value > most:
             raise ValueError(
                 f"model.path={path!r} cannot be loaded: its config.json has {key}={str(value)[:20]}, which is more "
                 "than its weights can be made for. Weights and config.json belong to different models, or one of them "

@@ -22,7 +22,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from bapo.config.errors import ConfigError
 from bapo.models.templates import render
 from bapo.types import Message
 
@@ -120,7 +119,7 @@ def encoded(tokenizer: Any, text: str, *, special: bool) -> list[int]:
         with panics_are_errors():
             return list(tokenizer.encode(text, add_special_tokens=special))
     except Exception as error:  # the files are input, and the tokenizer has errors of many kinds for them
-        raise ConfigError(
+        raise ValueError(
             f"the model's tokenizer cannot encode {text[:60]!r}: {type(error).__name__}: {error}. Get its files again, "
             "or correct tokenizer.json and tokenizer_config.json."
         ) from error
