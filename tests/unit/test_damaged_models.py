@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bapo.cli import run
 from bapo.models import load_policy
 from bapo.models.loading import outline_policy
 from tests.tiny.families import publish
@@ -222,7 +223,7 @@ def test_a_tokenizer_that_panics_is_refused_with_words(model, changed):
         outline_policy(str(model))
 
 
-def test_a_tokenizer_that_fails_at_a_prompt_is_refused_with_words(model):
+def test_a_tokenizer_that_fails_at_a_prompt_is_refused_with_words(model, capsys):
     vocabulary = {letter: i for i, letter in enumerate("0123456789")}
     with_tokenizer(
         model,
@@ -232,3 +233,5 @@ def test_a_tokenizer_that_fails_at_a_prompt_is_refused_with_words(model):
     policy = load_policy(str(model), dtype="float32", device="cpu", chat=False)
     with pytest.raises(ValueError, match="tokenizer cannot encode 'é'"):
         policy.encode("é")
+    assert run(["train", "--model.path", str(model), "--model.chat", "no", "--steps", "1", "--dry-run"]) == 2
+    assert "tokenizer cannot encode" in "".join(capsys.readouterr())

@@ -69,7 +69,10 @@ def dry_run(
                 wrong.append(str(error))
     if policy is not None and task is not None:
         config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
-        wrong += [*misfits(config, policy, task), *unreadable(config, policy, task)]
+        try:
+            wrong += [*misfits(config, policy, task), *unreadable(config, policy, task)]
+        except ValueError as error:  # a tokenizer or a template that refuses a prompt
+            wrong, task = [*wrong, str(error)], None
     wrong = list(dict.fromkeys(_with_one_limit(config, wrong)))
     return (_plan(config, policy, task, notes) if readable else []), wrong
 
