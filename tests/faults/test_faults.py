@@ -224,7 +224,11 @@ def test_damaged_and_missing_checkpoints_are_named(tmp_path):
         (["train", "--rollout.max-tokens", "120"], 2, "positions. Set rollout.max_tokens <="),
         (["train", "--rollout.max-tokens", "400"], 2, "leaves no room for a prompt: 'demo' has 128 positions"),
         (["train", "--device", "gpu"], 2, "device"),
-        (["train", "--objective.options", "hgih", "1.3"], 2, "objective.options.hgih is not an option of 'bapo'"),
+        (
+            ["train", "--objective.name", "grpo", "--objective.options", "hgih", "1.3"],
+            2,
+            "objective.options.hgih is not an option of 'grpo'",
+        ),
         (["resume"], 2, "usage: bapo resume RUN"),
         (["train", "--help"], 0, "--offpolicy.partial-budget"),
     ],

@@ -177,7 +177,7 @@ def test_reinforcement_learning_starts_from_its_model(tmp_path):
         (["--task.train", "rows.jsonl", "--device", "cpu", "--learn.compile"], 2, "is for CUDA"),
         (["--task.train", "rows.jsonl", "--out", "."], 2, "exists already"),
         (["recipe.toml"], 2, "learn.lrr is not a known key. Did you mean learn.lr?"),
-        (["--data.sorces", "rows.jsonl"], 2, "sorces"),
+        (["--task.trian", "rows.jsonl"], 2, "trian"),
     ],
 )
 def test_usage_and_exit_codes(arguments, code, message, tmp_path):

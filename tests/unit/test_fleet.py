@@ -16,7 +16,7 @@ from bapo.train.cluster import fleet as fleet_module
 from bapo.train.cluster.fleet import Fleet
 from bapo.train.cluster.ray import Hello, Lost, Missing, Silent
 from bapo.train.cluster.weights import Probe, Published
-from bapo.train.machine import code
+from bapo.train.machine import code_digest
 from bapo.types import Status
 from tests.tiny.models import tiny
 
@@ -64,7 +64,7 @@ class Member:
             return Call(error)
 
     def hello(self):
-        return Hello(("here", 1), "here", code())
+        return Hello(("here", 1), "here", code_digest())
 
     def load(self, parcel, version, expected, told):
         if self.how == "is wrong":
@@ -289,7 +289,7 @@ def test_without_a_fit_member_the_fleet_gives_up(monkeypatch):
 
 def test_other_code_is_refused():
     member = Member("rollout 0")
-    member.hello = lambda: Hello(("there", 1), "far away", code() | {"bapo": "0.0.9 (abc)"})
+    member.hello = lambda: Hello(("there", 1), "far away", code_digest() | {"bapo": "0.0.9 (abc)"})
     ours = made(member)
     with pytest.raises(ClusterError, match=r"rollout 0 on far away runs bapo 0.0.9 \(abc\) instead of 0.1.0"):
         ours.fleet.ready()

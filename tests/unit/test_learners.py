@@ -12,7 +12,7 @@ from bapo.learn.learner import Learner
 from bapo.train.cluster import learner as learners_module
 from bapo.train.cluster.learner import RemoteLearner
 from bapo.train.cluster.ray import Hello, Lost, Missing, Silent
-from bapo.train.machine import code
+from bapo.train.machine import code_digest
 from tests.sharded import SETTINGS, groups, overflowing
 from tests.tiny.models import tiny
 
@@ -55,7 +55,7 @@ class Rank:
             return Call(error)
 
     def hello(self):
-        return Hello(("here", 1), "here", code())
+        return Hello(("here", 1), "here", code_digest())
 
     def meet(self, where):
         self.learner = Learner(tiny(), self.settings)

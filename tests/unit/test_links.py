@@ -56,4 +56,4 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 def test_every_line_of_the_readme_counts():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 175

@@ -85,7 +85,10 @@ def test_what_cannot_be_is_refused(task, message):
             r"task.train belongs to task.name='data', not to 'countdown'",
         ),
         ({"task": {"name": "gym", "gym": {"gcd": {}}, "reward": "a:b"}}, r"task.reward belongs to task.name='data'"),
-        ({"objective": {"name": "grpo", "scope": "microbatch"}}, r"'grpo' does not solve for bounds"),
+        (
+            {"objective": {"name": "grpo", "scope": "microbatch"}},
+            r"objective\.scope='microbatch' belongs to objective\.name='bapo', not to 'grpo'",
+        ),
         ({"objective": {"remainder": "weigh", "scope": "microbatch"}}, r"Set objective\.scope='update'"),
     ],
 )

@@ -217,7 +217,8 @@ def _checked_source(path: str) -> str:
     if local:
         _check_files(path, Path(source))
     if source.endswith(".gguf"):
-        _check_named_files(path, source)
+        if (Path(source).parent / "adapter_config.json").exists():  # transformers would follow it
+            raise ValueError(f"model.path={path!r} has an adapter beside it. Move its adapter_config.json elsewhere.")
         return source
     if not local and (reason := why_not_there(source)):
         raise ValueError(
@@ -289,16 +290,11 @@ def _check_files(path: str, source: Path) -> None:
 
 def _check_named_files(path: str, source: str) -> None:
     """Refuse an adapter, and weights that its own files say are in a pickle or outside of the model's directory."""
-    is_gguf = source.endswith(".gguf")
-    if _file_of(str(Path(source).parent) if is_gguf else source, "adapter_config.json") is not None:
+    if _file_of(source, "adapter_config.json") is not None:
         raise ValueError(
-            f"model.path={path!r} has an adapter beside it. Move adapter_config.json elsewhere."
-            if is_gguf
-            else f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a "
-            "run writes to model/, next to adapter/."
+            f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a run "
+            "writes to model/, next to adapter/."
         )
-    if is_gguf:
-        return
     chosen = _json(path, source, "config.json").get("transformers_weights")
     named = [] if chosen is None else [("config.json", chosen)]
     indexes = {INDEX} | ({chosen} if isinstance(chosen, str) and chosen.endswith(".index.json") else set())

@@ -44,7 +44,7 @@ def versions() -> dict[str, str | None]:
 
 
 @cache
-def code() -> dict[str, str | None]:
+def code_digest() -> dict[str, str | None]:
     """What all processes of a cluster must have alike: bapo, with a digest of its files, and what it computes with."""
     root = Path(bapo.__file__).parent
     digest = hashlib.sha256()

@@ -100,6 +100,8 @@ def check(state: dict[str, Any], problems: Iterable[Problem], vocabulary: int) -
     for where, group in held:
         if any(trajectory["reward"] is None for trajectory in group["trajectories"]):
             raise ValueError(f"{where}: it lacks a reward")
+    if (following := state["scheduler"]["next_id"]) != state["progress"]["groups"]:
+        raise ValueError(f"scheduler.next_id: it is {following}, but {state['progress']['groups']} groups were made")
     for part in ("scheduler", "buffer"):
         if (state[part]["version"] or 0) > state["version"]:
             raise ValueError(f"{part}.version: it is newer than the learner's, {state['version']}")

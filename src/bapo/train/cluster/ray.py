@@ -32,7 +32,7 @@ from typing import Any
 
 from bapo.config.errors import ClusterError, ConfigError
 from bapo.process import clean_environment, environment
-from bapo.train.machine import code
+from bapo.train.machine import code_digest
 
 try:
     import ray
@@ -175,7 +175,7 @@ class Hello:
 
     def check(self, name: str) -> None:
         """Refuse the actor of this name if it runs other code than this process."""
-        ours, theirs = code(), self.code
+        ours, theirs = code_digest(), self.code
         different = [f"{what} {theirs[what]} instead of {ours[what]}" for what in ours if theirs[what] != ours[what]]
         if different:
             raise ClusterError(
@@ -244,7 +244,7 @@ def end_process(pid: int) -> None:
 
 def introduced(**engine: bool) -> Hello:
     """What this actor says about itself. `engine`: what its engine can do, if it has one."""
-    return Hello((ray.get_runtime_context().get_node_id(), os.getpid()), node_name(), code(), **engine)
+    return Hello((ray.get_runtime_context().get_node_id(), os.getpid()), node_name(), code_digest(), **engine)
 
 
 def node_name() -> str:
