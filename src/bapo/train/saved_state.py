@@ -113,8 +113,10 @@ def _problem(problem: Problem) -> str:
 
 def _check_trajectory(trajectory: dict[str, Any], where: str, *, newest: int, vocabulary: int) -> None:
     tokens, versions = trajectory["tokens"], trajectory["versions"]
-    if any(len(trajectory[name]) != len(tokens) for name in ("behavior_logprobs", "entropies", "versions")):
+    if any(len(trajectory[name]) != len(tokens) for name in ("behavior_logprobs", "versions")):
         raise ValueError(f"{where}: a response has lists of different lengths")
+    if len(trajectory["entropies"]) > len(tokens):  # some engines give none
+        raise ValueError(f"{where}: a response has more entropies than tokens")
     if versions != sorted(versions) or (versions and versions[-1] > newest):
         raise ValueError(f"{where}: a response has versions that are not in order, or newer than the learner's")
     if not trajectory["prompt"] or max(trajectory["prompt"] + tokens) >= vocabulary:
