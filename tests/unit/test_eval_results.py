@@ -268,7 +268,7 @@ def test_progress_within_a_chunk_below_the_bar():
 
 
 CHUNKS = [("d", ["a", "b"]), ("d", ["c"]), ("e", ["a", "b"])]
-ROWS = [row("a"), row("b"), row("c"), row("a", data="e"), row("b", data="e")]
+ROWS = [row(id, response(1.0), data=data) for id, data in zip("abcab", "dddee", strict=True)]
 
 
 @pytest.mark.parametrize(("kept", "complete"), [(0, 0), (1, 0), (2, 2), (3, 3), (4, 3), (5, 5)])
