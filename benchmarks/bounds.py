@@ -24,9 +24,9 @@ from timing import interleaved, ratio, table
 from torch import Tensor
 
 from bapo import ClipBounds, ClipSettings, policy_loss, solve_bounds
-from bapo.core.bounds import DEVICE_CHUNK, compared_sums, first_to_reach, grids_of
+from bapo.core.bounds import first_to_reach, grids_of
 from bapo.core.entropy_rule import positive_share
-from bapo.core.histogram import Chunk
+from bapo.core.sums import DEVICE_CHUNK, Chunk, compared_sums
 
 PUSH_ONCE = ClipSettings(used_low=1.0)
 
@@ -65,7 +65,7 @@ def torch_only(ratio: Tensor, advantages: Tensor, mask: Tensor, settings: ClipSe
     grids = grids_of(settings, ratio.dtype, ratio.device)
     columns = torch.where(mask, ratio, 0.0).split(DEVICE_CHUNK), torch.where(mask, advantages, 0.0).split(DEVICE_CHUNK)
     chunks = (Chunk(ratios, ratios, signal) for ratios, signal in zip(*columns, strict=True))
-    table = compared_sums(chunks, grids, settings.measure)
+    table = compared_sums(chunks, grids.low, grids.high, grids.thresholds, surrogate=settings.measure == "surrogate")
     bounds = first_to_reach(table, settings, ratio.dtype)
     return bounds.low, bounds.high
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import LEAST_WEIGHT, compared_sums, grids_of, weight_of_remainder
+from bapo.core.bounds import LEAST_WEIGHT, grids_of, weight_of_remainder
 from bapo.core.checks import holds
 from bapo.core.entropy_rule import positive_share
-from bapo.core.histogram import CPU_CHUNK, Chunk, binned_sums
 from bapo.core.objectives import low_of_each
+from bapo.core.sums import CPU_CHUNK, Chunk, binned_sums, compared_sums
 from tests.reference import search
 
 COMBINATIONS = list(itertools.product(["gradient", "surrogate"], ["none", "rollout_prob"], ["high_first", "low_first"]))
@@ -123,7 +123,7 @@ def test_the_two_ways_to_fill_a_table_agree(measure, batch, ranges):
     chunk = Chunk(ratio, ratio, signal)
     candidates, surrogate = (grids.low, grids.high, grids.thresholds), measure == "surrogate"
     binned = binned_sums([chunk], *candidates, steps=grids.steps, surrogate=surrogate)
-    compared = compared_sums([chunk], grids, measure)
+    compared = compared_sums([chunk], grids.low, grids.high, grids.thresholds, surrogate=measure == "surrogate")
     assert_close(binned, compared, rtol=1e-12, atol=1e-12 * float((ratio * signal).abs().sum() + 1))
 
 
@@ -234,7 +234,9 @@ def test_a_nonfinite_table_gives_nan_bounds_never_plausible_ones():
     for bad in (math.nan, math.inf):
         grids = grids_of(settings, torch.float32, torch.device("cpu"))
         ratio = torch.tensor([bad, 1.0])
-        table = compared_sums([Chunk(ratio, ratio, torch.tensor([1.0, -1.0]))], grids, settings.measure)
+        chunk = Chunk(ratio, ratio, torch.tensor([1.0, -1.0]))
+        surrogate = settings.measure == "surrogate"
+        table = compared_sums([chunk], grids.low, grids.high, grids.thresholds, surrogate=surrogate)
         bounds = bounds_from_table(table, settings)
         assert bounds.low.isnan()
         assert bounds.high.isnan()
@@ -343,9 +345,9 @@ def test_an_infinite_table_has_no_plausible_share():
 
 
 def test_caches_survive_another_default_device():
-    from bapo.core import bounds, histogram
+    from bapo.core import bounds, sums
 
-    histogram._lanes.cache_clear()
+    sums._lanes.cache_clear()
     bounds._grids.cache_clear()
     ones = torch.ones(3)
     with torch.device("meta"):

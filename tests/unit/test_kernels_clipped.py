@@ -10,9 +10,10 @@ import torch
 from torch.testing import assert_close
 
 from bapo.core.bounds import ClipBounds
+from bapo.core.checks import MAX_LOG_RATIO
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.kernels.clipped import BLOCK_TOKENS, clipped_loss
-from bapo.core.objectives import MAX_LOG_RATIO, Tokens, bapo, dual_clip, grpo
+from bapo.core.objectives import Tokens, bapo, dual_clip, grpo
 from bapo.core.reduction import denominator_of, reduce_tokens, token_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -74,7 +74,7 @@ class WithinBounds:
         chosen = {"eps_clip": 1 - numbers["bapo/clip_low"], "eps_clip_higher": numbers["bapo/clip_high"] - 1}
         within: Callable[..., Tensor] = functools.partial(loss_fn, **chosen)
         if bounds.used_low is not None:
-            within = _by_use(loss_fn, bounds.used_low, **chosen)
+            within = _by_use(loss_fn, float(bounds.used_low), **chosen)
         return {**super().train_batch(input_, within, loss_weight_fn), **numbers}  # type: ignore[misc]
 
 

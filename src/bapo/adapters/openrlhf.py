@@ -88,7 +88,7 @@ class BapoPolicyLoss(PolicyLoss):
         bounds = self.controller.bounds_of(log_probs, old_log_probs, advantages, mask, uses=self._uses_of(mask))
         self.clip_eps_low, self.clip_eps_high = 1 - bounds.low, bounds.high - 1
         if bounds.used_low is not None and self.uses:
-            self.clip_eps_low = torch.full_like(bounds.low, 1 - just_above(bounds.used_low, log_probs.dtype))
+            self.clip_eps_low = torch.full_like(bounds.low, 1 - just_above(float(bounds.used_low), log_probs.dtype))
         self.metrics = averageable(bounds.metrics(ends=False))
         return super().forward(
             log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **kwargs

@@ -25,6 +25,7 @@ from bapo.config.base import (
     WeightDecay,
 )
 from bapo.core.settings import (
+    BRAKES,
     NOT_PRESETS,
     OBJECTIVE_OPTIONS,
     AdvantageName,
@@ -168,6 +169,12 @@ class ObjectiveConfig(Section):
     used_low: float | None = None
     """The lower bound on the ratio of tokens that were trained on before. 1.0 pushes a negative token down again only
     while it is more likely than when it was sampled."""
+    brake: float | None = None
+    """Delta of the brake beside the search: the lower bound of used tokens rises from the one found to 1, as far
+    as used negative tokens have fallen. The objective brake has it without a search."""
+    sensor: Literal["update", "previous"] = "update"
+    """brake: how far used negative tokens have fallen is measured in the update itself, or was measured in the previous
+    one. The first needs one more forward pass if an update has several micro-batches."""
     remainder: Remainder | None = None
     """What happens if no bounds reach the target share. leave: nothing. weigh: negative tokens are weighted down until
     it is reached."""
@@ -181,7 +188,7 @@ class ObjectiveConfig(Section):
         """The keys of bapo say that bapo is meant, so nobody has to say it twice."""
         if not isinstance(values, dict) or "name" in values:
             return values
-        if any(values.get(key) is not None for key in cls.model_fields if key not in ("name", "options")):
+        if any(values.get(key) is not None for key in cls.model_fields if key not in ("name", "options", "sensor")):
             return values | {"name": "bapo"}
         if "preset" in values:
             raise ValueError(f"objective.preset=none says of no objective what it is. {NO_LONGER_PRESETS['none']}")
@@ -211,7 +218,9 @@ class ObjectiveConfig(Section):
 
     @property
     def clip(self) -> ClipSettings:
-        """The clip settings that the preset and the overrides describe. Only bapo uses them."""
+        """The clip settings that the preset and the overrides describe, or the options of a brake. Others use none."""
+        if self.name in BRAKES:
+            return BRAKES[self.name](**self.options)
         return ClipSettings.from_options(self.preset, **self.overrides)
 
     @property
@@ -222,8 +231,13 @@ class ObjectiveConfig(Section):
 
     @property
     def bound_of_used(self) -> float | None:
-        """The lower bound of tokens that were trained on before; None: that of all tokens."""
+        """The fixed lower bound of tokens that were trained on before; None: there is none."""
         return self.clip.used_low if self.name == "bapo" else used_low_of(self.name, self.options)
+
+    @property
+    def has_brake(self) -> bool:
+        """Whether a drift of tokens decides a lower bound."""
+        return self.name in BRAKES or (self.name == "bapo" and self.clip.brake is not None)
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -233,15 +247,23 @@ class ObjectiveConfig(Section):
                 f"objective.options.{next(iter(self.options))} belongs to an objective that is named. Set "
                 "objective.name, for example to 'grpo'."
             )
+        if self.name in BRAKES and self.options.keys() <= OBJECTIVE_OPTIONS[self.name].keys():
+            BRAKES[self.name](**self.options)  # raises for values that cannot work
         if self.name != "bapo":
             self._refuse_what_only_bapo_has()
+        if self.sensor != "update" and not self.has_brake:
+            raise ValueError(
+                f"objective.sensor={self.sensor!r} belongs to the brake, which objective.name={self.name!r} does not "
+                "have. Leave it out, or set objective.name='brake'."
+            )
+        if self.name != "bapo":
             return self
         if self.remainder == "weigh" and self.scope == "microbatch":
             raise ValueError(
                 "objective.remainder='weigh' balances a whole update, but objective.scope='microbatch' would weigh "
                 "each micro-batch alone and drop those without a positive token. Set objective.scope='update'."
             )
-        searches = self.clip.depends_on_tokens
+        searches = self.clip.searches or self.remainder == "weigh"
         ignored = [key for key in ("target_share", "order") if key in self.overrides]
         if ignored and not searches:
             raise ValueError(
@@ -253,7 +275,9 @@ class ObjectiveConfig(Section):
     def _refuse_what_only_bapo_has(self) -> None:
         """Raise for keys of bapo beside another objective."""
         given: dict[str, Any] = {"preset": self.preset} if self.preset else {}
-        given |= self.overrides | ({} if self.scope == "update" else {"scope": self.scope})
+        given |= self.overrides
+        if self.scope != "update" and self.name not in BRAKES:
+            given["scope"] = self.scope
         for key, value in given.items():
             once = " For push once, set objective.name = 'push_once'." if key == "used_low" else ""
             raise ValueError(

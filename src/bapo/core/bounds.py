@@ -9,7 +9,7 @@ is walked afterwards:
     bounds_from_table    table -> the first candidate on the path with P / (P + N) >= target_share
 
 On CUDA each of the two is one kernel (`kernels/bounds.py`). The torch code here says what they compute; on CPU the sums
-are taken by histogram (`histogram.py`). Nothing here waits for the device: bounds stay 0-d tensors. The answer equals
+are taken by histogram (`sums.py`). Nothing here waits for the device: bounds stay 0-d tensors. The answer equals
 the step-by-step loop's on every input, with comparisons and sums carried out as in float64.
 """
 
@@ -26,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo.core import kernels
+from bapo.core.brake import DRIFT_SUMS, drift_of, drift_sums, with_brake
 from bapo.core.checks import (
+    MAX_LOG_RATIO,
     check_finite,
     check_mask,
     check_not_empty,
@@ -37,11 +39,9 @@ from bapo.core.checks import (
     working_dtype,
     zero_or_nan,
 )
-from bapo.core.histogram import CPU_CHUNK, Chunk, binned_sums
-from bapo.core.settings import ClipSettings, Measure, Order
+from bapo.core.settings import ClipSettings, Order
+from bapo.core.sums import CPU_CHUNK, DEVICE_CHUNK, Chunk, at_their_own_bound, binned_sums, compared_sums
 
-DEVICE_CHUNK = 2**18
-"""Tokens per pass where there is neither a CPU nor a kernel: limits the temporaries, candidates x tokens."""
 LEAST_WEIGHT = 1e-12
 """The weight of negative tokens where no positive signal is left."""
 
@@ -81,15 +81,19 @@ class ClipBounds:
     negative_weight: Tensor | None = None
     """Factor on the advantages of negative tokens, which corrects what the bounds could not (`weight_of_remainder`);
     None with remainder="leave"."""
-    used_low: float | None = None
-    """The lower bound of tokens that were trained on before; None: `low`."""
+    used_low: Tensor | float | None = None
+    """The lower bound of tokens that were trained on before; None: `low`. A tensor where the brake sets it."""
+    drift: Tensor | None = None
+    """How far the negative tokens that the brake looks at have fallen on average; None without a brake."""
 
     def metrics(self, *, ends: bool = True) -> dict[str, Tensor]:
         """All that is known of the bounds, by the names it is logged under. `ends=False` leaves out `share_at_*`."""
         named: dict[str, Tensor | None] = {"clip_low": self.low, "clip_high": self.high, "share": self.share}
         if ends:
             named |= {"share_at_start": self.share_at_start, "share_at_end": self.share_at_end}
-        named |= {"stop": self.stop, "negative_weight": self.negative_weight}
+        named |= {"stop": self.stop, "negative_weight": self.negative_weight, "drift": self.drift}
+        if isinstance(self.used_low, Tensor):
+            named["used_low"] = self.used_low
         return {name: value for name, value in named.items() if value is not None}
 
 
@@ -100,7 +104,7 @@ def solve_bounds(
     settings: ClipSettings,
     *,
     behavior_logprobs: Tensor | None = None,  # same shape; needed for weight="rollout_prob"
-    uses: Tensor | None = None,  # same shape, integers: how often a token was trained on; needed for used_low
+    uses: Tensor | None = None,  # same shape, integers: how often a token was trained on; needed for used_low, brake
     process_group: dist.ProcessGroup | None = None,  # sum the signal over these ranks, with one all-reduce
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
@@ -165,15 +169,16 @@ def signal_table(
     settings: ClipSettings,
     *,
     behavior_logprobs: Tensor | None = None,  # same shape; w = exp of them for weight="rollout_prob", else w = 1
-    uses: Tensor | None = None,  # same shape, integers: how often a token was trained on; needed for used_low
-) -> Tensor:  # [highs + lows + 1], float64
-    """P at every candidate high, N at every candidate low, and the number of tokens with a signal.
+    uses: Tensor | None = None,  # same shape, integers: how often a token was trained on; needed for used_low, brake
+) -> Tensor:  # [settings.table_size], float64
+    """P at every candidate high, N at every candidate low, the number of tokens with a signal, and the brake's sums.
 
         measure     P(high), over A > 0             N(low), over A < 0
         surrogate   sum w min(r, high) A            sum w max(r, low) |A|
         gradient    sum w r A [r < high]            sum w r |A| [r > low]
 
-    With `used_low`, negative tokens that were trained on before have that bound in place of every candidate low.
+    With `used_low`, negative tokens that were trained on before have that bound in place of every candidate low. The
+    brake does not change how they count.
     Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
     """
     return summed(parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses))
@@ -190,7 +195,7 @@ def parts_of_ratios(
 ) -> Tensor:  # [highs + lows + 1] or [highs + lows + 1, parts] float64
     """The signal table of these tokens, or one per column that `summed` adds up."""
     check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
-    check_uses(uses, mask, settings.used_low)
+    check_uses(uses, mask, settings.rule_of_used)
     mask = check_mask(mask)
     if settings.weight == "none":
         behavior_logprobs = None
@@ -237,6 +242,7 @@ def parts_by_kernel(
         behavior_logprobs=behavior_logprobs,
         uses=uses,
         used_low=grids.used_low,
+        brake=settings.brake is not None,
         log_ratio_limit=log_ratio_limit,
     )
 
@@ -248,7 +254,8 @@ def summed_signal(
     settings: ClipSettings,
     behavior_logprobs: Tensor | None,  # only where they are weights
     uses: Tensor | None,
-) -> Tensor:  # [highs + lows + 1], float64
+    log_ratio: Tensor | None = None,  # log of the ratios, where it is known better than from them
+) -> Tensor:  # [settings.table_size], float64
     """The signal table in torch operations."""
     on_cpu = mask.device.type == "cpu"
     named = {"ratio": ratio, "advantages": advantages, "behavior_logprobs": behavior_logprobs}
@@ -257,10 +264,13 @@ def summed_signal(
     if on_cpu:
         check_not_negative("ratio", ratio, mask)
     dtype = working_dtype(ratio)
-    grids = grids_of(settings, dtype, mask.device)
+    grids, surrogate = grids_of(settings, dtype, mask.device), settings.measure == "surrogate"
     flat_ratio, flat_advantages, flat_mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     flat_behavior = None if behavior_logprobs is None else behavior_logprobs.flatten()
-    used_negative = None if uses is None else (uses.bool() & holds(torch.lt, advantages, 0)).flatten()
+    negative = flat_mask  # those with a bound of their own, or that the brake looks at
+    if settings.used_low is not None or settings.brake is not None:
+        negative = holds(torch.lt, flat_advantages, 0)
+        negative = negative if uses is None else negative & uses.flatten().bool()
 
     def chunks(size: int) -> Iterator[Chunk]:
         for start in range(0, mask.numel(), size):
@@ -273,60 +283,29 @@ def summed_signal(
             else:
                 ratios, signal = torch.where(chosen, ratios, 0.0), torch.where(chosen, signal, 0.0)
             tokens = Chunk(ratios, ratios, signal)
-            yield tokens if used_negative is None else _at_their_own_bound(tokens, used_negative[chunk], settings)
+            yield (
+                tokens
+                if settings.used_low is None
+                else at_their_own_bound(tokens, negative[chunk], settings.used_low, surrogate, settings.low[1])
+            )
 
+    candidates = grids.low, grids.high, grids.thresholds
     if on_cpu:
-        candidates, surrogate = (grids.low, grids.high, grids.thresholds), settings.measure == "surrogate"
-        return binned_sums(chunks(CPU_CHUNK), *candidates, steps=grids.steps, surrogate=surrogate)
-    return compared_sums(chunks(DEVICE_CHUNK), grids, settings.measure)
-
-
-def _at_their_own_bound(chunk: Chunk, used_negative: Tensor, settings: ClipSettings) -> Chunk:
-    """The chunk with used negative tokens counted at their own bound, whichever candidate looks at them.
-
-    So they stand where no candidate clips them, and weigh what their own bound leaves of them.
-    """
-    assert settings.used_low is not None
-    clipped = used_negative & holds(torch.le, chunk.ratio, rounded_down(settings.used_low, chunk.ratio.dtype))
-    kept = (~clipped).view(torch.int8)  # products with 0 and 1: on CPU several times faster than a select
-    if settings.measure == "surrogate":  # in float64, where the bound is what it says
-        counted = (chunk.counted * kept).double().add_(clipped.view(torch.int8), alpha=settings.used_low)
+        table = binned_sums(chunks(CPU_CHUNK), *candidates, steps=grids.steps, surrogate=surrogate)
     else:
-        counted = chunk.counted * kept
-        if settings.used_low >= settings.low[1]:  # what is kept lies beyond every low, and the rest weighs nothing
-            return Chunk(chunk.ratio, counted, chunk.signal)
-    beyond_every_low = torch.add(chunk.ratio, used_negative.view(torch.int8), alpha=2)
-    return Chunk(beyond_every_low, counted, chunk.signal)
+        table = compared_sums(chunks(DEVICE_CHUNK), *candidates, surrogate=surrogate)
+    if settings.brake is None:
+        return table
+    return torch.cat([table, _drift_sums_of(flat_ratio, log_ratio, negative & flat_mask)])
 
 
-@lru_cache(maxsize=64)
-def rounded_down(bound: float, dtype: torch.dtype) -> float:
-    """The largest number of this dtype that is not above the bound. A ratio of this dtype exceeds both or neither."""
-    rounded = torch.tensor(bound, dtype=dtype, device="cpu")
-    below = torch.nextafter(rounded, torch.full_like(rounded, -math.inf))
-    return float(below if float(rounded) > bound else rounded)
-
-
-def compared_sums(chunks: Iterable[Chunk], grids: Grids, measure: Measure) -> Tensor:
-    """Sums by comparing every token with every candidate: for accelerators, where atomics on few bins would queue."""
-    lows = grids.low.numel()
-    high_thresholds, low_thresholds = grids.thresholds[lows + 1 :, None], -grids.thresholds[:lows].flip(0)[:, None]
-    table = torch.zeros(grids.size, dtype=torch.float64, device=grids.low.device)
-    for ratio, counted, signal in chunks:
-        weighted = counted.double() * signal.double()
-
-        def contribution(kept: Tensor, side: Tensor, bounds: Tensor) -> Tensor:
-            total = torch.where(kept, weighted * side, 0.0).sum(1)  # noqa: B023
-            if measure == "surrogate":
-                total = total + bounds * torch.where(kept, 0.0, signal * side).sum(1, dtype=torch.float64)  # noqa: B023
-            return total
-
-        positive = contribution(ratio < high_thresholds, signal > 0, grids.high)
-        negative = -contribution(ratio > low_thresholds, signal < 0, grids.low)
-        signed_tokens = (signal != 0).sum(dtype=torch.float64).reshape(1)
-        # NaN fails every comparison, and an infinite ratio is clipped: neither may vanish.
-        table += torch.cat([positive, negative, signed_tokens]) + zero_or_nan(weighted.sum())
-    return table
+def _drift_sums_of(ratio: Tensor, log_ratio: Tensor | None, looked_at: Tensor) -> Tensor:
+    """The brake's sums over these tokens, without those past the ratio limit."""
+    if log_ratio is None:
+        log_ratio = torch.where(looked_at, ratio, 1.0).double().log()
+        looked_at = looked_at & ~(log_ratio.abs() >= MAX_LOG_RATIO)
+        log_ratio = torch.where(looked_at, log_ratio, 0.0)
+    return drift_sums(log_ratio.detach().flatten(), looked_at)
 
 
 @torch.no_grad()
@@ -337,7 +316,8 @@ def bounds_from_table(
     dtype: torch.dtype = torch.float32,
 ) -> ClipBounds:
     """The first candidate on the path whose positive share reaches the target, else the last one."""
-    size = (grids_of(settings, dtype, table.device).size,)  # kept ready, unlike settings.table_size
+    grids = grids_of(settings, dtype, table.device)  # kept ready, unlike settings.table_size
+    size = (len(grids.high) + len(grids.low) + 1 + (0 if settings.brake is None else DRIFT_SUMS),)
     if table.shape[:1] != size:
         raise ValueError(
             f"table has shape {tuple(table.shape)} but these settings give {size}: it was filled with other settings. "
@@ -345,8 +325,9 @@ def bounds_from_table(
         )
     walk = bounds_by_kernel if kernels.usable(table) else first_to_reach
     bounds = walk(table, settings, dtype)
-    weight = weight_of_remainder(bounds.share, settings.target_share) if settings.remainder == "weigh" else None
-    return replace(bounds, negative_weight=weight, used_low=settings.used_low)
+    if settings.remainder == "weigh":
+        bounds = replace(bounds, negative_weight=weight_of_remainder(bounds.share, settings.target_share))
+    return bounds if settings.used_low is None else replace(bounds, used_low=settings.used_low)
 
 
 def bounds_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
@@ -355,15 +336,28 @@ def bounds_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) 
 
     grids, high_first = grids_of(settings, dtype, table.device), settings.order == "high_first"
     target = settings.target_share
-    found = choose_bounds(table, grids.low, grids.high, target_share=target, high_first=high_first, dtype=dtype)
-    return ClipBounds(*found)
+    found, brake = choose_bounds(
+        table,
+        grids.low,
+        grids.high,
+        target_share=target,
+        high_first=high_first,
+        dtype=dtype,
+        brake=settings.brake,
+    )
+    bounds = ClipBounds(*found)
+    if brake is None:
+        return bounds
+    bound, drift = brake
+    return replace(bounds, drift=drift, **{"low" if settings.brake_on == "all" else "used_low": bound})
 
 
 def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
     """The walk in torch operations: the shares of all candidates at once, and the first that is large enough."""
     table, grids = summed(table), grids_of(settings, dtype, table.device)
-    highs = grids.high.numel()
-    positive, negative, signed_tokens = table[:highs][grids.path_high], table[highs:-1][grids.path_low], table[-1:]
+    highs, lows = grids.high.numel(), grids.low.numel()
+    at_high, at_low, signed_tokens, brake_sums = torch.split(table, [highs, lows, 1, len(table) - highs - lows - 1])
+    positive, negative = at_high[grids.path_high], at_low[grids.path_low]
     total = positive + negative
     # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
     share = torch.where(total == 0, (signed_tokens == 0).to(total.dtype), positive / total)
@@ -376,14 +370,16 @@ def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) ->
     stop = torch.where(failed.all(), StopReason.END, stop)
     stop = torch.where(signed_tokens == 0, StopReason.NO_SIGNAL, stop)
     bad = zero_or_nan(table.sum()).to(dtype)  # from a table that is not finite comes no plausible bound or share
-    return ClipBounds(
-        low=grids.low[grids.path_low[index]].squeeze(0).to(dtype) + bad,
+    low = grids.low[grids.path_low[index]].squeeze(0)
+    bounds = ClipBounds(
+        low=low.to(dtype) + bad,
         high=grids.high[grids.path_high[index]].squeeze(0).to(dtype) + bad,
         share=share[index].squeeze(0).to(dtype) + bad,
         share_at_start=share[0].to(dtype) + bad,
         share_at_end=share[-1].to(dtype) + bad,
         stop=stop.squeeze(0),
     )
+    return bounds if settings.brake is None else with_brake(bounds, settings, drift_of(brake_sums) + bad, low + bad)
 
 
 def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
@@ -402,7 +398,6 @@ def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
 class Grids:
     """The candidates of one path as tensors on one device."""
 
-    size: int  # of a signal table
     steps: tuple[float, float]  # between candidates, of low and of high
     low: Tensor  # [lows] float64
     high: Tensor  # [highs] float64
@@ -439,7 +434,6 @@ def _grids(
     rounded = exact.to(dtype)
     above = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
     return Grids(
-        size=settings.table_size,
         steps=(low_step, high_step),
         low=low.to(device),
         high=high.to(device),

@@ -15,7 +15,8 @@ from torch import Tensor
 
 LOGPROB_SLACK = 1e-3
 """How far above zero rounding may carry a log-prob before it cannot be one."""
-
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are limited to +- this. Beyond it a ratio is a defect of the data, not a signal."""
 
 REMEDIES = {
     "advantages": "Expand one value per response to its tokens: advantages.reshape(-1, 1).expand_as(mask).",
@@ -75,22 +76,22 @@ def check_sequence_ids(sequence_ids: Tensor | None, mask: Tensor) -> None:
             )
 
 
-def check_uses(uses: Tensor | None, mask: Tensor, used_low: float | None) -> None:
+def check_uses(uses: Tensor | None, mask: Tensor, rule: str | None) -> None:
     """How often each token was trained on before: one whole number per token, none of them negative.
 
-    They come together with a bound for used tokens: neither is ignored in silence.
+    `rule`: the setting for used tokens, if there is one. They come together: neither is ignored in silence.
     """
-    if used_low is not None and uses is None:
+    if rule is not None and uses is None:
         raise ValueError(
-            f"used_low={used_low} is a bound for tokens that were trained on before, so it needs uses=: how often each "
-            "token was. Pass them, or leave used_low out; the objective push_once has it by default."
+            f"{rule} is a bound for tokens that were trained on before, so it needs uses=: how often each token was. "
+            "Pass them, or leave it out; the objectives brake and push_once have such a bound by default."
         )
     if uses is None:
         return
-    if used_low is None:
+    if rule is None:
         raise ValueError(
-            "uses= is given, but used_low is not set, so it would be ignored. Set used_low=1.0 (in ClipSettings for "
-            "objective='bapo', as an option of grpo, clip_higher and dual_clip), or leave uses= out."
+            "uses= is given, but nothing asks for it, so it would be ignored. Choose objective='brake' or 'push_once', "
+            "set brake or used_low in ClipSettings, or leave uses= out."
         )
     if not isinstance(uses, Tensor):
         raise ValueError(f"uses is a {type(uses).__name__}; expected a tensor of integers, one for each token.")

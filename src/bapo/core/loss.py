@@ -25,6 +25,7 @@ from torch import Tensor
 from bapo.core import kernels
 from bapo.core.bounds import ClipBounds, parts_by_kernel, poison_peers, solved_bounds, summed, summed_signal
 from bapo.core.checks import (
+    MAX_LOG_RATIO,
     check_mask,
     check_not_empty,
     check_sequence_ids,
@@ -35,7 +36,7 @@ from bapo.core.checks import (
     zero_outside,
 )
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
-from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Clipped, Objective, TokenLoss, Tokens, bapo
+from bapo.core.objectives import OBJECTIVES, Clipped, Objective, TokenLoss, Tokens, bapo
 from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
 from bapo.core.settings import ClipSettings, require_choice
 
@@ -84,7 +85,8 @@ def policy_loss(
     denominator    of the whole update; otherwise that of these tokens. See reduction.denominator_of
     entropy        per token, of the learner's own distribution at that token: adds the Entropy-Clip Rule to the metrics
     sequence_ids   [tokens] the response of each packed token, where sequences matter (gspo, topr, sequence_mean)
-    uses           integers, same shape: how often each token was trained on before; needed where used_low is set
+    uses           integers, same shape: how often each token was trained on before; needed by brake, push_once and
+                   wherever used_low is set
     process_group  solve the bounds over these ranks, with one all-reduce
 
     Ratios are computed in float32 whatever the inputs' dtype (float64 stays), and never overflow. Bad values raise a
@@ -96,13 +98,15 @@ def policy_loss(
     clip = settings if isinstance(settings, ClipSettings) else DEFAULT_SETTINGS
     try:
         chosen = _chosen(objective, settings, bounds, process_group, options)
-        if chosen.solves_bounds:
-            used_low = clip.used_low if bounds is None else bounds.used_low
+        if chosen.settings is not None:
+            clip, options = chosen.settings(**options), {}
+        if not chosen.solves_bounds:
+            rule = _named_used_low({**chosen.options, **options}.get("used_low"))
         else:
-            used_low = {**chosen.options, **options}.get("used_low")
+            rule = clip.rule_of_used if bounds is None else _named_used_low(bounds.used_low)
         require_choice("reduction", reduction, REDUCTIONS)
         tokens = _checked(
-            logprobs, behavior_logprobs, advantages, mask, used_low, uses, sequence_ids=sequence_ids, entropy=entropy
+            logprobs, behavior_logprobs, advantages, mask, rule, uses, sequence_ids=sequence_ids, entropy=entropy
         )
         if denominator is None:
             check_not_empty(
@@ -137,7 +141,7 @@ def _checked(
     behavior_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    used_low: float | None,
+    rule: str | None,
     uses: Tensor | None,
     *,
     sequence_ids: Tensor | None = None,
@@ -146,7 +150,7 @@ def _checked(
     """The tokens of one call. Padding can hold anything: `Tokens` puts zeros where the mask is off."""
     check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy)
     check_sequence_ids(sequence_ids, mask)
-    check_uses(uses, mask, used_low)
+    check_uses(uses, mask, rule)
     mask = check_mask(mask)
     if mask.device.type == "cpu":
         check_tokens(logprobs, behavior_logprobs, advantages, mask, entropy=entropy, sequence_ids=sequence_ids)
@@ -164,7 +168,7 @@ def update_table(
     uses: Tensor | None = None,
 ) -> Tensor:
     """The signal table of one part of an update, with ratios exactly as `policy_loss` computes them. Tables add up."""
-    tokens = _checked(logprobs, behavior_logprobs, advantages, mask, settings.used_low, uses)
+    tokens = _checked(logprobs, behavior_logprobs, advantages, mask, settings.rule_of_used, uses)
     return summed(_table_parts(tokens, settings))
 
 
@@ -178,7 +182,7 @@ def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
         return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
     chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
     weights = None if settings.weight == "none" else tokens.behavior_logprobs
-    return summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses)
+    return summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses, tokens.log_ratio)
 
 
 def weigh_negatives(tokens: Tokens, weight: Tensor | None) -> Tokens:
@@ -200,9 +204,16 @@ def clipped_at(
     dual_clip: float | None = None,
 ) -> Clipped:
     """The loss of each token at solved bounds, for trainers that average losses themselves; `policy_loss` does both."""
-    check_uses(uses, mask, bounds.used_low)
+    check_uses(uses, mask, _named_used_low(bounds.used_low))
     tokens = weigh_negatives(Tokens(logprobs, behavior_logprobs, advantages, mask, uses=uses), bounds.negative_weight)
     return bapo(tokens, bounds=bounds, dual_clip=dual_clip)
+
+
+def _named_used_low(used_low: Tensor | float | None) -> str | None:
+    """The bound of used tokens, if there is one, as errors name it."""
+    if used_low is None:
+        return None
+    return "used_low, which the brake has set," if isinstance(used_low, Tensor) else f"used_low={used_low}"
 
 
 def _reduced(

@@ -18,16 +18,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
-from bapo.core.checks import holds, working_dtype, zero_or_nan, zero_outside
+from bapo.core.checks import MAX_LOG_RATIO, holds, working_dtype, zero_or_nan, zero_outside
 from bapo.core.reduction import sequence_lengths, sequence_sums, spread
-
-MAX_LOG_RATIO = 20.0
+from bapo.core.settings import BRAKES, ClipSettings
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,9 @@ def clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     return ratio.clamp(min=low).clamp(max=high)
 
 
-def low_of_each(low: Tensor | float, uses: Tensor | None, used_low: float | None, dtype: torch.dtype) -> Tensor | float:
+def low_of_each(
+    low: Tensor | float, uses: Tensor | None, used_low: Tensor | float | None, dtype: torch.dtype
+) -> Tensor | float:
     """The lower bound of each token: `used_low` where it was trained on before, else `low`.
 
     As the larger of the two times 1 or 0, and then at least the smaller: on CPU several times faster than a select, and
@@ -153,7 +154,8 @@ def low_of_each(low: Tensor | float, uses: Tensor | None, used_low: float | None
         return low
     assert uses is not None, "used_low needs uses"
     used = uses.bool()
-    if isinstance(low, Tensor):
+    if isinstance(low, Tensor) or isinstance(used_low, Tensor):
+        low = torch.as_tensor(low, dtype=dtype, device=used.device)
         takes_larger = used.view(torch.int8) ^ (low > used_low).view(torch.int8)
         return takes_larger.to(dtype).mul_(low.clamp(min=used_low)).clamp_(min=low.clamp(max=used_low))
     ones = (~used if low > used_low else used).view(torch.int8).to(dtype)
@@ -182,11 +184,12 @@ class Clipped:
     high: Tensor | float
     solved: ClipBounds | None = None  # the whole result of the search that chose (low, high)
     cap: float | None = None  # on ratios of negative tokens
-    used_low: float | None = None  # in place of low, for tokens that were trained on before
+    used_low: Tensor | float | None = None  # in place of low, for tokens that were trained on before
 
     def __post_init__(self) -> None:
         number = isinstance(self.used_low, int | float) and not isinstance(self.used_low, bool)
-        if self.used_low is not None and not (number and 0 <= self.used_low < math.inf):
+        solved = self.used_low is None or isinstance(self.used_low, Tensor)
+        if not solved and not (number and 0 <= cast(float, self.used_low) < math.inf):
             raise ValueError(
                 f"used_low={self.used_low!r} must be a finite ratio >= 0: it is the lower bound for tokens that were "
                 "trained on before. 1.0 pushes a negative token once; None turns the rule off."
@@ -284,6 +287,16 @@ def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) 
     `dual_clip` caps negative tokens as the authors' script does (at 3.0); the paper has no such cap.
     """
     return Clipped(tokens, bounds.low, bounds.high, solved=bounds, cap=dual_clip, used_low=bounds.used_low)
+
+
+def brake(tokens: Tokens, *, bounds: ClipBounds) -> Clipped:
+    """GRPO's clip, with a lower bound for used tokens that rises as far as used negative ones have fallen (ours).
+
+        d = mean of -log r over used tokens with A < 0,   used_low = low + (1 - low) clip(d / delta, 0, 1)
+
+    Between `grpo` (nothing has fallen) and `push_once` (delta or more). See `brake.py`.
+    """
+    return bapo(tokens, bounds=bounds)
 
 
 def dcpo(tokens: Tokens, *, eps_low: float = 0.16, eps_high: float = 0.2, max_ratio: float = 10.0) -> TokenLoss:
@@ -422,11 +435,13 @@ class Objective:
     """Has to know which response each token belongs to."""
     needs_uses: bool = False
     """Has to know how often each token was trained on before, with its default options."""
+    settings: Callable[..., ClipSettings] | None = None
+    """Makes the clip settings of its own options, where an objective solves bounds but does not take settings."""
 
     @cached_property
     def options(self) -> dict[str, float | None]:
         """Its own options with their defaults."""
-        parameters = inspect.signature(self.compute).parameters
+        parameters = inspect.signature(self.settings or self.compute).parameters
         return {name: each.default for name, each in parameters.items() if name not in ("tokens", "bounds")}
 
 
@@ -435,6 +450,8 @@ OBJECTIVES: dict[str, Objective] = {
     "clip_higher": Objective(clip_higher),
     "dual_clip": Objective(dual_clip),
     "push_once": Objective(push_once, needs_uses=True),
+    "brake": Objective(brake, solves_bounds=True, needs_uses=True, settings=BRAKES["brake"]),
+    "brake_all": Objective(brake, solves_bounds=True, settings=BRAKES["brake_all"]),
     "bapo": Objective(bapo, solves_bounds=True),
     "dcpo": Objective(dcpo),
     "cispo": Objective(cispo),

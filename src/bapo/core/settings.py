@@ -17,12 +17,15 @@ Measure = Literal["gradient", "surrogate"]
 Weight = Literal["none", "rollout_prob"]
 Order = Literal["high_first", "low_first"]
 Remainder = Literal["leave", "weigh"]
+BrakeOn = Literal["used", "all"]
 Preset = Literal["paper", "weak-model", "released-script"]
 OBJECTIVE_OPTIONS: dict[str, dict[str, float | None]] = {
     "grpo": {"low": 0.8, "high": 1.2, "used_low": None},
     "clip_higher": {"low": 0.8, "high": 1.28, "used_low": None},
     "dual_clip": {"low": 0.8, "high": 1.2, "cap": 3.0, "used_low": None},
     "push_once": {"low": 0.8, "high": 1.2, "used_low": 1.0},
+    "brake": {"low": 0.8, "high": 1.2, "delta": 0.02},
+    "brake_all": {"low": 0.8, "high": 1.2, "delta": 0.02},
     "bapo": {"dual_clip": None},
     "dcpo": {"eps_low": 0.16, "eps_high": 0.2, "max_ratio": 10.0},
     "cispo": {"low": 0.0, "high": 5.0},
@@ -63,6 +66,12 @@ class ClipSettings:
     used_low: float | None = None
     """The lower bound for tokens that were trained on before; None: the one that the search finds. With 1.0 a negative
     token is pushed down again only while it is more likely than when it was sampled. This is our extension."""
+    brake: float | None = None
+    """Delta of the brake (`brake.py`): the lower bound of used tokens rises from the one that the search finds to 1, as
+    far as used negative tokens have fallen. None turns it off. This is our extension."""
+    brake_on: BrakeOn = "used"
+    """Which tokens the brake looks at and acts on: those that were trained on before (`used`), or `all`, where nobody
+    counts uses."""
     order: Order = "high_first"
     """Which bound moves first: `high_first` as in the paper, `low_first` as in the authors' code."""
     remainder: Remainder = "leave"
@@ -87,8 +96,11 @@ class ClipSettings:
             ("weight", Weight),
             ("order", Order),
             ("remainder", Remainder),
+            ("brake_on", BrakeOn),
         ):
             require_choice(name, getattr(self, name), get_args(kind))
+        if self.brake is not None:
+            object.__setattr__(self, "brake", _checked_brake(self.brake, self.used_low))
         if self.used_low is not None:
             object.__setattr__(self, "used_low", _checked_used_low(self.used_low))
 
@@ -129,13 +141,26 @@ class ClipSettings:
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether tokens decide anything: which candidate it is, or how much negative tokens weigh."""
-        return len(self.path) > 1 or self.remainder == "weigh"
+        """Whether tokens decide anything: which candidate it is, how hard the brake is on, or what negatives weigh."""
+        return self.searches or self.brake is not None or self.remainder == "weigh"
+
+    @property
+    def searches(self) -> bool:
+        """Whether there is more than one candidate."""
+        return len(self.path) > 1
+
+    @property
+    def rule_of_used(self) -> str | None:
+        """The setting for tokens that were trained on before, if there is one: then every token needs its uses."""
+        if self.used_low is not None:
+            return f"used_low={self.used_low}"
+        return None if self.brake is None or self.brake_on == "all" else f"brake={self.brake}"
 
     @property
     def table_size(self) -> int:
-        """Length of a signal table: P at each high, N at each low, and the number of tokens with a signal."""
-        return len(self.high_grid) + len(self.low_grid) + 1
+        """Length of a signal table: P at each high, N at each low, the number of tokens with a signal, and the two sums
+        of the brake if it is on."""
+        return len(self.high_grid) + len(self.low_grid) + 1 + (0 if self.brake is None else 2)
 
     @property
     def path(self) -> tuple[tuple[int, int], ...]:
@@ -163,6 +188,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "order": "low_first",
     },
 }
+
+
+def brake_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.02) -> ClipSettings:
+    """One pair of bounds, and the brake on used tokens."""
+    return ClipSettings(low=(low, low), high=(high, high), brake=delta)
+
+
+def brake_all_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.02) -> ClipSettings:
+    """One pair of bounds, and the brake on all tokens."""
+    return ClipSettings(low=(low, low), high=(high, high), brake=delta, brake_on="all")
+
+
+BRAKES = {"brake": brake_settings, "brake_all": brake_all_settings}
+"""Objectives whose clip settings follow from their own options."""
 NOT_PRESETS = {"fixed": "grpo", "push-once": "push_once"}
 """Clips that do not search, by the names that one may look for among the presets -> the objective that is meant."""
 
@@ -257,6 +296,23 @@ def _checked_used_low(used_low: Any) -> float:
             "that were trained on before. 1.0 pushes a negative token once; None turns the rule off."
         )
     return float(used_low)
+
+
+def _checked_brake(delta: Any, used_low: float | None) -> float:
+    """A mean fall at which the brake is fully on, with no other bound for the same tokens beside it."""
+    if used_low is not None:
+        raise ValueError(
+            f"brake={delta} and used_low={used_low} both set the lower bound of tokens that were trained on before. "
+            "Leave one of them out: used_low=1.0 is push once, brake=0.02 goes there as far as used tokens have fallen."
+        )
+    number = isinstance(delta, int | float) and not isinstance(delta, bool)
+    if not number or not 1e-6 <= delta < math.inf:
+        raise ValueError(
+            f"brake={delta!r} must be a finite number of at least 1e-6: the mean fall of used negative tokens, in "
+            "nats, from which on they are pushed down only where they have risen. 0.02 is the default of the objective "
+            "brake. To go there however little they have fallen, use push_once."
+        )
+    return float(delta)
 
 
 def _grid(bounds: tuple[float, float], step: float) -> tuple[float, ...]:

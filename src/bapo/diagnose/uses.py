@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from bapo.core.objectives import MAX_LOG_RATIO
+from bapo.core.checks import MAX_LOG_RATIO
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import NAMES, Dump, LoggedUpdate
 

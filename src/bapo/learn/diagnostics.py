@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
+from bapo.core.brake import drift_of, drift_sums
 from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics, use_profile
 from bapo.core.loss import PolicyLoss, weigh_negatives
 from bapo.core.objectives import Tokens
@@ -26,7 +27,7 @@ from bapo.learn.ranks import Ranks, columns_of_all, from_all, highest, summed
 from bapo.learn.reference import k3
 from bapo.types import Metrics, TokenBatch
 
-SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight")
+SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight", "used_low")
 """Metrics of the bounds that the diagnostics do not recompute."""
 BATCH = ("behavior_logprobs", "advantages", "versions", "uses", "targets", "sequence_ids")
 """The fields of a batch that metrics are made from."""
@@ -43,7 +44,12 @@ class Output:
 
 
 def update_metrics(
-    outputs: Sequence[Output], settings: LearnerSettings, *, version: int, shared: dict[str, Tensor]
+    outputs: Sequence[Output],
+    settings: LearnerSettings,  # of this update
+    asked: LearnerSettings,  # of the learner: with a brake, these can be others
+    *,
+    version: int,
+    shared: dict[str, Tensor],
 ) -> Metrics:
     """Diagnostics over the tokens of the whole update and what ranks share, read from the device in one transfer."""
     batches = [output.batch for output in outputs]
@@ -70,6 +76,13 @@ def update_metrics(
         entropy=entropy,
         trained=_trained_on(tokens, outputs, settings),
     )
+    if asked.has_brake:
+        looked_at = tokens.negative & tokens.within
+        if asked.clip.brake_on == "used":
+            looked_at &= cast(Tensor, tokens.uses).bool()
+        scalars["drift"] = drift_of(drift_sums(tokens.log_ratio.detach(), looked_at))
+        if "used_low" in settings.options:
+            scalars["used_low"] = torch.tensor(settings.options["used_low"], dtype=torch.float64, device=every.device)
     scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
     fresh = fresh_tokens(batches, version=version, kept_caches=settings.kept_caches)
     scalars |= anchor_metrics(tokens.behavior_logprobs, tokens.logprobs, fresh)
@@ -101,7 +114,7 @@ def _read(scalars: dict[str, Tensor], vectors: dict[str, Tensor]) -> Metrics:
 def _searched(outputs: Sequence[Output], settings: LearnerSettings) -> dict[str, Tensor]:
     """What the search for the bounds found: one answer for the update, or the mean over its micro-batches."""
     first = outputs[0].result.metrics
-    names = SEARCH if settings.clip.depends_on_tokens else SEARCH[:2]  # a single pair is not searched for
+    names = SEARCH if settings.solves_bounds and settings.clip.depends_on_tokens else SEARCH[:2]  # one pair: no search
     found = {name: first[name] for name in names if name in first}
     if settings.solves_bounds and settings.scope == "microbatch" and len(outputs) > 1:
         found.pop("stop", None)  # each micro-batch has its own reason

@@ -84,7 +84,7 @@ class ShardedLearner(Learner):
 
     def save(self, directory: Path) -> None:
         """Write this rank's shards into a directory that all ranks share. The caller must keep the version."""
-        save_sharded(directory, self.model, self.optimizer, self.ranks)
+        save_sharded(directory, self.model, self.optimizer, self.noted, self.ranks)
 
 
 def shard(whole: WholeModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:

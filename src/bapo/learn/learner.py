@@ -29,10 +29,12 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table
+from bapo.core.brake import with_brake
 from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import denominator_of, reduce_tokens
+from bapo.core.settings import BRAKES
 from bapo.learn.diagnostics import Output, of_all_ranks, response_ess, update_metrics
 from bapo.learn.forward import allow_deterministic_products, can_pack, deterministic
 from bapo.learn.head import Predicted, WholeModel
@@ -106,6 +108,8 @@ class Learner:
     """The weights that learn.kl keeps the policy near; None without it."""
     first_gap: float | None = None
     """The mean gap of the first fresh tokens that this process has compared."""
+    drift: Tensor | None = None
+    """[1] float64, how far used negative tokens had fallen in the last update; None where the brake does not ask."""
 
     def __init__(self, model: Any, settings: LearnerSettings, *, whole: WholeModel | None = None) -> None:
         """`whole`: the same model, made ready for passes; None to do that here."""
@@ -114,6 +118,8 @@ class Learner:
         self.whole = whole or WholeModel(model, settings, packed=can_pack(model))
         self.settings = settings
         self.version = 0
+        if settings.has_brake and settings.sensor == "previous":
+            self.drift = torch.zeros(1, dtype=torch.float64)
         self.optimizer = optimizer_for(
             model.parameters(),
             lr=settings.lr,
@@ -152,11 +158,11 @@ class Learner:
 
     def step_on(self, batches: Sequence[TokenBatch]) -> Update:
         """One optimizer step on the tokens of all micro-batches."""
-        settings = self.settings
         self.optimizer.forget_gradients()  # left by a step that failed half-way
         with self.telling_others():
             self._check(batches)
         batches = self.filled_up(batches)
+        settings = self._settings_of(batches)
         denominator = sum(
             denominator_of(_every(batch), settings.reduction, sequence_ids=batch.sequence_ids, length=settings.length)
             for batch in batches
@@ -165,14 +171,34 @@ class Learner:
         with failing_together(self.ranks):
             together = settings.solves_over_update and len(batches) > 1
             try:
-                bounds, first = self._solve_over(batches) if together else (None, None)
+                bounds, first = self._solve_over(batches, settings) if together else (None, None)
                 outputs = [
-                    self._backward(batch, bounds, denominator, first if index == 0 else None)
+                    self._backward(batch, settings, bounds, denominator, first if index == 0 else None)
                     for index, batch in enumerate(batches)
                 ]
             except NotFinite:
                 return self.skip(batches, "log-probs are not finite")
-        return self.descend(partial(self._metrics, outputs), batches, partial(self._drift, outputs, batches))
+        metrics = partial(self._metrics, outputs, settings)
+        update = self.descend(metrics, batches, partial(self._drift, outputs, batches))
+        if self.drift is not None and "drift" in update.metrics:
+            self.drift.fill_(cast(float, update.metrics["drift"]))
+        return update
+
+    def _settings_of(self, batches: Sequence[TokenBatch]) -> LearnerSettings:
+        """The settings of this update: with a fixed clip where the brake needs no look at its tokens.
+
+        That is so where the update before decides, and where no token was trained on before. The second is looked for
+        only if it saves a pass.
+        """
+        settings = self.settings
+        if not settings.has_brake or settings.clip.searches:
+            return settings
+        if self.drift is not None:
+            return settings.at_drift(float(self.drift))
+        if settings.clip.brake_on == "all" or settings.scope == "microbatch" or len(batches) == 1:
+            return settings
+        used = any(bool(batch.uses.any()) for batch in batches)
+        return settings if largest(used, self.ranks, self.device) else settings.at_drift(0.0)
 
     def _check(self, batches: Sequence[TokenBatch]) -> None:
         """Refuse an update that this rank cannot take, before the ranks begin it together."""
@@ -261,12 +287,17 @@ class Learner:
 
     def save(self, directory: Path) -> None:
         """Write the trained weights and the optimizer's state, if they are finite. The caller must keep the version."""
-        save_state(directory, self.model, self.optimizer)
+        save_state(directory, self.model, self.optimizer, self.noted)
 
     def load(self, directory: Path, *, version: int) -> None:
         """Restore what `save` wrote at this version, also on several ranks. KeyError if it belongs to another model."""
-        load_state(directory, self.model, self.optimizer, self.ranks)
+        load_state(directory, self.model, self.optimizer, self.noted, self.ranks)
         self.version = version
+
+    @property
+    def noted(self) -> dict[str, Tensor]:
+        """What a checkpoint must keep beside weights and optimizer, by name."""
+        return {} if self.drift is None else {"drift": self.drift}
 
     def fingerprint(self) -> int:
         """A number for the bits of all weights (masters, where there are some), the same for any number of ranks."""
@@ -296,51 +327,58 @@ class Learner:
         read = partial(self.whole.head.next_logprobs, temperature=self.settings.temperature)
         return cast(Tensor, self.whole(batch, read))
 
-    def _solve_over(self, batches: Sequence[TokenBatch]) -> tuple[ClipBounds, tuple[Tensor, Tensor]]:
+    def _solve_over(
+        self, batches: Sequence[TokenBatch], settings: LearnerSettings
+    ) -> tuple[ClipBounds, tuple[Tensor, Tensor]]:
         """Bounds from the summed tables of all micro-batches, on all ranks; log-probs and entropies of the first.
 
         The first one is passed last, and its pass is kept for the backward pass, which begins with it.
         """
         with torch.no_grad():
-            later = [self._table(batch, self.finite_logprobs(batch)[0]) for batch in batches[1:]]
+            later = [self._table(batch, self.finite_logprobs(batch)[0], settings) for batch in batches[1:]]
         first = self.finite_logprobs(batches[0])
-        tables = [self._table(batches[0], first[0].detach()), *later]
-        return bounds_from_table(summed(torch.stack(tables).sum(0), self.ranks), self.settings.clip), first
+        tables = [self._table(batches[0], first[0].detach(), settings), *later]
+        return self._bounds(summed(torch.stack(tables).sum(0), self.ranks), settings), first
 
     @torch.no_grad()
-    def _table(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
+    def _table(self, batch: TokenBatch, logprobs: Tensor, settings: LearnerSettings) -> Tensor:
         tokens = logprobs, batch.behavior_logprobs, batch.advantages, _every(batch)
-        return update_table(*tokens, self.settings.clip, uses=self._uses(batch))
+        return update_table(*tokens, settings.clip, uses=batch.uses if settings.needs_uses else None)
 
-    def _uses(self, batch: TokenBatch) -> Tensor | None:
-        """How often each token was trained on, for a loss that asks."""
-        return None if self.settings.used_low is None else batch.uses
+    def _bounds(self, table: Tensor, settings: LearnerSettings) -> ClipBounds:
+        """The bounds of an update, with the brake where the update before puts it if that decides."""
+        bounds = bounds_from_table(table, settings.clip)
+        if self.drift is None:
+            return bounds
+        return with_brake(bounds, settings.clip, self.drift[0].to(table.device), bounds.low)
 
     def _backward(
         self,
         batch: TokenBatch,
+        settings: LearnerSettings,
         bounds: ClipBounds | None,
         denominator: Tensor,
         predicted: tuple[Tensor, Tensor] | None,  # log-probs and entropies, if they are known already
     ) -> Output:
-        settings = self.settings
         solves = settings.solves_bounds and bounds is None
         logprobs, entropy = predicted or self.finite_logprobs(batch)
+        if solves and self.drift is not None:
+            bounds, solves = self._bounds(self._table(batch, logprobs.detach(), settings), settings), False
         with deterministic(self.device):
             result = policy_loss(
                 logprobs,
                 batch.behavior_logprobs,
                 batch.advantages,
                 _every(batch),
-                objective=settings.objective,
+                objective="bapo" if settings.has_brake else settings.objective,
                 settings=settings.clip if solves else None,
                 bounds=bounds,
                 reduction=settings.reduction,
                 denominator=denominator,
                 sequence_ids=batch.sequence_ids,
-                uses=self._uses(batch),
+                uses=batch.uses if settings.needs_uses else None,
                 process_group=self.ranks if solves and settings.solves_over_update else None,
-                **settings.options,
+                **({} if settings.objective in BRAKES else settings.options),
             )
             if settings.kl:
                 result = replace(result, loss=result.loss + self._penalty(batch, logprobs, denominator))
@@ -353,13 +391,13 @@ class Learner:
         options: dict[str, Any] = {"denominator": denominator, "sequence_ids": batch.sequence_ids}
         return self.settings.kl * reduce_tokens(values, _every(batch), self.settings.reduction, **options)
 
-    def _metrics(self, outputs: Sequence[Output], grad_norm: Tensor) -> Metrics:
+    def _metrics(self, outputs: Sequence[Output], settings: LearnerSettings, grad_norm: Tensor) -> Metrics:
         shared = {"grad_norm": grad_norm.double()}  # the same on all ranks
         if self.settings.ess_reference is not None:
             with deterministic(self.device):
                 shared["response_ess"] = response_ess(outputs, self.ranks)
         with_tokens = [output for output in of_all_ranks(outputs, self.ranks) if len(output.batch.targets)]
-        return update_metrics(with_tokens, self.settings, version=self.version, shared=shared)
+        return update_metrics(with_tokens, settings, self.settings, version=self.version, shared=shared)
 
     def _drift(
         self,

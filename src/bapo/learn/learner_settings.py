@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import torch
 
+from bapo.core.brake import braked
 from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
-from bapo.core.settings import ClipSettings, used_low_of
+from bapo.core.settings import BRAKES, ClipSettings, used_low_of
 
 Schedule = Literal["constant", "linear", "cosine"]
 MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
@@ -27,6 +28,9 @@ class LearnerSettings:
     clip: ClipSettings = field(default_factory=ClipSettings)
     scope: Literal["update", "microbatch"] = "update"
     """Which tokens share one pair of clip bounds."""
+    sensor: Literal["update", "previous"] = "update"
+    """Whose drift the brake goes by: that of the update's own tokens, or that of the update before, which is known
+    before the update begins."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the objective, such as low and high of grpo."""
     reduction: Reduction = "token_mean"
@@ -90,6 +94,8 @@ class LearnerSettings:
                 f"ess_reference={self.ess_reference} must be above 0 and at most 1: it is a share of the responses. "
                 "Set 1.0 as VCPO does, or None for a learning rate that ignores the effective sample size."
             )
+        if self.objective in BRAKES and self.options.keys() <= OBJECTIVES[self.objective].options.keys():
+            object.__setattr__(self, "clip", BRAKES[self.objective](**self.options))
 
     @property
     def solves_bounds(self) -> bool:
@@ -102,9 +108,26 @@ class LearnerSettings:
         return self.solves_bounds and self.scope == "update" and self.clip.depends_on_tokens
 
     @property
-    def used_low(self) -> float | None:
-        """The lower bound of tokens that were trained on before; None: that of all tokens."""
-        return self.clip.used_low if self.solves_bounds else used_low_of(self.objective, self.options)
+    def has_brake(self) -> bool:
+        """Whether a drift of tokens decides a bound."""
+        return self.solves_bounds and self.clip.brake is not None
+
+    @property
+    def needs_uses(self) -> bool:
+        """Whether the loss asks how often each token was trained on."""
+        if self.solves_bounds:
+            return self.clip.rule_of_used is not None
+        return used_low_of(self.objective, self.options) is not None
+
+    def at_drift(self, drift: float) -> LearnerSettings:
+        """The same with the brake where a drift puts it: a fixed clip, if there is no search beside it."""
+        if not self.has_brake or self.clip.searches:
+            return self
+        (low, _), (high, _) = self.clip.low, self.clip.high
+        bound = float(braked(low, torch.tensor(drift, dtype=torch.float64), cast(float, self.clip.brake)))
+        if self.clip.brake_on == "all":
+            return replace(self, objective="grpo", options={"low": bound, "high": high})
+        return replace(self, objective="grpo", options={"low": low, "high": high, "used_low": bound})
 
 
 def learning_rate(update: int, settings: LearnerSettings) -> float:
@@ -137,9 +160,9 @@ def wrong_values(settings: LearnerSettings) -> Iterator[str]:
             torch.tensor([1.0, -1.0]),
             torch.ones(2, dtype=torch.bool),
             objective=settings.objective,
-            settings=settings.clip if settings.solves_bounds else None,
+            settings=settings.clip if settings.objective == "bapo" else None,
             sequence_ids=torch.arange(2),
-            uses=None if settings.used_low is None else torch.zeros(2, dtype=torch.int64),
+            uses=torch.zeros(2, dtype=torch.int64) if settings.needs_uses else None,
             **settings.options,
         )
     except (ValueError, TypeError) as error:

@@ -11,6 +11,7 @@ Tensors have the names of parameters, so a checkpoint does not depend on their o
     weight.NAME                     the float32 weight (the master, where passes run in 16 bits)
     exp_avg.NAME, exp_avg_sq.NAME   AdamW's moments, and step.NAME, how many there were; absent before the first update
     buffer.NAME                     buffers that the model keeps
+    drift                           what the brake knows of the last update, if it goes by that one
     frozen.fingerprint              of the weights that are not trained, if there are any
 
 A learner that is alone reads these files as well, and a sharded learner reads the two files of one that was alone.
@@ -46,23 +47,28 @@ CHANGED = "the frozen weights below the trained ones have changed: model.path ho
 _LARGE_PRIME = 1_000_003
 
 
-def save_state(directory: Path, model: Any, optimizer: Optimizer) -> None:
-    """Write the two files of a learner that is alone, if everything is finite."""
-    weights, others = trained_weights(model), optimizer.tensors()
+def save_state(directory: Path, model: Any, optimizer: Optimizer, noted: dict[str, Tensor]) -> None:
+    """Write the two files of a learner that is alone, if everything is finite. `noted`: what else to keep, by name."""
+    weights, others = trained_weights(model), optimizer.tensors() | noted
     check_state(weights | others)
     save_file(weights, directory / MODEL_FILE)
     save_file(others, directory / OPTIMIZER_FILE)
 
 
-def load_state(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+def load_state(directory: Path, model: Any, optimizer: Optimizer, noted: dict[str, Tensor], ranks: Ranks) -> None:
     """Restore what a learner wrote, on any number of ranks. KeyError if it belongs to another model."""
     if any(directory.glob("shard-*.safetensors")):
-        load_sharded(directory, model, optimizer, ranks)
+        load_sharded(directory, model, optimizer, noted, ranks)
     elif ranks is not None:
-        _load_whole(directory, model, optimizer, ranks)
+        _load_whole(directory, model, optimizer, noted, ranks)
     else:
         restore_weights(model, load_file(directory / MODEL_FILE))
-        optimizer.load_tensors(load_file(directory / OPTIMIZER_FILE))
+        tensors = load_file(directory / OPTIMIZER_FILE)
+        for name, place in noted.items():
+            if name not in tensors:
+                raise KeyError(f"it does not say what {name} was")
+            place.copy_(tensors.pop(name))
+        optimizer.load_tensors(tensors)
 
 
 def trained_weights(model: Any) -> dict[str, Tensor]:
@@ -111,9 +117,9 @@ def _bits(tensor: Tensor) -> Tensor:
     return own.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()])
 
 
-def save_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+def save_sharded(directory: Path, model: Any, optimizer: Optimizer, noted: dict[str, Tensor], ranks: Ranks) -> None:
     """Write this rank's shards. All ranks must call this; an error on one of them is raised on all."""
-    state = _state(model, optimizer, ranks)
+    state = _state(model, optimizer, ranks) | noted
     check_state(state, ranks)
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     try:
@@ -138,13 +144,13 @@ def _sort_notes(shard: Path) -> None:
         file.write(text.ljust(length))
 
 
-def load_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+def load_sharded(directory: Path, model: Any, optimizer: Optimizer, noted: dict[str, Tensor], ranks: Ranks) -> None:
     """Restore what `save_sharded` wrote, on whatever number of ranks. KeyError if it belongs to another model."""
     reader = HuggingFaceStorageReader(str(directory))
     metadata = reader.read_metadata().state_dict_metadata
     found = {name: list(kept.size) for name, kept in metadata.items() if isinstance(kept, TensorStorageMetadata)}
     _start_moments(optimizer, any(name.startswith("exp_avg.") for name in found))
-    wanted = _state(model, optimizer, ranks)
+    wanted = _state(model, optimizer, ranks) | noted
     _check_fits({name: list(tensor.shape) for name, tensor in wanted.items()}, found)
     expected = wanted.get(FINGERPRINT, torch.zeros(0)).clone()
     with warnings.catch_warnings():
@@ -159,13 +165,15 @@ def load_sharded(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks
     optimizer.round()
 
 
-def _load_whole(directory: Path, model: Any, optimizer: Optimizer, ranks: Ranks) -> None:
+def _load_whole(directory: Path, model: Any, optimizer: Optimizer, noted: dict[str, Tensor], ranks: Ranks) -> None:
     """Restore the shards of this rank from the checkpoint of a learner that was alone."""
     with ExitStack() as files:
         weights, others = (
             files.enter_context(safe_open(directory / file, "pt")) for file in (MODEL_FILE, OPTIMIZER_FILE)
         )
-        saved = {(name.split(".", 1)[0], name.split(".", 1)[1]) for name in others.keys()}  # noqa: SIM118
+        for name, place in noted.items():
+            _fill(place, _tensor(others, name))
+        saved = {(name.split(".", 1)[0], name.split(".", 1)[1]) for name in others.keys() if "." in name}  # noqa: SIM118
         _start_moments(optimizer, any(key == "exp_avg" for _, key in saved))
         wanted = _state(model, optimizer, ranks)
         index_of = {name: str(index) for index, name in enumerate(_names(model, optimizer))}

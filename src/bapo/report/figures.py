@@ -285,4 +285,4 @@ def _said(low: float, high: float, used_low: float | None) -> str:
 def _searches(arm: Arm) -> bool:
     """Whether BAPO searches for the bounds of this arm; otherwise they are given."""
     objective = Config.model_validate(arm.config).objective
-    return objective.name == "bapo" and objective.clip.depends_on_tokens
+    return objective.name == "bapo" and objective.clip.searches

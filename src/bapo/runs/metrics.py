@@ -45,6 +45,8 @@ UPDATE = {
     "stop": "Why the search for bounds ended: 0 start, 1 raising high, 2 raising low, 3 end of path, 4 no signal.",
     "clip_low": "Lower bound on the ratio.",
     "clip_high": "Upper bound on the ratio.",
+    "drift": "The brake: how far used negative tokens have fallen since they were sampled, mean of -log r, in nats.",
+    "used_low": "The brake: lower bound on the ratio of tokens that were trained on before.",
     "positive_tokens": "Share of tokens with positive advantage.",
     "negative_tokens": "Share of tokens with negative advantage.",
     "clip_fraction": "Share of the tokens with non-zero advantage whose gradient the clip blocked.",

@@ -255,7 +255,7 @@ def _clip(config: Config) -> str:
         clip = objective.clip
         low, high = (" to ".join(f"{bound:g}" for bound in dict.fromkeys(pair)) for pair in (clip.low, clip.high))
         told = f"bapo, lower bound {low}, upper bound {high}"
-        told += ", chosen anew in every update" if clip.depends_on_tokens else ""
+        told += ", chosen anew in every update" if clip.searches else ""
         told += f"; preset {objective.preset}" if objective.preset else ""
     if objective.bound_of_used is not None:
         told += "; used_low is the lower bound of tokens that were trained on before (push once)"

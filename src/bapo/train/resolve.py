@@ -72,6 +72,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         objective=objective.name,
         clip=objective.clip,
         scope=objective.scope,
+        sensor=objective.sensor,
         options=dict(objective.options),
         reduction=learn.reduction,
         length=config.rollout.max_tokens,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bapo.core.checks import MAX_LOG_RATIO
 from bapo.core.kernels import blocks_of
 
 MAX_PROGRAMS = 264
@@ -50,8 +51,9 @@ def signal_partials(
     behavior_logprobs: Tensor | None = None,  # like ratio
     uses: Tensor | None = None,  # like ratio, integers
     used_low: Tensor | None = None,  # 0-d float64: the bound of negative tokens with uses
+    brake: bool = False,  # also sum -log r of negative tokens with uses, or of all without `uses`, and count them
     log_ratio_limit: float | None = None,
-) -> Tensor:  # [highs + lows + 1, programs] float64: the sum of its columns is the signal table
+) -> Tensor:  # [highs + lows + 1, and 2 for the brake, programs] float64: the sum of its columns is the signal table
     """The signal table of `bapo.core.bounds.signal_table`, in as many parts as programs filled it.
 
     Inputs may have any floating dtype, and hold anything where the mask is off. With `log_ratio_limit`, ratios are
@@ -60,7 +62,7 @@ def signal_partials(
     tokens, lows, highs = ratio.numel(), low.numel(), high.numel()
     programs = max(1, min(MAX_PROGRAMS, blocks_of(tokens, BLOCK_TOKENS)))
     high_blocks = blocks_of(highs, BLOCK_CANDIDATES)
-    partials = torch.empty((highs + lows + 1, programs), dtype=torch.float64, device=ratio.device)
+    partials = torch.empty((highs + lows + 1 + 2 * brake, programs), dtype=torch.float64, device=ratio.device)
     ratio, mask = ratio.contiguous(), mask.contiguous()
     given = (
         ratio,
@@ -71,7 +73,7 @@ def signal_partials(
         low if used_low is None else used_low,
         *(low, high, thresholds, partials),
     )
-    constants = surrogate, weighted, used_low is not None, log_ratio_limit
+    constants = surrogate, weighted, used_low is not None, brake, uses is not None, MAX_LOG_RATIO, log_ratio_limit
     kinds = kinds_of(*given)
     _fill_partials(
         None if kinds is None else (kinds, constants, tokens < INT32),
@@ -93,19 +95,23 @@ def choose_bounds(
     target_share: float,
     high_first: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # 0-d
-    """Low, high, share, share at start and at end, stop reason: what `bapo.core.bounds.first_to_reach` finds."""
+    brake: float | None = None,  # its delta
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:  # 0-d
+    """Low, high, share, share at start and at end, stop reason: what `bapo.core.bounds.first_to_reach` finds.
+
+    Then, with a brake, the lower bound that it raises low to, and the drift.
+    """
     lows, highs = low.numel(), high.numel()
-    programs = partials.numel() // (lows + highs + 1)
-    values = torch.empty(5, dtype=dtype, device=partials.device)
+    programs = partials.numel() // len(partials)
+    values = torch.empty(7, dtype=dtype, device=partials.device)
     stop = torch.empty((), dtype=torch.int64, device=partials.device)
     given = partials.contiguous(), low, high, values, stop
-    constants = high_first, PATH_BLOCK, 16 if programs <= 16 else 64
+    constants = high_first, brake is not None, PATH_BLOCK, 16 if programs <= 16 else 64
     kinds = kinds_of(*given)
     key = None if kinds is None else (kinds, constants)
-    _choose(key, (1, 1, 1), *given, programs, lows, highs, target_share, *constants)
-    low_bound, high_bound, share, share_at_start, share_at_end = values.unbind()
-    return low_bound, high_bound, share, share_at_start, share_at_end, stop
+    _choose(key, (1, 1, 1), *given, programs, lows, highs, target_share, 1.0 if brake is None else brake, *constants)
+    *found, braked, drift = values.unbind()
+    return (*found, stop), None if brake is None else (braked, drift)
 
 
 @triton.jit
@@ -139,6 +145,9 @@ def _signal_kernel(
     SURROGATE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     USED: tl.constexpr,
+    BRAKE: tl.constexpr,
+    COUNTED: tl.constexpr,
+    LARGEST: tl.constexpr,
     LOG_RATIO_LIMIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -165,6 +174,9 @@ def _signal_kernel(
     sums = tl.zeros((BLOCK_C, BLOCK_T), dtype=tl.float64)
     everything = tl.zeros((BLOCK_T,), dtype=tl.float64)
     signed_tokens = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    if BRAKE:
+        fallen = tl.zeros((BLOCK_T,), dtype=tl.float64)
+        looked_at = tl.zeros((BLOCK_T,), dtype=tl.int32)
     for start in range(program * BLOCK_T, tokens, programs * BLOCK_T):
         token = start + tl.arange(0, BLOCK_T)
         inside = token < tokens
@@ -186,6 +198,17 @@ def _signal_kernel(
             signal = signal * tl.exp(tl.where(chosen, log_weight, 0.0))
         signal = tl.where(chosen, signal, 0.0) * side
         counted = ratio.to(tl.float64)
+        if BRAKE:
+            falls = signal * side < 0
+            if COUNTED:
+                falls = falls & (tl.load(uses_ptr + token, mask=inside, other=0) != 0)
+            if LOG_RATIO_LIMIT is not None:
+                log_ratio = difference.to(tl.float64)
+            else:
+                log_ratio = tl.log(tl.where(falls, counted, 1.0))
+            falls = falls & ~(tl.abs(log_ratio) >= LARGEST)
+            fallen -= tl.where(falls, log_ratio, 0.0)
+            looked_at += falls.to(tl.int32)
         if USED:  # a used negative token has its own bound, so it stands where no candidate clips it
             used = tl.load(uses_ptr + token, mask=inside, other=0) != 0
             own_bound = used & (signal * side < 0)
@@ -211,6 +234,10 @@ def _signal_kernel(
     tl.store(partials_ptr + row * programs + program, tl.sum(sums, axis=1) + poison, mask=exists)
     count = tl.sum(signed_tokens, axis=0).to(tl.float64) + poison
     tl.store(partials_ptr + (highs + lows) * programs + program, count, mask=block == 0)
+    if BRAKE:
+        at = partials_ptr + (highs + lows + 1) * programs + program
+        tl.store(at, tl.sum(fallen, axis=0) + poison, mask=block == 0)
+        tl.store(at + programs, tl.sum(looked_at, axis=0).to(tl.float64) + poison, mask=block == 0)
 
 
 @triton.jit
@@ -244,7 +271,9 @@ def _choose_kernel(
     lows,
     highs,
     target_share: tl.float64,
+    delta: tl.float64,
     HIGH_FIRST: tl.constexpr,
+    BRAKE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -254,12 +283,15 @@ def _choose_kernel(
     are the highs over one N and the lows over one P, and where they meet both name the same candidate.
     """
     block = tl.arange(0, BLOCK_C)
-    # The ends of both ranges and the count, as rows 0 to 4 of one tile.
+    # The ends of both ranges, the count and the brake's sums, as rows 0 to 6 of one tile.
     row = tl.where(block == 1, highs - 1, 0)
     row = tl.where(block == 2, highs, row)
     row = tl.where(block == 3, highs + lows - 1, row)
     row = tl.where(block == 4, highs + lows, row)
-    ends = _row_sums(partials_ptr, row, block < 5, programs, BLOCK_C, BLOCK_P)
+    if BRAKE:
+        row = tl.where(block == 5, highs + lows + 1, row)
+        row = tl.where(block == 6, highs + lows + 2, row)
+    ends = _row_sums(partials_ptr, row, block < 7, programs, BLOCK_C, BLOCK_P)
     first_positive = tl.sum(tl.where(block == 0, ends, 0.0), axis=0)
     last_positive = tl.sum(tl.where(block == 1, ends, 0.0), axis=0)
     first_negative = tl.sum(tl.where(block == 2, ends, 0.0), axis=0)
@@ -319,12 +351,23 @@ def _choose_kernel(
     stop = tl.where(signed_tokens == 0, 4, stop)
 
     poison = tl.where(tl.abs(everything) < float("inf"), 0.0, float("nan"))
-    tl.store(values_ptr, tl.load(low_ptr + low_index) + poison)
+    low = tl.load(low_ptr + low_index)
+    tl.store(values_ptr, low + poison)
     tl.store(values_ptr + 1, tl.load(high_ptr + high_index) + poison)
     tl.store(values_ptr + 2, share + poison)
     tl.store(values_ptr + 3, share_at_start + poison)
     tl.store(values_ptr + 4, share_at_end + poison)
     tl.store(stop_ptr, stop.to(tl.int64))
+    if BRAKE:
+        fallen = tl.sum(tl.where(block == 5, ends, 0.0), axis=0)
+        count = tl.sum(tl.where(block == 6, ends, 0.0), axis=0)
+        drift = fallen / tl.where(count < 1, 1.0, count)
+        strength = drift / delta
+        strength = tl.where(strength < 0, 0.0, tl.where(strength > 1, 1.0, strength))
+        poison += tl.where(tl.abs(drift) < float("inf"), 0.0, float("nan"))
+        braked = tl.where(strength == 1, 1.0, low + (1.0 - low) * strength)
+        tl.store(values_ptr + 5, braked + poison)
+        tl.store(values_ptr + 6, drift + poison)
 
 
 class Launcher:

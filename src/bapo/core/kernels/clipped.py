@@ -57,7 +57,7 @@ def clipped_loss(
     log_ratio_limit: float,
     cap: float | None = None,  # on ratios of negative tokens: the dual clip
     uses: Tensor | None = None,  # same shape, integers
-    used_low: float | None = None,  # in place of low, for tokens with uses
+    used_low: Tensor | float | None = None,  # in place of low, for tokens with uses
     weights: Tensor | None = None,  # same shape: w_t, else 1
     denominator: Tensor | float | None = None,  # else the number of tokens under the mask
 ) -> ClippedLoss:
@@ -82,14 +82,14 @@ def clipped_loss(
         low,
         high,
         0.0 if cap is None else float(cap),
-        0.0 if used_low is None else float(used_low),
+        _on(device, used_low) if isinstance(used_low, Tensor) else 0.0 if used_low is None else float(used_low),
         derivative,
         retained,
         partials,
         tokens,
         solved,
         cap is not None,
-        used_low is not None,
+        "never" if used_low is None else "pointer" if isinstance(used_low, Tensor) else "number",
         weights is not None,
         log_ratio_limit,
         BLOCK_TOKENS,
@@ -174,7 +174,10 @@ def _clipped_kernel(
     advantage = tl.where(chosen, advantage, 0.0)
     ratio = limited_ratio(difference, LOG_RATIO_LIMIT)
 
-    if USED:
+    if USED != "never":
+        if USED == "pointer":
+            used_low = tl.load(used_low).to(tl.float32)
+            high += used_low - used_low  # one that is NaN makes all losses NaN, as another bound does
         used = tl.load(uses_ptr + token, mask=inside, other=0) != 0
         lower = tl.where(used, used_low, low)
     else:

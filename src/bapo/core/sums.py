@@ -1,13 +1,16 @@
-"""The signal table by histogram: for CPUs, where a scatter is cheap and a pass per candidate is not.
+"""The sums of the signal table in torch operations. `bounds.py` says what they mean.
+
+On a CPU they are taken by histogram, because a scatter is cheap there and a pass per candidate is not. Elsewhere every
+token is compared with every candidate (`compared_sums`), and on CUDA a kernel does that.
 
 The signed ratio u = r * sign(A) puts both signs on one line, negative tokens left of 0, positive ones right of it. With
 thresholds -low and high on that line, a token is clipped by a candidate exactly if threshold <= u (on its own side of
-0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know. `bounds.py` says what the sums
-mean.
+0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,8 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bapo.core.checks import holds, zero_or_nan
+
 CPU_CHUNK = 2**18
 """Tokens per pass, so that the temporaries stay near the cache."""
+DEVICE_CHUNK = 2**18
+"""Tokens per pass where there is neither a CPU nor a kernel: limits the temporaries, candidates x tokens."""
 LANES = 4
 """Sums kept side by side for each cell of the histogram."""
 
@@ -90,3 +97,57 @@ def _sum_by_bin(cells: Tensor) -> Tensor:
 @lru_cache(maxsize=2)
 def _lanes(dtype: torch.dtype) -> Tensor:
     return (LANES + torch.arange(CPU_CHUNK, device="cpu") % LANES).to(dtype)
+
+
+def at_their_own_bound(chunk: Chunk, used_negative: Tensor, used_low: float, surrogate: bool, last_low: float) -> Chunk:
+    """The chunk with used negative tokens counted at their own bound, whichever candidate looks at them.
+
+    So they stand where no candidate clips them, and weigh what their own bound leaves of them.
+    """
+    clipped = used_negative & holds(torch.le, chunk.ratio, rounded_down(used_low, chunk.ratio.dtype))
+    kept = (~clipped).view(torch.int8)  # products with 0 and 1: on CPU several times faster than a select
+    if surrogate:  # in float64, where the bound is what it says
+        counted = (chunk.counted * kept).double().add_(clipped.view(torch.int8), alpha=used_low)
+    else:
+        counted = chunk.counted * kept
+        if used_low >= last_low:  # what is kept lies beyond every low, and the rest weighs nothing
+            return Chunk(chunk.ratio, counted, chunk.signal)
+    beyond_every_low = torch.add(chunk.ratio, used_negative.view(torch.int8), alpha=2)
+    return Chunk(beyond_every_low, counted, chunk.signal)
+
+
+@lru_cache(maxsize=64)
+def rounded_down(bound: float, dtype: torch.dtype) -> float:
+    """The largest number of this dtype that is not above the bound. A ratio of this dtype exceeds both or neither."""
+    rounded = torch.tensor(bound, dtype=dtype, device="cpu")
+    below = torch.nextafter(rounded, torch.full_like(rounded, -math.inf))
+    return float(below if float(rounded) > bound else rounded)
+
+
+def compared_sums(
+    chunks: Iterable[Chunk],  # DEVICE_CHUNK tokens each, or fewer; the rest as in `binned_sums`
+    low: Tensor,
+    high: Tensor,
+    thresholds: Tensor,
+    *,
+    surrogate: bool,
+) -> Tensor:
+    """The same by comparing every token with every candidate: for accelerators, where atomics on few bins queue."""
+    lows = low.numel()
+    high_thresholds, low_thresholds = thresholds[lows + 1 :, None], -thresholds[:lows].flip(0)[:, None]
+    table = torch.zeros(lows + 1 + high.numel(), dtype=torch.float64, device=low.device)
+    for ratio, counted, signal in chunks:
+        weighted = counted.double() * signal.double()
+
+        def contribution(kept: Tensor, side: Tensor, bounds: Tensor) -> Tensor:
+            total = torch.where(kept, weighted * side, 0.0).sum(1)  # noqa: B023
+            if surrogate:
+                total = total + bounds * torch.where(kept, 0.0, signal * side).sum(1, dtype=torch.float64)  # noqa: B023
+            return total
+
+        positive = contribution(ratio < high_thresholds, signal > 0, high)
+        negative = -contribution(ratio > low_thresholds, signal < 0, low)
+        signed_tokens = (signal != 0).sum(dtype=torch.float64).reshape(1)
+        # NaN fails every comparison, and an infinite ratio is clipped: neither may vanish.
+        table += torch.cat([positive, negative, signed_tokens]) + zero_or_nan(weighted.sum())
+    return table

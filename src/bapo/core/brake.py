@@ -1,0 +1,70 @@
+"""The brake: used negative tokens are pushed down less, the further they have fallen (ours; docs/algorithm.md).
+
+Every pass over the same responses pushes their negative tokens down again, also those that earlier passes have pushed
+far enough. A fixed clip notices a token only at its own bound. The brake looks at all of them together. Let the drift d
+be how far the negative tokens of an update that were trained on before have fallen since they were sampled, on average:
+
+    d        = mean of -log r_t   over tokens with A_t < 0 and uses > 0        (0 if there are none)
+    used_low = low + (1 - low) clip(d / delta, 0, 1)                           the lower bound of all used tokens
+
+While they have not fallen, used_low is low, as in GRPO. Once they have fallen by delta on average, it is 1, as in push
+once: such a token is pushed down again only while it is more likely than when it was sampled. Tokens that were never
+trained on keep low.
+
+d is a mean, so two sums decide it, which add up over micro-batches and ranks like the signal table, and travel in it.
+Tokens past the ratio limit do not count. With `brake_on="all"` every negative token counts, used or not, and low itself
+rises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bapo.core.bounds import ClipBounds
+    from bapo.core.settings import ClipSettings
+
+DRIFT_SUMS = 2
+"""Entries of a signal table for the brake: the sum of -log r over the tokens it looks at, and their number."""
+
+
+@torch.no_grad()
+def drift_sums(
+    log_ratio: Tensor,  # any shape: log r, 0 where it means nothing
+    looked_at: Tensor,  # same shape, bool: negative tokens that count
+) -> Tensor:  # [2] float64
+    """The sum of -log r, and the number of tokens it is over."""
+    if looked_at.device.type == "cpu":  # where a product is several times faster than a select
+        fallen = (log_ratio * looked_at.view(torch.int8)).sum(dtype=torch.float64)
+    else:
+        fallen = torch.where(looked_at, log_ratio, 0.0).sum(dtype=torch.float64)
+    return torch.stack([0.0 - fallen, looked_at.sum(dtype=torch.float64)])
+
+
+def drift_of(sums: Tensor) -> Tensor:  # 0-d
+    """d from its two sums."""
+    return sums[0] / sums[1].clamp(min=1)
+
+
+def braked(low: Tensor | float, drift: Tensor, delta: float) -> Tensor:  # 0-d
+    """The lower bound at this drift: low where nothing has fallen, exactly 1 from delta on."""
+    strength = (drift / delta).clamp(0, 1)
+    return torch.where(strength == 1, 1.0, low + (1 - low) * strength)
+
+
+def with_brake(
+    bounds: ClipBounds,
+    settings: ClipSettings,
+    drift: Tensor,  # 0-d float64
+    low: Tensor | float,  # the lower bound of `bounds` before it was rounded
+) -> ClipBounds:
+    """The bounds with the brake on at this drift."""
+    assert settings.brake is not None
+    bound = braked(low, drift, settings.brake).to(bounds.low.dtype)
+    if settings.brake_on == "all":
+        return replace(bounds, low=bound, drift=drift.to(bounds.low.dtype))
+    return replace(bounds, used_low=bound, drift=drift.to(bounds.low.dtype))
