@@ -30,7 +30,7 @@ from bapo.screen.terminal import write_exact
 
 (POSITIONAL,) = Positional[int].__metadata__  # type: ignore[attr-defined]
 """tyro's mark of an argument that is given by its place."""
-CHOICES = {"--objective.name": ("auto", *OBJECTIVE_NAMES), "--learn.advantages": ADVANTAGE_NAMES}
+CHOICES = {"--objective.name": OBJECTIVE_NAMES, "--learn.advantages": ADVANTAGE_NAMES}
 """The choices of keys that any text could be given to."""
 
 
@@ -241,7 +241,7 @@ def _recipe(config: type[Config] | type[SftConfig]) -> dict[str, Any]:
     schema["definitions"] = schema.pop("$defs")
     sections = schema["definitions"]
     if config is Config:
-        sections["ObjectiveConfig"]["properties"]["name"]["enum"] = ["auto", *OBJECTIVE_NAMES]
+        sections["ObjectiveConfig"]["properties"]["name"]["enum"] = [*OBJECTIVE_NAMES]
         sections["LearnConfig"]["properties"]["advantages"]["enum"] = list(ADVANTAGE_NAMES)
     return schema
 

@@ -131,10 +131,8 @@ class RolloutConfig(Section):
     responses that came last wait. None: every slot has room for the longest response."""
 
 
-PUSH_ONCE_FROM = 8
-"""Passes from which push once is ahead of GRPO's bounds in our own study; see docs/results.md."""
 NO_LONGER_PRESETS = {
-    "auto": 'Write objective.name = "auto", which is the default, or leave both out.',
+    "auto": "Leave it out: the default is the objective brake.",
     "none": 'Leave it out: objective.name = "bapo" without a preset has the paper\'s numbers and the gradient measure.',
     **{name: f'Write objective.name = "{objective}" instead.' for name, objective in NOT_PRESETS.items()},
 }
@@ -145,9 +143,9 @@ class ObjectiveConfig(Section):
     """The loss. The keys from preset to scope belong to bapo; one that is set overrides the preset."""
 
     name: str = Field(
-        "auto",
-        description=f"auto: push_once if offpolicy.reuse is {PUSH_ONCE_FROM} or more, else grpo; bapo if one of its "
-        f"keys is given. Or one of: {', '.join(OBJECTIVE_NAMES)}.",
+        "brake",
+        description=f"One of: {', '.join(OBJECTIVE_NAMES)}. If it is not given, it is brake, or bapo if one of its "
+        "keys is given. brake equals grpo where no token is trained on twice.",
     )
     options: dict[str, float] = Field(default_factory=dict)
     """Options of an objective that is named, such as low and high of grpo."""
@@ -172,9 +170,9 @@ class ObjectiveConfig(Section):
     brake: float | None = None
     """Delta of the brake beside the search: the lower bound of used tokens rises from the one found to 1, as far
     as used negative tokens have fallen. The objective brake has it without a search."""
-    sensor: Literal["update", "previous"] = "update"
-    """brake: how far used negative tokens have fallen is measured in the update itself, or was measured in the previous
-    one. The first needs one more forward pass if an update has several micro-batches."""
+    sensor: Literal["update", "previous"] = "previous"
+    """brake: where it is measured how far used negative tokens have fallen. previous: in the update before, which costs
+    nothing. update: in the update itself, which needs one more forward pass if it has several micro-batches."""
     remainder: Remainder | None = None
     """What happens if no bounds reach the target share. leave: nothing. weigh: negative tokens are weighted down until
     it is reached."""
@@ -203,12 +201,6 @@ class ObjectiveConfig(Section):
                 f"{NO_LONGER_PRESETS[value]}"
             )
         return value
-
-    def for_passes(self, passes: int) -> Self:
-        """The same, with an objective that is decided."""
-        if self.name != "auto":
-            return self
-        return self.model_copy(update={"name": "push_once" if passes >= PUSH_ONCE_FROM else "grpo"})
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -241,17 +233,12 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        require_choice("objective.name", self.name, ("auto", *OBJECTIVE_NAMES))
-        if self.name == "auto" and self.options:
-            raise ValueError(
-                f"objective.options.{next(iter(self.options))} belongs to an objective that is named. Set "
-                "objective.name, for example to 'grpo'."
-            )
+        require_choice("objective.name", self.name, OBJECTIVE_NAMES)
         if self.name in BRAKES and self.options.keys() <= OBJECTIVE_OPTIONS[self.name].keys():
             BRAKES[self.name](**self.options)  # raises for values that cannot work
         if self.name != "bapo":
             self._refuse_what_only_bapo_has()
-        if self.sensor != "update" and not self.has_brake:
+        if self.sensor != "previous" and not self.has_brake:
             raise ValueError(
                 f"objective.sensor={self.sensor!r} belongs to the brake, which objective.name={self.name!r} does not "
                 "have. Leave it out, or set objective.name='brake'."

@@ -24,8 +24,8 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, float | None]] = {
     "clip_higher": {"low": 0.8, "high": 1.28, "used_low": None},
     "dual_clip": {"low": 0.8, "high": 1.2, "cap": 3.0, "used_low": None},
     "push_once": {"low": 0.8, "high": 1.2, "used_low": 1.0},
-    "brake": {"low": 0.8, "high": 1.2, "delta": 0.02},
-    "brake_all": {"low": 0.8, "high": 1.2, "delta": 0.02},
+    "brake": {"low": 0.8, "high": 1.2, "delta": 0.03},
+    "brake_all": {"low": 0.8, "high": 1.2, "delta": 0.03},
     "bapo": {"dual_clip": None},
     "dcpo": {"eps_low": 0.16, "eps_high": 0.2, "max_ratio": 10.0},
     "cispo": {"low": 0.0, "high": 5.0},
@@ -190,12 +190,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def brake_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.02) -> ClipSettings:
+def brake_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.03) -> ClipSettings:
     """One pair of bounds, and the brake on used tokens."""
     return ClipSettings(low=(low, low), high=(high, high), brake=delta)
 
 
-def brake_all_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.02) -> ClipSettings:
+def brake_all_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.03) -> ClipSettings:
     """One pair of bounds, and the brake on all tokens."""
     return ClipSettings(low=(low, low), high=(high, high), brake=delta, brake_on="all")
 
@@ -303,13 +303,13 @@ def _checked_brake(delta: Any, used_low: float | None) -> float:
     if used_low is not None:
         raise ValueError(
             f"brake={delta} and used_low={used_low} both set the lower bound of tokens that were trained on before. "
-            "Leave one of them out: used_low=1.0 is push once, brake=0.02 goes there as far as used tokens have fallen."
+            "Leave one of them out: used_low=1.0 is push once, brake=0.03 goes there as far as used tokens have fallen."
         )
     number = isinstance(delta, int | float) and not isinstance(delta, bool)
     if not number or not 1e-6 <= delta < math.inf:
         raise ValueError(
             f"brake={delta!r} must be a finite number of at least 1e-6: the mean fall of used negative tokens, in "
-            "nats, from which on they are pushed down only where they have risen. 0.02 is the default of the objective "
+            "nats, from which on they are pushed down only where they have risen. 0.03 is the default of the objective "
             "brake. To go there however little they have fallen, use push_once."
         )
     return float(delta)

@@ -28,7 +28,7 @@ class LearnerSettings:
     clip: ClipSettings = field(default_factory=ClipSettings)
     scope: Literal["update", "microbatch"] = "update"
     """Which tokens share one pair of clip bounds."""
-    sensor: Literal["update", "previous"] = "update"
+    sensor: Literal["update", "previous"] = "previous"
     """Whose drift the brake goes by: that of the update's own tokens, or that of the update before, which is known
     before the update begins."""
     options: dict[str, Any] = field(default_factory=dict)

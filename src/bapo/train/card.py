@@ -135,7 +135,7 @@ def _objective(config: Config) -> str:
     low, high = (f"[{start:g}, {end:g}]" for start, end in (clip.low, clip.high))
     return (
         f"bapo ({preset}): target share {clip.target_share:g}, lower bound in {low}, upper bound in "
-        f"{high}, {clip.measure} measure{used}"
+        f"{high}, {clip.measure} measure{used}{'' if clip.brake is None else f', brake {clip.brake:g}'}"
     )
 
 

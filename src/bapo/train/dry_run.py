@@ -257,6 +257,9 @@ def _clip(config: Config) -> str:
         told = f"bapo, lower bound {low}, upper bound {high}"
         told += ", chosen anew in every update" if clip.searches else ""
         told += f"; preset {objective.preset}" if objective.preset else ""
+    if objective.has_brake:
+        where = "the update before" if objective.sensor == "previous" else "the same update"
+        told += f"; the lower bound of used tokens rises to 1 as far as negative ones have fallen in {where}"
     if objective.bound_of_used is not None:
         told += "; used_low is the lower bound of tokens that were trained on before (push once)"
     return told

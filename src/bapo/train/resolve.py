@@ -17,14 +17,12 @@ Kind = TypeVar("Kind", Config, SftConfig)
 
 
 def resolve(config: Kind) -> Kind:
-    """Decide everything in the configuration that depends on this machine, and which preset `auto` is."""
+    """Decide everything in the configuration that depends on this machine."""
     elsewhere = isinstance(config, Config) and config.cluster.address is not None
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
     refuse_on_cpu(device, config.learn, asked=config.device)
     decided: dict[str, Any] = {"device": device, "threads": threads}
     decided["model"] = config.model.model_copy(update={"dtype": dtype})
-    if isinstance(config, Config):
-        decided["objective"] = config.objective.for_passes(config.offpolicy.reuse)
     return config.model_copy(update=decided)
 
 
