@@ -32,6 +32,8 @@ CASES = {
     "searched": (SETTINGS, tiny),
     "used tokens": (replace(SETTINGS, clip=replace(CLIP, used_low=1.0)), tiny),
     "push once": (replace(SETTINGS, objective="push_once", reduction="token_mean"), tiny),
+    "brake": (replace(SETTINGS, objective="brake", sensor="update", options={"delta": 0.5}), tiny),
+    "brake, previous": (replace(SETTINGS, objective="brake", options={"delta": 0.5}), tiny),
     "weighed": (replace(SETTINGS, clip=replace(CLIP, target_share=0.9, remainder="weigh")), tiny),
     "one micro-batch": (replace(SETTINGS, micro_tokens=4096), tiny),
     "checkpointed": (replace(SETTINGS, activation_checkpointing=True), tiny),

@@ -19,7 +19,7 @@ RUN = [
     *("--device", "cpu", "--steps", "8", "--threads", "1", "--checkpoint-every", "2"),
     *("--rollout.prompts", "4", "--rollout.responses", "4", "--learn.batch-groups", "4"),
     *("--offpolicy.reuse", "2", "--offpolicy.replay-fraction", "0.3", "--offpolicy.partial-budget", "500"),
-    *("--objective.name", "push_once"),  # a resumed run must know how often each group was used
+    *("--objective.name", "brake"),  # a resumed run must know how often each group was used, and the last drift
     *("--eval.problems", "4", "--eval.k", "2", "--eval.every", "3"),
 ]
 

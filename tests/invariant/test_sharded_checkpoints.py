@@ -10,7 +10,7 @@ from tests.processes import in_ranks
 from tests.rounding import carried
 from tests.sharded import alone, gradients, groups, joined, leave, sharded, weights
 
-CASES = ("bfloat16", "low rank")
+CASES = ("bfloat16", "low rank", "brake, previous")
 BATCHES = groups(5), groups(6), groups(7)
 
 

@@ -190,6 +190,7 @@ def same_update(ours, theirs, limits):
         ("bapo", ClipSettings(target_share=0.55, used_low=1.0)),
         ("bapo", ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2), used_low=1.0)),
         ("push_once", ClipSettings()),
+        ("brake", ClipSettings()),
         ("grpo", ClipSettings()),
         ("gspo", ClipSettings()),
     ],

@@ -291,7 +291,10 @@ def test_a_token_past_the_ratio_limit_has_no_gradient_and_no_say():
         ({"objective": "dppo", "delta": 0.0}, "delta=0.0 must be positive"),
         ({"settings": "paper"}, "settings='paper' is not a ClipSettings"),
         ({"bounds": (0.8, 1.2)}, "is not a ClipBounds.*solve_bounds"),
-        ({"objective": "grpo", "process_group": "world"}, "process_group= is used by objective='bapo' only"),
+        (
+            {"objective": "grpo", "process_group": "world"},
+            "process_group= is used by objective='brake' and objective='brake_all' and objective='bapo' only",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):

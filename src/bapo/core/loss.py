@@ -285,12 +285,18 @@ def _chosen(
             raise ValueError(f"{name}={value!r} is not a {kind.__name__}. Build one, e.g. with {builder}.")
     searched = {"settings": settings, "bounds": bounds, "process_group": process_group}
     given = [name for name, value in searched.items() if value is not None]
-    if given and not chosen.solves_bounds:
-        users = " and ".join(f"objective={name!r}" for name, other in OBJECTIVES.items() if other.solves_bounds)
-        raise ValueError(
-            f"{given[0]}= is used by {users} only, not by {objective!r}. Leave it out, or use the options of "
-            f"{objective!r}: {taken}."
-        )
+    for name in given:
+        takes = {
+            key: each.solves_bounds and (name != "settings" or not each.settings) for key, each in OBJECTIVES.items()
+        }
+        if not takes[objective]:
+            users = " and ".join(f"objective={key!r}" for key, does in takes.items() if does)
+            raise ValueError(
+                f"{name}= is used by {users} only, not by {objective!r}. Leave it out, or use the options of "
+                f"{objective!r}: {taken}."
+            )
+    if bounds is not None and chosen.settings and options:
+        raise ValueError(f"bounds= are already solved, so {next(iter(options))}= would be ignored. Leave it out.")
     if bounds is not None and len(given) > 1:
         other = next(name for name in given if name != "bounds")
         raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
