@@ -10,6 +10,7 @@
     bapo/grpo      the time of the second over that of the first
     used           the same two losses with a lower bound of 1 for tokens that were trained on before (half of them),
                    over the losses without it
+    brake          the brake alone over grpo, and bapo with the brake over bapo without
 
 Every ratio compares times of the same round of one run.
 
@@ -28,14 +29,14 @@ from bapo.core.bounds import first_to_reach, grids_of
 from bapo.core.entropy_rule import positive_share
 from bapo.core.sums import DEVICE_CHUNK, Chunk, compared_sums
 
-PUSH_ONCE = ClipSettings(used_low=1.0)
+PUSH_ONCE, BRAKE = ClipSettings(used_low=1.0), ClipSettings(brake=0.03)
 
 
 def header(device: str) -> list[str]:
     """The header of the columns that `measure` fills."""
     kernels = ["torch only"] if device == "cuda" else []
     ours = ["ours, gradient", "ours, surrogate", *kernels]
-    losses = ["policy_loss grpo", "policy_loss bapo", "bapo/grpo", "grpo, used", "bapo, used"]
+    losses = ["policy_loss grpo", "policy_loss bapo", "bapo/grpo", "grpo, used", "bapo, used", "brake", "bapo, brake"]
     return ["tokens", "fixed clip", *ours, "step search", *losses]
 
 
@@ -79,12 +80,9 @@ def loss(logprobs: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, b
 
 
 def our_loss(
-    logprobs: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, objective: str, uses: Tensor | None = None
+    logprobs: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, objective: str, **options: object
 ) -> None:
     logprobs.grad = None
-    options = {}
-    if uses is not None:
-        options = {"uses": uses} | ({"settings": PUSH_ONCE} if objective == "bapo" else {"used_low": 1.0})
     policy_loss(logprobs, behavior, advantages, mask, objective=objective, **options).loss.backward()
 
 
@@ -118,8 +116,10 @@ def measure(tokens: int, device: str, rounds: int) -> list[str]:
             "search": lambda: loss(*tensors, search),
             "policy_loss grpo": lambda: our_loss(*tensors, "grpo"),
             "policy_loss bapo": lambda: our_loss(*tensors, "bapo"),
-            "grpo, used": lambda: our_loss(*tensors, "grpo", uses),
-            "bapo, used": lambda: our_loss(*tensors, "bapo", uses),
+            "grpo, used": lambda: our_loss(*tensors, "grpo", uses=uses, used_low=1.0),
+            "bapo, used": lambda: our_loss(*tensors, "bapo", uses=uses, settings=PUSH_ONCE),
+            "brake": lambda: our_loss(*tensors, "brake", uses=uses),
+            "bapo, brake": lambda: our_loss(*tensors, "bapo", uses=uses, settings=BRAKE),
             **(cuda_only if device == "cuda" else {}),
         },
         device=device,
@@ -136,6 +136,8 @@ def measure(tokens: int, device: str, rounds: int) -> list[str]:
         f"{ratio(times, 'policy_loss bapo', 'policy_loss grpo'):.2f}x",
         f"{ratio(times, 'grpo, used', 'policy_loss grpo'):.2f}x",
         f"{ratio(times, 'bapo, used', 'policy_loss bapo'):.2f}x",
+        f"{ratio(times, 'brake', 'policy_loss grpo'):.2f}x",
+        f"{ratio(times, 'bapo, brake', 'policy_loss bapo'):.2f}x",
     ]
 
 

@@ -260,6 +260,21 @@ def test_the_learner_looks_ahead_only_where_it_must():
         assert len(calls) == passes, (sensor, passes)
 
 
+@pytest.mark.parametrize("sensor", ["update", "previous"])
+def test_without_used_tokens_an_update_is_that_of_grpo_bit_for_bit(sensor):
+    start = model()
+    groups = sampled_groups(start)
+    for micro_tokens in (60, 10**6):
+        learner, _ = moved_learner(start, sensor=sensor, micro_tokens=micro_tokens, lr=1e-2)
+        settings = LearnerSettings(objective="grpo", temperature=0.8, micro_tokens=micro_tokens, lr=1e-2)
+        plain = Learner(copy.deepcopy(start), settings)
+        for _ in range(2):
+            ours, theirs = learner.step(groups).metrics, plain.step(groups).metrics
+            assert (ours.pop("drift"), ours.pop("used_low")) == (0.0, pytest.approx(0.8))
+            assert {name: ours[name] for name in theirs} == theirs
+        assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), plain.model.parameters(), strict=True))
+
+
 def test_the_learner_goes_by_the_drift_of_the_update_before():
     """And its update is that of GRPO with the bound that follows, bit for bit, across a save and a load."""
     start = model()

@@ -48,20 +48,21 @@ def test_presets_and_overrides_make_clip_settings():
     assert (script.low_step, script.order, round(script.target_share, 4)) == (0.05, "low_first", 0.3333)
 
 
-def test_the_objective_auto_is_decided_by_the_number_of_passes():
-    for reuse, name, used_low in ((1, "grpo", None), (7, "grpo", None), (8, "push_once", 1.0), (12, "push_once", 1.0)):
-        config = resolve(parse_config({"offpolicy": {"reuse": reuse}, "device": "cpu"}, source="test"))
-        assert (config.objective.name, config.objective.bound_of_used) == (name, used_low)
-    for stated in ("bapo", "grpo", "push_once"):
-        config = parse_config({"offpolicy": {"reuse": 8}, "objective": {"name": stated}}, source="test")
-        assert resolve(config).objective == config.objective
+def test_the_brake_is_the_default_for_any_number_of_passes():
+    for reuse in (1, 4, 8, 12):
+        objective = resolve(parse_config({"offpolicy": {"reuse": reuse}, "device": "cpu"}, source="test")).objective
+        assert (objective.name, objective.sensor, objective.has_brake) == ("brake", "previous", True)
+        assert objective.clip == ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2), brake=0.03)
+    stated = parse_config({"objective": {"options": {"delta": 0.1}}}, source="test").objective
+    assert stated.clip.brake == 0.1
 
 
 def test_the_keys_of_bapo_name_it():
     for keys in ({"preset": "paper"}, {"low": [0.7, 0.9]}, {"scope": "microbatch"}):
         objective = parse_config({"objective": keys}, source="test").objective
         assert objective == parse_config({"objective": {"name": "bapo", **keys}}, source="test").objective
-    assert parse_config({}, source="test").objective.name == "auto"
+    assert parse_config({}, source="test").objective.name == "brake"
+    assert parse_config({"objective": {"sensor": "update"}}, source="test").objective.name == "brake"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,8 @@ def test_the_keys_of_bapo_name_it():
 )
 def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
     assert Config.model_validate({"objective": renamed(old)}) == Config.model_validate({"objective": new})
-    stored = {**Config().objective.model_dump(mode="json"), **old}  # a run states every key
+    stated = Config().objective.model_dump(mode="json")  # a run states every key that there was
+    stored = {key: value for key, value in stated.items() if key not in ("brake", "sensor")} | old
     assert Config.model_validate({"objective": renamed(stored)}) == Config.model_validate({"objective": new})
 
 
@@ -99,14 +101,21 @@ def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
         ),
         ({"objective": {"preset": "push-once"}}, ["'push-once' is not a preset", 'objective.name = "push_once"']),
         ({"objective": {"preset": "fixed"}}, ["'fixed' is not a preset", 'Write objective.name = "grpo" instead']),
-        ({"objective": {"name": "bapo", "preset": "auto"}}, ["'auto' is not a preset", 'objective.name = "auto"']),
+        (
+            {"objective": {"name": "bapo", "preset": "auto"}},
+            ["'auto' is not a preset", "the default is the objective brake"],
+        ),
         ({"objective": {"name": "bapo", "preset": "none"}}, ["'none' is not a preset", "without a preset has"]),
         ({"objective": {"preset": None}}, ["objective.preset=none says of no objective what it is. Leave it out"]),
         ({"objective": {"preset": "papr"}}, ["objective.preset = 'papr': choose 'paper', 'weak-model'"]),
-        ({"objective": {"options": {"low": 0.9}}}, ["objective.options.low belongs to an objective that is named"]),
+        ({"objective": {"options": {"delta": 0}}}, ["brake=0.0 must be a finite number of at least 1e-6"]),
+        ({"objective": {"brake": 0.03, "used_low": 1.0}}, ["brake=0.03 and used_low=1.0 both set the lower bound"]),
+        ({"objective": {"name": "grpo", "sensor": "update"}}, ["belongs to the brake", "objective.name='brake'"]),
+        ({"objective": {"name": "brake", "brake": 0.03}}, ["objective.brake=0.03 belongs to objective.name='bapo'"]),
+        ({"objective": {"name": "auto"}}, ["objective.name='auto' is not known"]),
         (
-            {"objective": {"name": "auto", "used_low": 1.0}},
-            ["objective.used_low=1.0 belongs to objective.name='bapo', not to 'auto'", "objective.name = 'push_once'"],
+            {"objective": {"name": "grpo", "used_low": 1.0}},
+            ["objective.used_low=1.0 belongs to objective.name='bapo', not to 'grpo'", "objective.name = 'push_once'"],
         ),
         ({"lr": 1e-4}, ["lr is not a known key", "Did you mean learn.lr"]),
         ({"steps": 0}, ["steps = 0"]),

@@ -123,7 +123,7 @@ def test_an_unlooked_at_nan_poisons_the_loss(monkeypatch):
             logprobs, behavior, advantages, mask = batch()
             with torch.no_grad():
                 logprobs[0, 0] = bad
-            options = {"bounds": bounds} if objective == "bapo" else uses_for(objective, mask)
+            options = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else uses_for(objective, mask)
             out = policy_loss(logprobs, behavior, advantages, mask, objective=objective, **options)
             out.loss.backward()
             assert not out.loss.isfinite(), (objective, bad)

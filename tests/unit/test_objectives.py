@@ -317,7 +317,7 @@ def test_gradients_agree_with_finite_differences(objective):
     mask, ids = torch.ones(24, dtype=torch.bool), torch.arange(8).repeat_interleave(3)
     uses = torch.arange(24) % 2 if OBJECTIVES[objective].needs_uses else None
     options = {"low": 0.7, "high": 1.4} if objective in ("grpo", "clip_higher", "push_once", "gspo") else {}
-    if objective == "bapo":
+    if OBJECTIVES[objective].solves_bounds:
         options = {"bounds": ClipBounds(*(torch.tensor(x, dtype=torch.float64) for x in (0.7, 1.4, 0.5)))}
 
     def total(logprobs):
@@ -354,10 +354,10 @@ def test_an_objective_says_what_it_takes():
     kinds = ("solves_bounds", "whole_update", "needs_sequences", "needs_uses")
     found = {kind: [name for name in OBJECTIVES if getattr(OBJECTIVES[name], kind)] for kind in kinds}
     assert found == {
-        "solves_bounds": ["bapo"],
+        "solves_bounds": ["brake", "brake_all", "bapo"],
         "whole_update": ["m2po"],
         "needs_sequences": ["gspo", "topr"],
-        "needs_uses": ["push_once"],
+        "needs_uses": ["push_once", "brake"],
     }
 
 

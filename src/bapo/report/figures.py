@@ -117,11 +117,12 @@ def bounds(arms: Sequence[Arm]) -> Figure:
         "bounds",
         ("Clip bounds over time", "figure 8"),
         "The bounds on the ratio. BAPO chooses both anew for every update, unless it is given a single pair; other "
-        "objectives keep theirs. Tokens that were trained on before can have a lower bound of their own (used_low), "
-        "which never moves and is not drawn.",
+        "objectives keep theirs. Tokens that were trained on before can have a lower bound of their own (used_low). "
+        "The brake moves it; elsewhere it is fixed and not drawn.",
         [
             curves(arms, "clip_high", "Upper clip bound on the ratio"),
             curves(arms, "clip_low", "Lower clip bound on the ratio"),
+            curves(arms, "used_low", "Lower clip bound of used tokens, by the brake"),
         ],
         reason="No objective here reports clip bounds.",
     )
@@ -154,13 +155,16 @@ def by_use(arms: Sequence[Arm]) -> Figure:
         "Trained tokens by how often they were trained on before: the mean of log r, where r is the ratio of their "
         "current probability to the probability they were sampled with, and the share of negative tokens that the "
         "update pushes further below the probability they were sampled with (r < 1, and the clip lets them through). "
-        f"Bins of fewer than {FEW_TOKENS} tokens are left out, and so are runs that used every token once.",
+        f"Bins of fewer than {FEW_TOKENS} tokens are left out, and so are runs that used every token once. With the "
+        "brake also: how far used negative tokens have fallen on average, and the lower bound that follows.",
         [
             *(
                 use_profile(arms, f"use_{sign}", f"log r of {sign} tokens, by earlier uses", again, marks=as_sampled)
                 for sign in ("negative", "positive")
             ),
             use_profile(arms, "use_below", "Negative tokens pushed further down, share", again),
+            curves(arms, "drift", "Drift: mean fall of used negative tokens, nats"),
+            curves(arms, "used_low", "Lower clip bound of used tokens, by the brake"),
         ],
         reason="This figure needs runs that train on a response more than once (offpolicy.reuse, "
         "offpolicy.replay_fraction). So far, these runs used every token once.",

@@ -49,6 +49,7 @@ SHOWN = {
     "share": ("share", 3),
     "clip_low": ("low", 2),
     "clip_high": ("high", 2),
+    "used_low": ("used", 2),
     "clip_fraction_positive": ("clipped+", 3),
     "clip_fraction_negative": ("clipped-", 3),
     "staleness_mean": ("stale", 1),
@@ -58,6 +59,7 @@ SHOWN = {
 MEANINGS = {
     ("share",): "positive part of the signal",
     ("clip_low", "clip_high"): "bounds of the clip",
+    ("used_low",): "lower bound of tokens that were trained on before, where the brake has raised it",
     ("clip_fraction_positive", "clip_fraction_negative"): "clipped share of positive and negative tokens",
     ("staleness_mean", "staleness_max"): "mean and largest age of tokens, in updates",
 }
@@ -142,6 +144,8 @@ class View:
         given = {**metrics, **timing}
         self.current = step
         self.now = {key: float(given[key]) for key in SHOWN if key in given}
+        if "used_low" in self.now and self.now["used_low"] <= self.now.get("clip_low", 0.0):
+            del self.now["used_low"]
         for key, value in self.now.items():
             self.history.setdefault(key, []).append(value)
         if isfinite(self.now.get("seconds", nan)):
