@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo.cli import COMMANDS, named
+from bapo.cli import COMMANDS, named, run
 from bapo.config import errors
 from bapo.config.command_line import parse_arguments, parse_resume
 from bapo.config.errors import Answered, BapoError
@@ -24,6 +24,7 @@ from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.config.words import flat, leaves, merged, read_words
 from bapo.runs import metrics
+from tests.processes import script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -306,6 +307,17 @@ def test_the_page_of_trouble_has_every_exit_code():
     listed = re.findall(r"^    (\d+) ", errors.__doc__, flags=re.MULTILINE)
     page = (ROOT / "docs/trouble.md").read_text().partition("## Exit codes")[2]
     assert listed == re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)
+
+
+def test_the_page_of_diagnose_shows_what_the_command_prints(tmp_path, capsys):
+    made = script(ROOT / "examples/make_dump.py", tmp_path / "dumps", "--names", "verl")
+    assert made.returncode == 0, made.stderr
+    assert run(["diagnose", str(tmp_path / "dumps")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    page = (ROOT / "docs/diagnose.md").read_text().partition("The example begins")[2].partition("| section |")[0]
+    shown = [line.removeprefix("    ") for line in page.splitlines() if line.startswith("    ")]
+    assert len(shown) > 20
+    assert [line for line in shown if line not in printed] == []
 
 
 def test_nothing_says_that_bapo_is_on_pypi():
