@@ -1,4 +1,6 @@
-"""Draws the two pictures of docs/results.md about how often a token is used, from the runs of `bapo compare uses`.
+"""Draws the pictures about how often a token is used from the runs of `bapo compare uses`.
+
+docs/results.md, docs/concepts.md and docs/notes/study.md show them.
 
     bapo compare uses --parallel 24 --only '[1248]x-3e-5/grpo/*' --only '[1248]x-1e-4/grpo/*' \
         --only '[248]x-3e-5/push-once/*' --only '[248]x-1e-4/push-once/*'

@@ -1,6 +1,6 @@
-"""Prints docs/metrics.md: every metric, with the sentence that explains it.
+"""Prints docs/reference/metrics.md: every metric, with the sentence that explains it.
 
-python docs/metrics.py > docs/metrics.md
+python docs/metrics.py > docs/reference/metrics.md
 """
 
 from __future__ import annotations

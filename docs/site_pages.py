@@ -2,7 +2,8 @@
 
 mkdocs calls the functions that begin with `on_` while it builds the site (`hooks` in mkdocs.yml). Generated are the
 pages of configuration keys, of objectives, of the notebook, and those that are files of the repository's root. They are
-made anew for every build, so they cannot be out of date.
+made anew for every build, so they cannot be out of date. The page of the Python API lists names, which become their
+signatures and docstrings here.
 
 Pages link to files of the repository, so that every link also works in a clone. A link to a file that a generated page
 is made from leads to that page here. Any other link out of docs/, such as one to a source file, becomes the path as
@@ -30,6 +31,8 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "four_tensors.ipynb"
 WORDS = {type(None): "none", bool: "true or false", int: "whole number", float: "number", str: "text"}
 """What a type is called on a page."""
+API = "reference/api.md"
+NAMED = re.compile(r"^- `(bapo\.[\w.]+)`: .*$", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -41,7 +44,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turn links out of docs/ into links to generated pages, or into names of files."""
+    """Turn links out of docs/ into links to generated pages, or into names of files, and names into docstrings."""
+    if page.file.src_uri == API:
+        markdown = NAMED.sub(r"::: \1", markdown)
     return LINK.sub(lambda link: _within_site(link, posixpath.dirname(page.file.src_uri)), markdown)
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("material", reason="mkdocs-material is not installed: pip in
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *("index", "quickstart", "concepts", "tutorials/own_data", "tutorials/notebook"),
-    *("reference/train", "reference/objectives", "reference/api", "metrics", "results"),
+    *("reference/train", "reference/objectives", "reference/api", "reference/metrics", "results", "choose", "trouble"),
 ]
 THEME_LEGIBLE = 4.4
 """The theme colours code a little paler than the contrast that WCAG asks for (4.5)."""
@@ -91,4 +91,4 @@ def test_search_finds_a_page(site, watched):
     query.click()
     query.press_sequentially("partial_budget")
     page.locator(".md-search-result__item").first.wait_for(timeout=120_000)
-    assert "training" in page.locator(".md-search-result__list").inner_text().lower()
+    assert "configuration of bapo train" in page.locator(".md-search-result__list").inner_text().lower()

@@ -287,8 +287,8 @@ def test_the_command_shows_a_run_beside_its_simulation():
 
 
 def test_the_page_shows_what_the_command_prints():
-    """One row of docs/cluster.md is simulated again, with the division of the GPUs that it names."""
-    page = (ROOT / "docs" / "cluster.md").read_text()
+    """One row of docs/reference/sizes.md is simulated again, with the division of the GPUs that it names."""
+    page = (ROOT / "docs" / "reference" / "sizes.md").read_text()
     section = page.split("### 7B, 8 GPUs, 32k\n")[1].split("###")[0]
     shown = next(line for line in section.splitlines() if line.startswith("| asynchronous, ahead 2, S 16 |"))
     scenario = command.SCENARIOS["7b-32k"].changed(ahead=2, staleness=16)

@@ -1,4 +1,4 @@
-"""The table of docs/hardware.md is the script's, and its arithmetic that of the optimizer."""
+"""The table of docs/reference/sizes.md is the script's, and its arithmetic that of the optimizer."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def table(*options):
 
 def test_the_page_shows_what_the_script_prints():
     printed = table()
-    assert printed in (ROOT / "docs" / "hardware.md").read_text()
+    assert printed in (ROOT / "docs" / "reference" / "sizes.md").read_text()
     # 0.494 billion parameters, 18 bytes each, in GiB
     assert "| Qwen2.5-0.5B | 0.49 B | 12 KiB | 6.8 GiB | all | 8.3 GiB |" in printed
 
@@ -52,7 +52,7 @@ def sizes():
 
 def test_the_cluster_page_shows_the_tables_of_several_gpus(sizes):
     module, models = sizes
-    page = (ROOT / "docs" / "cluster.md").read_text()
+    page = (ROOT / "docs" / "reference" / "sizes.md").read_text()
     assert module.memory_table(models, micro_tokens=16384) in page
     assert module.transfer_table(models) in page
     seven = module.step_table(models, module.LAYOUTS[:1]).splitlines()

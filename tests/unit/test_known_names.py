@@ -57,12 +57,13 @@ def test_a_name_that_another_table_has_is_meant_itself(capsys):
 
 
 def test_the_page_is_what_the_table_says():
-    assert (ROOT / "docs" / "names.md").read_text() == table() + "\n"
+    assert (ROOT / "docs" / "reference" / "names.md").read_text() == table() + "\n"
 
 
 def test_the_page_names_the_defaults_that_are_ours():
     values = dict(flat(Config().model_dump()))
-    page = (ROOT / "docs" / "names.md").read_text().split("## What differs if you set nothing")[1].split("## Names")[0]
+    page = (ROOT / "docs/reference/names.md").read_text()
+    page = page.split("## What differs if you set nothing")[1].split("## Names")[0]
     told = re.findall(r"`([a-z_.]+)` ([^`|]+?)(?:,? *(?=[`|]))", page.replace('`model.chat = "no"`', ""))
     shown = {key: text for key, text in told if key in values}
     assert shown.keys() >= {

@@ -1,5 +1,6 @@
 """What the site adds to the files of docs/: generated pages, and links that lead out of docs/."""
 
+import importlib
 import importlib.util
 import re
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel
 
+import bapo
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.core.objectives import OBJECTIVES
@@ -67,6 +69,17 @@ def test_links_out_of_the_site_become_names(pages):
     assert rendered("[changes](../CHANGELOG.md#0)", at="versions.md") == "[changes](changelog.md)"
     for kept in ("[a](../algorithm.md#x)", "[b](#here)", "[c](https://example.org/x)", "![d](../live.svg)"):
         assert rendered(kept) == kept
+
+
+def test_the_page_of_the_api_has_every_name_and_becomes_docstrings(pages):
+    text = (ROOT / "docs" / pages.API).read_text()
+    assert set(re.findall(r"\*\*(\w+)\*\*", text)) == set(bapo.__all__) - {"__version__"}
+    for place in pages.NAMED.findall(text):
+        module, _, name = place.rpartition(".")
+        assert name == "advantages" or hasattr(importlib.import_module(module), name), place
+    shown = pages.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=pages.API)))
+    assert shown.count("\n::: bapo.core.") == len(pages.NAMED.findall(text)) == 15
+    assert importlib.import_module("bapo.core.advantages")
 
 
 def test_links_to_what_a_page_is_made_from_lead_to_that_page(pages):

@@ -1,6 +1,6 @@
 """What somebody meant by a key that a configuration does not have: a name of TRL or verl, or a slip of the pen.
 
-    python -m bapo.config.known_names > docs/names.md
+    python -m bapo.config.known_names > docs/reference/names.md
 
 A name is the last part of theirs: actor_rollout_ref.actor.ppo_epochs is known as ppo_epochs.
 """
@@ -147,7 +147,7 @@ The keys here, beside what TRL (`GRPOConfig`, `ModelConfig`, peft's `LoraConfig`
 or a command line that uses one of their names gets the hint of this table. `bapo train --help` explains every key.
 
 `bapo init trl` and `bapo init verl` write a script that stays inside TRL or verl and takes only the loss from bapo; see
-[TRL](adapters/trl.md) and [verl](adapters/verl.md).
+[TRL](../adapters/trl.md) and [verl](../adapters/verl.md).
 
 ## What differs if you set nothing
 
@@ -233,7 +233,7 @@ def _names(listed: str) -> list[str]:
 
 
 def table() -> str:
-    """docs/names.md."""
+    """docs/reference/names.md."""
     rows = ["| TRL | verl | here | |", "|---|---|---|---|"]
     for known in NAMES:
         theirs = [", ".join(f"`{name.strip()}`" for name in names.split(",") if name) for names in known[:2]]

@@ -3,7 +3,7 @@
 Each line of `metrics.jsonl` has a `kind`: `rollout` (once per step), `update` (once per optimizer step) or `eval`; in a
 supervised run `imitation` (once per optimizer step) or `held_out`; in both `skipped`, for an update whose numbers are
 not finite. Wall-clock figures go to `timing.jsonl`, so that the metrics of a run depend on its configuration alone.
-`python docs/metrics.py` prints docs/metrics.md.
+`python docs/metrics.py` prints docs/reference/metrics.md.
 """
 
 from __future__ import annotations

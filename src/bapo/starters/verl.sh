@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A verl script that clips with bapo: a GRPO script with three lines added (the policy_loss lines).
-#     pip install 'bapo[verl]'       # into verl's environment
+#     pip install /path/to/bapo        # a clone of bapo, into verl's environment
 #     MODEL=… TRAIN_FILES=… VAL_FILES=… bash FILE [more of verl's options]
 # It needs vLLM and a GPU, and its sizes are for a model of half a billion parameters on one GPU of 80 GB.
 # docs/adapters/verl.md lists the options, and has fully-async training with partial rollout.
