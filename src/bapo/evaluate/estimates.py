@@ -83,10 +83,8 @@ def pass_at_k(
         raise ValueError(f"k={k}: pass@k asks about k responses. Set k >= 1.")
     shortest = min(map(len, rewards))
     if shortest < k:
-        raise ValueError(
-            f"k={k}, but a problem has only {shortest} samples: pass@k has no unbiased estimate from fewer than k. "
-            f"Sample at least {k} per problem, or set k <= {shortest}."
-        )
+        few = f"k={k}, but a problem has only {shortest} samples"
+        raise ValueError(f"{few}. Sample at least {k} per problem, or set k <= {shortest}.")
     wrong = [sum(not reward > threshold for reward in row) for row in rewards]
     values = [1 - comb(count, k) / comb(len(row), k) for count, row in zip(wrong, rewards, strict=True)]
     return _interval(values, trials=sum(map(len, rewards)))

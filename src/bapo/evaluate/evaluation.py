@@ -185,7 +185,7 @@ def open_scorers(
     if len(own) == len(data_sets):
         yield own
         return
-    limits = {"seconds": settings.reward_seconds, "memory_mb": settings.reward_memory_mb}
+    limits: dict[str, Any] = {"seconds": settings.reward_seconds, "memory_mb": settings.reward_memory_mb}
     try:
         scores, close = open_scorer(settings.reward or MATH, opens_thinking=opens_thinking, **limits)
     except ValueError as error:

@@ -120,10 +120,7 @@ def sample(
     if not problems:
         raise ValueError("there are no problems to evaluate on. Give at least one, e.g. task.test.")
     if len({problem.id for problem in problems}) < len(problems):
-        raise ValueError(
-            "some problems occur twice; their responses would be the same, and the intervals too narrow. Give each "
-            "problem once and set a larger k for more responses."
-        )
+        raise ValueError("some problems occur twice. Give each problem once, and set a larger k for more responses.")
     requests = []
     for problem in problems:
         number = int.from_bytes(sha256(problem.id.encode()).digest()[:8], "big")
@@ -141,9 +138,7 @@ def sample(
         raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
     for problem, score in zip(asked, scores, strict=True):
         if score.reward is not None and not isfinite(score.reward):
-            raise ValueError(
-                f"the verifier gave {score.reward} for problem {problem.id!r}; a reward is a finite number."
-            )
+            raise ValueError(f"the verifier gave {score.reward}, which is not finite, for problem {problem.id!r}.")
     responses = [Response(*parts) for parts in zip(segments, texts, scores, strict=True)]
     return [responses[i : i + k] for i in range(0, len(responses), k)]
 

@@ -79,8 +79,8 @@ def _of_many(arms: Sequence[Arm]) -> tuple[Said, list[dict[str, Any]]]:
     measured: dict[str, dict[str, dict[int, Mapping[str, float]]]] = {}
     configs: dict[str, list[dict[str, Any]]] = {}
     for (table, row), arm in places(arms).items():
-        by_seed = {run.config["seed"]: measures(run) for run in arm.runs if run.summary}
-        measured.setdefault(table, {})[row] = by_seed
+        finished = [run for run in arm.runs if run.summary]
+        measured.setdefault(table, {})[row] = {run.config["seed"]: measures(run) for run in finished}
         configs.setdefault(table, []).append(dict(flat(arm.config)))
     tables = {table: against_first(rows) for table, rows in measured.items()}
     found = judge(tables, configs, missing=_missing(arms))
@@ -143,7 +143,7 @@ def _of_one(arm: Arm) -> Said:
         return _over_seeds(finished, k)
     summary = finished[0].summary
     usual = {"temperature": arm.config["eval"]["temperature"], "before": summary["before"], "after": summary["after"]}
-    found = []
+    found: list[tuple[str, str]] = []
     for scored in (usual, *summary["also_at"]):
         where = at_temperature(scored["temperature"]) if summary["also_at"] else ""
         found.append(_from_to(scored["before"], scored["after"], f"{where.strip()} it" if found else f"avg@{k}{where}"))

@@ -80,8 +80,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def record_restart(run: Path, restart: Restart, *, step: int) -> None:
     """Add the line of a restart after this many completed steps."""
-    facts = {name: value for name, value in asdict(restart).items() if value != 0}
-    record(run, "restart", step=step, **facts)
+    record(run, "restart", step=step, **{name: value for name, value in asdict(restart).items() if value != 0})
 
 
 def restarts(run: Path) -> dict[str, int]:

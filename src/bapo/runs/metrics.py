@@ -13,7 +13,8 @@ from itertools import product
 from typing import Any
 
 EVERY_LINE = {
-    "kind": "What the line is about: rollout, update, skipped or eval; in a supervised run imitation or held_out.",
+    "kind": "What the line is about: rollout, update, skipped or eval; in a supervised run imitation, skipped or "
+    "held_out.",
     "step": "Step of the run, counted from 1; in a supervised run the number of the update.",
     "version": "Number of updates the learner has taken, including those it skipped.",
 }

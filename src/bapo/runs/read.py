@@ -229,8 +229,9 @@ def _planned(path: Path, config: dict[str, Any], *, complete: bool) -> int:
     if not complete and not (path / "data.json").exists():
         return 0
     planned = _parse(files.read(path / "data.json"), "data.json").get("updates")
-    _require(isinstance(planned, int), "data.json", "does not say how many updates there are")
-    return int(planned)
+    if not isinstance(planned, int):
+        raise _Damage("data.json", "does not say how many updates there are")
+    return planned
 
 
 def _read_lines(path: Path, *, whole: bool, size: int | None) -> list[dict[str, Any]]:
@@ -303,7 +304,7 @@ def _check_sft_summary(run: Run) -> None:
 def _check_evaluations(run: Run) -> None:
     """Check the evaluations before and after training, at every temperature."""
     scored, others = [run.summary.get(when) for when in SCORED], run.summary.get("also_at")
-    pairs = others if isinstance(others, list) else [None]
+    pairs: list[Any] = others if isinstance(others, list) else [None]
     apart = all(_has_numbers(p, "temperature") and all(_is_evaluation(p.get(w)) for w in SCORED) for p in pairs)
     _require(all(map(_is_evaluation, scored)), "summary.json", "lacks the evaluation before or after training")
     _require(apart, "summary.json", "has an entry in also_at that is not a pair of evaluations")
