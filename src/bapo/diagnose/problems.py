@@ -392,7 +392,8 @@ REMARKS: dict[Check, str] = {
     no_signal: "All rewards of each group are equal. Filter such groups and sample others.",
     off_centre: "Advantages are not centred within groups, so the share depends on the baseline as much as on lengths.",
     idle_responses: "Filter groups whose rewards are all equal, and sample others.",
-    varying_advantages: "This is right with a critic (GAE). The row for gspo uses each response's mean, so it is not gspo itself.",
+    varying_advantages: "This is right with a critic (GAE). The row for gspo uses each response's mean advantage, so "
+    "it is not gspo itself.",
     copied_anchor: "So this dump cannot show the mismatch between engine and trainer.",
     few_responses: "Over so few responses a share is mostly noise. If these are micro-batches, log the number of the "
     "update in `update`, and its parts are put together.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TextIO
@@ -311,23 +312,20 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
     console.print(Text(diagnosis.headline.text, "bold red" if diagnosis.headline.tone == "wrong" else "bold"))
     console.print()
     console.print(Text(read_as(diagnosis), "dim"))
-    for note in diagnosis.dump.notes:
-        _item(console, Text(note, "dim"))
+    _items(console, (Text(note, "dim") for note in diagnosis.dump.notes))
 
     _heading(console, "Recommendation")
-    for line in diagnosis.advice:
-        _item(console, Text(line))
+    _items(console, map(Text, diagnosis.advice))
     _heading(console, "Problems" if diagnosis.findings else "Problems: none found")
-    for finding in diagnosis.findings:
-        name = Text(finding.name, "bold red" if finding.serious else "bold yellow")
-        _item(console, Text.assemble(name, f"  {sentence(finding, len(diagnosis.dump.updates))}"))
+    total = len(diagnosis.dump.updates)
+    named = ((Text(one.name, "bold red" if one.serious else "bold yellow"), one) for one in diagnosis.findings)
+    _items(console, (Text.assemble(name, f"  {sentence(finding, total)}") for name, finding in named))
     for part in parts(diagnosis):
         _heading(console, part.title)
         console.print(Padding(Text(part.reading, "dim"), (0, 0, 0, 2)))
         console.print(_table(part, plain))
     _heading(console, "What this dump cannot tell")
-    for line in diagnosis.unknown:
-        _item(console, Text(line))
+    _items(console, map(Text, diagnosis.unknown))
     write_drawn(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
 
 
@@ -336,10 +334,11 @@ def _heading(console: Console, title: str) -> None:
     console.print(Text(title, "bold cyan"))
 
 
-def _item(console: Console, line: Text) -> None:
-    grid = Table.grid(Column(width=3, justify="right"), Column(), padding=(0, 1))
-    grid.add_row("-", line)
-    console.print(grid)
+def _items(console: Console, lines: Iterable[Text]) -> None:
+    for line in lines:
+        grid = Table.grid(Column(width=3, justify="right"), Column(), padding=(0, 1))
+        grid.add_row("-", line)
+        console.print(grid)
 
 
 def _table(part: Part, plain: bool) -> Table:

@@ -211,13 +211,13 @@ def pushes_by_use(
     passes = negative & within & (ratio > LOW)
     kept = negative & within & (ratio > np.where(uses > 0, USED_LOW, LOW))
     positive = (advantages > 0) & within & (ratio < HIGH)
-    counted = negative, negative & below, passes & below, kept
-    added = (log_ratio, negative), (mass, passes), (mass, passes & below), (mass, kept), (mass, positive)
+    kinds = negative, negative & below, passes & below, kept  # both in the order of the fields of Pushes
+    terms = (log_ratio, negative), (mass, passes), (mass, passes & below), (mass, kept), (mass, positive)
     found = {}
     for use in np.unique(uses).tolist():
         here = uses == use
-        counts = (int((chosen & here).sum()) for chosen in counted)
-        found[use] = Pushes(*counts, *(float(values[chosen & here].sum()) for values, chosen in added))
+        counts = (int((kind & here).sum()) for kind in kinds)
+        found[use] = Pushes(*counts, *(float(values[kind & here].sum()) for values, kind in terms))
     return found
 
 

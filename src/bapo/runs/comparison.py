@@ -190,10 +190,10 @@ def judge(
 ) -> Verdict:
     """The verdict on each table that has at least two arms."""
     k, temperature = (shared(configs, key) for key in ("eval.k", "eval.temperature"))
-    compared = {table: rows for table, rows in tables.items() if len(rows) > 1}
+    contested = {table: rows for table, rows in tables.items() if len(rows) > 1}
     lines, details, scored, outcomes = [], [], [], []
-    for table, rows in compared.items():
-        named = f"{table}: " if len(compared) > 1 else ""
+    for table, rows in contested.items():
+        named = f"{table}: " if len(contested) > 1 else ""
         first, *others = configs[table]
         if keys := [key for key in EXAM_KEYS if any(one.get(key) != first.get(key) for one in others)]:
             lines.append(f"{named}The scores cannot be compared, because the runs differ in {_joined(keys)}.")
@@ -206,7 +206,7 @@ def judge(
     judged = [outcome for outcome in outcomes if outcome.kind in JUDGED]
     notes = []
     if any(outcome.kind in ("one", "few") for outcome in outcomes):
-        if len(compared) > 1:
+        if len(contested) > 1:
             notes.append(f"Run at least {FEWEST_SEEDS} seeds to decide more.")
         else:
             lines[0] += f" Run at least {FEWEST_SEEDS} seeds."
