@@ -8,8 +8,7 @@ from functools import cache
 
 import pytest
 
-from bapo.report import write_report
-from bapo.report.live import serve
+from bapo.report import serve, write_report
 from tests.browser.conftest import PATIENCE
 from tests.compared_runs import COMPARED
 

@@ -19,7 +19,7 @@ from bapo.compare.results import collect, table_lines
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
 from bapo.config.words import merged
-from bapo.runs.lock import held
+from bapo.runs.files import held
 
 BASE = """
 name = "tiny"

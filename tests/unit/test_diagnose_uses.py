@@ -83,13 +83,13 @@ def test_pushes_by_hand():
     advantages = np.array([-1, -1, -1, -2, -1, 3, 3.0])
     found = pushes_by_use(np.log(ratio) - 2, np.full(7, -2.0), advantages, np.array([1, 1, 2, 3, 0, 1, 1]))
     used, whole = later(found), of_uses(found)
-    assert (used.below_share, used.pushed_share, used.kept_share) == (0.5, 0.25, 0.25)
-    assert used.pushed_mass == pytest.approx(0.9 / (0.9 + 1 + 2.2))
-    assert used.kept_mass == pytest.approx(2.2 / (0.9 + 1 + 2.2))
-    assert used.mean_log_ratio == pytest.approx(math.log(0.7 * 0.9 * 1.1) / 4)
+    assert (used.shares["below"], used.shares["pushed"], used.shares["kept"]) == (0.5, 0.25, 0.25)
+    assert used.shares["pushed_of_gradient"] == pytest.approx(0.9 / (0.9 + 1 + 2.2))
+    assert used.shares["kept_of_gradient"] == pytest.approx(2.2 / (0.9 + 1 + 2.2))
+    assert used.shares["log_ratio"] == pytest.approx(math.log(0.7 * 0.9 * 1.1) / 4)
     assert first(found) == Pushes(1, 1, 1, 1, *(pytest.approx(x) for x in (math.log(0.9), 0.9, 0.9, 0.9, 0.0)))
-    assert whole.share == pytest.approx(3.3 / (3.3 + 0.9 + 1 + 2.2 + 0.9))
-    assert whole.share_then == pytest.approx(3.3 / (3.3 + 2.2 + 0.9))
+    assert whole.shares["share"] == pytest.approx(3.3 / (3.3 + 0.9 + 1 + 2.2 + 0.9))
+    assert whole.shares["share_push_once"] == pytest.approx(3.3 / (3.3 + 2.2 + 0.9))
 
 
 def test_pushes_are_those_of_the_core():
@@ -106,7 +106,7 @@ def test_pushes_are_those_of_the_core():
         assert retained == int((out.retained & negative & (below if not options else mask)).sum())
         (gradient,) = torch.autograd.grad(out.loss, inputs[0])
         shares.append(float(gradient[~negative].abs().sum() / gradient.abs().sum()))
-    assert [whole.share, whole.share_then] == pytest.approx(shares)
+    assert [whole.shares["share"], whole.shares["share_push_once"]] == pytest.approx(shares)
 
 
 def test_pushes_add_up():
@@ -130,7 +130,7 @@ def test_the_objective_is_tried_where_uses_are_known():
     keys = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
     assert fate.clipped == pytest.approx([float(out.metrics[key]) for key in keys])
     assert fate.gradient.share == pytest.approx(float(out.bounds.share), abs=1e-6)
-    assert fate.gradient.share == pytest.approx(of_uses(measure(update).pushes).share_then, abs=1e-6)
+    assert fate.gradient.share == pytest.approx(of_uses(measure(update).pushes).shares["share_push_once"], abs=1e-6)
     fresh = measure(with_count(CLEAN, 0)).fates
     assert fresh["push_once"] == fresh["grpo"]
     both = total([measure(update), measure(with_count(CLEAN, 0))])
@@ -298,14 +298,15 @@ def test_advice_on_later_uses_says_what_the_numbers_say():
     result = diagnose(Dump([CLEAN, again], OWN))
     pushes = result.overall.pushes
     used, whole = later(pushes), of_uses(pushes)
-    assert used.below_share > 0.7 > 0.6 > first(pushes).below_share
+    assert used.shares["below"] > 0.7 > 0.6 > first(pushes).shares["below"]
     text = " ".join(result.advice)
     for part in (
-        f"second or later use (uses inferred), {used.below_share:.0%} are already less likely",
-        f"in their first use, {first(pushes).below_share:.0%} are",
-        f"pushes {used.pushed_share:.0%} down further, and these hold {used.pushed_mass:.0%} of the gradient",
-        f"keep {used.kept_share:.0%} of the negative tokens in later uses",
-        f"from {whole.share:.2f} to {whole.share_then:.2f}",
+        f"second or later use (uses inferred), {used.shares['below']:.0%} are already less likely",
+        f"in their first use, {first(pushes).shares['below']:.0%} are",
+        f"pushes {used.shares['pushed']:.0%} down further, and these hold "
+        f"{used.shares['pushed_of_gradient']:.0%} of the gradient",
+        f"keep {used.shares['kept']:.0%} of the negative tokens in later uses",
+        f"from {whole.shares['share']:.2f} to {whole.shares['share_push_once']:.2f}",
         "objective.name = 'push_once'",
         "bapo_objective='push_once'",
     ):
@@ -369,14 +370,15 @@ def test_the_table_by_use():
     assert [row[0] for row in table.rows] == [*map(str, range(1, 9)), "2 or more", "all"]
     whole, used = of_uses(result.overall.pushes), later(result.overall.pushes)
     assert int(table.rows[-1][1]) == whole.negative == 12 * int((CLEAN.advantages < 0).sum())
-    assert table.rows[-1][-2:] == [f"{whole.share:.3f}", f"{whole.share_then:.3f}"]
+    assert table.rows[-1][-2:] == [f"{whole.shares['share']:.3f}", f"{whole.shares['share_push_once']:.3f}"]
     assert table.rows[-2][2:6] == [
-        f"{used.mean_log_ratio:+.3f}", f"{used.below_share:.1%}", f"{used.pushed_share:.1%}", f"{used.pushed_mass:.1%}"
+        f"{used.shares['log_ratio']:+.3f}",
+        *(f"{used.shares[name]:.1%}" for name in ("below", "pushed", "pushed_of_gradient")),
     ]  # fmt: skip
     (alone,) = uses(measure(with_count(CLEAN, 0))).rows
     assert (alone[0], alone[6], alone[7]) == (
         "1",
-        f"{first(measure(with_count(CLEAN, 0)).pushes).kept_share:.1%}",
+        f"{first(measure(with_count(CLEAN, 0)).pushes).shares['kept']:.1%}",
         "100.0%",
     )
     assert alone[-1] == alone[-2]
@@ -403,11 +405,13 @@ def test_text_page_and_data_agree(tmp_path, names):
         assert plain["overall"]["push_once"]["by_use"][str(use)] == pytest.approx(asdict(part))
     used, whole = later(expected), of_uses(expected)
     found = plain["overall"]["push_once"]
-    assert found["later"]["pushed"] == pytest.approx(used.pushed_share)
-    assert [found["share"], found["share_push_once"]] == pytest.approx([whole.share, whole.share_then])
+    assert found["later"]["pushed"] == pytest.approx(used.shares["pushed"])
+    assert [found["share"], found["share_push_once"]] == pytest.approx(
+        [whole.shares["share"], whole.shares["share_push_once"]]
+    )
     for text in (" ".join(done.stdout.split()), page):
-        assert f"pushes {used.pushed_share:.0%} down further" in text
-        assert f"from {whole.share:.2f} to {whole.share_then:.2f}" in text
+        assert f"pushes {used.shares['pushed']:.0%} down further" in text
+        assert f"from {whole.shares['share']:.2f} to {whole.shares['share_push_once']:.2f}" in text
         assert "Negative tokens by use" in text
         assert ("uses inferred" in text) == (names != "bapo")
-    assert f"<td>{used.kept_share:.1%}</td>" in page
+    assert f"<td>{used.shares['kept']:.1%}</td>" in page

@@ -15,7 +15,7 @@ import torch
 from bapo.cli import run
 from bapo.config.errors import ConfigError
 from bapo.evaluate import evaluate, maj_at_k
-from bapo.evaluate.inputs import fingerprint_of_weights
+from bapo.evaluate.evaluation import fingerprint_of_weights
 from bapo.evaluate.options import Settings, data_names
 from bapo.models import load_policy
 from bapo.rollout.engine import Sampling

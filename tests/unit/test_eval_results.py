@@ -203,8 +203,8 @@ def test_plain_progress_counts_only_what_it_did_itself():
     stream = io.StringIO()
     settings = Settings("m", ("d",), k=4)
     with PlainProgress(settings, "out", 10, [EASY] * 2, stream, clock=lambda: now[0]) as progress:
-        progress.working_on("d")
-        assert progress.remaining() == ""
+        with progress.sampling("d"):
+            assert progress.remaining() == ""
         now[0] += 30
         progress.saved([HARD] * 2)
     lines = stream.getvalue().splitlines()
@@ -220,8 +220,8 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     settings = Settings("m", ("d",), k=4)
     with make_progress(settings, "out", 2, [], stream) as progress:
         assert isinstance(progress, LiveProgress)
-        progress.working_on("d")
-        progress.saved([EASY])
+        with progress.sampling("d"):
+            progress.saved([EASY])
         progress.saved([HARD])
     assert "2/2 problems" in stream.getvalue()
     assert "avg@4 0.375" in stream.getvalue()
@@ -234,7 +234,7 @@ def test_progress_within_a_chunk_in_lines():
     stream = io.StringIO()
     with PlainProgress(Settings("m", ("d",), k=4), "out", 2, [], stream, clock=lambda: now[0]) as progress:
         for seconds in (20, 50):
-            with progress.sampling() as watch:
+            with progress.sampling("d") as watch:
                 now[0] += seconds
                 watch(Sampled(3, 8, 1_000))
     assert stream.getvalue().splitlines()[1:] == ["sampling: 3/8 responses, 1,000 tokens, 20 tokens/s"]
@@ -253,7 +253,7 @@ def test_progress_within_a_chunk_below_the_bar():
     settings = Settings("m", ("d",), k=4)
     with LiveProgress(settings, "out", 2, [], stream, clock=lambda: now[0]) as progress:
         assert [line.strip() for line in shown()[1:]] == [""]
-        with progress.sampling() as watch:
+        with progress.sampling("d") as watch:
             watch(Sampled(0, 8, 0))
             assert [line.strip() for line in shown()[1:]] == [""]
             now[0] += 10

@@ -34,15 +34,15 @@ def test_a_run_without_a_history_has_no_restarts(tmp_path):
     [
         (
             Restart("rollout 1", "gone", responses=3, tokens=40),
-            "rollout 1 is replaced, and its 3 responses continue elsewhere from the 40 tokens already streamed: gone",
+            "rollout 1 is replaced, and others go on with its 3 responses (40 tokens already streamed): gone",
         ),
         (
             Restart("rollout 1", "gone", responses=1, tokens=1),
-            "rollout 1 is replaced, and its response continues elsewhere from the token already streamed: gone",
+            "rollout 1 is replaced, and others go on with its 1 response (1 token already streamed): gone",
         ),
         (
             Restart("rollout 1", "gone", responses=2),
-            "rollout 1 is replaced, and its 2 responses begin elsewhere: gone",
+            "rollout 1 is replaced, and others go on with its 2 responses (0 tokens already streamed): gone",
         ),
         (Restart("rollout 1", "gone"), "rollout 1, which had no responses, is replaced: gone"),
         (Restart(LEARNER, "gone", updates=1), "all learner ranks start again, with 1 update to repeat: gone"),

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bapo.config.errors import ConfigError, PlaceError
-from bapo.runs.lock import held, is_held
+from bapo.runs.files import held, is_held
 
 
 def test_only_one_at_a_time_and_free_again_afterwards(tmp_path):

@@ -1,7 +1,8 @@
 import json
 from math import inf, nan
 
-from bapo.runs.numbers import number, numbers, strict
+from bapo.pages import number, numbers
+from bapo.runs.files import strict
 
 
 def test_a_page_gets_six_digits_or_null():

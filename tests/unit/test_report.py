@@ -20,11 +20,10 @@ import pytest
 from bapo.cli import run as cli
 from bapo.compare.results import table_lines
 from bapo.config.recipe import parse_config
-from bapo.report import contents, find_arms, write_report
+from bapo.report import contents, find_arms, serve, write_report
 from bapo.report.arms import arms_of
 from bapo.report.contents import samples
 from bapo.report.figures import figures
-from bapo.report.live import serve
 from bapo.report.panels import MAX_POINTS, curves
 from bapo.report.tables import estimate, overview
 from bapo.runs.comparison import compare_arms as by_seed

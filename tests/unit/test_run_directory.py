@@ -109,7 +109,7 @@ def test_a_log_that_is_deleted_during_a_run_is_written_again(tmp_path, capsys):
     log.flush()
     log.close()
     assert log.path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    assert log.flaw(log.size, log.digest) is None
+    assert log.flaw(log.size, log.hash.hexdigest()) is None
     assert capsys.readouterr().err.count("was deleted while the run was at work. It was written again.") == 2
 
 
@@ -129,15 +129,15 @@ def test_a_log_that_is_cut_or_exchanged_during_a_run_stops_it(tmp_path):
 def test_a_log_goes_on_from_where_it_was_cut(tmp_path):
     log = Log(tmp_path / "metrics.jsonl")
     log.append({"step": 1})
-    size, digest = log.size, log.digest
+    size, digest = log.size, log.hash.hexdigest()
     log.append({"step": 2})
     assert log.flaw(size, digest) is None
     log.cut(size)
-    assert (log.size, log.digest) == (size, digest)
+    assert (log.size, log.hash.hexdigest()) == (size, digest)
     log.append({"step": 3})
     log.close()
     assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 3]
-    assert log.flaw(log.size, log.digest) is None
+    assert log.flaw(log.size, log.hash.hexdigest()) is None
 
 
 @pytest.mark.parametrize(

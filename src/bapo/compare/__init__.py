@@ -23,8 +23,7 @@ from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
 from bapo.config.recipe import listing
-from bapo.runs.files import check_kinds
-from bapo.runs.lock import held, is_held
+from bapo.runs.files import check_kinds, held, is_held
 from bapo.screen.terminal import say, write_line
 
 __all__ = ["Arguments", "Grid", "compare", "load_grid", "run"]

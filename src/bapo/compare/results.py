@@ -25,7 +25,6 @@ from bapo.runs.comparison import (
     scores,
     shared,
 )
-from bapo.runs.numbers import strict
 from bapo.runs.read import STOP_REASONS, Run, read_run
 from bapo.runs.statistics import measures
 
@@ -109,7 +108,7 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, whole or not at all. Numbers that are not finite become null."""
-    files.write(path, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
+    files.write(path, json.dumps(files.strict(value), indent=2, allow_nan=False) + "\n")
 
 
 def _place(cell: Cell) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`bapo diagnose`: what the clip does to the updates of any trainer, from batches that it logged.
 
     dump_files.py, dumps.py    files -> updates          problems.py                    what cannot be right in them
-    uses.py                    which tokens came again   diagnosis.py, advice.py        the whole, and what to do
+    uses.py                    which tokens came again   diagnosis.py                   the whole, and what to do
     measure.py                 updates -> numbers        tables.py, diagnosis_page.py   how it is shown
 
 Here are the arguments of the command, and what it does with them. No torch is imported before the dump is read.

@@ -19,13 +19,11 @@ from typing import Any
 from bapo.diagnose.diagnosis import Diagnosis
 from bapo.diagnose.measure import SETTINGS, Numbers, Signal
 from bapo.diagnose.tables import Part, parts, read_as, sentence
-from bapo.pages import CHARTS, document, escaped, top
-from bapo.runs.numbers import number, numbers
+from bapo.pages import CHARTS, document, escaped, number, numbers, panel, top
 
 Panel = dict[str, Any]
 MAX_POINTS = 400
-FIXED = "(0.8, 1.2)"
-"""What a page calls GRPO's clip."""
+FIXED = "(0.8, 1.2)"  # what a page calls GRPO's clip
 SHARES: dict[str, Callable[[Numbers], Signal | None]] = {
     "unclipped": lambda update: update.shares["gradient"]["unclipped"],
     FIXED: lambda update: update.fates["grpo"].gradient,
@@ -34,8 +32,7 @@ SHARES: dict[str, Callable[[Numbers], Signal | None]] = {
 }
 """Rules whose share is drawn -> the gradient that they leave of an update."""
 RULES = list(dict.fromkeys([*SHARES, *SETTINGS]))
-ROW = 25
-"""Height of a row, in pixels."""
+ROW = 25  # height of a row, in pixels
 BAR = (
     '<td><svg class="bar" width="120" height="10" viewBox="0 0 120 10" role="img" aria-label="{share:.0%}">'
     '<rect class="rest" width="120" height="10" rx="2"/>'
@@ -50,11 +47,13 @@ def html_page(diagnosis: Diagnosis) -> str:
         f"{escaped(sentence(finding, len(diagnosis.dump.updates)))}</li>"
         for finding in diagnosis.findings
     ]
+    notes = (escaped(note[:1].upper() + note[1:].rstrip(".")) for note in diagnosis.dump.notes)
+    limits = [f'<p class="limit">{note}.</p>' for note in notes]
     body = [
         "<main>",
         top("Diagnosis", read_as(diagnosis)),
         f'<section class="verdict {diagnosis.headline.tone}" id="verdict"><p class="answer">'
-        f"{escaped(diagnosis.headline.text)}</p>{_limits(diagnosis.dump.notes)}</section>",
+        f"{escaped(diagnosis.headline.text)}</p>{''.join(limits)}</section>",
         f'<section><h2>Recommendation</h2><ul class="advice">{_items(diagnosis.advice)}</ul></section>',
         "<section><h2>Problems</h2>"
         + (f'<ul class="advice">{"".join(findings)}</ul>' if findings else "<p>None found.</p>")
@@ -74,20 +73,17 @@ def html_page(diagnosis: Diagnosis) -> str:
     )
 
 
-def _limits(notes: list[str]) -> str:
-    return "".join(f'<p class="limit">{escaped(note[:1].upper() + note[1:].rstrip("."))}.</p>' for note in notes)
-
-
 def _items(lines: list[str]) -> str:
     return "".join(f"<li>{escaped(line)}</li>" for line in lines)
 
 
 def _section(part: Part) -> str:
     headings = "".join(f"<th>{escaped(text)}</th>" for text in part.headings) + ("<th></th>" if part.bars else "")
-    rows = []
-    for index, row in enumerate(part.rows):
-        bar = _bar(part.bars[index]) if part.bars else ""
-        rows.append("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + bar + "</tr>")
+    bars = map(_bar, part.bars) if part.bars else [""] * len(part.rows)
+    rows = [
+        "<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + bar + "</tr>"
+        for row, bar in zip(part.rows, bars, strict=True)
+    ]
     head = f"<thead><tr>{headings}</tr></thead>" if any(part.headings) else ""
     return (
         f"<section><h2>{escaped(part.title)}</h2><p>{escaped(part.reading)}</p>"
@@ -104,29 +100,24 @@ def _bar(share: float) -> str:
 def charts(diagnosis: Diagnosis) -> dict[str, Any]:
     """The values of the page: its arms, and figures of panels. Without a usable token there is no figure."""
     updates, overall = diagnosis.updates, diagnosis.overall
-    figures: list[dict[str, Any]] = []
-    if overall is not None:
-        dotted = "the fixed clip (0.8, 1.2)" if len(updates) > 1 else "a ratio of 1"
-        first = over_updates(updates) if len(updates) > 1 else [shares(overall), ranges(overall)]
-        figures = [
-            {
-                "title": "Share and bounds",
-                "caption": "The share of the gradient that tokens of positive advantage hold, and the bounds on the "
-                f"ratio that each setting of BAPO would choose. Dotted: BAPO's target, and {dotted}.",
-                "panels": [{"id": f"share-{place}"} | panel for place, panel in enumerate(first)],
-            },
-            {
-                "title": "Kept and blocked, by side",
-                "caption": "Tokens of negative advantage to the left, of positive advantage to the right. Pale: the "
-                "rule blocks their gradient. Every rule has its default options.",
-                "panels": [{"id": "sides"} | sides(overall)],
-            },
-        ]
-    return {
-        "title": "bapo diagnose",
-        "arms": [{"objective": rule, "setting": ""} for rule in RULES],
-        "figures": figures,
+    page = {"title": "bapo diagnose", "arms": [{"objective": rule, "setting": ""} for rule in RULES]}
+    if overall is None:
+        return {**page, "figures": []}
+    dotted = "the fixed clip (0.8, 1.2)" if len(updates) > 1 else "a ratio of 1"
+    first = over_updates(updates) if len(updates) > 1 else [shares(overall), ranges(overall)]
+    share = {
+        "title": "Share and bounds",
+        "caption": "The share of the gradient that tokens of positive advantage hold, and the bounds on the ratio that "
+        f"each setting of BAPO would choose. Dotted: BAPO's target, and {dotted}.",
+        "panels": [{"id": f"share-{place}"} | one for place, one in enumerate(first)],
     }
+    kept = {
+        "title": "Kept and blocked, by side",
+        "caption": "Tokens of negative advantage to the left, of positive advantage to the right. Pale: the rule "
+        "blocks their gradient. Every rule has its default options.",
+        "panels": [{"id": "sides"} | sides(overall)],
+    }
+    return {**page, "figures": [share, kept]}
 
 
 def over_updates(updates: Sequence[Numbers]) -> list[Panel]:
@@ -135,17 +126,15 @@ def over_updates(updates: Sequence[Numbers]) -> list[Panel]:
     stretches = [updates[at : at + width] for at in range(0, len(updates), width)]
     names = [stretch[0].name for stretch in stretches]
     target = SETTINGS["bapo"].target_share
-    shares = {rule: [_share(stretch, signal) for stretch in stretches] for rule, signal in SHARES.items()}
+    shares = {}
+    for rule, signal in SHARES.items():
+        found = [[one for update in stretch if (one := signal(update)) is not None] for stretch in stretches]
+        shares[rule] = [number(reduce(add, listed, Signal()).share) for listed in found]
     panels = [_curves("Positive share of the gradient", names, shares, target, f"target {target:g}")]
     for side, key, fixed in (("Upper", "high", 1.2), ("Lower", "low", 0.8)):
-        found = {rule: [_bound(stretch, rule, key) for stretch in stretches] for rule in SETTINGS}
-        panels.append(_curves(f"{side} bound that each rule would choose", names, found, fixed, f"{fixed:g}"))
+        bounds = {rule: [_bound(stretch, rule, key) for stretch in stretches] for rule in SETTINGS}
+        panels.append(_curves(f"{side} bound that each rule would choose", names, bounds, fixed, f"{fixed:g}"))
     return panels
-
-
-def _share(stretch: Sequence[Numbers], signal: Callable[[Numbers], Signal | None]) -> float | None:
-    found = [one for update in stretch if (one := signal(update)) is not None]
-    return number(reduce(add, found, Signal()).share)
 
 
 def _bound(stretch: Sequence[Numbers], rule: str, key: str) -> float | None:
@@ -157,33 +146,20 @@ def _curves(title: str, names: Sequence[str], lines: Mapping[str, list[float | N
     """A line for each rule; x is the place of an update, and its ticks are some of the updates' names."""
     short = all(len(name) <= 8 for name in names)
     every = -(-len(names) // 6)
-    return {
-        "kind": "curves",
-        "title": title,
-        "x": "update" if short else "update, in the order of the dump",
-        "markers": False,
-        "marks": [{"value": mark, "text": text}],
-        "ticks": [{"at": at, "text": name} for at, name in enumerate(names) if at % every == 0] if short else None,
-        "series": [
-            {"arm": RULES.index(rule), "runs": [values], "x": list(range(len(names)))}
-            for rule, values in lines.items()
-            if any(value is not None for value in values)
-        ],
-    }
+    ticks = [{"at": at, "text": name} for at, name in enumerate(names) if at % every == 0] if short else None
+    drawn = {RULES.index(rule): values for rule, values in lines.items() if any(value is not None for value in values)}
+    series = [{"arm": arm, "runs": [values], "x": list(range(len(names)))} for arm, values in drawn.items()]
+    x = "update" if short else "update, in the order of the dump"
+    return panel("curves", title, x, series, markers=False, marks=[{"value": mark, "text": text}], ticks=ticks)
 
 
 def shares(overall: Numbers) -> Panel:
     """The share that each rule leaves of one update."""
     rows = {rule: number(found.share) for rule, signal in SHARES.items() if (found := signal(overall)) is not None}
     target = SETTINGS["bapo"].target_share
-    return {
-        "kind": "shares",
-        "title": "Positive share of the gradient",
-        "x": "",
-        "target": {"value": target, "text": f"target {target:g}"},
-        "rows": [{"name": rule, "value": value, "arm": RULES.index(rule)} for rule, value in rows.items()],
-        "series": [],
-    }
+    shown = [{"name": rule, "value": value, "arm": RULES.index(rule)} for rule, value in rows.items()]
+    mark = {"value": target, "text": f"target {target:g}"}
+    return panel("shares", "Positive share of the gradient", "", target=mark, rows=shown)
 
 
 def ranges(overall: Numbers) -> Panel:
@@ -191,22 +167,15 @@ def ranges(overall: Numbers) -> Panel:
     found = {rule: chosen[0] for rule in SETTINGS if (chosen := overall.searched(rule))}
     rows = [{"name": FIXED, "low": 0.8, "high": 1.2, "arm": RULES.index(FIXED)}]
     rows += [{"name": r, "low": number(b.low), "high": number(b.high), "arm": RULES.index(r)} for r, b in found.items()]
-    return {"kind": "ranges", "title": "Bounds that each rule would choose", "x": "ratio", "rows": rows, "series": []}
+    return panel("ranges", "Bounds that each rule would choose", "ratio", rows=rows)
 
 
 def sides(overall: Numbers) -> Panel:
     """Tokens that each objective keeps and blocks, as shares of all tokens with an advantage."""
     rows = []
     for name, fate in overall.fates.items():
-        tokens, blocked = fate.tokens, fate.blocked
-        kept = tokens.negative - blocked.negative, tokens.positive - blocked.positive
-        parts = kept[0], blocked.negative, kept[1], blocked.positive
-        rows.append({"name": name, "parts": numbers(part / (tokens.whole or 1.0) for part in parts)})
-    return {
-        "kind": "sides",
-        "title": "Tokens that each rule keeps and blocks, by side",
-        "x": "share of the tokens with an advantage",
-        "rows": rows,
-        "height": ROW * len(rows) + 90,
-        "series": [],
-    }
+        (positive, negative), blocked = (fate.tokens.positive, fate.tokens.negative), fate.blocked
+        parts = negative - blocked.negative, blocked.negative, positive - blocked.positive, blocked.positive
+        rows.append({"name": name, "parts": numbers(part / (fate.tokens.whole or 1.0) for part in parts)})
+    title, x = "Tokens that each rule keeps and blocks, by side", "share of the tokens with an advantage"
+    return panel("sides", title, x, rows=rows, height=ROW * len(rows) + 90)

@@ -24,8 +24,7 @@ from bapo.config.errors import DumpError
 
 Array = npt.NDArray[Any]
 
-UNPACKED, TIMES = 1 << 30, 100
-"""How many bytes a compressed file may always become, and how many times its size."""
+UNPACKED, TIMES = 1 << 30, 100  # how many bytes a compressed file may always become, and how many times its size
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 UNREADABLE = (
@@ -66,11 +65,9 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             inside = sorted((p for p in path.rglob("*") if p.suffix in FORMATS), key=_natural)
             if not inside:
                 present = sorted({p.suffix or p.name for p in path.iterdir()})
-                hint = PICKLE_REMEDY if set(present) & set(PICKLES) else ""
-                raise DumpError(
-                    f"{path} has no file that ends in {', '.join(FORMATS)}; it holds: "
-                    f"{', '.join(present) or 'nothing'}. {hint}".rstrip()
-                )
+                holds = f"it holds: {', '.join(present) or 'nothing'}."
+                holds += f" {PICKLE_REMEDY}" if {*present} & {*PICKLES} else ""
+                raise DumpError(f"{path} has no file that ends in {', '.join(FORMATS)}; {holds}")
             found += inside
         elif not path.exists():
             raise DumpError(f"{path} does not exist. Name a file or a directory of logged batches.")
@@ -88,9 +85,8 @@ def read_columns(path: Path) -> dict[str, Column]:
     if path.suffix in PICKLES:
         raise DumpError(f"{path} is a pickle. {PICKLE_REMEDY}")
     if path.suffix not in FORMATS:
-        raise DumpError(
-            f"{path} has the ending {path.suffix or '(none)'}, but a dump must end in {', '.join(FORMATS)}."
-        )
+        ending = path.suffix or "(none)"
+        raise DumpError(f"{path} has the ending {ending}, but a dump must end in {', '.join(FORMATS)}.")
     if not path.is_file():
         raise DumpError(f"{path} is not a regular file. Remove it, or name the files to read.")
     readers = {".safetensors": _read_safetensors, ".npz": _read_npz, ".parquet": _read_parquet}
@@ -99,19 +95,15 @@ def read_columns(path: Path) -> dict[str, Column]:
     except DumpError:
         raise
     except UNREADABLE as error:
-        raise DumpError(
-            f"{path} cannot be read: {error}. It is damaged, cut short, or not a {path.suffix[1:]} file. Write it "
-            "again."
-        ) from error
+        kind = f"It is damaged, cut short, or not a {path.suffix[1:]} file"
+        raise DumpError(f"{path} cannot be read: {error}. {kind}. Write it again.") from error
 
 
 def _read_npz(path: Path) -> dict[str, Column]:
     columns: dict[str, Column] = {}
     tables = _check_sizes(path)
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        for name in arrays.files:
-            if name in tables:
-                continue
+        for name in (name for name in arrays.files if name not in tables):
             try:
                 columns[name] = np.asarray(arrays[name])
             except ValueError as error:
@@ -148,9 +140,8 @@ def _check_sizes(path: Path) -> set[str]:
                 present = member.file_size - file.tell()
             needed = math.prod(shape) * dtype.itemsize
             if not dtype.hasobject and needed > present:
-                raise ValueError(
-                    f"{member.filename} says that it holds {needed:,} bytes of numbers, but has {present:,}"
-                )
+                says = f"{member.filename} says that it holds {needed:,} bytes of numbers"
+                raise ValueError(f"{says}, but has {present:,}")
     return tables
 
 
@@ -205,8 +196,6 @@ def _is_number(pa: Any, kind: Any) -> bool:
 
 def _no_nulls(path: Path, name: str, values: Any) -> Array:
     if values.null_count:
-        raise DumpError(
-            f"{path}: column {name!r} has {values.null_count} nulls, but every token needs a value. Write 0 and mask "
-            "it."
-        )
+        nulls = f"column {name!r} has {values.null_count} nulls"
+        raise DumpError(f"{path}: {nulls}, but every token needs a value. Write 0 and mask it.")
     return np.asarray(values.to_numpy(zero_copy_only=False))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,7 @@ from bapo.diagnose.dump_files import Array, Column, Ragged, find_files, read_col
 
 NAMES: dict[str, dict[str, str]] = {
     "logprobs": {"logprobs": "bapo", "per_token_logps": "TRL", "log_prob": "verl", "log_probs": "verl"},
-    "behavior_logprobs": {
-        "behavior_logprobs": "bapo",
-        "sampling_per_token_logps": "TRL",
-        "rollout_log_probs": "verl",
-    },
+    "behavior_logprobs": {"behavior_logprobs": "bapo", "sampling_per_token_logps": "TRL", "rollout_log_probs": "verl"},
     "anchor": {"anchor": "bapo", "old_per_token_logps": "TRL", "old_log_probs": "verl", "old_log_prob": "verl"},
     "advantages": {"advantages": "bapo, TRL, verl"},
     "mask": {"mask": "bapo", "completion_mask": "TRL", "response_mask": "verl"},
@@ -121,8 +117,8 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
     updates = [_merge(parts[number]) for number in sorted(parts)] + unnumbered
     if not any(len(update.logprobs) for update in updates):
         raise DumpError(
-            f"the mask ({columns.get('mask', 'mask')}) selects no token in any of {len(updates)} updates, so there is "
-            "nothing to diagnose. Check the code that writes it: 1 must mark the tokens that were trained on."
+            f"the mask ({columns.get('mask', 'mask')}) selects no token in any of {len(updates)} updates. Check the "
+            "code that writes it: 1 must mark the tokens that were trained on."
         )
     return Dump(updates, columns, list(dict.fromkeys(notes)))
 
@@ -178,8 +174,8 @@ def _check_numbers(path: Path, table: Mapping[str, Column], chosen: Mapping[str,
         if kind.kind not in "biuf":
             holds = {"U": "text", "S": "text", "c": "complex numbers"}.get(kind.kind, "no numbers")
             raise DumpError(
-                f"{path}: column {name!r}, read as {role}, holds {holds} (dtype {kind}) instead of real numbers. "
-                f"Convert it where it is written, or name another column with --map {role}=COLUMN."
+                f"{path}: column {name!r}, read as {role}, holds {holds} (dtype {kind}). Convert it where it is "
+                f"written, or name another column with --map {role}=COLUMN."
             )
 
 
@@ -234,12 +230,9 @@ def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
     if logprobs.ndim == 2:
         return _Layout(path, size, np.repeat(np.arange(shape[0]), shape[1]), shape[0], shape)
     if logprobs.ndim != 1:
-        raise DumpError(
-            f"{path}: logprobs has shape {list(shape)}, but it must be [sequences, tokens] (padded) or "
-            "[tokens] (packed)."
-        )
-    ids = columns.get("sequence_ids")
-    if ids is None:
+        allowed = "[sequences, tokens] (padded) or [tokens] (packed)"
+        raise DumpError(f"{path}: logprobs has shape {list(shape)}, but it must be {allowed}.")
+    if (ids := columns.get("sequence_ids")) is None:
         return _Layout(path, size, shape=shape)
     if isinstance(ids, Ragged) or ids.shape != shape or not np.issubdtype(ids.dtype, np.integer):
         raise DumpError(f"{path}: sequence_ids must be one integer per token, {list(shape)}, as logprobs is.")
@@ -255,17 +248,17 @@ def _updates(
     rows, rewards = layout.rows, columns.get("rewards")
     tokens = {role: layout.spread(role, column) for role, column in columns.items() if role != "sequence_ids"}
     mask = _mask(layout, tokens)
-    floats = ("logprobs", "behavior_logprobs", "advantages", "anchor", "entropy")
-    numbers = {role: _floats(tokens[role]) for role in floats if role in tokens}
-    numbers |= _counts(path, tokens, mask, notes)
+    numbers = _counts(path, tokens, mask, notes)
+    for role in {"logprobs", "behavior_logprobs", "advantages", "anchor", "entropy"} & tokens.keys():
+        wide = tokens[role].dtype in (np.float32, np.float64)
+        numbers[role] = tokens[role] if wide else tokens[role].astype(np.float32)
     empty = 0 if rows is None else layout.row_count - len(np.unique(rows[mask]))
     if empty and mask.any():
-        left_out = f"{empty} of {layout.row_count} responses have no token under the mask and are left out"
-        notes.append(f"{path.name}: {left_out}")
+        responses = f"{empty} of {layout.row_count} responses"
+        notes.append(f"{path.name}: {responses} have no token under the mask and are left out")
     if rewards is not None and rows is None:
-        notes.append(
-            "rewards are not used, because packed tokens without sequence_ids do not say where a response ends"
-        )
+        unknown = "packed tokens without sequence_ids do not say where a response ends"
+        notes.append(f"rewards are not used, because {unknown}")
     once = rewards is not None and not isinstance(rewards, Ragged) and rewards.size in (1, layout.row_count)
 
     def build(name: str, chosen: Array) -> LoggedUpdate:
@@ -281,25 +274,24 @@ def _updates(
     if "update" not in tokens:
         return [(None, build(file_name, mask))]
     values = tokens["update"]
-    _check_finite(path, "update", values, mask)
-    found = np.unique(values[np.isfinite(values)])
-    return [(_exact(value), build(str(_exact(value)), mask & (values == value))) for value in found]
+    _check_counts(path, "update", values, ~np.isfinite(values), mask)
+    found = np.unique(values[np.isfinite(values)]).tolist()
+    exact = [int(value) if value == int(value) else value for value in found]
+    return [(value, build(str(value), mask & (values == value))) for value in exact]
 
 
 def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> Array:
     if "mask" not in tokens:
         if layout.shape is not None and len(layout.shape) == 2:
             raise DumpError(
-                f"{layout.path} has padded arrays {list(layout.shape)} but no mask; known names are "
-                f"{', '.join(NAMES['mask'])}. Without a mask, padding cannot be told from tokens. Dump it, or name its "
-                "column with --map mask=COLUMN."
+                f"{layout.path} has padded arrays {list(layout.shape)} but no mask ({', '.join(NAMES['mask'])}), so "
+                "padding cannot be told from tokens. Dump it, or name its column with --map mask=COLUMN."
             )
         return np.ones(layout.tokens, dtype=bool)
     mask = tokens["mask"] * tokens["tool_mask"] if "tool_mask" in tokens else tokens["mask"]
     if not np.isin(mask, (0, 1)).all():
         raise DumpError(
-            f"{layout.path}: mask holds values other than 0 and 1. It selects the tokens that were trained on. "
-            "Multiply weights into the advantages instead."
+            f"{layout.path}: mask holds values other than 0 and 1. Multiply weights into the advantages instead."
         )
     return np.asarray(mask != 0)
 
@@ -309,7 +301,7 @@ def _counts(path: Path, tokens: Mapping[str, Array], mask: Array, notes: list[st
     wide, found = {}, {}
     for role in ("staleness", "versions", "version"):
         if role in tokens:
-            _check_finite(path, role, tokens[role], mask)
+            _check_counts(path, role, tokens[role], ~np.isfinite(tokens[role]), mask)
             wide[role] = np.where(mask, tokens[role], 0).astype(np.int64)
     if "staleness" in wide:
         found["staleness"] = wide["staleness"]
@@ -323,34 +315,20 @@ def _counts(path: Path, tokens: Mapping[str, Array], mask: Array, notes: list[st
     if "staleness" in found and ("staleness" in wide or "version" in wide):
         found["fresh"] = found["staleness"] == 0
     if "uses" in tokens:
-        _check_finite(path, "uses", tokens["uses"], mask)
         uses = np.where(mask, tokens["uses"], 0)
-        bad = (uses < 0) | (uses != np.floor(uses))
-        if bad.any():
-            raise DumpError(
-                f"{path}: uses is {uses[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask, but "
-                "it counts how often a token was trained on before. Write 0, 1, 2, …, or leave the column out."
-            )
+        _check_counts(path, "uses", uses, ~(np.isfinite(uses) & (uses >= 0) & (uses == np.floor(uses))), mask)
         found["uses"] = uses.astype(np.int64)
     return found
 
 
-def _check_finite(path: Path, role: str, values: Array, mask: Array) -> None:
-    bad = ~np.isfinite(values) & mask
-    if bad.any():
+def _check_counts(path: Path, role: str, values: Array, bad: Array, mask: Array) -> None:
+    """Raise if there are bad values in a column that counts."""
+    if (bad & mask).any():
+        counts = "how often a token was trained on before" if role == "uses" else "updates"
         raise DumpError(
-            f"{path}: {role} is {values[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask, but "
-            "it counts updates. Write a whole number for each, or leave the column out."
+            f"{path}: {role} is {values[bad & mask][0]} in {int((bad & mask).sum())} of {int(mask.sum())} tokens under "
+            f"the mask, but it counts {counts}. Write a whole number for each, or leave the column out."
         )
-
-
-def _exact(value: Any) -> float:
-    """The number of an update, as an integer if it is one, so that no digit is lost."""
-    return int(value) if value == np.floor(value) else float(value)
-
-
-def _floats(values: Array) -> Array:
-    return values if values.dtype in (np.float32, np.float64) else values.astype(np.float32)
 
 
 def _merge(parts: list[LoggedUpdate]) -> LoggedUpdate:
@@ -358,14 +336,13 @@ def _merge(parts: list[LoggedUpdate]) -> LoggedUpdate:
     if len(parts) == 1:
         return parts[0]
 
-    def joined(role: str) -> Array | None:
+    offsets = np.cumsum([0] + [part.sequences or 0 for part in parts[:-1]])
+    columns: dict[str, Any] = {}
+    for role in (one.name for one in fields(LoggedUpdate) if one.name != "name"):
         arrays = [getattr(part, role) for part in parts]
-        return None if any(array is None for array in arrays) else np.concatenate(arrays)
-
-    offsets = np.cumsum([0] + [part.sequences or 0 for part in parts])
-    parts = [
-        replace(part, sequence_ids=None if part.sequence_ids is None else part.sequence_ids + offset)
-        for part, offset in zip(parts, offsets, strict=False)
-    ]
-    roles = [one.name for one in fields(LoggedUpdate) if one.name != "name"]
-    return LoggedUpdate(parts[0].name, **{role: joined(role) for role in roles})  # type: ignore[arg-type]
+        if any(array is None for array in arrays):
+            continue
+        if role == "sequence_ids":
+            arrays = [array + offset for array, offset in zip(arrays, offsets, strict=True)]
+        columns[role] = np.concatenate(arrays)
+    return LoggedUpdate(parts[0].name, **columns)

@@ -66,12 +66,9 @@ class Signal:
 class Fate:
     """What one objective does to the tokens: how many it blocks, and the gradient it leaves, by sign. Adds up."""
 
-    tokens: Signal = Signal()
-    """Signed tokens."""
-    blocked: Signal = Signal()
-    """Those without a gradient."""
-    gradient: Signal = Signal()
-    """Sum of |dL / d log pi| over the tokens of each sign."""
+    tokens: Signal = Signal()  # signed tokens
+    blocked: Signal = Signal()  # those without a gradient
+    gradient: Signal = Signal()  # sum of |dL / d log pi| over the tokens of each sign
 
     def __add__(self, other: Fate) -> Fate:
         return Fate(self.tokens + other.tokens, self.blocked + other.blocked, self.gradient + other.gradient)
@@ -79,9 +76,8 @@ class Fate:
     @property
     def clipped(self) -> tuple[float, float, float]:
         """Share of the tokens blocked: of all signed ones, of positive ones, of negative ones."""
-        parts = self.blocked.whole, self.blocked.positive, self.blocked.negative
-        wholes = self.tokens.whole, self.tokens.positive, self.tokens.negative
-        return tuple(a / b if b else 0.0 for a, b in zip(parts, wholes, strict=True))  # type: ignore[return-value]
+        pairs = ((getattr(self.blocked, key), getattr(self.tokens, key)) for key in ("whole", "positive", "negative"))
+        return tuple(blocked / tokens if tokens else 0.0 for blocked, tokens in pairs)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -107,16 +103,11 @@ class Pooled:
 
     log_ratio: Array
     signed: Array
-    parts: Array
-    """[sequences, 2] unclipped P and N of each response; empty if responses are not known."""
-    lengths: Array
-    """[sequences]"""
-    advantages: Array
-    """[sequences] mean advantage."""
-    rewards: Array
-    """[sequences], or empty."""
-    drift: Array
-    """[tokens] the sampler's log-prob minus the recomputed one, or empty."""
+    parts: Array  # [sequences, 2] unclipped P and N of each response; empty if responses are not known
+    lengths: Array  # [sequences]
+    advantages: Array  # [sequences] mean advantage
+    rewards: Array  # [sequences], or empty
+    drift: Array  # [tokens] the sampler's log-prob minus the recomputed one, or empty
 
 
 @dataclass(frozen=True)
@@ -153,10 +144,8 @@ class Numbers:
         zeros = torch.zeros_like(log_ratio)
         tokens = Tokens(log_ratio, zeros, zeros, torch.ones_like(log_ratio, dtype=torch.bool))
         wide = ((ratio < LOW) | (ratio > HIGH))[self.pooled.signed]
-        return {key: float(value) for key, value in ratio_statistics(tokens).items()} | {
-            "ratio_mean": float(ratio.mean()),
-            "wide": float(wide.mean()) if len(wide) else 0.0,
-        }
+        found = {key: float(value) for key, value in ratio_statistics(tokens).items()}
+        return found | {"ratio_mean": float(ratio.mean()), "wide": float(wide.mean()) if len(wide) else 0.0}
 
     @cached_property
     def lengths(self) -> dict[str, float]:
@@ -213,12 +202,8 @@ def measure(update: LoggedUpdate) -> Numbers | None:
     if update.anchor is not None:
         drift = update.behavior_logprobs[good].astype(np.float64) - update.anchor[good]
     pooled = _pool(tokens, rewards, drift[np.isfinite(drift)])
-    staleness = None
-    if update.staleness is not None:
-        ages, counts = np.unique(update.staleness[good].astype(np.int64), return_counts=True)
-        staleness = Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
     signal = tokens.advantages * tokens.within  # a token past the limit of log-ratios does not count
-    weight = 1 / tokens.lengths if ids is not None else None
+    unclipped = FIXED["unclipped"]
     return Numbers(
         name=update.name,
         updates=1,
@@ -229,12 +214,12 @@ def measure(update: LoggedUpdate) -> Numbers | None:
             for measure in ("gradient", "surrogate")
         },
         share_error=_share_error(pooled.parts),
-        sequence_mean=None if weight is None else _signal(tokens.ratio, signal * weight, *FIXED["unclipped"]),
+        sequence_mean=None if ids is None else _signal(tokens.ratio, signal * (1 / tokens.lengths), *unclipped),
         fates=fates,
         bounds=bounds,
         quadrants=quadrants,
         entropy=None if entropy is None else float(entropy.double().mean()),
-        staleness=staleness,
+        staleness=None if update.staleness is None else Counter(np.sort(update.staleness[good]).tolist()),
         pushes=pushes_by_use(
             update.logprobs[good],
             update.behavior_logprobs[good],
@@ -247,32 +232,17 @@ def measure(update: LoggedUpdate) -> Numbers | None:
 
 def total(parts: Sequence[Numbers]) -> Numbers:
     """The numbers of all updates: sums are added up, and quantiles are taken over all tokens."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
+        return parts[0]
     errors = [p.share_error for p in parts if p.share_error is not None]
     with_entropy = [p for p in parts if p.entropy is not None]
-    staleness = _added([p.staleness for p in parts])
+    sums = ("updates", "tokens", "sequences", "shares", "sequence_mean", "fates", "bounds", "staleness")
     return Numbers(
         name="all updates",
-        updates=len(parts),
-        tokens=sum(p.tokens for p in parts),
-        sequences=_added([p.sequences for p in parts]),
-        shares={
-            measure: {label: reduce(add, (p.shares[measure][label] for p in parts)) for label in FIXED}
-            for measure in first.shares
-        },
+        **{name: _added([getattr(p, name) for p in parts]) for name in sums},
         share_error=sum(errors) / len(errors) if errors else None,
-        sequence_mean=_added([p.sequence_mean for p in parts]),
-        fates={
-            name: reduce(add, (p.fates[name] for p in parts))
-            for name in first.fates
-            if all(name in p.fates for p in parts)
-        },
-        bounds={name: [bounds for p in parts for bounds in p.bounds[name]] for name in SETTINGS},
         quadrants=_mean_quadrants(with_entropy) if with_entropy else None,
         entropy=_weighted([(p.entropy or 0.0, p.tokens) for p in with_entropy]) if with_entropy else None,
-        staleness=None if staleness is None else Counter(dict(sorted(staleness.items()))),
         pushes=joined([p.pushes for p in parts]),
         pooled=Pooled(*(np.concatenate([getattr(p.pooled, one.name) for p in parts]) for one in fields(Pooled))),
     )
@@ -287,17 +257,9 @@ def _outcomes(
     quadrants: dict[str, dict[str, float]] = {}
     for name, objective, settings in _tried(tokens):
         logprobs = tokens.logprobs.detach().requires_grad_()
-        out = policy_loss(
-            logprobs,
-            tokens.behavior_logprobs,
-            tokens.advantages,
-            tokens.mask,
-            objective=objective,
-            settings=settings,
-            denominator=1.0,
-            sequence_ids=tokens.sequence_ids,
-            uses=tokens.uses if OBJECTIVES[objective].needs_uses else None,
-        )
+        uses = tokens.uses if OBJECTIVES[objective].needs_uses else None
+        inputs, ids = (logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask), tokens.sequence_ids
+        out = policy_loss(*inputs, objective=objective, settings=settings, denominator=1.0, sequence_ids=ids, uses=uses)
         out.loss.backward()  # type: ignore[no-untyped-call]
         assert logprobs.grad is not None
         count = torch.ones_like(tokens.advantages)
@@ -306,10 +268,9 @@ def _outcomes(
             blocked=_by_sign(count * ~out.retained, tokens.advantages),
             gradient=_by_sign(logprobs.grad.abs(), tokens.advantages),
         )
-        found = out.bounds
-        if settings is not None and found is not None:
-            values = found.low, found.high, found.share, found.share_at_start, found.share_at_end, found.stop
-            low, high, share, start, end, stop = (float(value) for value in values if value is not None)
+        if settings is not None and out.bounds is not None:
+            keys = ("low", "high", "share", "share_at_start", "share_at_end", "stop")
+            low, high, share, start, end, stop = (float(getattr(out.bounds, key)) for key in keys)
             bounds[name] = [Bounds(low, high, share, start, end, StopReason(int(stop)).name)]
         if entropy is not None and (settings is not None or name in ("grpo", "clip_higher")):
             masses = quadrant_masses(tokens, entropy, out.retained)
@@ -347,14 +308,11 @@ def _signal(ratio: Tensor, signal: Tensor, low: float, high: float, measure: str
 def _mean_quadrants(parts: Sequence[Numbers]) -> dict[str, dict[str, float]]:
     """Weighed by the gradient mass of each update, which makes it the share of all of it."""
     mass = [p.shares["gradient"]["unclipped"].whole for p in parts]
-    first = parts[0].quadrants or {}
-    return {
-        name: {
-            key: _weighted([((p.quadrants or {})[name][key], m) for p, m in zip(parts, mass, strict=True)])
-            for key in masses
-        }
-        for name, masses in first.items()
-    }
+    found: dict[str, dict[str, float]] = {}
+    for name, masses in (parts[0].quadrants or {}).items():
+        listed = [(p.quadrants or {})[name] for p in parts]
+        found[name] = {key: _weighted([(q[key], m) for q, m in zip(listed, mass, strict=True)]) for key in masses}
+    return found
 
 
 def _weighted(values: Sequence[tuple[float, float]]) -> float:
@@ -363,8 +321,12 @@ def _weighted(values: Sequence[tuple[float, float]]) -> float:
 
 
 def _added(values: Sequence[Any]) -> Any:
-    """Their sum; None if one of them is not known."""
-    return None if any(value is None for value in values) else reduce(add, values)
+    """Their sum; None if one of them is not known. Dicts are added key by key, for the keys that all of them have."""
+    if any(value is None for value in values):
+        return None
+    if type(values[0]) is not dict:
+        return reduce(add, values)
+    return {key: _added([one[key] for one in values]) for key in values[0] if all(key in one for one in values)}
 
 
 def _tensor(values: Array) -> Tensor:

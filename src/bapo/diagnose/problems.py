@@ -32,12 +32,9 @@ MEAN_RATIO_OFF = 0.03
 """How far the mean ratio may be from 1. Truncated sampling (top-p 0.95) moves it to about 0.95."""
 ENTROPY_OFF = 0.10
 """How far the mean log-prob of sampled tokens may be from minus the learner's entropy, as a share of the entropy."""
-CERTAIN = 6.0
-"""Least number of standard errors before either counts as a problem."""
-SLOPE_OFF = 1.15
-"""Least factor between the scales of the two log-probs that drift cannot explain."""
-LOW_ESS = 0.5
-"""Effective sample size, as a share of the tokens, below which importance weights are mostly noise."""
+CERTAIN = 6.0  # least number of standard errors before either counts as a problem
+SLOPE_OFF = 1.15  # least factor between the scales of the two log-probs that drift cannot explain
+LOW_ESS = 0.5  # effective sample size, as a share of the tokens, below which importance weights are mostly noise
 PADDING_RUN = 16
 """Least length of a run of identical values, in both columns at an end of a response, that looks like padding."""
 MISMATCH_KL, MISMATCH_BEYOND = 1e-3, 0.01
@@ -53,12 +50,10 @@ class Finding:
     """One thing that is wrong or notable, the evidence for it, and what to do."""
 
     name: str
-    serious: bool
-    """If True, the other numbers cannot be trusted until this is repaired."""
+    serious: bool  # if True, the other numbers cannot be trusted until this is repaired
     evidence: str
     action: str
-    updates: list[str]
-    """Names of the updates that show it."""
+    updates: list[str]  # names of the updates that show it
 
 
 def find_problems(updates: Sequence[LoggedUpdate]) -> list[Finding]:
@@ -105,10 +100,9 @@ def above_zero(update: LoggedUpdate) -> str | None:
 def same_logprobs(update: LoggedUpdate) -> str | None:
     """Ratios exactly 1."""
     same = update.logprobs == update.behavior_logprobs
-    if len(same) and same.mean() > 0.99:
-        share = f"{same.mean():.1%} of {len(same)}"
-        return f"the two log-probs are bit for bit equal in {share} tokens, so those ratios are 1"
-    return None
+    if not len(same) or same.mean() <= 0.99:
+        return None
+    return f"the two log-probs are bit for bit equal in {same.mean():.1%} of {len(same)} tokens, so those ratios are 1"
 
 
 def coarse(update: LoggedUpdate) -> str | None:
@@ -135,10 +129,8 @@ def shifted(update: LoggedUpdate) -> str | None:
             both &= ids[first] == ids[second]
         there = _correlation(x[second][both], y[first][both])
         if there > 0.8 and there > here + 0.2:
-            return (
-                f"behavior_logprobs are one token {word} logprobs: their correlation is {there:.2f} when moved by one "
-                f"token, and {here:.2f} as they are"
-            )
+            correlation = f"their correlation is {there:.2f} when moved by one token, and {here:.2f} as they are"
+            return f"behavior_logprobs are one token {word} logprobs: {correlation}"
     return None
 
 
@@ -146,9 +138,8 @@ def temperature(update: LoggedUpdate) -> str | None:
     """One column is the other column on another scale."""
     good = usable(update)
     x, y = update.logprobs[good].astype(np.float64), update.behavior_logprobs[good].astype(np.float64)
-    if len(x) < 100 or _correlation(x, y) < 0.9:
-        return None
-    slope, correlation = float(y.std() / x.std()), _correlation(x, y)
+    correlation = _correlation(x, y)
+    slope = float(y.std() / x.std()) if len(x) >= 100 and correlation >= 0.9 else 1.0
     if max(slope, 1 / slope) < SLOPE_OFF:
         return None
     return (
@@ -178,11 +169,9 @@ def other_sampling(update: LoggedUpdate) -> str | None:
     off, errors = _off(ratio * (update.logprobs[good].astype(np.float64) + update.entropy[good]))
     if abs(off) < ENTROPY_OFF * entropy or abs(errors) < CERTAIN:
         return None
-    word = "more" if off > 0 else "less"
-    return (
-        f"sampled tokens are {word} probable than the entropy says: mean log-prob {-entropy + off:.3f} against "
-        f"{-entropy:.3f}, {abs(errors):.0f} standard errors"
-    )
+    more = f"sampled tokens are {'more' if off > 0 else 'less'} probable than the entropy says"
+    means = f"mean log-prob {-entropy + off:.3f} against {-entropy:.3f}"
+    return f"{more}: {means}, {abs(errors):.0f} standard errors"
 
 
 def unmasked_padding(update: LoggedUpdate) -> str | None:
@@ -202,11 +191,8 @@ def unmasked_padding(update: LoggedUpdate) -> str | None:
     tokens = int((ends - starts)[runs].sum())
     if tokens < 0.01 * count:
         return None
-    value = update.logprobs[starts[runs][0]]
-    return (
-        f"{int(runs.sum())} runs of {PADDING_RUN} or more identical values (the first: {value:g}), {tokens} of {count} "
-        "tokens"
-    )
+    identical = f"{PADDING_RUN} or more identical values (the first: {update.logprobs[starts[runs][0]]:g})"
+    return f"{int(runs.sum())} runs of {identical}, {tokens} of {count} tokens"
 
 
 def two_kinds(update: LoggedUpdate) -> str | None:
@@ -216,11 +202,8 @@ def two_kinds(update: LoggedUpdate) -> str | None:
     # A learner that has drifted gives a tail of large ratios; two kinds of tokens leave a gap.
     if len(size) < 100 or far.mean() < 1e-3 or far.sum() < 2 * between.sum() or np.median(size) > 0.1:
         return None
-    usual = np.exp(np.median(size))
-    words = (
-        f"{int(far.sum())} of {len(far)} tokens have ratios beyond a factor of 20, while half of all tokens stay "
-        f"within a factor of {usual:.2f}"
-    )
+    words = f"{int(far.sum())} of {len(far)} tokens have ratios beyond a factor of 20, while half of all tokens stay "
+    words += f"within a factor of {np.exp(np.median(size)):.2f}"
     if update.sequence_ids is not None:
         per_response = np.bincount(update.sequence_ids[usable(update)][far])
         most = np.sort(per_response)[::-1][: max(1, (update.sequences or 1) // 20)].sum() / far.sum()
@@ -343,8 +326,8 @@ def few_responses(update: LoggedUpdate) -> str | None:
 
 def _ratio(update: LoggedUpdate) -> Array:
     good = usable(update)
-    difference = update.logprobs[good].astype(np.float64) - update.behavior_logprobs[good]
-    return np.asarray(np.exp(difference.clip(-20, 20)))
+    log_ratio = update.logprobs[good].astype(np.float64) - update.behavior_logprobs[good]
+    return np.asarray(np.exp(log_ratio.clip(-20, 20)))
 
 
 def _proves_nothing(ratio: Array) -> bool:
@@ -381,56 +364,38 @@ SCALE = (
 )
 SERIOUS: dict[Check, str] = {
     no_tokens: "Check the code that builds the mask. The update is left out here.",
-    not_finite: (
-        "Find what produced it. -inf at the end of responses means that the mask covers padding. These tokens are left "
-        "out of all numbers here."
-    ),
-    above_zero: (
-        "Dump the log-softmax outputs of the sampled tokens, not logits, probabilities or negative log-likelihoods."
-    ),
+    not_finite: "Find what produced it. -inf at the end of responses means that the mask covers padding. These tokens "
+    "are left out of all numbers here.",
+    above_zero: "Dump the log-softmax of the sampled tokens, not logits, probabilities or negative log-likelihoods.",
     shifted: "Slice both columns in the same way: position t must be the same token in both.",
     temperature: SCALE,
-    mean_ratio: (
-        "These behaviour log-probs cannot be the sampler's: over its samples the mean ratio is 1 for every learner. "
-        + SCALE
-    ),
-    other_sampling: (
-        "The tokens were not sampled from the distribution whose log-probs and entropy are logged. " + SCALE
-    ),
+    mean_ratio: "These behaviour log-probs cannot be the sampler's: over its samples the mean ratio is 1 for every "
+    f"learner. {SCALE}",
+    other_sampling: "The tokens were not sampled from the distribution whose log-probs and entropy are "
+    f"logged. {SCALE}",
     unmasked_padding: "Let the mask end where the response ends, after its stop token.",
-    two_kinds: (
-        "Look at those tokens. Usual causes: text that the policy did not write (tool output, forced tokens), another "
-        "tokenisation, or weights that the sampler had not received."
-    ),
+    two_kinds: "Look at those tokens. Usual causes: text that the policy did not write (tool output, forced tokens), "
+    "another tokenisation, or weights that the sampler had not received.",
     engine_mismatch: "Train against the sampler's own log-probs, which the numbers here use, and find the cause.",
-    fresh_mismatch: (
-        "No update lies between sampling and these log-probs, so both must be those of one policy. Until they are, "
-        "every ratio is off by as much."
-    ),
+    fresh_mismatch: "No update lies between sampling and these log-probs, so both must be those of one policy. Until "
+    "they are, every ratio is off by as much.",
     future_versions: "Log the learner's version when the tokens are used.",
     one_sign: "Dump advantages, not rewards: an advantage is a reward minus the mean reward of its group.",
 }
 """Check -> what to do. The other numbers cannot be trusted until it is done."""
 REMARKS: dict[Check, str] = {
     low_ess: "Take fewer updates per rollout batch, lower the learning rate, or bound the staleness.",
-    same_logprobs: (
-        "Either this is the first update on fresh samples, or the trainer recomputed the behaviour log-probs with the "
-        "weights it trains, which hides staleness. Log the sampler's own log-probs, and later updates of a batch, too."
-    ),
+    same_logprobs: "Either this is the first update on fresh samples, or the trainer recomputed the behaviour "
+    "log-probs with the weights it trains, which hides staleness. Log the sampler's own log-probs, and later updates "
+    "of a batch, too.",
     coarse: "Compute and store log-probs in float32. In bfloat16, rounding alone moves ratios by several per cent.",
     no_signal: "All rewards of each group are equal. Filter such groups and sample others.",
-    off_centre: (
-        "The advantages are not centred within groups, so the share depends on the baseline as much as on lengths."
-    ),
+    off_centre: "Advantages are not centred within groups, so the share depends on the baseline as much as on lengths.",
     idle_responses: "Filter groups whose rewards are all equal, and sample others.",
-    varying_advantages: (
-        "This is right with a critic (GAE). The row for gspo uses each response's mean advantage, so it is not "
-        "gspo itself."
-    ),
+    varying_advantages: "This is right with a critic (GAE). The row for gspo uses each response's mean advantage, so "
+    "it is not gspo itself.",
     copied_anchor: "So this dump cannot show the mismatch between engine and trainer.",
-    few_responses: (
-        "Over so few responses a share is mostly noise. If these are micro-batches, log the number of the update in "
-        "`update`, and its parts are put together."
-    ),
+    few_responses: "Over so few responses a share is mostly noise. If these are micro-batches, log the number of the "
+    "update in `update`, and its parts are put together.",
 }
 """Check -> what to do about something that only limits what the numbers say."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TextIO
@@ -16,12 +17,12 @@ from typing import TextIO
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from bapo.config.numerals import counted
 from bapo.core.entropy_rule import QUADRANTS
 from bapo.diagnose.diagnosis import Diagnosis
-from bapo.diagnose.dumps import NAMES
 from bapo.diagnose.measure import SETTINGS, Numbers
 from bapo.diagnose.problems import Finding
 from bapo.diagnose.uses import UNKNOWN, Pushes, later, of_uses
@@ -33,8 +34,7 @@ EFFECT = {
     "low_prob_high_adv": "improbable, high A: raises entropy",
     "low_prob_low_adv": "improbable, low A: lowers entropy",
 }
-PLAIN_WIDTH = 120
-"""Width in characters if the text goes to no terminal."""
+PLAIN_WIDTH = 120  # width in characters if the text goes to no terminal
 STOPS = {
     "START": "at start",
     "RAISING_HIGH": "raising high",
@@ -52,8 +52,7 @@ class Part:
     reading: str
     headings: list[str]
     rows: list[list[str]]
-    bars: list[float] = field(default_factory=list)
-    """One number in [0, 1] per row, drawn as a bar beside it; or empty."""
+    bars: list[float] = field(default_factory=list)  # one number in [0, 1] per row, drawn as a bar beside it; or empty
 
 
 def parts(diagnosis: Diagnosis) -> list[Part]:
@@ -61,37 +60,35 @@ def parts(diagnosis: Diagnosis) -> list[Part]:
     overall = diagnosis.overall
     if overall is None:
         return []
-    pushed = [uses(overall)] if of_uses(overall.pushes).negative else []
-    tables = (quadrants, distance, lengths, staleness, engine)
+    pushed = [uses] if of_uses(overall.pushes).negative else []
+    tables = [shares, objectives, bounds, *pushed, quadrants, distance, lengths, staleness, engine]
     found = [*(table(overall) for table in tables), by_update(diagnosis.updates)]
-    some = [part for part in found if part is not None]
-    return [shares(overall), objectives(overall), bounds(overall), *pushed, *some]
+    return [part for part in found if part is not None]
 
 
 def read_as(diagnosis: Diagnosis) -> str:
     """What was read, and under which names."""
     dump = diagnosis.dump
-    named = [f"{role} = {column}" for role, column in dump.columns.items() if column != role and role in NAMES]
+    named = [f"{role} = {column}" for role, column in dump.columns.items() if column != role]
     tokens = sum(len(update.logprobs) for update in dump.updates)
-    text = f"{_count(len(dump.updates), 'update')}, {tokens} tokens under the mask; names of {dump.dialect}"
+    text = f"{counted(len(dump.updates), 'update')}, {tokens} tokens under the mask; names of {dump.dialect}"
     return f"{text}: {', '.join(named)}" if named else text
 
 
 def shares(numbers: Numbers) -> Part:
     """Positive share by both measures."""
-    gradient, surrogate = numbers.shares["gradient"], numbers.shares["surrogate"]
-    rows = [[label, _share(gradient[label].share), _share(surrogate[label].share)] for label in gradient]
-    bars = [gradient[label].share for label in gradient]
+    bars = {label: signal.share for label, signal in numbers.shares["gradient"].items()}
+    rows = [[label, _share(bar), _share(numbers.shares["surrogate"][label].share)] for label, bar in bars.items()]
     if numbers.sequence_mean is not None:
-        rows.append(["unclipped, averaged per response", _share(numbers.sequence_mean.share), ""])
-        bars.append(numbers.sequence_mean.share)
+        bars["averaged"] = numbers.sequence_mean.share
+        rows.append(["unclipped, averaged per response", _share(bars["averaged"]), ""])
     reading = (
         "Share of the signal that tokens of positive advantage hold. gradient: only tokens that the clip lets pass "
         "count; surrogate: a clipped token counts at its bound (Eq. 8 of the paper)."
     )
     if numbers.share_error is not None:
         reading += f" The unclipped share of one update is known to ±{numbers.share_error:.3f}."
-    return Part("Positive share", reading, ["clip", "gradient", "surrogate"], rows, bars)
+    return Part("Positive share", reading, ["clip", "gradient", "surrogate"], rows, list(bars.values()))
 
 
 def objectives(numbers: Numbers) -> Part:
@@ -117,7 +114,8 @@ def bounds(numbers: Numbers) -> Part:
     for name in numbers.bounds:
         found = numbers.searched(name)
         low, high = (_range(sorted(getattr(one, side) for one in found)) for side in ("low", "high"))
-        start, end = (_median([getattr(one, f"share_at_{side}") for one in found]) for side in ("start", "end"))
+        shares = ([getattr(one, f"share_at_{side}") for one in found] for side in ("start", "end"))
+        start, end = (f"{median(values):.3f}" if values else "no signal" for values in shares)
         stops = ", ".join(f"{count} {STOPS[stop]}" for stop, count in numbers.stops(name).items())
         target = f"{SETTINGS[name].target_share:.2f} {SETTINGS[name].measure}"
         rows.append([name, target, low, high, start, end, stops])
@@ -133,7 +131,7 @@ def bounds(numbers: Numbers) -> Part:
 
 def uses(numbers: Numbers, most: int = 8) -> Part:
     """Negative tokens that are pushed below the probability they were sampled with, by use."""
-    pushes = numbers.pushes
+    pushes, whole = numbers.pushes, of_uses(numbers.pushes)
     reading = (
         "log r: its mean over negative tokens; r < 1: those that are less likely than when they were sampled (about "
         "half, if only noise moves them); pushed: those of them that (0.8, 1.2) lets pass, so that the update pushes "
@@ -142,16 +140,14 @@ def uses(numbers: Numbers, most: int = 8) -> Part:
     headings = ["use", "tokens -", "log r", "r < 1", "pushed", "of gradient"]
     known = {use: part for use, part in pushes.items() if use != UNKNOWN}
     if not known:
-        return Part("Negative tokens", reading, headings, [_pushed("not known", of_uses(pushes))])
+        return Part("Negative tokens", reading, headings, [_pushed("not known", whole)])
     chosen = {str(use + 1): part for use, part in list(known.items())[:most]}
     if sum(use > 0 for use in known) > 1:
         chosen["2 or more"] = later(pushes)
     shared = UNKNOWN not in pushes  # otherwise short responses are missing from each use, and their sign is not random
     rows = [_pushed(label, part) + _kept(part, shared) for label, part in chosen.items()]
-    if not shared:
-        rows.append(_pushed("not known", pushes[UNKNOWN]) + [""] * 4)
-    if len(pushes) > 1:
-        rows.append(_pushed("all", of_uses(pushes)) + _kept(of_uses(pushes)))
+    rows += [] if shared else [_pushed("not known", pushes[UNKNOWN]) + [""] * 4]
+    rows += [_pushed("all", whole) + _kept(whole)] if len(pushes) > 1 else []
     return Part(
         "Negative tokens by use",
         f"Use 1 is the first time that a token is trained on. {reading} Push once (used_low = 1) keeps so many "
@@ -163,14 +159,14 @@ def uses(numbers: Numbers, most: int = 8) -> Part:
 
 
 def _pushed(label: str, part: Pushes) -> list[str]:
-    moved = "" if math.isnan(part.mean_log_ratio) else f"{part.mean_log_ratio:+.3f}"
-    shares = part.below_share, part.pushed_share, part.pushed_mass
+    moved = f"{part.shares['log_ratio']:+.3f}" if part.negative else ""
+    shares = (part.shares[name] for name in ("below", "pushed", "pushed_of_gradient"))
     return [label, str(part.negative), moved, *map(_percent, shares)]
 
 
 def _kept(part: Pushes, shared: bool = True) -> list[str]:
-    shares = [_share(part.share), _share(part.share_then)] if shared else ["", ""]
-    return [_percent(part.kept_share), _percent(part.kept_mass), *shares]
+    shares = [_share(part.shares[name]) if shared else "" for name in ("share", "share_push_once")]
+    return [_percent(part.shares["kept"]), _percent(part.shares["kept_of_gradient"]), *shares]
 
 
 def quadrants(numbers: Numbers) -> Part | None:
@@ -180,9 +176,9 @@ def quadrants(numbers: Numbers) -> Part | None:
     names = ["grpo", "clip_higher", "bapo", "bapo weak-model"]
     rows = []
     for quadrant in QUADRANTS:
-        masses = [numbers.quadrants[name] for name in names]
-        whole = masses[0][f"{quadrant}_retained"] + masses[0][f"{quadrant}_blocked"]
-        rows.append([EFFECT[quadrant], f"{whole:.1%}", *(f"{mass[f'{quadrant}_blocked']:.1%}" for mass in masses)])
+        blocked = [numbers.quadrants[name][f"{quadrant}_blocked"] for name in names]
+        whole = numbers.quadrants["grpo"][f"{quadrant}_retained"] + blocked[0]
+        rows.append([EFFECT[quadrant], *(f"{mass:.1%}" for mass in (whole, *blocked))])
     return Part(
         "Entropy-Clip quadrants",
         "Share of the whole gradient mass r|A| that lies in each quadrant, and how much of the whole each clip blocks "
@@ -242,8 +238,7 @@ def staleness(numbers: Numbers, bins: int = 12) -> Part | None:
 
 def engine(numbers: Numbers) -> Part | None:
     """The mismatch between engine and trainer."""
-    apart = numbers.mismatch
-    if apart is None:
+    if (apart := numbers.mismatch) is None:
         return None
     rows = [
         ["mean |difference|", f"{apart['mean_abs']:.4f} nats"],
@@ -269,11 +264,9 @@ def by_update(updates: list[Numbers], most: int = 40) -> Part | None:
     for numbers in updates[::step]:
         chosen, grpo = numbers.bounds["bapo"][0], numbers.fates["grpo"]
         signals = numbers.shares["gradient"]["unclipped"], grpo.gradient, numbers.fates["bapo"].gradient
-        bounds = f"({chosen.low:.2f}, {chosen.high:.2f})"
+        searched = f"({chosen.low:.2f}, {chosen.high:.2f})", STOPS[chosen.stop], f"{grpo.clipped[0]:.1%}"
         ratios = f"{numbers.ratios['kl']:.2g}", f"{numbers.ratios['ess']:.2f}"
-        shares = [_share(signal.share) for signal in signals]
-        clipped = f"{grpo.clipped[0]:.1%}"
-        rows.append([numbers.name, str(numbers.tokens), *shares, bounds, STOPS[chosen.stop], clipped, *ratios])
+        rows.append([numbers.name, str(numbers.tokens), *(_share(one.share) for one in signals), *searched, *ratios])
     every = f" Every {step}th update is shown." if step > 1 else ""
     return Part(
         "By update",
@@ -290,12 +283,8 @@ def sentence(finding: Finding, total: int) -> str:
     where = " (in every update)" if total > 1 else ""
     if len(found) < total:
         named = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
-        where = f" (in {len(found)} of {_count(total, 'update')}: {named})"
+        where = f" (in {len(found)} of {counted(total, 'update')}: {named})"
     return f"{finding.evidence}{where}. {finding.action}"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _share(value: float) -> str:
@@ -304,10 +293,6 @@ def _share(value: float) -> str:
 
 def _percent(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.1%}"
-
-
-def _median(values: list[float]) -> str:
-    return f"{median(values):.3f}" if values else "no signal"
 
 
 def _range(ordered: list[float]) -> str:
@@ -327,24 +312,20 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
     console.print(Text(diagnosis.headline.text, "bold red" if diagnosis.headline.tone == "wrong" else "bold"))
     console.print()
     console.print(Text(read_as(diagnosis), "dim"))
-    for note in diagnosis.dump.notes:
-        _item(console, note, "dim")
+    _items(console, (Text(note, "dim") for note in diagnosis.dump.notes))
 
     _heading(console, "Recommendation")
-    for line in diagnosis.advice:
-        _item(console, line)
+    _items(console, map(Text, diagnosis.advice))
     _heading(console, "Problems" if diagnosis.findings else "Problems: none found")
-    for finding in diagnosis.findings:
-        name = Text(finding.name, "bold red" if finding.serious else "bold yellow")
-        _item(console, Text.assemble(name, f"  {sentence(finding, len(diagnosis.dump.updates))}"))
+    total = len(diagnosis.dump.updates)
+    named = ((Text(one.name, "bold red" if one.serious else "bold yellow"), one) for one in diagnosis.findings)
+    _items(console, (Text.assemble(name, f"  {sentence(finding, total)}") for name, finding in named))
     for part in parts(diagnosis):
         _heading(console, part.title)
         console.print(Padding(Text(part.reading, "dim"), (0, 0, 0, 2)))
         console.print(_table(part, plain))
     _heading(console, "What this dump cannot tell")
-    for line in diagnosis.unknown:
-        _item(console, line)
-
+    _items(console, map(Text, diagnosis.unknown))
     write_drawn(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
 
 
@@ -353,23 +334,16 @@ def _heading(console: Console, title: str) -> None:
     console.print(Text(title, "bold cyan"))
 
 
-def _item(console: Console, line: str | Text, style: str = "") -> None:
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=3, justify="right")
-    grid.add_column()
-    grid.add_row("-", line if isinstance(line, Text) else Text(line, style))
-    console.print(grid)
+def _items(console: Console, lines: Iterable[Text]) -> None:
+    for line in lines:
+        grid = Table.grid(Column(width=3, justify="right"), Column(), padding=(0, 1))
+        grid.add_row("-", line)
+        console.print(grid)
 
 
 def _table(part: Part, plain: bool) -> Table:
-    table = Table(
-        box=None if plain else box.ROUNDED,
-        show_header=any(part.headings),
-        border_style="dim",
-        padding=(0, 1),
-        pad_edge=True,
-        header_style="" if plain else "bold",
-    )
+    frame, style = (None, "") if plain else (box.ROUNDED, "bold")
+    table = Table(box=frame, show_header=any(part.headings), border_style="dim", header_style=style)
     for index, heading in enumerate(part.headings):
         numeric = index > 0 and all(
             row[index].lstrip("+-")[:1].isdigit() or row[index] in ("", "none left", "no signal") for row in part.rows

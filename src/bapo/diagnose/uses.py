@@ -27,6 +27,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -35,18 +37,13 @@ from bapo.core.checks import MAX_LOG_RATIO
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import NAMES, Dump, LoggedUpdate
 
-UNKNOWN = -1
-"""The uses of a token whose response cannot be recognised."""
+UNKNOWN = -1  # the uses of a token whose response cannot be recognised
 SURPRISE = 14.0
 """Least surprise of a response in nats: another sample is the same with a probability of at most one in a million."""
-VALUES = 8
-"""Least number of different log-probs in it, so that coarse ones do not make different responses look alike."""
-MOST_TOKENS = 0.5
-"""Uses are inferred only if at least this share of all tokens is in responses that can be recognised."""
-LOW, HIGH = 0.8, 1.2
-"""The fixed clip."""
-USED_LOW = 1.0
-"""Push once: the lower bound of tokens that were trained on before."""
+VALUES = 8  # least number of different log-probs in it, so that coarse ones do not make different responses look alike
+MOST_TOKENS = 0.5  # uses are inferred only if at least this share of all tokens is in responses that can be recognised
+LOW, HIGH = 0.8, 1.2  # the fixed clip
+USED_LOW = 1.0  # push once: the lower bound of tokens that were trained on before
 
 Source = Literal["logged", "inferred", "unknown"]
 
@@ -55,8 +52,7 @@ class Uses(NamedTuple):
     """Where the uses of a dump come from."""
 
     source: Source
-    words: str = ""
-    """How they were inferred, or why they are unknown."""
+    words: str = ""  # how they were inferred, or why they are unknown
 
 
 class Seen(NamedTuple):
@@ -69,14 +65,23 @@ class Seen(NamedTuple):
     repeated: int
     """Responses that appear in their own update, too."""
 
+    @property
+    def unknown(self) -> float:
+        """The share of the tokens whose response cannot be recognised."""
+        return float((np.concatenate(self.before) == UNKNOWN).mean())
+
 
 def with_uses(dump: Dump) -> tuple[Dump, Uses]:
     """The dump with `uses` in every update, or in none; and where they come from."""
     updates, seen = dump.updates, recognise(dump.updates)
     if all(update.uses is not None for update in updates):
-        return replace(dump, notes=[*dump.notes, *_contradictions(updates, seen)]), Uses("logged")
-    doubt = _doubt(dump, seen)
-    if doubt:
+        wrong = sum(int((update.uses < found).sum()) for update, found in zip(updates, seen.before, strict=True))
+        contradiction = (
+            f"uses cannot be right: {wrong} tokens are in responses that appear in more of the earlier updates than "
+            "their uses say. Count every update that trained on a response before this one"
+        )
+        return replace(dump, notes=[*dump.notes, *([contradiction] if wrong else [])]), Uses("logged")
+    if doubt := _doubt(dump, seen):
         return replace(dump, updates=[replace(update, uses=None) for update in updates]), Uses("unknown", doubt)
     words = _inferred(updates, seen)
     inferred = [replace(update, uses=uses) for update, uses in zip(updates, seen.before, strict=True)]
@@ -89,15 +94,13 @@ def recognise(updates: Sequence[LoggedUpdate]) -> Seen:
     before, again, repeated = [], 0, 0
     for update in updates:
         names = _fingerprints(update)
-        uses = [UNKNOWN if name is None else count[name] for name in names]
+        uses = np.asarray([UNKNOWN if name is None else count[name] for name in names], dtype=np.int64)
         known = [name for name in names if name is not None]
-        again += sum(one > 0 for one in uses)
+        again += int((uses > 0).sum())
         repeated += len(known) - len(set(known))
         count.update(set(known))
-        if update.sequence_ids is None:
-            before.append(np.full(len(update.logprobs), UNKNOWN))
-        else:
-            before.append(np.asarray(uses, dtype=np.int64)[update.sequence_ids])
+        ids = update.sequence_ids
+        before.append(np.full(len(update.logprobs), UNKNOWN) if ids is None else uses[ids])
     return Seen(before, again, repeated)
 
 
@@ -121,21 +124,15 @@ def _doubt(dump: Dump, seen: Seen) -> str:
         return "there is only one update"
     if any(update.sequence_ids is None for update in dump.updates):
         return "it does not say which response a token belongs to"
-    recognisable = float((np.concatenate(seen.before) != UNKNOWN).mean())
-    if recognisable < MOST_TOKENS:
-        return (
-            f"only {recognisable:.0%} of the tokens are in responses that are long and uncertain enough to be "
-            "recognised when they appear again"
-        )
+    if 1 - seen.unknown < MOST_TOKENS:
+        known = "responses that are long and uncertain enough to be recognised when they appear again"
+        return f"only {1 - seen.unknown:.0%} of the tokens are in {known}"
     if seen.again:
         return ""
-    behavior, learner = dump.columns["behavior_logprobs"], dump.columns.get("logprobs", "logprobs")
-    if behavior in NAMES["anchor"]:
-        return (
-            f"no response appears in two updates, but if {behavior} is recomputed for every update, a response that is "
-            "used again cannot be recognised"
-        )
-    if learner in NAMES["anchor"]:
+    if (behavior := dump.columns["behavior_logprobs"]) in NAMES["anchor"]:
+        recomputed = f"if {behavior} is recomputed for every update, a response that is used again cannot be recognised"
+        return f"no response appears in two updates, but {recomputed}"
+    if dump.columns.get("logprobs") in NAMES["anchor"]:
         return "it was written before the first step on each rollout batch, so further passes over it do not show"
     return ""
 
@@ -147,9 +144,8 @@ def _inferred(updates: Sequence[LoggedUpdate], seen: Seen) -> str:
         f"the dump has no column for uses, so they are inferred: {seen.again} of {responses} responses have, bit for "
         "bit, the behaviour log-probs of a response in an earlier update. Updates that are not in the dump do not count"
     )
-    unknown = float((np.concatenate(seen.before) == UNKNOWN).mean())
-    if unknown:
-        text += f"; {unknown:.1%} of the tokens are in responses too short or too certain to be recognised"
+    if seen.unknown:
+        text += f"; {seen.unknown:.1%} of the tokens are in responses too short or too certain to be recognised"
     if seen.repeated:
         text += (
             f"; {seen.repeated} responses appear more than once within one update, which counts as one use. If its "
@@ -158,82 +154,38 @@ def _inferred(updates: Sequence[LoggedUpdate], seen: Seen) -> str:
     return text
 
 
-def _contradictions(updates: Sequence[LoggedUpdate], seen: Seen) -> list[str]:
-    """What the dump itself says against its uses."""
-    wrong = sum(int((update.uses < found).sum()) for update, found in zip(updates, seen.before, strict=True))
-    if not wrong:
-        return []
-    return [
-        f"uses cannot be right: {wrong} tokens are in responses that appear in more of the earlier updates than their "
-        "uses say. Count every update that trained on a response before this one"
-    ]
-
-
 @dataclass(frozen=True)
 class Pushes:
     """What (LOW, HIGH) and push once do to some tokens. Adds up."""
 
-    negative: int = 0
-    """Negative tokens, A < 0."""
-    below: int = 0
-    """Those that are less likely than when they were sampled, r < 1."""
-    pushed: int = 0
-    """Those among them that (LOW, HIGH) lets pass: the update pushes them further down."""
-    kept: int = 0
-    """Negative tokens that push once lets pass."""
-    log_ratio: float = 0.0
-    """Sum of log r over the negative tokens."""
-    gradient: float = 0.0
-    """Sum of r|A| over the negative tokens that (LOW, HIGH) lets pass."""
-    pushed_gradient: float = 0.0
-    """The same over those that are pushed further down."""
-    kept_gradient: float = 0.0
-    """The same over those that push once lets pass."""
-    positive_gradient: float = 0.0
-    """Sum of rA over the positive tokens that (LOW, HIGH) lets pass, as does push once."""
+    negative: int = 0  # negative tokens, A < 0
+    below: int = 0  # those that are less likely than when they were sampled, r < 1
+    pushed: int = 0  # those among them that (LOW, HIGH) lets pass: the update pushes them further down
+    kept: int = 0  # negative tokens that push once lets pass
+    log_ratio: float = 0.0  # sum of log r over the negative tokens
+    gradient: float = 0.0  # sum of r|A| over the negative tokens that (LOW, HIGH) lets pass
+    pushed_gradient: float = 0.0  # the same over those that are pushed further down
+    kept_gradient: float = 0.0  # the same over those that push once lets pass
+    positive_gradient: float = 0.0  # sum of rA over the positive tokens that (LOW, HIGH) lets pass, as does push once
 
     def __add__(self, other: Pushes) -> Pushes:
         return Pushes(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Pushes)))
 
-    @property
-    def below_share(self) -> float:
-        """Of the negative tokens: those less likely than when they were sampled."""
-        return _ratio(self.below, self.negative)
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """The sums as shares of the negative tokens, or of the negative gradient that (LOW, HIGH) lets pass.
 
-    @property
-    def mean_log_ratio(self) -> float:
-        """How far negative tokens have moved since they were sampled, in nats; below 0 if they are less likely."""
-        return _ratio(self.log_ratio, self.negative)
-
-    @property
-    def pushed_share(self) -> float:
-        """Of the negative tokens: those less likely than when they were sampled, and pushed further down."""
-        return _ratio(self.pushed, self.negative)
-
-    @property
-    def pushed_mass(self) -> float:
-        """The same as a share of the negative gradient that (LOW, HIGH) lets pass."""
-        return _ratio(self.pushed_gradient, self.gradient)
-
-    @property
-    def kept_share(self) -> float:
-        """Of the negative tokens: those that push once lets pass."""
-        return _ratio(self.kept, self.negative)
-
-    @property
-    def kept_mass(self) -> float:
-        """The share of that gradient that push once lets pass."""
-        return _ratio(self.kept_gradient, self.gradient)
-
-    @property
-    def share(self) -> float:
-        """The positive share of the gradient at (LOW, HIGH)."""
-        return _ratio(self.positive_gradient, self.positive_gradient + self.gradient)
-
-    @property
-    def share_then(self) -> float:
-        """The positive share with push once."""
-        return _ratio(self.positive_gradient, self.positive_gradient + self.kept_gradient)
+        log_ratio: how far negative tokens have moved since they were sampled, in nats; below 0 if they are less likely.
+        share, share_push_once: the positive share of the gradient at (LOW, HIGH) and with push once.
+        """
+        parts = {
+            **{name: (getattr(self, name), self.negative) for name in ("log_ratio", "below", "pushed", "kept")},
+            "pushed_of_gradient": (self.pushed_gradient, self.gradient),
+            "kept_of_gradient": (self.kept_gradient, self.gradient),
+            "share": (self.positive_gradient, self.positive_gradient + self.gradient),
+            "share_push_once": (self.positive_gradient, self.positive_gradient + self.kept_gradient),
+        }
+        return {name: part / whole if whole > 0 else math.nan for name, (part, whole) in parts.items()}
 
 
 def pushes_by_use(
@@ -259,27 +211,19 @@ def pushes_by_use(
     passes = negative & within & (ratio > LOW)
     kept = negative & within & (ratio > np.where(uses > 0, USED_LOW, LOW))
     positive = (advantages > 0) & within & (ratio < HIGH)
+    kinds = negative, negative & below, passes & below, kept  # both in the order of the fields of Pushes
+    terms = (log_ratio, negative), (mass, passes), (mass, passes & below), (mass, kept), (mass, positive)
     found = {}
     for use in np.unique(uses).tolist():
         here = uses == use
-        found[use] = Pushes(
-            negative=int((negative & here).sum()),
-            below=int((negative & below & here).sum()),
-            pushed=int((passes & below & here).sum()),
-            kept=int((kept & here).sum()),
-            log_ratio=float(log_ratio[negative & here].sum()),
-            gradient=float(mass[passes & here].sum()),
-            pushed_gradient=float(mass[passes & below & here].sum()),
-            kept_gradient=float(mass[kept & here].sum()),
-            positive_gradient=float(mass[positive & here].sum()),
-        )
+        counts = (int((kind & here).sum()) for kind in kinds)
+        found[use] = Pushes(*counts, *(float(values[kind & here].sum()) for values, kind in terms))
     return found
 
 
 def joined(parts: Sequence[Mapping[int, Pushes]]) -> dict[int, Pushes]:
     """The pushes of several updates, added up by use."""
-    uses = sorted({use for part in parts for use in part})
-    return {use: sum((part[use] for part in parts if use in part), Pushes()) for use in uses}
+    return {use: sum((part[use] for part in parts if use in part), Pushes()) for use in sorted({*chain(*parts)})}
 
 
 def of_uses(pushes: Mapping[int, Pushes], chosen: Callable[[int], bool] = lambda use: True) -> Pushes:
@@ -295,7 +239,3 @@ def first(pushes: Mapping[int, Pushes]) -> Pushes:
 def later(pushes: Mapping[int, Pushes]) -> Pushes:
     """Tokens that were trained on before."""
     return of_uses(pushes, lambda use: use > 0)
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else math.nan

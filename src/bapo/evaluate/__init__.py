@@ -1,9 +1,9 @@
 """How good a policy is on a set of problems (`bapo eval`).
 
     options.py      what is asked for                 sampling.py       responses and their rewards
-    inputs.py       problems, model, identity         estimates.py      figures and their intervals
-    evaluation.py   the work, chunk by chunk          directory.py      what is saved
-    progress.py     what is seen meanwhile            results_page.py   what is seen at the end
+    evaluation.py   inputs, and the work in chunks    estimates.py      figures and their intervals
+    progress.py     what is seen meanwhile            directory.py      what is saved
+    results_page.py what is seen at the end
 
 Here are the arguments of the command, and what it prints at the end. No torch is imported before they are checked.
 """

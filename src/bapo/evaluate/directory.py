@@ -17,26 +17,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, InstanceOf, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, InstanceOf, ValidationError
 
 from bapo.config.errors import ConfigError, DamagedError, PlaceError
 from bapo.config.words import flat
 from bapo.evaluate.estimates import Row
-from bapo.runs.files import appended, check_kinds, cut, flush, read, read_object
+from bapo.runs.files import append, appended, check_kinds, cut, held, read, read_object
 from bapo.runs.files import write as write_whole
-from bapo.runs.lock import held
 
 FORMAT = "bapo eval 1"
 CHECKSUMS = "chunks.jsonl"
 FILES = ("config.json", "responses.jsonl", CHECKSUMS, "results.json", "report.html", "lock")
-Chunk = tuple[str, Sequence[str]]
-"""Name of a data set, and the ids of some of its problems."""
+Chunk = tuple[str, Sequence[str]]  # name of a data set, and the ids of some of its problems
 
 _WHY = {
     "weights": "the model's weights have changed",
@@ -65,11 +62,7 @@ def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
         yield directory
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Response(_Part):
+class _Response(BaseModel, strict=True):
     text: InstanceOf[str]
     tokens: Annotated[int, Field(ge=0, lt=2**53)]
     status: Literal["stopped", "truncated"]
@@ -79,7 +72,7 @@ class _Response(_Part):
     entropy: FiniteFloat | None
 
 
-class _Row(_Part):
+class _Row(BaseModel, strict=True):
     """What a line of responses.jsonl must hold."""
 
     data: InstanceOf[str]
@@ -103,10 +96,10 @@ class Directory:
         write_whole(self.path / name, text)
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Append the rows of one chunk. They are on the disk when this returns."""
+        """Append the rows of one chunk. They, and the names of both files, are on the disk when this returns."""
         data = b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
-        _append(self.responses, data)
-        _append(self.path / CHECKSUMS, self._checksum(data))
+        append(self.responses, data)
+        append(self.path / CHECKSUMS, self._checksum(data))
 
     def _checksum(self, data: bytes) -> bytes:
         """The line of chunks.jsonl after these bytes."""
@@ -122,15 +115,14 @@ class Directory:
         lines = self._unchanged(read(self.responses)).splitlines(keepends=True)
         rows = self._rows(lines)
         expected = [(name, id) for name, ids in chunks for id in ids]
-        change = "Somebody changed the file: restore it, or start again in another directory."
-        if len(rows) > len(expected):
-            raise DamagedError(f"{self.responses} has {len(rows)} lines for {len(expected)} problems. {change}")
+        wrong = f" has {len(rows)} lines for {len(expected)} problems" if len(rows) > len(expected) else ""
         for number, (row, (name, id)) in enumerate(zip(rows, expected, strict=False), start=1):
-            if (row.get("data"), row.get("id")) != (name, id):
-                raise DamagedError(
-                    f"{self.responses}, line {number}: expected problem {id!r} of {name}, found {row.get('id')!r} of "
-                    f"{row.get('data')}. {change}"
-                )
+            if not wrong and (row["data"], row["id"]) != (name, id):
+                found = f"{row['id']!r} of {row['data']}"
+                wrong = f", line {number}: expected problem {id!r} of {name}, found {found}"
+        if wrong:
+            again = "Somebody changed the file: restore it, or start again in another directory."
+            raise DamagedError(f"{self.responses}{wrong}. {again}")
         kept, checksums = 0, b""
         self._size, self._hash = 0, hashlib.sha256()
         for _, ids in chunks:
@@ -178,10 +170,8 @@ class Directory:
             except (ValueError, RecursionError):
                 row, wrong = None, repr(line[:60])
             if row is not None or number < len(lines):
-                raise DamagedError(
-                    f"{self.responses}, line {number} is damaged: {wrong}. Restore the file, or delete everything from "
-                    "that line on to sample it again."
-                )
+                again = "Restore the file, or delete everything from that line on to sample it again."
+                raise DamagedError(f"{self.responses}, line {number} is damaged: {wrong}. {again}")
         return rows
 
     def _claim(self, identity: dict[str, Any]) -> None:
@@ -191,41 +181,24 @@ class Directory:
         if not config.exists():
             others = sorted(p.name for p in self.path.iterdir() if p.name != "lock" and p.suffix != ".partial")
             if others:
-                raise ConfigError(
-                    f"--out {self.path}: it holds {others[0]} but no config.json, so it is not an evaluation. "
-                    "Choose another directory."
-                )
-            self.write("config.json", json.dumps(identity, indent=2) + "\n")
-            return
+                holds = f"it holds {others[0]} but no config.json, so it is not an evaluation"
+                raise ConfigError(f"--out {self.path}: {holds}. Choose another directory.")
+            return self.write("config.json", json.dumps(identity, indent=2) + "\n")
         try:
             there = read_object(config)
         except (OSError, ValueError) as error:
             raise DamagedError(f"{config} is damaged: {error}. Restore it, or choose another directory.") from None
         if there.get("format") != FORMAT:
-            raise ConfigError(
-                f"--out {self.path}: its config.json does not describe an evaluation by this version. Choose another "
-                "directory."
-            )
+            other = "its config.json does not describe an evaluation by this version"
+            raise ConfigError(f"--out {self.path}: {other}. Choose another directory.")
         before, now = dict(flat(there)), dict(flat(identity))
-        for key in [*now, *before]:
-            if before.get(key) != now.get(key):
-                why = _WHY.get(key.split(".")[0])
-                raise ConfigError(
-                    f"--out {self.path} holds an evaluation with {key}={before.get(key)!r}, but this one has "
-                    f"{now.get(key)!r}{f': {why}' if why else ''}. Give the same options to continue it, or another "
-                    "--out."
-                )
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Append to a file. It is on the disk afterwards, and so is its name."""
-    new = not path.exists()
-    with appended(path) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if new:
-        flush(path.parent)
+        if changed := [key for key in [*now, *before] if before.get(key) != now.get(key)]:
+            key, why = changed[0], _WHY.get(changed[0].split(".")[0])
+            raise ConfigError(
+                f"--out {self.path} holds an evaluation with {key}={before.get(key)!r}, but this one has "
+                f"{now.get(key)!r}{f': {why}' if why else ''}. Give the same options to continue it, or another --out."
+            )
+        return None
 
 
 def _recorded(path: Path) -> list[tuple[int, str]]:

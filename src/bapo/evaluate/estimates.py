@@ -45,10 +45,8 @@ from math import comb, isfinite, sqrt
 from statistics import NormalDist, fmean, variance
 from typing import Any
 
-SOLVED = 0.5
-"""A response with a reward above this solves its problem."""
-Row = dict[str, Any]
-"""A line of responses.jsonl: a problem with its responses."""
+SOLVED = 0.5  # a response with a reward above this solves its problem
+Row = dict[str, Any]  # a line of responses.jsonl: a problem with its responses
 _Z = NormalDist().inv_cdf(0.975)
 
 
@@ -85,14 +83,10 @@ def pass_at_k(
         raise ValueError(f"k={k}: pass@k asks about k responses. Set k >= 1.")
     shortest = min(map(len, rewards))
     if shortest < k:
-        raise ValueError(
-            f"k={k}, but a problem has only {shortest} samples: pass@k has no unbiased estimate from fewer than k. "
-            f"Sample at least {k} per problem, or set k <= {shortest}."
-        )
-    values = []
-    for row in rewards:
-        wrong = sum(1 for reward in row if not reward > threshold)
-        values.append(1 - comb(wrong, k) / comb(len(row), k))
+        few = f"k={k}, but a problem has only {shortest} samples"
+        raise ValueError(f"{few}. Sample at least {k} per problem, or set k <= {shortest}.")
+    wrong = [sum(not reward > threshold for reward in row) for row in rewards]
+    values = [1 - comb(count, k) / comb(len(row), k) for count, row in zip(wrong, rewards, strict=True)]
     return _interval(values, trials=sum(map(len, rewards)))
 
 
@@ -123,10 +117,9 @@ def _check(rewards: Sequence[Sequence[float]]) -> None:
     if not rewards:
         raise ValueError("there are no problems: rewards is empty. Give one row of rewards per problem.")
     for index, row in enumerate(rewards):
-        if not row:
-            raise ValueError(f"problem {index} has no samples. Give at least one reward per problem.")
-        if not all(map(isfinite, row)):
-            raise ValueError(f"problem {index} has the rewards {list(row)}; every reward must be a finite number.")
+        if not row or not all(map(isfinite, row)):
+            wrong = f"has the rewards {list(row)}; every reward must be a finite number" if row else "has no samples"
+            raise ValueError(f"problem {index} {wrong}. Give at least one reward per problem.")
 
 
 def _interval(
@@ -158,25 +151,27 @@ def results(rows: Sequence[Row], identity: dict[str, Any]) -> dict[str, Any]:
     """The contents of results.json. They depend on configuration and responses only, not on times or paths."""
     names = list(dict.fromkeys(row["data"] for row in rows))
     by_name = {name: figures([row for row in rows if row["data"] == name]) for name in names}
-    overall = figures(rows)
-    if any(found["maj"] is None for found in by_name.values()):
-        overall["maj"] = None
+    values = {
+        key: [found[key] and found[key]["value"] for found in by_name.values()] for key in ("avg", "pass_k", "maj")
+    }
+    means = {key: None if None in found else fmean(found) for key, found in values.items()}
     return {
         **identity,
         "data_sets": by_name,
-        "overall": overall,
-        "mean_over_data_sets": {key: _mean_value(by_name, key) for key in ("avg", "pass_k", "maj")},
+        "overall": figures(rows) | ({"maj": None} if means["maj"] is None else {}),
+        "mean_over_data_sets": means,
         "problem_table": [problem_figures(row) for row in rows],
     }
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of some problems, as JSON values. Lengths count the stop token; a mean over nothing is null."""
-    responses = [response for row in rows for response in row["responses"]]
-    rewards = [[_reward(response) for response in row["responses"]] for row in rows]
-    answers = [[response["answer"] for response in row["responses"]] for row in rows]
+    listed = [row["responses"] for row in rows]
+    responses = [response for row in listed for response in row]
+    rewards = [[_reward(response) for response in row] for row in listed]
+    answers = [[response["answer"] for response in row] for row in listed]
+    truncated = [[float(response["status"] == "truncated") for response in row] for row in listed]
     k = min(map(len, rewards))
-    truncated = [[float(response["status"] == "truncated") for response in row["responses"]] for row in rows]
     voted = any(answer is not None for row in answers for answer in row)
     right = [response["tokens"] for response in responses if _reward(response) > SOLVED]
     wrong = [response["tokens"] for response in responses if not _reward(response) > SOLVED]
@@ -237,7 +232,7 @@ def _entropy(responses: Sequence[dict[str, Any]]) -> float | None:
     return sum(value * count for value, count in known) / tokens if tokens else None
 
 
-def _mean_value(by_name: dict[str, dict[str, Any]], key: str) -> float | None:
-    """None if one of them has no value."""
-    estimates = [found[key] for found in by_name.values()]
-    return None if None in estimates else fmean(estimate["value"] for estimate in estimates)
+def by_data_set(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of every data set, and of all together if there are several."""
+    found: dict[str, dict[str, Any]] = results["data_sets"]
+    return found | ({"overall": results["overall"]} if len(found) > 1 else {})

@@ -1,6 +1,6 @@
 """The options of `bapo eval`, checked before anything heavy is imported.
 
-What depends on the machine, the model and the data (device, length limit, fingerprints) is decided in `inputs.py`.
+What depends on the machine, the model and the data (device, length limit, fingerprints) is decided in `evaluation.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from bapo.config.placement import DeviceName, Precision
 from bapo.tasks.verify.finding import written_as
 
 DEFAULT_K = 16
-DEFAULT_MAX_TOKENS = 4096
-"""Length limit of a response if none is given and the model has room for it."""
+DEFAULT_MAX_TOKENS = 4096  # length limit of a response if none is given and the model has room for it
 
 if TYPE_CHECKING:
     Decided = int
@@ -114,13 +113,13 @@ class Settings:
         object.__setattr__(self, "data", data_names(self.data))
         if self.k is None:
             object.__setattr__(self, "k", 1 if self.temperature == 0 else DEFAULT_K)
-        for key in ("k", "max_tokens", "problems", "slots", "chunk", "threads", "reward_memory_mb"):
-            value, least = getattr(self, key), 256 if key == "reward_memory_mb" else 1
-            if value is not None and value < least:
-                raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be {least} or more.")
+        least = dict.fromkeys(("k", "max_tokens", "problems", "slots", "chunk", "threads"), 1)
+        for key, lowest in (least | {"reward_memory_mb": 256}).items():
+            if (value := getattr(self, key)) is not None and value < lowest:
+                raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be {lowest} or more.")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise ConfigError(f"--threads {self.threads}: it must be {MOST_THREADS} or fewer.")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"--temperature {self.temperature}: it must be a finite number, 0 or more. 0 is greedy.")
         if self.temperature == 0 and self.k > 1:
             raise ConfigError(
@@ -129,7 +128,7 @@ class Settings:
             )
         if not self.data:
             raise ConfigError("--data names no data set. Give for example --data gsm8k, or name=path.")
-        if not (math.isfinite(self.reward_seconds) and self.reward_seconds > 0):
+        if not 0 < self.reward_seconds < math.inf:
             raise ConfigError(f"--reward-seconds {self.reward_seconds}: it must be a finite number above 0.")
         if self.reward not in (None, "math") and ":" not in str(self.reward):
             raise ConfigError(

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from bapo.config.numerals import counted
-from bapo.evaluate.estimates import Row
+from bapo.evaluate.estimates import Row, by_data_set
 from bapo.evaluate.options import Settings
 from bapo.screen.steady import SteadyLive
 from bapo.screen.terminal import can_redraw, duration, eta, make_console, shortened, write_line
@@ -44,10 +44,8 @@ class PlainProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.path, self.total, self.stream, self.clock = settings, path, total, stream, clock
-        self.before = self.done = len(rows)
+        self.before, self.done, self.name, self.began = len(rows), 0, "", clock()
         self.rewards: dict[str, list[float]] = {}
-        self.name = ""
-        self.began = clock()
         self._count(rows)
 
     def __enter__(self) -> Self:
@@ -62,17 +60,13 @@ class PlainProgress:
     def __exit__(self, *_: object) -> None:
         return
 
-    def working_on(self, name: str) -> None:
-        """The next chunk is of this data set."""
+    def sampling(self, name: str) -> AbstractContextManager[Tell]:
+        """While a chunk of this data set is sampled and scored: a watch to tell how far it is."""
         self.name = name
-
-    def sampling(self) -> AbstractContextManager[Tell]:
-        """While a chunk is sampled and scored: a watch to tell how far it is."""
         return in_lines("sampling", self.note, self.clock)
 
     def saved(self, rows: Sequence[Row]) -> None:
         """A chunk is on the disk."""
-        self.done += len(rows)
         self._count(rows)
         self.note(f"{self.done}/{self.total} problems  {self.score()}  {self.remaining()}")
 
@@ -90,6 +84,7 @@ class PlainProgress:
         return eta(self.total - self.done, self.done - self.before, self.clock() - self.began)
 
     def _count(self, rows: Sequence[Row]) -> None:
+        self.done += len(rows)
         for row in rows:
             rewards = [response["reward"] or 0.0 for response in row["responses"]]
             self.rewards.setdefault(row["data"], []).append(fmean(rewards))
@@ -120,13 +115,13 @@ class LiveProgress(PlainProgress):
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
-    def sampling(self) -> AbstractContextManager[Tell]:
-        """While a chunk is sampled and scored: a watch to tell how far it is."""
+    def sampling(self, name: str) -> AbstractContextManager[Tell]:
+        """While a chunk of this data set is sampled and scored: a watch to tell how far it is."""
+        self.name = name
         return self.chunk.doing("sampling")
 
     def saved(self, rows: Sequence[Row]) -> None:
         """A chunk is on the disk."""
-        self.done += len(rows)
         self._count(rows)
         now = self.clock()
         self.ends = now + (self.total - self.done) * (now - self.began) / (self.done - self.before)
@@ -143,24 +138,14 @@ def results_table(results: dict[str, Any]) -> str:
     """The figures of every data set and of all together, with 95% intervals."""
     k = results["k"]
     table = [["", "problems", f"avg@{k}", f"pass@{k}", f"maj@{k}", "truncated", "length", "failures"]]
-    lines = dict(results["data_sets"]) | ({"overall": results["overall"]} if len(results["data_sets"]) > 1 else {})
-    for name, found in lines.items():
-        table.append(
-            [
-                name,
-                str(found["problems"]),
-                *(_interval(found[key]) for key in ("avg", "pass_k", "maj")),
-                f"{found['truncated']['value']:.1%}",
-                f"{found['length']:.1f}",
-                str(found["failures"]),
-            ]
-        )
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for name, found in by_data_set(results).items():
+        scores = (_interval(found[key]) for key in ("avg", "pass_k", "maj"))
+        cut, length = f"{found['truncated']['value']:.1%}", f"{found['length']:.1f}"
+        table.append([name, str(found["problems"]), *scores, cut, length, str(found["failures"])])
+    first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
     return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in table
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for name, *cells in table
     )
 
 

@@ -12,17 +12,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bapo.evaluate.estimates import SOLVED, Row
+from bapo.config.numerals import counted
+from bapo.evaluate.estimates import SOLVED, Row, by_data_set
 from bapo.pages import document, top
 from bapo.pages import escaped as _text
 from bapo.screen.terminal import shortened
 
-BUDGET = 8_000_000
-"""Most characters of responses in one page."""
-SHORTEST_CUT = 400
-"""No response is cut to fewer characters than this."""
-COLUMNS = ("Problem", "Responses", "avg", "maj", "Length", "Truncated", "Failed")
-"""Headings of the table of problems."""
+BUDGET = 8_000_000  # most characters of responses in one page
+SHORTEST_CUT = 400  # no response is cut to fewer characters than this
+COLUMNS = ("Problem", "Responses", "avg", "maj", "Length", "Truncated", "Failed")  # headings of the table of problems
 
 
 def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) -> str:
@@ -43,44 +41,32 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
 
 
 def _top(results: dict[str, Any], title: str) -> str:
-    k = results["k"]
+    responses, tokens = counted(results["k"], "response"), results["max_tokens"]
     how = "greedy" if results["temperature"] == 0 else f"temperature {results['temperature']:g}"
-    said = f"{k} {'response' if k == 1 else 'responses'} per problem, {how}, at most {results['max_tokens']} tokens, "
-    return top(title, f"{said}seed {results['seed']}")
+    return top(title, f"{responses} per problem, {how}, at most {tokens} tokens, seed {results['seed']}")
 
 
 def _overview(results: dict[str, Any]) -> str:
     k = results["k"]
-    lines = dict(results["data_sets"]) | ({"overall": results["overall"]} if len(results["data_sets"]) > 1 else {})
     powers = [j for j in results["overall"]["pass"] if j != str(k)]
     headings = ["Data set", "Problems", f"avg@{k}", *(f"pass@{j}" for j in powers), f"pass@{k}", f"maj@{k}"]
     headings += ["Truncated", "Length", "of right", "of wrong", "Failures"]
     body = []
-    for name, found in lines.items():
-        estimates = [found["avg"], *(found["pass"][j] for j in powers), found["pass_k"], found["maj"]]
-        cells = [
-            f"<td><b>{_text(name)}</b></td><td>{found['problems']}</td>",
-            *(_estimate(value) for value in [*estimates, found["truncated"]]),
-            *(f"<td>{_number(found[key])}</td>" for key in ("length", "length_correct", "length_wrong")),
-            f"<td>{found['failures']}</td>",
-        ]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    mean = results["mean_over_data_sets"]["avg"]
-    many = len(results["data_sets"]) > 1
+    for name, found in by_data_set(results).items():
+        passed = (found["pass"][j] for j in powers)
+        estimates = map(_estimate, [found["avg"], *passed, found["pass_k"], found["maj"], found["truncated"]])
+        lengths = (f"<td>{_number(found[key])}</td>" for key in ("length", "length_correct", "length_wrong"))
+        named = f"<td><b>{_text(name)}</b></td><td>{found['problems']}</td>"
+        body.append(f"<tr>{named}{''.join(estimates)}{''.join(lengths)}<td>{found['failures']}</td></tr>")
+    said = "Means over problems with 95% intervals. Lengths are in tokens. A response on which the verifier failed "
+    said += "counts 0."
+    if len(results["data_sets"]) > 1:
+        mean = results["mean_over_data_sets"]["avg"]
+        said += f" Overall gives every problem the same weight; the mean of the data sets' avg@{k} is {mean:.3f}."
+    if results["overall"]["maj"] is None:
+        said += " maj@k is missing where the verifier does not extract the answers that would vote."
     return (
-        '<section id="overview"><h2>Overview</h2><p>Means over problems with 95% intervals. Lengths are in tokens. A '
-        "response on which the verifier failed counts 0."
-        + (
-            f" Overall gives every problem the same weight; the mean of the data sets' avg@{k} is {mean:.3f}."
-            if many
-            else ""
-        )
-        + (
-            " maj@k is missing where the verifier does not extract the answers that would vote."
-            if results["overall"]["maj"] is None
-            else ""
-        )
-        + '</p><div class="scroll"><table><thead><tr>'
+        f'<section id="overview"><h2>Overview</h2><p>{said}</p><div class="scroll"><table><thead><tr>'
         + "".join(f"<th>{_text(heading)}</th>" for heading in headings)
         + f"</tr></thead><tbody>{''.join(body)}</tbody></table></div></section>"
     )
@@ -147,9 +133,9 @@ def _response(response: dict[str, Any], limit: int | None) -> str:
 
 
 def _configuration(results: dict[str, Any]) -> str:
-    left_out = ("data_sets", "overall", "mean_over_data_sets", "problem_table")
-    pairs = [(key, value) for key, value in results.items() if key not in left_out]
-    listed = "".join(f"<dt>{_text(key)}</dt><dd>{_text(json.dumps(value))}</dd>" for key, value in pairs)
+    figures = ("data_sets", "overall", "mean_over_data_sets", "problem_table")
+    identity = {key: json.dumps(value) for key, value in results.items() if key not in figures}
+    listed = "".join(f"<dt>{_text(key)}</dt><dd>{_text(value)}</dd>" for key, value in identity.items())
     return (
         '<section id="configuration"><h2>Configuration</h2><details><summary>Everything that determines the result'
         f"</summary><dl>{listed}</dl></details></section>"
@@ -164,24 +150,18 @@ def _within_budget(rows: Sequence[Row], budget: int) -> tuple[Sequence[Row], int
 
     if characters(rows) <= budget:
         return rows, None, ""
-    chosen = [{**row, "responses": _one_of_each(row["responses"])} for row in rows]
+    chosen = []
+    for row in rows:
+        firsts: dict[bool, Any] = {}
+        for response in row["responses"]:
+            firsts.setdefault((response["reward"] or 0.0) > SOLVED, response)
+        chosen.append({**row, "responses": list(firsts.values())})
     note = "This page shows at most two responses per problem, one that solves it and one that does not"
     if characters(chosen) <= budget:
         return chosen, None, f"{note}; responses.jsonl has all of them."
     limit = max(SHORTEST_CUT, budget // sum(len(row["responses"]) for row in chosen))
-    return (
-        chosen,
-        limit,
-        f"{note}, and leaves out the middle of those over {limit:,} characters; responses.jsonl has them all.",
-    )
-
-
-def _one_of_each(responses: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first response that solves the problem and the first that does not."""
-    found: dict[bool, dict[str, Any]] = {}
-    for response in responses:
-        found.setdefault((response["reward"] or 0.0) > SOLVED, response)
-    return list(found.values())
+    cut = f"{note}, and leaves out the middle of those over {limit:,} characters; responses.jsonl has them all."
+    return chosen, limit, cut
 
 
 def _estimate(value: dict[str, float] | None) -> str:

@@ -11,35 +11,24 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, mean, pass_at_k
 from bapo.rollout.engine import Engine, Request, Sampling, Segment, TellSampled, generate
 from bapo.rollout.scheduler import new_group
 from bapo.tasks.task import Scorer
-from bapo.types import Message, Problem, Score, Status
+from bapo.types import Problem, Score, Status
 
-
-class Speaker(Protocol):
-    """What turns prompts into tokens and tokens into text: a policy, or anything like one."""
-
-    def encode(self, prompt: str | list[Message]) -> list[int]:
-        """The tokens a response follows."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """Their text."""
-        ...
+if TYPE_CHECKING:
+    from bapo.models import Policy
 
 
 @dataclass(frozen=True)
 class Response:
     """One response, sampled and scored."""
 
-    segment: Segment
-    """Its tokens, with the stop token."""
-    text: str
-    """Without it."""
+    segment: Segment  # its tokens, with the stop token
+    text: str  # without it
     score: Score
 
     @property
@@ -55,9 +44,9 @@ class Evaluation:
     problems: int
     k: int
     avg: Estimate
-    """avg@k: mean reward."""
+    """Avg@k: mean reward."""
     pass_k: Estimate
-    """pass@k: share of problems solved by at least one of the k responses."""
+    """Pass@k: share of problems solved by at least one of the k responses."""
     entropy: float | None
     """Mean over tokens of the entropy they were drawn with, in nats."""
     length: float
@@ -86,9 +75,9 @@ class Evaluation:
         return {key: value for key, value in values.items() if value is not None}
 
 
-def evaluate(engine: Engine, speaker: Speaker, scorer: Scorer, problems: Sequence[Problem], **how: Any) -> Evaluation:
+def evaluate(engine: Engine, policy: Policy, scorer: Scorer, problems: Sequence[Problem], **how: Any) -> Evaluation:
     """Sample k responses to every problem, as `sample` does with the same arguments, and count them."""
-    rows = sample(engine, speaker, scorer, problems, **how)
+    rows = sample(engine, policy, scorer, problems, **how)
     responses = [response for row in rows for response in row]
     rewards = tuple(tuple(response.reward for response in row) for row in rows)
     lengths = [(len(response.segment.tokens), response.reward > SOLVED) for response in responses]
@@ -111,7 +100,7 @@ def evaluate(engine: Engine, speaker: Speaker, scorer: Scorer, problems: Sequenc
 
 def sample(
     engine: Engine,
-    speaker: Speaker,
+    policy: Policy,
     scorer: Scorer,
     problems: Sequence[Problem],
     *,
@@ -131,39 +120,27 @@ def sample(
     if not problems:
         raise ValueError("there are no problems to evaluate on. Give at least one, e.g. task.test.")
     if len({problem.id for problem in problems}) < len(problems):
-        raise ValueError(
-            "some problems occur twice; their responses would be the same, and the intervals too narrow. Give each "
-            "problem once and set a larger k for more responses."
-        )
-    groups = [
-        new_group(_number(problem), problem, speaker.encode(problem.prompt), responses=k, seed=seed)
-        for problem in problems
-    ]
-    requests = [
-        Request(context=response.prompt, position=0, seed=response.seed, max_new_tokens=max_tokens)
-        for group in groups
-        for response in group.trajectories
-    ]
+        raise ValueError("some problems occur twice. Give each problem once, and set a larger k for more responses.")
+    requests = []
+    for problem in problems:
+        number = int.from_bytes(sha256(problem.id.encode()).digest()[:8], "big")
+        group = new_group(number, problem, policy.encode(problem.prompt), responses=k, seed=seed)
+        requests += [
+            Request(one.prompt, position=0, seed=one.seed, max_new_tokens=max_tokens) for one in group.trajectories
+        ]
     segments = generate(engine, requests, sampling, tell=tell)
 
     asked = [problem for problem in problems for _ in range(k)]
     answered = [_without_stop(*pair, sampling) for pair in zip(segments, asked, strict=True)]
-    texts = [speaker.decode(tokens) for tokens in answered]
+    texts = [policy.decode(tokens) for tokens in answered]
     scores = scorer(list(zip(asked, texts, strict=True)))
     if len(scores) != len(asked):
         raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
     for problem, score in zip(asked, scores, strict=True):
         if score.reward is not None and not isfinite(score.reward):
-            raise ValueError(
-                f"the verifier gave {score.reward} for problem {problem.id!r}; a reward is a finite number."
-            )
+            raise ValueError(f"the verifier gave {score.reward}, which is not finite, for problem {problem.id!r}.")
     responses = [Response(*parts) for parts in zip(segments, texts, scores, strict=True)]
     return [responses[i : i + k] for i in range(0, len(responses), k)]
-
-
-def _number(problem: Problem) -> int:
-    """A group number that depends on the problem's id only."""
-    return int.from_bytes(sha256(problem.id.encode()).digest()[:8], "big")
 
 
 def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> list[int]:
@@ -172,6 +149,5 @@ def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> lis
             f"a response to problem {problem.id!r} came back {segment.status} after {len(segment.tokens)} tokens, "
             "though the engine had no token budget; an evaluation without it would be biased. See the engine's own log."
         )
-    if segment.status is Status.STOPPED and segment.tokens and segment.tokens[-1] in sampling.stop_ids:
-        return segment.tokens[:-1]
-    return segment.tokens
+    stopped = segment.status is Status.STOPPED and segment.tokens and segment.tokens[-1] in sampling.stop_ids
+    return segment.tokens[:-1] if stopped else segment.tokens

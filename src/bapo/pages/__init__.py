@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from math import isfinite
 from typing import Any
 
 POLICY = (
@@ -34,6 +35,7 @@ def document(
     """A whole page. `title` is text; `body` is HTML."""
     said = "" if live is None else f' data-live="{str(live).lower()}"'
     policy = POLICY.format("'none'" if live is None else "'self'")
+    embedded = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return "\n".join(
         [
             "<!doctype html>",
@@ -49,7 +51,7 @@ def document(
             "</head>",
             "<body>",
             *body,
-            *([] if values is None else [f'<script type="application/json" id="values">{_embedded(values)}</script>']),
+            *([] if values is None else [f'<script type="application/json" id="values">{embedded}</script>']),
             *(f"<script>{_file(name)}</script>" for name in ("pages/dom.js", "pages/theme.js", *scripts)),
             "</body>",
             "</html>",
@@ -71,8 +73,19 @@ def escaped(value: Any) -> str:
     return html.escape(str(value).replace("\0", "?").encode("utf-8", "replace").decode("utf-8"))
 
 
-def _embedded(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+def panel(kind: str, title: str, x: str, series: Iterable[Any] = (), **more: Any) -> dict[str, Any]:
+    """A plot for pages/charts.js: its kind, its title, what x is, its series, and what its kind needs besides."""
+    return {"kind": kind, "title": title, "x": x, "series": list(series), **more}
+
+
+def number(value: float | None) -> float | None:
+    """The value in six significant digits; None if there is none or it is not finite, because JSON has no NaN."""
+    return None if value is None or not isfinite(value) else float(f"{value:.6g}")
+
+
+def numbers(values: Iterable[float | None]) -> list[float | None]:
+    """`number` of each value."""
+    return [number(value) for value in values]
 
 
 def _file(name: str) -> str:

@@ -11,8 +11,9 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from bapo.config.words import flat
 from bapo.runs import files
@@ -35,8 +36,7 @@ class Arm:
     """Runs of one configuration."""
 
     setting: str
-    objective: str
-    """sft for a supervised run."""
+    objective: str  # sft for a supervised run
     runs: list[Run]
 
     @property
@@ -71,12 +71,10 @@ def find_arms(paths: Sequence[Path]) -> Found:
     runs, defects = [], []
     for directory in run_directories(paths):
         run = read_run(directory, finished=False)
-        if isinstance(run, Defect):
-            defects.append(run)
-        elif wrong := _unusable(run):
-            defects.append(Defect(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",)))
-        else:
-            runs.append(run)
+        if isinstance(run, Run) and (wrong := _unusable(run)):
+            run = Defect(directory, "damaged", f"metrics.jsonl {wrong}.", ("metrics.jsonl",))
+        runs += [run] if isinstance(run, Run) else []
+        defects += [run] if isinstance(run, Defect) else []
     shown, copies = _once_per_seed(runs)
     for run in shown:
         if not run.summary:
@@ -88,11 +86,8 @@ def find_arms(paths: Sequence[Path]) -> Found:
 
 def run_directories(paths: Sequence[Path]) -> list[Path]:
     """Every run directory at or below the paths, each once."""
-    directories: dict[Path, Path] = {}
-    for path in paths:
-        for directory in _directories(path):
-            directories.setdefault(directory.resolve(), directory)
-    return list(directories.values())
+    found = [directory for path in paths for directory in _directories(path)]
+    return list({directory.resolve(): directory for directory in reversed(found)}.values())[::-1]
 
 
 def _unusable(run: Run) -> str | None:
@@ -102,15 +97,15 @@ def _unusable(run: Run) -> str | None:
     for keys, bins in BINNED:
         logged = any(key in line for line in run.updates for key in keys)
         for key in keys if logged else ():
-            rows = [line.get(key) for line in run.updates]
-            lengths = {len(row) if _is_row(row) else None for row in rows}
+            lengths = {_length(line.get(key)) for line in run.updates}
             if len(lengths) > 1 or None in lengths or bins not in (None, *lengths):
                 return f"has updates whose {key} is missing or of another length"
     return None
 
 
-def _is_row(value: Any) -> TypeGuard[list[float]]:
-    return isinstance(value, list) and all(isinstance(entry, int | float) for entry in value)
+def _length(row: Any) -> int | None:
+    """The length of a list of numbers; None if it is something else."""
+    return len(row) if isinstance(row, list) and all(isinstance(entry, int | float) for entry in row) else None
 
 
 def _directories(path: Path) -> list[Path]:
@@ -131,8 +126,7 @@ def _once_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[Defect]]:
         if first is not run:
             message = f"it has the same configuration and seed as {first.path}, which is shown instead."
             copies.append(Defect(run.path, "duplicate", message))
-    shown = {id(run) for run in kept.values()}
-    return [run for run in runs if id(run) in shown], copies
+    return [run for run in runs if any(run is one for one in kept.values())], copies
 
 
 def arms_of(runs: Iterable[Run]) -> list[Arm]:
@@ -141,22 +135,22 @@ def arms_of(runs: Iterable[Run]) -> list[Arm]:
     for run in runs:
         gathered.setdefault(_arm_key(run), []).append(run)
     groups = [sorted(group, key=lambda run: (run.config["seed"], str(run.path))) for group in gathered.values()]
-    keys = _differing([_experiment(group[0]) for group in groups])
+    configs = [_experiment(group[0]) for group in groups]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differing = [key for key in keys if len({json.dumps(config.get(key)) for config in configs}) > 1]
     arms: list[Arm] = []
-    taken: set[tuple[str, str]] = set()
     for group in groups:
-        setting, objective = _from_directory(group[0]) or _from_keys(group[0], keys)
-        name, count = objective, 1
-        while (setting, name) in taken:
-            count += 1
-            name = f"{objective} ({count})"
-        taken.add((setting, name))
-        arms.append(Arm(setting, name, group))
-    staleness: dict[str, list[float]] = {}
-    for arm in arms:
-        staleness.setdefault(arm.setting, []).append(arm.staleness)
-    ages = {setting: age if math.isfinite(age := mean(values)) else math.inf for setting, values in staleness.items()}
-    return sorted(arms, key=lambda a: (ages[a.setting], a.setting, not a.objective.startswith("bapo"), a.objective))
+        setting, objective = _from_directory(group[0]) or _from_keys(group[0], differing)
+        taken = {arm.objective for arm in arms if arm.setting == setting}
+        names = (f"{objective} ({number})" if number > 1 else objective for number in count(1))
+        arms.append(Arm(setting, next(name for name in names if name not in taken), group))
+
+    def order(arm: Arm) -> tuple[Any, ...]:
+        age = mean([other.staleness for other in arms if other.setting == arm.setting])
+        known = age if math.isfinite(age) else math.inf
+        return known, arm.setting, not arm.objective.startswith("bapo"), arm.objective
+
+    return sorted(arms, key=order)
 
 
 def _experiment(run: Run) -> dict[str, Any]:
@@ -165,11 +159,6 @@ def _experiment(run: Run) -> dict[str, Any]:
 
 def _arm_key(run: Run) -> str:
     return json.dumps([_from_directory(run), _experiment(run)], sort_keys=True)
-
-
-def _differing(configs: list[dict[str, Any]]) -> list[str]:
-    keys = {key: None for config in configs for key in config}
-    return [key for key in keys if len({json.dumps(config.get(key)) for config in configs}) > 1]
 
 
 def _from_directory(run: Run) -> tuple[str, str] | None:
@@ -191,16 +180,9 @@ def grid_record(arms: Sequence[Arm]) -> dict[str, Any] | None:
     beside = {_grid_file(run) for arm in arms for run in arm.runs}
     file = beside.pop() if len(beside) == 1 else None
     try:
-        record = json.loads(files.read(file)) if file else None
-    except (OSError, ValueError, RecursionError):
+        return files.read_object(file) if file else None
+    except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) else None
-
-
-def grid_name(arms: Sequence[Arm]) -> str | None:
-    """The name of the grid that all these runs belong to; None if there is no such grid."""
-    name = (grid_record(arms) or {}).get("name")
-    return name if isinstance(name, str) and name else None
 
 
 def _from_keys(run: Run, differing: list[str]) -> tuple[str, str]:

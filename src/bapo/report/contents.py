@@ -17,19 +17,16 @@ from typing import Any
 import bapo
 from bapo.config.errors import PlaceError
 from bapo.config.words import flat
-from bapo.pages import CHARTS, document
-from bapo.report.arms import Arm, Found, grid_name
+from bapo.pages import CHARTS, document, number
+from bapo.report.arms import Arm, Found, grid_record
 from bapo.report.figures import figures, sft_figures
 from bapo.report.panels import shared_counts
 from bapo.report.tables import cluster_tables, overview, sft_overview
 from bapo.report.verdict import verdict
 from bapo.runs import files
-from bapo.runs.numbers import number, strict
 
-RESPONSES = 4
-"""How many responses of each group are shown."""
-CHARACTERS = 2000
-"""How many characters of each response are shown."""
+RESPONSES = 4  # how many responses of each group are shown
+CHARACTERS = 2000  # how many characters of each response are shown
 NO_SAMPLES = {"shown": [], "note": "Supervised training samples no responses."}
 
 
@@ -37,7 +34,6 @@ def contents(found: Found) -> dict[str, Any]:
     """Everything the page shows, as JSON values."""
     arms = found.arms
     reinforced = [arm for arm in arms if not arm.sft]  # these come first, so they keep their numbers
-    settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
     configs = [_shown(run.config) for arm in arms for run in arm.runs]
     first = configs[0] if configs else {}
     common = {key: value for key, value in first.items() if all(config.get(key) == value for config in configs)}
@@ -46,8 +42,8 @@ def contents(found: Found) -> dict[str, Any]:
         "title": _title(arms),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "by": f"bapo {bapo.__version__}",
-        "settings": settings,
-        "objectives": objectives,
+        "settings": _unique(arm.setting for arm in arms),
+        "objectives": _unique(arm.objective for arm in arms),
         "arms": [
             {
                 "setting": arm.setting,
@@ -91,7 +87,7 @@ def page(values: dict[str, Any], *, live: bool = False) -> str:
 
 def _shown(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration as the page lists it: under dotted keys, with infinity (such as no clipping) as text."""
-    values: dict[str, Any] = strict(dict(flat(config)), spell=True)
+    values: dict[str, Any] = files.strict(dict(flat(config)), spell=True)
     return values
 
 
@@ -100,16 +96,13 @@ def _title(arms: Sequence[Arm]) -> str:
     compared = [arm for arm in arms if not arm.sft]
     if compared and len(compared) < len(arms):
         return f"{_title(compared)}, with supervised runs"
-    if not arms:
-        return "No runs"
-    if len(arms) > 1 and (grid := grid_name(arms)):
+    grid = (grid_record(arms) or {}).get("name") if len(arms) > 1 else None
+    if isinstance(grid, str) and grid:
         return grid
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
-    if len(objectives) == 1 and len(settings) == 1:
-        return f"{objectives[0]}, {settings[0]}"
     if len(objectives) == 1:
-        return f"{objectives[0]} in {len(settings)} settings"
-    return " against ".join(objectives) if len(objectives) == 2 else ", ".join(objectives)
+        return f"{objectives[0]} in {len(settings)} settings" if settings[1:] else f"{objectives[0]}, {settings[0]}"
+    return (" against " if len(objectives) == 2 else ", ").join(objectives) or "No runs"
 
 
 def _unique(values: Iterable[str]) -> list[str]:
@@ -131,7 +124,7 @@ def samples(directory: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _samples(path: Path, size: int) -> dict[str, Any]:
-    places, position = [], 0
+    places, position, shown = [], 0, []
     with files.opened(path) as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -140,41 +133,35 @@ def _samples(path: Path, size: int) -> dict[str, Any]:
         if not places:
             return {"shown": [], "note": "No group has finished yet."}
         moments = {places[0]: "start", places[len(places) // 2]: "middle", places[-1]: "end"}
-        if len(places) == 1:
-            moments = {places[0]: "only sample"}
-        shown = []
         for place, moment in sorted(moments.items()):
             file.seek(place)
+            moment = moment if len(places) > 1 else "only sample"
             shown.append({"moment": moment} | _group(json.loads(file.readline())))
     return {"shown": shown, "note": None}
 
 
 def _group(line: dict[str, Any]) -> dict[str, Any]:
     listed = list(zip(line["trajectories"], line["written_by"], strict=True))
+    rewards = [float(trajectory["reward"] or 0) for trajectory, _ in listed]
     return {
         "step": int(line["step"]),
         "prompt": str(line["problem"]["prompt"]),
         "count": len(listed),
-        "mean_reward": number(sum(_reward(trajectory) or 0 for trajectory, _ in listed) / max(len(listed), 1)),
+        "mean_reward": number(sum(rewards) / max(len(listed), 1)),
         "responses": [_response(trajectory, pieces) for trajectory, pieces in listed[:RESPONSES]],
     }
 
 
-def _reward(trajectory: dict[str, Any]) -> float | None:
-    """None if the response was not scored."""
-    return None if trajectory["reward"] is None else float(trajectory["reward"])
-
-
 def _response(trajectory: dict[str, Any], pieces: list[Any]) -> dict[str, Any]:
     """A response, with its text cut where the version of the policy changes."""
-    versions = trajectory["versions"]
+    versions, reward = trajectory["versions"], trajectory["reward"]
     left, kept = CHARACTERS, []
     for version, piece in pieces:
         if left > 0:
             kept.append([int(version), str(piece)[:left]])
         left -= len(piece)
     return {
-        "reward": number(_reward(trajectory)),
+        "reward": None if reward is None else number(float(reward)),
         "status": str(trajectory["status"]),
         "tokens": len(trajectory["tokens"]),
         "versions": [int(versions[0]), int(versions[-1])] if versions else [],

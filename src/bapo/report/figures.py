@@ -25,6 +25,11 @@ QUADRANTS = {
     "low_prob_high_adv": "unlikely,<br>high adv.<br><b>H ↑</b>",
     "low_prob_low_adv": "unlikely,<br>low adv.<br><b>H ↓</b>",
 }
+SHARES = {
+    "share_unclipped": "before clipping",
+    "share_fixed": "at the fixed clip (0.8, 1.2)",
+    "share": "at the bounds in use",
+}
 
 
 def figures(arms: Sequence[Arm]) -> list[Figure]:
@@ -103,9 +108,7 @@ def balance(arms: Sequence[Arm]) -> Figure:
         "Tokens with positive advantage, as a share of the signal and as a share of the tokens; the rest is negative. "
         "The clip can move the share of the signal towards BAPO's target, but not the share of the tokens.",
         [
-            curves(arms, "share_unclipped", "Positive share of the signal before clipping", marks=marks),
-            curves(arms, "share_fixed", "Positive share of the signal at the fixed clip (0.8, 1.2)", marks=marks),
-            curves(arms, "share", "Positive share of the signal at the bounds in use", marks=marks),
+            *(curves(arms, key, f"Positive share of the signal {where}", marks=marks) for key, where in SHARES.items()),
             curves(arms, "positive_tokens", "Positive share of the trained tokens"),
         ],
     )
@@ -158,10 +161,8 @@ def by_use(arms: Sequence[Arm]) -> Figure:
         f"Bins of fewer than {FEW_TOKENS} tokens are left out, and so are runs that used every token once. With the "
         "brake also: how far used negative tokens have fallen on average, and the lower bound that follows.",
         [
-            *(
-                use_profile(arms, f"use_{sign}", f"log r of {sign} tokens, by earlier uses", again, marks=as_sampled)
-                for sign in ("negative", "positive")
-            ),
+            use_profile(arms, "use_negative", "log r of negative tokens, by earlier uses", again, marks=as_sampled),
+            use_profile(arms, "use_positive", "log r of positive tokens, by earlier uses", again, marks=as_sampled),
             use_profile(arms, "use_below", "Negative tokens pushed further down, share", again),
             curves(arms, "drift", "Drift: mean fall of used negative tokens, nats"),
             curves(arms, "used_low", "Lower clip bound of used tokens, by the brake"),
@@ -182,11 +183,8 @@ def quadrants(arms: Sequence[Arm]) -> Figure:
         "relative size mean something, its value in nats does not.",
         [
             *(
-                bars(arms, title, list(QUADRANTS.values()), [f"{name}_{fate}" for name in QUADRANTS])
-                for fate, title in (
-                    ("retained", "Gradient mass passed, by quadrant"),
-                    ("blocked", "Gradient mass blocked, by quadrant"),
-                )
+                bars(arms, f"Gradient mass {word}, by quadrant", QUADRANTS.values(), [f"{q}_{fate}" for q in QUADRANTS])
+                for fate, word in (("retained", "passed"), ("blocked", "blocked"))
             ),
             curves(arms, "predicted_entropy_change", "Predicted entropy change"),
         ],
@@ -212,16 +210,15 @@ def fixed_clips(arms: Sequence[Arm]) -> Figure:
     fixed = {index: values for index, arm in enumerate(arms) if (values := _fixed_clip(arm))}
     listed = "; ".join(sorted({f"{arms[index].objective} {_said(*values)}" for index, values in fixed.items()}))
     enough = len(set(fixed.values())) > 1
+    panels = [
+        curves(arms, "reward", "Reward with fixed clips", lines="rollouts", only=fixed),
+        curves(arms, "entropy", "Entropy with fixed clips, nats per token", only=fixed),
+    ]
     return figure(
         "fixed-clips",
         ("Fixed clips, symmetric and not", "figure 7"),
-        f"Only the objectives whose bounds never move{f': {listed}' if enough else ''}.",
-        [
-            curves(arms, "reward", "Reward with fixed clips", lines="rollouts", only=fixed),
-            curves(arms, "entropy", "Entropy with fixed clips, nats per token", only=fixed),
-        ]
-        if enough
-        else [],
+        f"Only the objectives whose bounds never move: {listed}.",
+        panels if enough else [],
         reason="This figure needs runs with at least two different sets of fixed bounds, such as grpo and "
         "clip_higher, or grpo with the objective.options low, high and used_low.",
     )
@@ -243,8 +240,7 @@ FIGURES: tuple[Callable[[Sequence[Arm]], Figure], ...] = (
     *(held_out, dynamics, by_staleness, under_partial, balance, bounds),
     *(ratio_profile, by_use, quadrants, lengths, fixed_clips, staleness),
 )
-OF_SEVERAL = (by_staleness, under_partial, fixed_clips)
-"""Those that set arms against each other."""
+OF_SEVERAL = (by_staleness, under_partial, fixed_clips)  # those that set arms against each other
 
 
 def sft_figures(arms: Sequence[Arm]) -> list[Figure]:

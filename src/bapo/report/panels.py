@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+from bapo.pages import number, numbers, panel
 from bapo.report.arms import Arm
-from bapo.runs.numbers import number, numbers
-from bapo.runs.read import Run
+from bapo.runs.read import Run, logged
 from bapo.runs.statistics import aggregate, mean, measures, sampled_responses
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
@@ -33,10 +33,8 @@ Lines = Literal["updates", "rollouts", "evals"]
 
 MAX_POINTS = 400
 """Points of the longest curve. A longer one is cut into equal stretches, and each is drawn as its mean."""
-FEW_TOKENS = 20
-"""Bins of a profile that hold fewer tokens in the whole run are left out."""
-FIXED_CLIP = (0.8, 1.2)
-"""The bounds at which `share_fixed` is measured."""
+FEW_TOKENS = 20  # bins of a profile that hold fewer tokens in the whole run are left out
+FIXED_CLIP = (0.8, 1.2)  # the bounds at which `share_fixed` is measured
 USE_BINS = (
     "never",
     *(f"{low}–{high - 1}" if high > low + 1 else str(low) for low, high in pairwise(USE_EDGES)),
@@ -55,14 +53,14 @@ def figure(
     note: str | None = None,
 ) -> Figure:
     """A figure of the panels that have anything in them; if none has, the reason."""
-    drawn = [panel for panel in panels if panel["series"]]
+    drawn = [one for one in panels if one["series"]]
     return {
         "id": name,
         "title": heading[0],
         "paper": heading[1],
         "caption": caption,
         "note": note if drawn else reason,
-        "panels": [{"id": f"{name}-{index}"} | panel for index, panel in enumerate(drawn)],
+        "panels": [{"id": f"{name}-{index}"} | one for index, one in enumerate(drawn)],
     }
 
 
@@ -80,44 +78,25 @@ def curves(
     series = []
     for index in sorted(range(len(arms)) if only is None else only):
         arm = arms[index]
-        logged = [[line for line in _lines(run, lines) if isinstance(line.get(key), int | float)] for run in arm.runs]
-        if lines == "evals":
-            logged = [_fullest(listed) for listed in logged]
-        points = [{line[axis]: (line["step"], float(line[key])) for line in listed} for listed in logged]
+        found = [[line for line in _lines(run, lines) if isinstance(line.get(key), int | float)] for run in arm.runs]
+        points = [{line[axis]: (line["step"], float(line[key])) for line in listed} for listed in found]
         if any(points):
             few = lines == "evals" and max(map(len, points)) <= MAX_POINTS
             sampled = [sampled_responses(run) for run in arm.runs]
             aligned = _aligned(points, sampled, width=1 if few else None)
-            series.append({"arm": index} | aligned | (_apart(logged, aligned) if lines == "evals" else {}))
-    return {
-        "kind": "curves",
-        "title": title,
-        "key": key,
-        "x": "step" if lines == "rollouts" else "update",
-        "markers": lines == "evals",
-        "marks": list(marks),
-        "series": series,
-    }
+            series.append({"arm": index} | aligned | (_apart(found, aligned) if lines == "evals" else {}))
+    x = "step" if lines == "rollouts" else "update"
+    return panel("curves", title, x, series, key=key, markers=lines == "evals", marks=list(marks))
 
 
 def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
     if lines != "evals":
         return run.updates if lines == "updates" else run.rollouts
-    if run.sft:
-        return run.evals
-    usual = run.config["eval"]["temperature"]
-    return [line for line in run.evals if line.get("eval/temperature", usual) == usual]
-
-
-def _fullest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One evaluation per version. If there are several, it is the last of those on the most problems."""
-    kept = {line["version"]: line for line in sorted(lines, key=_problems)}
+    usual = None if run.sft else run.config["eval"]["temperature"]
+    found = [line for line in run.evals if line.get("eval/temperature", usual) == usual]
+    # Of several evaluations at one version, the last of those on the most problems stays.
+    kept = {line["version"]: line for line in sorted(found, key=lambda line: sum(logged([line], "eval/problems")))}
     return [kept[version] for version in sorted(kept)]
-
-
-def _problems(line: dict[str, Any]) -> float:
-    count = line.get("eval/problems")
-    return count if isinstance(count, int | float) else 0
 
 
 def _apart(logged: Sequence[Sequence[dict[str, Any]]], aligned: dict[str, Any]) -> dict[str, Any]:
@@ -148,22 +127,16 @@ def _aligned(
             stretches.setdefault(-(-x // width) * width, []).append(point)
         runs.append(stretches)
     at = sorted({x for stretches in runs for x in stretches})
-    means = [{x: mean([y for _, y in stretch]) for x, stretch in stretches.items()} for stretches in runs]
-    steps = [{x: max(step for step, _ in stretch) for x, stretch in stretches.items()} for stretches in runs]
-    known = [totals for totals in sampled if totals is not None]
+    responses = []
+    for totals, stretches in zip(sampled, runs, strict=True):
+        steps = (max((step for step, _ in stretches.get(x, ())), default=-1) for x in at)
+        responses.append([totals[step] if 0 <= step < len(totals) else None for step in steps] if totals else None)
     return {
         "x": at,
-        "runs": [numbers(values.get(x) for x in at) for values in means],
-        "responses": [_after(totals, [of.get(x) for x in at]) for totals, of in zip(known, steps, strict=True)]
-        if len(known) == len(runs)
-        else None,
+        "runs": [numbers(mean([y for _, y in of[x]]) if x in of else None for x in at) for of in runs],
+        "responses": None if None in responses else responses,
         "stretch": width,
     }
-
-
-def _after(totals: Sequence[int], steps: Sequence[int | None]) -> list[int | None]:
-    """The responses after each of these steps; None for a step that the log does not have."""
-    return [totals[step] if step is not None and 0 <= step < len(totals) else None for step in steps]
 
 
 def shared_counts(figures: Sequence[Figure]) -> list[list[int | None]]:
@@ -172,7 +145,7 @@ def shared_counts(figures: Sequence[Figure]) -> list[list[int | None]]:
     Most metrics of a run are logged at the same places, so a page would hold the same numbers many times.
     """
     counts: dict[tuple[int | None, ...], int] = {}
-    for series in (series for figure in figures for panel in figure["panels"] for series in panel["series"]):
+    for series in (series for figure in figures for drawn in figure["panels"] for series in drawn["series"]):
         if series.get("responses") is not None:
             series["responses"] = [counts.setdefault(tuple(run), len(counts)) for run in series["responses"]]
     return [list(run) for run in counts]
@@ -181,44 +154,27 @@ def shared_counts(figures: Sequence[Figure]) -> list[list[int | None]]:
 def profile(arms: Sequence[Arm], key: str, title: str) -> Panel:
     """A metric over bins of the ratio. Bins are drawn equally wide; the ticks are some of the edges between them."""
     edges = [f"{math.exp(edge):.2f}" for edge in LOG_RATIO_EDGES]
-    middle = len(edges) / 2
-    return {
-        "kind": "profile",
-        "title": title,
-        "key": key,
-        "x": "ratio",
+    middle, between = len(edges) / 2, (f"{low}–{high}" for low, high in pairwise(edges))
+    below = [at for at in range(len(edges)) if at < middle - 1 and at % 2 == 0]
+    above = [at for at in range(len(edges)) if at > middle and at % 2 == 1]
+    ticks = [{"at": at + 0.5, "text": edges[at]} for at in (*below, *above)]
+    shown = {
         "log": key == "ratio_histogram",
-        "bins": [
-            f"ratio below {edges[0]}",
-            *(f"ratio {low}–{high}" for low, high in pairwise(edges)),
-            f"ratio above {edges[-1]}",
-        ],
-        "ticks": [
-            *({"at": at + 0.5, "text": edge} for at, edge in enumerate(edges) if at < middle - 1 and at % 2 == 0),
-            {"at": middle, "text": "1"},
-            *({"at": at + 0.5, "text": edge} for at, edge in enumerate(edges) if at > middle and at % 2 == 1),
-        ],
+        "bins": [f"ratio {part}" for part in (f"below {edges[0]}", *between, f"above {edges[-1]}")],
+        "ticks": [*ticks[: len(below)], {"at": middle, "text": "1"}, *ticks[len(below) :]],
         "verticals": [_place(math.log(bound)) for bound in FIXED_CLIP],
-        "series": _profiles(arms, key, "ratio_histogram"),
     }
+    return panel("profile", title, "ratio", _profiles(arms, key, "ratio_histogram"), key=key, **shown)
 
 
 def use_profile(
     arms: Sequence[Arm], key: str, title: str, only: Iterable[int], *, marks: Sequence[dict[str, Any]] = ()
 ) -> Panel:
     """A metric over bins of uses, of the arms with these numbers."""
-    return {
-        "kind": "profile",
-        "title": title,
-        "key": key,
-        "x": "times trained on before",
-        "log": False,
-        "bins": [f"trained on before: {name}" for name in USE_BINS],
-        "ticks": [{"at": at, "text": name} for at, name in enumerate(USE_BINS)],
-        "verticals": [],
-        "marks": list(marks),
-        "series": _profiles(arms, key, "use_histogram", only),
-    }
+    bins = [f"trained on before: {name}" for name in USE_BINS]
+    ticks = [{"at": at, "text": name} for at, name in enumerate(USE_BINS)]
+    shown = {"key": key, "log": False, "bins": bins, "ticks": ticks, "verticals": [], "marks": list(marks)}
+    return panel("profile", title, "times trained on before", _profiles(arms, key, "use_histogram", only), **shown)
 
 
 def uses_tokens_again(arm: Arm) -> bool:
@@ -246,65 +202,52 @@ def _place(log_ratio: float) -> float:
 def _profile_of(run: Run, key: str, histogram: str) -> list[float | None]:
     """A binned metric over a whole run: a mean weighted by the tokens in the bin, or the share of tokens."""
     counts = _sum_lists(run, histogram)
-    if key == histogram:
-        values = _shares(counts)
-    else:
-        values = [0.0] * len(counts)
-        for line in run.updates:
-            for position, (count, value) in enumerate(zip(line[histogram], line[key], strict=True)):
-                values[position] += count * value / max(counts[position], 1)
+    values = _shares(counts) if key == histogram else [0.0] * len(counts)
+    for line in run.updates if key != histogram else ():
+        for position, (count, value) in enumerate(zip(line[histogram], line[key], strict=True)):
+            values[position] += count * value / max(counts[position], 1)
     return [value if count >= FEW_TOKENS else None for value, count in zip(values, counts, strict=True)]
 
 
-def bars(arms: Sequence[Arm], title: str, categories: Sequence[str], keys: Sequence[str]) -> Panel:
+def bars(arms: Sequence[Arm], title: str, categories: Iterable[str], keys: Sequence[str]) -> Panel:
     """One bar per category, each the mean of its metric over updates and seeds."""
     series = []
     for index, arm in enumerate(arms):
         runs = [[mean(run.series(key)) for key in keys] for run in arm.runs if all(run.series(key) for key in keys)]
         if runs:
             series.append({"arm": index, "values": numbers(_mean_of(runs))})
-    return {"kind": "bars", "title": title, "x": "", "categories": list(categories), "series": series}
+    return panel("bars", title, "", series, categories=list(categories))
 
 
 def age_bars(arms: Sequence[Arm]) -> Panel:
     """Share of tokens by staleness, over whole runs; the last bin of the histogram holds all older tokens."""
     totals = [[_sum_lists(run, "staleness_histogram") for run in arm.runs] for arm in arms]
-    longest = max((_used(total) for group in totals for total in group), default=0)
-    most = max((len(total) for group in totals for total in group), default=0)
+    every = [total for group in totals for total in group]
+    longest = max((age + 1 for total in every for age, count in enumerate(total) if count), default=0)
+    most = max(map(len, every), default=0)
     series = [
         {"arm": index, "values": numbers(_mean_of([_shares(total)[:longest] for total in group if sum(total)]))}
         for index, group in enumerate(totals)
         if any(sum(total) for total in group)
     ]
-    return {
-        "kind": "bars",
-        "title": "Share of trained tokens, by staleness",
-        "x": "updates between sampling and use",
-        "series": series,
-        "categories": [f"{age}+" if age == most - 1 else str(age) for age in range(longest)],
-    }
+    ages = [f"{age}+" if age == most - 1 else str(age) for age in range(longest)]
+    title, x = "Share of trained tokens, by staleness", "updates between sampling and use"
+    return panel("bars", title, x, series, categories=ages)
 
 
 def scores(arms: Sequence[Arm], k: str, when: str) -> list[Panel]:
     """avg@k and pass@k against staleness, of the finished runs."""
     panels = []
-    for key, title in (("avg", f"avg@{k} {when}, by staleness"), ("pass", f"pass@{k} {when}, by staleness")):
+    for key in ("avg", "pass"):
         series = []
         for arm in arms:
             values = [measures(run)[key] for run in arm.runs if run.summary]
-            if values:
-                middle, half = aggregate(values)
-                series.append(
-                    {
-                        "setting": arm.setting,
-                        "objective": arm.objective,
-                        "x": number(arm.staleness),
-                        "y": number(middle),
-                        "half": number(half) if half is not None and len(values) > 2 else None,
-                        "runs": numbers(values),
-                    }
-                )
-        panels.append({"kind": "points", "title": title, "key": key, "x": "mean staleness, updates", "series": series})
+            middle, half = aggregate(values)
+            point = {"x": number(arm.staleness), "y": number(middle), "half": number(half) if len(values) > 2 else None}
+            named = {"setting": arm.setting, "objective": arm.objective}
+            series += [{**named, **point, "runs": numbers(values)}] if values else []
+        title = f"{key}@{k} {when}, by staleness"
+        panels.append(panel("points", title, "mean staleness, updates", series, key=key))
     return panels
 
 
@@ -317,11 +260,6 @@ def _sum_lists(run: Run, key: str) -> list[float]:
 def _shares(counts: Sequence[float]) -> list[float]:
     total = sum(counts)
     return [count / total for count in counts] if total else [0.0] * len(counts)
-
-
-def _used(counts: Sequence[float]) -> int:
-    """Number of bins up to the last one that holds anything."""
-    return max((position + 1 for position, count in enumerate(counts) if count), default=0)
 
 
 def _mean_of(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -10,12 +10,12 @@ rollout actors together, so that section has a table with one row per run, and o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bapo.pages import number
 from bapo.report.arms import Arm, samples_per_problem
 from bapo.runs import history
-from bapo.runs.numbers import number
 from bapo.runs.read import STOP_REASONS, Run, logged
 from bapo.runs.statistics import (
     aggregate,
@@ -27,49 +27,28 @@ from bapo.runs.statistics import (
     update_means,
     worst,
 )
+from bapo.screen.terminal import shortened
 
 Cell = dict[str, Any]
 Table = dict[str, Any]
-Column = tuple[str, str, str]
-"""Key, label and explanation."""
-Facts = list[dict[str, float]]
-"""The numbers of every run of an arm; a run lacks the numbers that it does not have."""
+Facts = list[dict[str, float]]  # the numbers of every run of an arm; a run lacks the numbers that it does not have
 
-SEEDS: Column = ("seeds", "Seeds", "How many runs of this configuration there are. Small print: their seeds.")
-GRAD_NORM: Column = ("max_grad_norm", "Max grad norm", "The largest gradient norm of any update, before it is clipped.")
-TOKENS: Column = ("tokens", "Tokens", "Response tokens trained on, per run; a token counts each time it is used.")
-SECONDS: Column = (
-    "seconds",
-    "Time",
-    "Wall-clock time of training, per run. Small print: restarts on a cluster, if any.",
-)
-SFT = (
-    ("setting", "Setting", "The model, or the keys in which the runs differ."),
-    ("objective", "Objective", "sft: supervised training on demonstrations."),
-    SEEDS,
-    (
-        "held_out",
-        "Held-out loss",
-        "How unexpected held-out responses are to the model after training, in nats per token; lower is better. "
-        "Small print: before training.",
-    ),
-    (
-        "perplexity",
-        "Perplexity",
-        "exp of the held-out loss: among how many equally likely tokens the model chooses, so to speak. Small "
-        "print: before training.",
-    ),
-    (
-        "accuracy",
-        "Next token right",
-        "How often the model's most likely token is the one in the held-out response. Small print: before training.",
-    ),
-    ("loss", "Training loss", "Mean over the last tenth of updates. Small print: over the first tenth."),
-    GRAD_NORM,
-    ("updates", "Updates", "Optimizer steps, per run."),
-    TOKENS,
-    SECONDS,
-)
+SEEDS = "Seeds: How many runs of this configuration there are. Small print: their seeds."
+GRAD_NORM = "Max grad norm: The largest gradient norm of any update, before it is clipped."
+SECONDS = "Time: Wall-clock time of training, per run. Small print: restarts on a cluster, if any."
+SFT = {
+    "setting": "Setting: The model, or the keys in which the runs differ.",
+    "objective": "Objective: sft: supervised training on demonstrations.",
+    "seeds": SEEDS,
+    "held_out": "Held-out loss: How unexpected held-out responses are after training, in nats; lower is better.",
+    "perplexity": "Perplexity: exp of the held-out loss: among how many equally likely tokens the model chooses.",
+    "accuracy": "Next token right: How often the model's most likely token is the one in the held-out response.",
+    "loss": "Training loss: Mean over the last tenth of updates. Small print: over the first tenth.",
+    "max_grad_norm": GRAD_NORM,
+    "updates": "Updates: Optimizer steps, per run.",
+    "tokens": "Tokens: Response tokens trained on, per run; a token counts each time it is used.",
+    "seconds": SECONDS,
+}
 CLUSTER_RUNS = (
     ("Run", "Objective, setting and seed"),
     ("Rollout actors", "Their number and their engine (cluster.rollouts, cluster.engine)"),
@@ -90,167 +69,86 @@ RESTARTED_ACTORS = (
     ("Updates", "Updates that the learner took again"),
     ("Last reason", "Why it was started again the last time"),
 )
-LONGEST = 240
-"""Characters of the reason of a restart that are shown; history.jsonl has it all."""
+UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+LONGEST = 240  # characters of the reason of a restart that are shown; history.jsonl has it all
 
 
 def overview(arms: Sequence[Arm]) -> Table:
     """The overview of these arms."""
     k = samples_per_problem(arms)
-    columns = [
-        (
-            "setting",
-            "Setting",
-            "Where old data comes from: how often responses are reused, replay, partial rollout; or the keys in which "
-            "the runs differ.",
-        ),
-        ("objective", "Objective", "The loss that was trained with."),
-        SEEDS,
-        (
-            "avg",
-            f"avg@{k}",
-            f"How often an answer to a held-out problem is right after training: the mean reward over {k} samples of "
-            "each. Small print: before training.",
-        ),
-        (
-            "pass",
-            f"pass@{k}",
-            f"How often at least one of {k} samples solves a held-out problem after training. Small print: "
-            "before training.",
-        ),
-        (
-            "entropy",
-            "Entropy",
-            "How undecided the model is about its next token on held-out problems after training, in nats; 0 is "
-            "certain. Small print: before training.",
-        ),
-        GRAD_NORM,
-        (
-            "staleness",
-            "Staleness",
-            "How old the oldest token was when it was trained on, in updates since it was sampled. Small print: the "
-            "oldest age that the run allows.",
-        ),
-        (
-            "share",
-            "Positive share",
-            "How much of the learning signal that the clip lets through comes from tokens with a positive advantage; "
-            "the mean over all updates. Small print: over the first and over the last tenth of updates.",
-        ),
-        (
-            "stop",
-            "Search ended",
-            "Where BAPO's search for clip bounds ended most often, as a share of updates. Small print: where else. "
-            "Other objectives do not search.",
-        ),
-        (
-            "responses",
-            "Responses",
-            "Responses sampled for training, per run, whether or not filtering kept them. Small print: response tokens "
-            "trained on; a token counts each time it is used.",
-        ),
-        SECONDS,
-    ]
-    return _make_table(columns, [(index, arm, _overview_cells(arm)) for index, arm in enumerate(arms)])
+    columns = {
+        "setting": "Setting: Where old data comes from: reuse, replay, partial rollout; or what else differs.",
+        "objective": "Objective: The loss that was trained with.",
+        "seeds": SEEDS,
+        "avg": f"avg@{k}: Mean reward on held-out problems after training, over {k} samples of each.",
+        "pass": f"pass@{k}: How often at least one of {k} samples solves a held-out problem after training.",
+        "entropy": "Entropy: How undecided the model is about its next token after training, in nats; 0 is certain.",
+        "max_grad_norm": GRAD_NORM,
+        "staleness": "Staleness: How old the oldest token was when it was trained on, in updates since it was sampled. "
+        "Small print: the oldest age that the run allows.",
+        "share": "Positive share: How much of the learning signal that the clip lets through comes from tokens with a "
+        "positive advantage; the mean over all updates. Small print: over the first and over the last tenth.",
+        "stop": "Search ended: Where BAPO's search for clip bounds ended most often, as a share of updates. Small "
+        "print: where else. Other objectives do not search.",
+        "responses": "Responses: Responses sampled for training, per run, whether or not filtering kept them. Small "
+        "print: response tokens trained on; a token counts each time it is used.",
+        "seconds": SECONDS,
+    }
+    return _make_table(columns, dict(enumerate(arms)))
 
 
 def sft_overview(arms: Sequence[Arm]) -> Table:
     """One row per supervised arm. The others are left out, so that an arm keeps its number."""
-    return _make_table(SFT, [(index, arm, _sft_cells(arm)) for index, arm in enumerate(arms) if arm.sft])
+    return _make_table(SFT, {index: arm for index, arm in enumerate(arms) if arm.sft})
 
 
-def _make_table(columns: Sequence[Column], rows: Sequence[tuple[int, Arm, dict[str, Cell]]]) -> Table:
-    """A table from its columns and its rows: number of the arm, the arm, cells by key."""
-    several = any(len(arm.runs) > 1 for _, arm, _ in rows)
-    over_seeds = (
-        "Mean over seeds ± half width of its 95% interval (Student's t; wide with two seeds). " if several else ""
-    )
+def _make_table(columns: Mapping[str, str], arms: Mapping[int, Arm]) -> Table:
+    """A table with one row per arm. A column that is not in CELLS has an estimate, with `KEY_before` below it.
+
+    `columns`: key -> label and explanation.
+    """
+    told = {key: text.partition(": ") for key, text in columns.items()}
+    before = {key: "" if key in CELLS else " Small print: before training." for key in columns}
+    several = any(len(arm.runs) > 1 for arm in arms.values())
+    over_seeds = "Mean over seeds ± half width of its 95% interval (Student's t; wide with two seeds)."
+    caption = [over_seeds] * several + ["Click a heading to sort."] * (len(arms) > 1)
+    rows = []
+    for index, arm in arms.items():
+        facts = [_facts(run) for run in arm.runs]
+        cells = {
+            key: CELLS[key](arm, facts) if key in CELLS else _estimate_cell(facts, key, before=f"{key}_before")
+            for key in columns
+        }
+        rows.append({"arm": index, "cells": cells})
     return {
-        "columns": [{"key": key, "label": label, "help": explanation} for key, label, explanation in columns],
-        "rows": [{"arm": index, "cells": cells} for index, _, cells in rows],
-        "caption": f"{over_seeds}{'Click a heading to sort.' if len(rows) > 1 else ''}".strip(),
-    }
-
-
-def _overview_cells(arm: Arm) -> dict[str, Cell]:
-    facts = [_facts(run) for run in arm.runs]
-    shared = _shared_cells(arm, facts)
-    tokens = shared.pop("tokens")
-    return {
-        **shared,
-        "avg": _estimate_cell(facts, "avg", before="avg_before"),
-        "pass": _estimate_cell(facts, "pass", before="pass_before"),
-        "entropy": _estimate_cell(facts, "entropy", before="entropy_before"),
-        "staleness": _staleness(arm, facts),
-        "share": _estimate_cell(facts, "share") | {"below": _share_ends(facts)},
-        "stop": _stop(facts),
-        "responses": _mean_cell(facts, "responses", _count) | {"below": f"{tokens['text']} tokens"},
+        "columns": [{"key": key, "label": label, "help": said + before[key]} for key, (label, _, said) in told.items()],
+        "rows": rows,
+        "caption": " ".join(caption),
     }
 
 
 def _facts(run: Run) -> dict[str, float]:
-    """What the overview says about one run. An unfinished run has no score after training."""
-    facts = _common_facts(run) | update_means(run) | stop_shares(run)
+    """What the tables say about one run. An unfinished run has no score after training."""
+    facts = {
+        **(measures(run) if run.summary else {}),
+        **update_means(run),
+        **stop_shares(run),
+        **_ends(run, "share", "share"),
+        **_ends(run, "imitation/loss", "loss"),
+        "updates": float(len(run.updates)),
+        "tokens": sum(run.series("tokens")),
+        "seconds": sum(logged(run.timing, "seconds")),
+    }
     if not run.summary and run.evals and run.evals[0]["step"] == 0:
         first = run.evals[0]
         before = {"avg_before": "eval/avg", "pass_before": "eval/pass", "entropy_before": "eval/entropy"}
         facts |= {name: float(first[key]) for name, key in before.items() if isinstance(first.get(key), int | float)}
-    if ages := run.series("staleness_max"):
-        facts["staleness_max"] = worst(ages)
+    for name, key in (("max_grad_norm", "grad_norm"), ("staleness_max", "staleness_max")):
+        if series := run.series(key):
+            facts[name] = worst(series)
     if responses := sampled_responses(run):
         facts["responses"] = float(responses[-1])
-    return facts | _ends(run, "share", "share")
-
-
-def _staleness(arm: Arm, facts: Facts) -> Cell:
-    ages = _of(facts, "staleness_max")
-    oldest = worst(ages) if ages else math.nan
-    return _cell(number(oldest), f"{oldest:.0f}" if ages else "–", f"bound {arm.config['offpolicy']['max_staleness']}")
-
-
-def _share_ends(facts: Facts) -> str:
-    """The mean over seeds at the start and at the end of training."""
-    first, last = (_mean_cell(facts, f"share_{end}", "{:.3f}".format)["text"] for end in ("first", "last"))
-    return f"{first} → {last}" if _of(facts, "share_last") else ""
-
-
-def _stop(facts: Facts) -> Cell:
-    """The most frequent reason; the others below."""
-    shares = {name: mean(found) for name in STOP_REASONS if (found := _of(facts, f"stop_{name}"))}
-    reasons = sorted(((share, name) for name, share in shares.items() if share > 0), reverse=True)
-    if not reasons:
-        return _cell(None, "–")
-    first, *others = [f"{name.replace('_', ' ')} {share:.0%}" for share, name in reasons]
-    return _cell(reasons[0][0], first, ", ".join(others))
-
-
-def _sft_cells(arm: Arm) -> dict[str, Cell]:
-    facts = [
-        _common_facts(run) | _ends(run, "imitation/loss", "loss") | {"updates": float(len(run.updates))}
-        for run in arm.runs
-    ]
-    return {
-        **_shared_cells(arm, facts),
-        "held_out": _estimate_cell(facts, "held_out", before="held_out_before"),
-        "perplexity": _estimate_cell(facts, "perplexity", before="perplexity_before"),
-        "accuracy": _estimate_cell(facts, "accuracy", before="accuracy_before"),
-        "loss": _estimate_cell(facts, "loss_last", before="loss_first"),
-        "updates": _mean_cell(facts, "updates", _count),
-    }
-
-
-# Cells that both tables have, and how the numbers of several runs become text
-
-
-def _common_facts(run: Run) -> dict[str, float]:
-    """The measures of a finished run; of any run its largest gradient norm, its tokens and its seconds."""
-    norms = run.series("grad_norm")
-    return {
-        **(measures(run) if run.summary else {}),
-        **({"max_grad_norm": worst(norms)} if norms else {}),
-        "tokens": sum(run.series("tokens")),
-        "seconds": sum(logged(run.timing, "seconds")),
-    }
+    return facts
 
 
 def _ends(run: Run, key: str, name: str) -> dict[str, float]:
@@ -264,18 +162,61 @@ def _of(facts: Facts, key: str) -> list[float]:
     return [run[key] for run in facts if key in run]
 
 
-def _shared_cells(arm: Arm, facts: Facts) -> dict[str, Cell]:
-    """The cells that both tables have: setting, objective, seeds, gradient norm, tokens and time."""
+def _seeds(arm: Arm, _: Facts) -> Cell:
     unfinished = sum(not run.summary for run in arm.runs)
     seeds = f"seed {', '.join(str(run.config['seed']) for run in arm.runs)}"
-    return {
-        "setting": _cell(arm.setting, arm.setting),
-        "objective": _cell(arm.objective, arm.objective),
-        "seeds": _cell(len(arm.runs), str(len(arm.runs)), f"{seeds}; {unfinished} unfinished" if unfinished else seeds),
-        "max_grad_norm": _estimate_cell(facts, "max_grad_norm", digits=2),
-        "tokens": _mean_cell(facts, "tokens", _count),
-        "seconds": _mean_cell(facts, "seconds", _duration) | {"below": _restarts(arm.runs)},
-    }
+    return _cell(len(arm.runs), str(len(arm.runs)), f"{seeds}; {unfinished} unfinished" if unfinished else seeds)
+
+
+def _staleness(arm: Arm, facts: Facts) -> Cell:
+    ages = _of(facts, "staleness_max")
+    oldest = worst(ages) if ages else math.nan
+    return _cell(number(oldest), f"{oldest:.0f}" if ages else "–", f"bound {arm.config['offpolicy']['max_staleness']}")
+
+
+def _share_cell(_: Arm, facts: Facts) -> Cell:
+    """The mean over updates; below it the means over seeds at the start and at the end of training."""
+    ends = [_mean_cell(facts, f"share_{end}", "{:.3f}".format)["text"] for end in ("first", "last")]
+    return _estimate_cell(facts, "share") | {"below": " → ".join(ends) if _of(facts, "share_last") else ""}
+
+
+def _stop(_: Arm, facts: Facts) -> Cell:
+    """The most frequent reason; the others below."""
+    shares = {name: mean(found) for name in STOP_REASONS if (found := _of(facts, f"stop_{name}"))}
+    reasons = sorted(((share, name) for name, share in shares.items() if share > 0), reverse=True)
+    if not reasons:
+        return _cell(None, "–")
+    first, *others = [f"{name.replace('_', ' ')} {share:.0%}" for share, name in reasons]
+    return _cell(reasons[0][0], first, ", ".join(others))
+
+
+def _responses(_: Arm, facts: Facts) -> Cell:
+    tokens = _mean_cell(facts, "tokens", _count)["text"]
+    return _mean_cell(facts, "responses", _count) | {"below": f"{tokens} tokens"}
+
+
+def _seconds(arm: Arm, facts: Facts) -> Cell:
+    """The time; below it how often actors of a cluster were restarted, which costs time, if any was."""
+    counts = [counts for run in arm.runs if isinstance(counts := run.summary.get("restarts"), dict)]
+    count = sum(value for found in counts for value in found.values() if isinstance(value, int))
+    below = f"{count} restart{'s' * (count != 1)} of actors" if count else ""
+    return _mean_cell(facts, "seconds", _duration) | {"below": below}
+
+
+CELLS: dict[str, Callable[[Arm, Facts], Cell]] = {
+    "setting": lambda arm, _: _cell(arm.setting, arm.setting),
+    "objective": lambda arm, _: _cell(arm.objective, arm.objective),
+    "seeds": _seeds,
+    "max_grad_norm": lambda _, facts: _estimate_cell(facts, "max_grad_norm", digits=2),
+    "staleness": _staleness,
+    "share": _share_cell,
+    "stop": _stop,
+    "responses": _responses,
+    "tokens": lambda _, facts: _mean_cell(facts, "tokens", _count),
+    "updates": lambda _, facts: _mean_cell(facts, "updates", _count),
+    "loss": lambda _, facts: _estimate_cell(facts, "loss_last", before="loss_first"),
+    "seconds": _seconds,
+}
 
 
 def _cell(value: Any, text: str, below: str = "") -> Cell:
@@ -296,13 +237,6 @@ def _mean_cell(facts: Facts, key: str, say: Callable[[float], str]) -> Cell:
     return _cell(number(middle), say(middle) if math.isfinite(middle) else "nan" if values else "–")
 
 
-def _restarts(runs: Sequence[Run]) -> str:
-    """How often actors of a cluster were restarted, which costs time; nothing if none was."""
-    counts = [counts for run in runs if isinstance(counts := run.summary.get("restarts"), dict)]
-    count = sum(value for found in counts for value in found.values() if isinstance(value, int))
-    return f"{count} restart{'s' * (count != 1)} of actors" if count else ""
-
-
 def estimate(values: Sequence[float], digits: int = 3) -> str:
     """Mean ± half width of its 95% interval; a single value has no interval. "nan" if a value is not finite."""
     if not values:
@@ -313,10 +247,8 @@ def estimate(values: Sequence[float], digits: int = 3) -> str:
 
 def _count(value: float) -> str:
     """A count in three significant digits: `12`, `3.4 k`, `1.25 M`."""
-    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.0f}"
+    limit, unit = next(((limit, unit) for limit, unit in UNITS if value >= limit), (1, ""))
+    return f"{value / limit:.3g} {unit}" if unit else f"{value:.0f}"
 
 
 def _duration(seconds: float) -> str:
@@ -340,10 +272,16 @@ def cluster_tables(arms: Sequence[Arm]) -> dict[str, Any] | None:
     if not runs:
         return None
     restarted = [row for name, run in runs for row in _restarted(name, run)]
-    several = sum(len(arm.runs) for arm in arms) > 1
-    tables = [_cluster_table(CLUSTER_RUNS, [_row(name, run) for name, run in runs], named=several)]
-    if restarted:
-        tables.append(_cluster_table(RESTARTED_ACTORS, restarted, named=several))
+    first = 0 if sum(len(arm.runs) for arm in arms) > 1 else 1  # a single run needs no name
+    tables = [
+        {
+            "headings": [list(column) for column in columns[first:]],
+            "rows": [row[first:] for row in rows],
+            "told": columns is RESTARTED_ACTORS,
+        }
+        for columns, rows in ((CLUSTER_RUNS, [_row(*named) for named in runs]), (RESTARTED_ACTORS, restarted))
+        if rows
+    ]
     told = "No actor was restarted." if not restarted else "The second table has the actors that were restarted."
     return {
         "caption": "Rollout actors sample and learner ranks learn, in processes of their own. A run records the "
@@ -352,35 +290,20 @@ def cluster_tables(arms: Sequence[Arm]) -> dict[str, Any] | None:
     }
 
 
-def _cluster_table(columns: Sequence[tuple[str, str]], rows: Sequence[list[str]], *, named: bool) -> dict[str, Any]:
-    """Without the names of the runs if there is only one."""
-    first = 0 if named else 1
-    return {
-        "headings": [list(column) for column in columns[first:]],
-        "rows": [row[first:] for row in rows],
-        "told": columns is RESTARTED_ACTORS,
-    }
-
-
 def _row(name: str, run: Run) -> list[str]:
     config = run.config["cluster"]
     gaps = logged(run.rollouts, "rollout/probe_gap")
-    restarts = sum(history.restarts(run.path).values())
+    sampled, speed = (_over_time(run, key) for key in ("sampling_share", "tokens_per_second"))
+    waited = _over_time(run, "rollout_seconds", each_second=False)
     return [
         name,
         f"{config['rollouts']} × {config['engine']}",
-        str(config["learners"]),
-        str(config["ahead"]),
-        _share(_over_time(run, "sampling_share")),
-        _share(_over_time(run, "rollout_seconds", each_second=False)),
-        "–" if (speed := _over_time(run, "tokens_per_second")) is None else _count(speed),
+        *(str(config[key]) for key in ("learners", "ahead")),
+        *("–" if share is None else f"{share:.0%}" for share in (sampled, waited)),
+        "–" if speed is None else _count(speed),
         f"{worst(gaps):.2g}" if gaps else "–",
-        str(restarts),
+        str(sum(history.restarts(run.path).values())),
     ]
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
 
 
 def _over_time(run: Run, key: str, *, each_second: bool = True) -> float | None:
@@ -399,20 +322,19 @@ def _restarted(name: str, run: Run) -> list[list[str]]:
     for line in history.read(run.path):
         if line.get("event") == "restart":
             lines.setdefault(str(line.get("who")), []).append(line)
-    ordered = sorted(lines, key=lambda who: (len(who), who))  # rollout 2 before rollout 10
-    return [[name, *_actor(who, lines[who])] for who in ordered]
+    by_length = sorted(lines.items(), key=lambda item: (len(item[0]), item[0]))  # rollout 2 before rollout 10
+    return [[name, *_actor(*item)] for item in by_length]
 
 
 def _actor(who: str, lines: Sequence[dict[str, Any]]) -> list[str]:
     def total(key: str) -> str:
         return str(sum(value for line in lines if isinstance(value := line.get(key), int)) or "")
 
-    why = " ".join(str(lines[-1].get("why", "")).split())
     return [
         "learner ranks" if who == history.LEARNER else who,
         str(len(lines)),
         ", ".join(dict.fromkeys(str(line.get("step", "–")) for line in lines)),
         total("responses"),
         total("updates"),
-        why if len(why) <= LONGEST else f"{why[: LONGEST - 1]}…",
+        shortened(str(lines[-1].get("why", "")), LONGEST),
     ]

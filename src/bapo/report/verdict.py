@@ -45,26 +45,15 @@ from bapo.runs.statistics import (
     stop_shares,
 )
 
-COLLAPSED = 0.5
-"""A reward below this part of its best tenth has collapsed."""
-LEAST_REWARD = 0.05
-"""A best tenth below this reward cannot collapse."""
-ENTROPY_LEFT = 0.25
-"""Less than this part of the first entropy is left."""
-ENTROPY_GROWN = 2.0
-"""More than this multiple of the first entropy."""
-CLIPPED = 0.25
-"""The clip blocks more than this share of the tokens."""
-SPIKE = 10.0
-"""A gradient norm above this multiple of the median is a spike."""
-FEW = 20
-"""Fewer updates or steps have no trend."""
-UNREWARDED = 0.9
-"""So large a share of the steps without any reward means that the model hardly ever earns one."""
-NO_SIGNAL = 2 / 3
-"""More than this share of the groups carries no signal."""
-CUT_OFF = 0.1
-"""The length limit cuts off so much more of the held-out responses than before training."""
+COLLAPSED = 0.5  # a reward below this part of its best tenth has collapsed
+LEAST_REWARD = 0.05  # a best tenth below this reward cannot collapse
+ENTROPY_LEFT, ENTROPY_GROWN = 0.25, 2.0  # less than this part, or more than this multiple, of the first entropy
+CLIPPED = 0.25  # the clip blocks more than this share of the tokens
+SPIKE = 10.0  # a gradient norm above this multiple of the median is a spike
+FEW = 20  # fewer updates or steps have no trend
+UNREWARDED = 0.9  # with so large a share of steps without any reward, the model hardly ever earns one
+NO_SIGNAL = 2 / 3  # more than this share of the groups carries no signal
+CUT_OFF = 0.1  # the length limit cuts off so much more of the held-out responses than before training
 
 Said = tuple[list[str], list[str], str]
 """The lines and the notes of a verdict, and the tone in which the page shows them."""
@@ -73,11 +62,9 @@ Said = tuple[list[str], list[str], str]
 def verdict(arms: Sequence[Arm]) -> dict[str, Any]:
     """`verdict` and `differences` of the page. The first has lines, notes, warnings, and a tone."""
     reinforced = [arm for arm in arms if not arm.sft]
-    said: Said = [], [], "plain"
+    said: Said = _of_one(reinforced[0]) if reinforced else ([], [], "plain")
     differences: list[dict[str, Any]] = []
-    if len(reinforced) == 1:
-        said = _of_one(reinforced[0])
-    elif reinforced:
+    if len(reinforced) > 1:
         said, differences = _of_many(reinforced)
     lines, notes, tone = said
     lines = [*lines, *(_of_sft(arm, named=len(arms) > 1) for arm in arms if arm.sft)]
@@ -110,31 +97,27 @@ def places(arms: Sequence[Arm]) -> dict[tuple[str, str], Arm]:
     if all(sum(table == other for other, _ in found) < 2 for table, _ in found):
         found = {("", f"{arm.objective}, {arm.setting}"): arm for arm in arms}
 
+    def place(key: str, label: str) -> int:
+        listed = record.get(key)
+        return listed.index(label) if isinstance(listed, list) and label in listed else 0
+
     def order(item: tuple[tuple[str, str], Arm]) -> tuple[int, int, bool]:
         arm = item[1]
-        first = arm.config["objective"]["name"] != "grpo"
-        return _place(record, "settings", arm.setting), _place(record, "objectives", arm.objective), first
+        other = arm.config["objective"]["name"] != "grpo"
+        return place("settings", arm.setting), place("objectives", arm.objective), other
 
     return dict(sorted(found.items(), key=order))
-
-
-def _place(record: Mapping[str, Any], key: str, label: str) -> int:
-    """Where a label stands in the record of the grid; 0 without one, which leaves the order as it is."""
-    listed = record.get(key)
-    return listed.index(label) if isinstance(listed, list) and label in listed else 0
 
 
 def _missing(arms: Sequence[Arm]) -> int:
     """Runs of these arms that are not finished: those in the record of the grid, or those that were found."""
     shown = {(arm.setting, arm.objective) for arm in arms}
     found = {(arm.setting, arm.objective, run.config["seed"]): run for arm in arms for run in arm.runs}
-    wanted = set(found)
     listed = (grid_record(arms) or {}).get("runs")
-    for run in listed if isinstance(listed, list) else []:
-        place = tuple(str(run.get(key)) for key in ("setting", "objective")) if isinstance(run, dict) else None
-        if place in shown and isinstance(run.get("seed"), int):
-            wanted.add((*place, run["seed"]))
-    return len(wanted - {place for place, run in found.items() if run.summary})
+    records = [run for run in listed if isinstance(run, dict)] if isinstance(listed, list) else []
+    places = ((str(run.get("setting")), str(run.get("objective")), run.get("seed")) for run in records)
+    wanted = {place for place in places if place[:2] in shown and isinstance(place[2], int)}
+    return len(wanted.union(found) - {place for place, run in found.items() if run.summary})
 
 
 def _differences(tables: Mapping[str, Rows], k: str) -> list[dict[str, Any]]:
@@ -160,16 +143,13 @@ def _of_one(arm: Arm) -> Said:
         return _over_seeds(finished, k)
     summary = finished[0].summary
     usual = {"temperature": arm.config["eval"]["temperature"], "before": summary["before"], "after": summary["after"]}
-    clauses: list[str] = []
-    tones: list[str] = []
+    found: list[tuple[str, str]] = []
     for scored in (usual, *summary["also_at"]):
         where = at_temperature(scored["temperature"]) if summary["also_at"] else ""
-        name = f"{where.strip()} it" if clauses else f"avg@{k}{where}"
-        said, tone = _from_to(scored["before"], scored["after"], name)
-        clauses.append(said)
-        tones.append(tone)
+        found.append(_from_to(scored["before"], scored["after"], f"{where.strip()} it" if found else f"avg@{k}{where}"))
     notes = [*scored_on([measures(finished[0])], seeds=False), "In brackets: 95% intervals over problems."]
-    return [f"{'; '.join(clauses)}."], [*notes, "This is one run. Another seed may end elsewhere."], tones[0]
+    line = f"{'; '.join(clause for clause, _ in found)}."
+    return [line], [*notes, "This is one run. Another seed may end elsewhere."], found[0][1]
 
 
 def _from_to(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> tuple[str, str]:
@@ -194,18 +174,17 @@ def _look_equal(before: float, after: float) -> bool:
 
 def _over_seeds(runs: Sequence[Run], k: int) -> Said:
     found = [measures(run) for run in runs]
-    before, after = mean([run["avg_before"] for run in found]), mean([run["avg"] for run in found])
+    before, after = (mean([run[key] for run in found]) for key in ("avg_before", "avg"))
     gained, half = aggregate([run["avg"] - run["avg_before"] for run in found])
     same, enough = _look_equal(before, after), len(found) >= FEWEST_SEEDS
     sure = half is not None and enough and abs(gained) > half and not same
     word = "went" if not sure else "rose" if gained > 0 else "fell"
     difference = f"{gained:+.3f}" + ("" if half is None or not enough else f" ± {half:.3f}")
-    line = f"avg@{k} {word} from {before:.3f} to {after:.3f} ({difference} over {len(found)} seeds)."
-    if same:
-        line = f"avg@{k} is {after:.3f} on average, as before training ({difference} over {len(found)} seeds)."
+    went = f"is {after:.3f} on average, as before training" if same else f"{word} from {before:.3f} to {after:.3f}"
     notes = scored_on(found, seeds=enough)
     notes += [] if enough else ["Two seeds are too few to say what another one would give."]
-    return [line], notes, "open" if not sure else "decided" if gained > 0 else "wrong"
+    tone = "open" if not sure else "decided" if gained > 0 else "wrong"
+    return [f"avg@{k} {went} ({difference} over {len(found)} seeds)."], notes, tone
 
 
 def _so_far(arm: Arm) -> list[str]:
@@ -217,22 +196,20 @@ def _so_far(arm: Arm) -> list[str]:
     first, last = first_and_last(rewards)
     went = f"has stayed at {last:z.3f}" if _look_equal(first, last) else f"has gone from {first:.3f} to {last:.3f}"
     went = went if len(rewards) > 1 else f"is {last:z.3f}"
-    return [
-        f"After {len(run.timing)} of {run.planned} steps, the reward of sampled responses {went}. The score on "
-        "held-out problems comes at the end."
-    ]
+    steps = f"After {len(run.timing)} of {run.planned} steps"
+    return [f"{steps}, the reward of sampled responses {went}. The score on held-out problems comes at the end."]
 
 
 def _of_sft(arm: Arm, *, named: bool) -> str:
-    finished = [measures(run) for run in arm.runs if run.summary]
     name = f"Supervised, {arm.setting}: the" if named else "The"
-    pairs = [(run["held_out_before"], run["held_out"]) for run in finished if "held_out" in run]
+    finished = [measures(run) for run in arm.runs if run.summary]
     if not finished:
         return f"{name} run is not finished."
-    if not pairs:
+    scored = [run for run in finished if "held_out" in run]
+    if not scored:
         return f"{name} run is finished. Nothing was held out, so there is no score."
-    before, after = mean([pair[0] for pair in pairs]), mean([pair[1] for pair in pairs])
-    over = f", the mean over {len(pairs)} seeds" if len(pairs) > 1 else ""
+    before, after = (mean([run[key] for run in scored]) for key in ("held_out_before", "held_out"))
+    over = f", the mean over {len(scored)} seeds" if len(scored) > 1 else ""
     if _look_equal(before, after):
         return f"{name} held-out loss did not change: it is {after:.3f} nats per token, as before training{over}."
     word = "fell" if after < before else "rose"
@@ -257,11 +234,10 @@ def signs(arms: Sequence[Arm]) -> list[str]:
 
 def unrewarded(run: Run) -> str | None:
     """The reward was zero in nearly every step."""
-    rewards, responses = logged(run.rollouts, "reward"), sampled_responses(run) or [0]
+    rewards, (kept, filtered) = logged(run.rollouts, "reward"), _groups(run)
     empty = rewards.count(0.0)
-    if not rewards or responses[-1] < FEW_RESPONSES or not empty >= UNREWARDED * len(rewards):
+    if not rewards or _sampled(run) < FEW_RESPONSES or empty < UNREWARDED * len(rewards):
         return None
-    kept, filtered = _groups(run)
     if min(rewards) < 0 or kept > (1 - UNREWARDED) * (kept + filtered):  # 0 may be the best, or a mean of both signs
         return None
     where = f"in all {empty} steps" if empty == len(rewards) else f"in {empty} of {len(rewards)} steps"
@@ -273,15 +249,12 @@ def unrewarded(run: Run) -> str | None:
 
 def no_signal(run: Run) -> str | None:
     """All responses of most groups have the same reward, so these groups teach nothing."""
-    kept, filtered = _groups(run)
-    if kept + filtered < FEW or not filtered > NO_SIGNAL * (kept + filtered) or unrewarded(run):
+    rewards, (kept, filtered) = logged(run.rollouts, "reward"), _groups(run)
+    if kept + filtered < FEW or filtered <= NO_SIGNAL * (kept + filtered) or unrewarded(run):
         return None
-    rewards = logged(run.rollouts, "reward")
-    what = "easier problems, or a warm start (docs/sft.md)"
+    what = "harder problems" if mean(rewards) > 0.5 else "easier problems, or a warm start (docs/sft.md)"
     if not all(0 <= reward <= 1 for reward in rewards):  # on another scale, nobody knows which side is the good one
         what = "easier or harder problems"
-    elif mean(rewards) > 0.5:
-        what = "harder problems"
     return (
         f"{filtered / (kept + filtered):.0%} of the groups carried no signal, because all responses of a group earned "
         f"the same reward; take larger groups (rollout.responses), or {what}"
@@ -290,12 +263,12 @@ def no_signal(run: Run) -> str | None:
 
 def unfinished(run: Run) -> str | None:
     """Most responses end at the length limit, so the reward is one of fragments."""
-    cut, responses = logged(run.rollouts, "truncated"), sampled_responses(run) or [0]
-    if not cut or responses[-1] < FEW_RESPONSES or not mean(cut) > MOSTLY_CUT_OFF:
+    cut = mean(logged(run.rollouts, "truncated"))
+    if _sampled(run) < FEW_RESPONSES or not cut > MOSTLY_CUT_OFF:
         return None
     return (
-        f"the length limit cut off {mean(cut):.0%} of the responses, so the reward is mostly one of unfinished text; "
-        f"raise rollout.max_tokens, which is {run.config['rollout']['max_tokens']}, or ask for shorter answers"
+        f"the length limit cut off {cut:.0%} of the responses, so the reward is mostly one of unfinished text; raise "
+        f"rollout.max_tokens, which is {run.config['rollout']['max_tokens']}, or ask for shorter answers"
     )
 
 
@@ -315,14 +288,12 @@ def collapse(run: Run) -> str | None:
 def entropy(run: Run) -> str | None:
     """The policy has become nearly deterministic, or much more random."""
     before, after = first_and_last(run.series("entropy"))
-    if len(run.updates) < FEW or not before > 0:
-        return None
     numbers = f"from {before:.3f} to {after:.3f} nats per token"
-    if after < ENTROPY_LEFT * before:
+    if len(run.updates) < FEW or not before > 0 or ENTROPY_LEFT * before <= after <= ENTROPY_GROWN * before:
+        return None
+    if after < before:
         return f"entropy fell {numbers}, so the policy explores little"
-    if after > ENTROPY_GROWN * before:
-        return f"entropy rose {numbers}, so the policy has become more random"
-    return None
+    return f"entropy rose {numbers}, so the policy has become more random" if after > before else None
 
 
 def clipping(run: Run) -> str | None:
@@ -337,11 +308,10 @@ def clipping(run: Run) -> str | None:
 def spikes(run: Run) -> str | None:
     """One update was much larger than the others."""
     lines = [line for line in run.updates if isinstance(line.get("grad_norm"), int | float)]
-    norms = [(float(line["grad_norm"]), line["version"]) for line in lines]
-    if len(norms) < FEW:
+    if len(lines) < FEW:
         return None
-    largest, version = max(norms)
-    middle = median(norm for norm, _ in norms)
+    largest, version = max((float(line["grad_norm"]), line["version"]) for line in lines)
+    middle = median(logged(lines, "grad_norm"))
     if not largest > SPIKE * middle > 0:
         return None
     return f"the gradient norm reached {largest:.3g} in update {version}, {largest / middle:.0f} times its median"
@@ -357,27 +327,30 @@ def skipped(run: Run) -> str | None:
 
 def still(run: Run) -> str | None:
     """BAPO's bounds never moved."""
-    if len(run.updates) < FEW or stop_shares(run).get("stop_start") != 1.0 or not run.series("clip_high"):
+    lows, highs = run.series("clip_low"), run.series("clip_high")
+    if len(run.updates) < FEW or stop_shares(run).get("stop_start") != 1.0 or not highs:
         return None
-    low, high = run.series("clip_low")[-1], run.series("clip_high")[-1]
-    return f"the bounds never moved from ({low:g}, {high:g}), so a fixed clip would have done the same"
+    return f"the bounds never moved from ({lows[-1]:g}, {highs[-1]:g}), so a fixed clip would have done the same"
 
 
 def cut_off(run: Run) -> str | None:
     """Responses have grown into the length limit."""
-    if run.sft or not run.summary:
-        return None
     before, after = (_evaluated(run, when, "eval/truncated") for when in ("before", "after"))
-    responses = run.config["eval"]["k"] * _evaluated(run, "after", "eval/problems")
-    if responses < FEW_RESPONSES or not after > before + CUT_OFF:
+    problems = _evaluated(run, "after", "eval/problems")
+    if not problems or problems * run.config["eval"]["k"] < FEW_RESPONSES or not after > before + CUT_OFF:
         return None
     return f"the length limit cuts off {after:.0%} of the held-out responses, and {before:.0%} before training"
 
 
 def failures(run: Run) -> str | None:
     """The verifier failed on held-out responses."""
-    count = 0.0 if run.sft or not run.summary else _evaluated(run, "after", "eval/failures")
+    count = _evaluated(run, "after", "eval/failures")
     return f"the verifier failed on {count:.0f} held-out responses, which count as wrong" if count else None
+
+
+def _sampled(run: Run) -> int:
+    """How many responses were sampled for training, as far as that is known."""
+    return (sampled_responses(run) or [0])[-1]
 
 
 def _groups(run: Run) -> tuple[int, int]:
@@ -389,8 +362,7 @@ def _groups(run: Run) -> tuple[int, int]:
 
 def _evaluated(run: Run, when: str, key: str) -> float:
     """A number of the evaluation before or after training; 0 if it is missing."""
-    value = run.summary[when].get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return sum(logged([run.summary.get(when) or {}], key))
 
 
 SIGNS: tuple[Callable[[Run], str | None], ...] = (

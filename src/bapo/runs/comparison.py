@@ -32,8 +32,7 @@ Kind = Literal["ahead", "behind", "open", "few", "one", "missing", "apart", "not
 
 FEWEST_SEEDS = 3
 """An interval decides only over at least this many seeds: two that happen to agree have an interval of width zero."""
-MANY = 10
-"""From so many judged differences on, the verdict says that some stand out by chance."""
+MANY = 10  # from so many judged differences on, the verdict says that some stand out by chance
 FEW_PROBLEMS = 100
 """Fewer problems are few. From 100, the 95% interval of a mean of rewards from 0 to 1 reaches at most 0.1 to each side:
 1.96 · √(0.25 / 100)."""
@@ -56,13 +55,10 @@ def compare_arms(
     by: tuple[str, str] = ("setting", "objective"),
 ) -> dict[str, Rows]:
     """Table -> arm -> its numbers over seeds. `by`: the keys of a run that name its table and its arm."""
-    found: dict[str, Rows] = {}
-    for table in tables:
-        here = [run for run in runs if run[by[0]] == table]
-        found[table] = against_first(
-            {arm: {run["seed"]: run["measures"] for run in here if run[by[1]] == arm} for arm in arms}
-        )
-    return found
+    measured: dict[str, dict[str, dict[int, Measures]]] = {table: {arm: {} for arm in arms} for table in tables}
+    for run in runs:
+        measured.get(run[by[0]], {}).get(run[by[1]], {})[run["seed"]] = run["measures"]
+    return {table: against_first(rows) for table, rows in measured.items()}
 
 
 def against_first(measured: Mapping[str, Mapping[int, Measures]]) -> Rows:
@@ -75,22 +71,17 @@ def against_first(measured: Mapping[str, Mapping[int, Measures]]) -> Rows:
     for arm, mine in measured.items():
         rows[arm] = {"seeds": len(mine), "measures": _over_seeds(list(mine.values()))}
         if mine is not first:
-            both = [seed for seed in mine if seed in first]
-            less = [
-                {name: v - first[seed][name] for name, v in mine[seed].items() if name in first[seed]} for seed in both
-            ]
-            rows[arm]["differences"] = {"seeds": both, "measures": _over_seeds(less)}
+            both = {seed: (measures, first[seed]) for seed, measures in mine.items() if seed in first}
+            less = [{name: one[name] - two[name] for name in one if name in two} for one, two in both.values()]
+            rows[arm]["differences"] = {"seeds": list(both), "measures": _over_seeds(less)}
     return rows
 
 
 def _over_seeds(runs: Sequence[Measures]) -> dict[str, Value]:
     """Mean and interval of each measure that all of these runs have."""
-    found: dict[str, Value] = {}
-    for name in runs[0] if runs else ():
-        if all(name in run for run in runs):
-            mean, half_width = aggregate([run[name] for run in runs])
-            found[name] = {"mean": mean, "half_width": half_width}
-    return found
+    shared = [name for name in (runs[0] if runs else ()) if all(name in run for run in runs)]
+    found = {name: aggregate([run[name] for run in runs]) for name in shared}
+    return {name: {"mean": mean, "half_width": half} for name, (mean, half) in found.items()}
 
 
 def meeting_by(settings: Sequence[str], objectives: Sequence[str]) -> tuple[str, str]:
@@ -127,18 +118,17 @@ def difference_cells(rows: Rows, k: int | str) -> list[list[str]]:
     listed = scores(k, measure_names(rows))
     cells = []
     for name in others:
-        differences = rows[name]["differences"]
-        if len(differences["seeds"]) > 1:
-            enough = len(differences["seeds"]) >= FEWEST_SEEDS
-            shown = [_difference(differences["measures"].get(measure), markable=enough) for measure in listed.values()]
-            cells.append([f"{name} - {first}", str(len(differences["seeds"])), *shown])
+        seeds, measures = (rows[name]["differences"][key] for key in ("seeds", "measures"))
+        if len(seeds) > 1:
+            shown = [_difference(measures.get(measure), len(seeds)) for measure in listed.values()]
+            cells.append([f"{name} - {first}", str(len(seeds)), *shown])
     return [["", "seeds", *listed], *cells] if cells else []
 
 
-def _difference(value: Value | None, *, markable: bool) -> str:
+def _difference(value: Value | None, seeds: int) -> str:
     if value is None or value["half_width"] is None:
         return "–"
-    mark = "*" if markable and _excludes_zero(value) else " "
+    mark = "*" if seeds >= FEWEST_SEEDS and _excludes_zero(value) else " "
     return f"{value['mean']:+.3f} ± {value['half_width']:.3f}{mark}"
 
 
@@ -172,10 +162,8 @@ class Outcome:
     kind: Kind
     mean: float = math.nan
     half: float | None = None
-    seeds: int = 0
-    """Seeds that both have."""
-    all_seeds: bool = True
-    """Whether both have these seeds and no others."""
+    seeds: int = 0  # seeds that both have
+    all_seeds: bool = True  # whether both have these seeds and no others
 
     @property
     def same(self) -> bool:
@@ -184,18 +172,14 @@ class Outcome:
 
     @property
     def size(self) -> str:
-        """The difference without its sign."""
-        return f"{abs(self.mean):.3f}{self._interval}"
+        """The difference without its sign. The interval of two seeds is wider than all that can happen: left out."""
+        shown = self.half is not None and self.seeds >= FEWEST_SEEDS
+        return f"{abs(self.mean):.3f}" + (f" ± {self.half:.3f}" if shown else "")
 
     @property
     def signed(self) -> str:
         """The difference with its sign."""
-        return f"{self.mean:+.3f}{self._interval}"
-
-    @property
-    def _interval(self) -> str:
-        """That of two seeds is wider than all that can happen, so it is left out."""
-        return "" if self.half is None or self.seeds < FEWEST_SEEDS else f" ± {self.half:.3f}"
+        return f"{self.mean:+.3f}"[0] + self.size
 
 
 def judge(
@@ -206,36 +190,34 @@ def judge(
 ) -> Verdict:
     """The verdict on each table that has at least two arms."""
     k, temperature = (shared(configs, key) for key in ("eval.k", "eval.temperature"))
-    several = sum(len(rows) > 1 for rows in tables.values()) > 1
-    lines, details, judged = [], [], []
-    scored: list[Measures] = []
-    short = False
-    for table, rows in tables.items():
-        if len(rows) < 2:
+    contested = {table: rows for table, rows in tables.items() if len(rows) > 1}
+    lines, details, scored, outcomes = [], [], [], []
+    for table, rows in contested.items():
+        named = f"{table}: " if len(contested) > 1 else ""
+        first, *others = configs[table]
+        if keys := [key for key in EXAM_KEYS if any(one.get(key) != first.get(key) for one in others)]:
+            lines.append(f"{named}The scores cannot be compared, because the runs differ in {_joined(keys)}.")
             continue
-        if keys := _differing_exam(configs[table]):
-            text = f"The scores cannot be compared, because the runs differ in {_joined(keys)}."
+        text, more, found = _on_table(rows, k or "k", temperature)
+        lines.append(f"{named}{text}")
+        details += [f"{named}{' '.join(more)}"] if more else []
+        scored += [{name: value["mean"] for name, value in row["measures"].items()} for row in rows.values()]
+        outcomes += found
+    judged = [outcome for outcome in outcomes if outcome.kind in JUDGED]
+    notes = []
+    if any(outcome.kind in ("one", "few") for outcome in outcomes):
+        if len(contested) > 1:
+            notes.append(f"Run at least {FEWEST_SEEDS} seeds to decide more.")
         else:
-            text, more, outcomes = _on_table(rows, k or "k", temperature)
-            scored += [{name: value["mean"] for name, value in row["measures"].items()} for row in rows.values()]
-            if more:
-                details.append(f"{table}: {' '.join(more)}" if several else " ".join(more))
-            judged += [outcome for outcome in outcomes if outcome.kind in JUDGED]
-            if any(outcome.kind in ("one", "few") for outcome in outcomes):
-                short = True
-                text += "" if several else f" Run at least {FEWEST_SEEDS} seeds."
-        lines.append(f"{table}: {text}" if several else text)
+            lines[0] += f" Run at least {FEWEST_SEEDS} seeds."
     decided = any(outcome.kind in DECIDED for outcome in judged)
-    notes = [f"Run at least {FEWEST_SEEDS} seeds to decide more."] if short and several else []
     notes += scored_on(scored, seeds=bool(judged))
     if missing:
         runs = "One run is" if missing == 1 else f"{missing} runs are"
         notes.append(f"{runs} not finished, so this may change.")
     if decided and len(judged) >= MANY:
-        notes.append(
-            f"{len(judged)} differences were judged, each at 95%, so about {max(1, round(len(judged) / 20))} may stand "
-            "out by chance."
-        )
+        chance = f"so about {max(1, round(len(judged) / 20))} may stand out by chance"
+        notes.append(f"{len(judged)} differences were judged, each at 95%, {chance}.")
     return Verdict(lines, details, decided, notes)
 
 
@@ -243,11 +225,6 @@ def shared(configs: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> Any:
     """The value that a key has in all configurations; None if they differ in it."""
     values = {config[key] for listed in configs.values() for config in listed}
     return values.pop() if len(values) == 1 else None
-
-
-def _differing_exam(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys in which configurations make scores mean different things."""
-    return [key for key in EXAM_KEYS if any(config.get(key) != configs[0].get(key) for config in configs)]
 
 
 def scored_on(measured: Sequence[Measures], *, seeds: bool) -> list[str]:
@@ -263,17 +240,13 @@ def scored_on(measured: Sequence[Measures], *, seeds: bool) -> list[str]:
     if not problems:
         return []
     fewest, most = round(min(problems)), round(max(problems))
-    number = counted(most, "held-out problem")
-    number = number if fewest == most else f"{fewest:,} to {number}"
-    said = f"The scores are from {'only ' * (most < FEW_PROBLEMS)}{number}."
+    least = "" if fewest == most else f"{fewest:,} to "
+    said = f"The scores are from {'only ' * (most < FEW_PROBLEMS)}{least}{counted(most, 'held-out problem')}."
     if fewest < FEW_PROBLEMS:
         said += f" Fewer than {FEW_PROBLEMS} are few"
-        said += (
-            f": over all problems of this kind, a score may be up to {max(reaches):.2f} higher or lower (95%)."
-            if reaches
-            else "."
-        )
-        said += " Intervals over seeds leave this out, because every seed has the same problems." if seeds else ""
+        if reaches:
+            said += f": over all problems of this kind, a score may be up to {max(reaches):.2f} higher or lower (95%)"
+        said += ". Intervals over seeds leave this out, because every seed has the same problems." if seeds else "."
     return [said]
 
 
@@ -287,15 +260,15 @@ def _outcome(rows: Rows, name: str, measure: str) -> Outcome:
         return Outcome(name, "apart")
     if value is None:
         return Outcome(name, "not measured", seeds=len(seeds))
-    mean, half = value["mean"], value["half_width"]
-    kind: Kind = "behind" if mean < 0 else "ahead"
-    if not math.isfinite(mean):
+    kind: Kind = "behind" if value["mean"] < 0 else "ahead"
+    if not math.isfinite(value["mean"]):
         kind = "not a number"
     elif len(seeds) < FEWEST_SEEDS:
         kind = "one" if len(seeds) == 1 else "few"
     elif not _excludes_zero(value):
         kind = "open"
-    return Outcome(name, kind, mean, half, len(seeds), len(seeds) == row["seeds"] == first["seeds"])
+    same_seeds = len(seeds) == row["seeds"] == first["seeds"]
+    return Outcome(name, kind, value["mean"], value["half_width"], len(seeds), same_seeds)
 
 
 def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str, list[str], list[Outcome]]:
@@ -303,21 +276,17 @@ def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str,
     reference, *others = rows
     if not rows[reference]["seeds"]:
         return f"{reference} has no finished run, so there is nothing to measure the others by.", [], []
-    further = _temperatures(measure_names(rows))
+    further = {at_temperature(t): f"avg_at_{t}" for t in _temperatures(measure_names(rows))}
     at = "" if not further or temperature is None else at_temperature(temperature)
-    found = {
-        where: [_outcome(rows, name, measure) for name in others]
-        for where, measure in {at: "avg", **{at_temperature(t): f"avg_at_{t}" for t in further}}.items()
-    }
+    asked = {at: "avg", **further}
+    found = {where: [_outcome(rows, name, measure) for name in others] for where, measure in asked.items()}
     first, *elsewhere = found.items()
     details = _all_fell(rows, k)
     if len(others) == 1:
         line = _duel(reference, k, list(found.items()))
     else:
         line = _field(reference, _unit(at, k), *first)
-        details += [
-            f"{where.strip().capitalize()}, {_ahead_and_behind(there, reference)}." for where, there in elsewhere
-        ]
+        details += [f"{at.strip().capitalize()}, {_ahead_and_behind(there, reference)}." for at, there in elsewhere]
     if k != 1:
         by_pass = [_outcome(rows, one.name, "pass") for one in first[1]]
         news = [by for one, by in zip(first[1], by_pass, strict=True) if by.kind in DECIDED and by.kind != one.kind]
@@ -367,14 +336,14 @@ def _clause(one: Outcome, reference: str, unit: str, at: str) -> str:
     if one.same:
         return f"{one.name} and {reference} have the same {unit}{at} in every one of {one.seeds} seeds"
     over = f"over {one.seeds} seeds" if one.all_seeds else f"over the {one.seeds} seeds that both have"
+    by_one = f"differs from {reference} by {one.signed} {unit}{at}"
+    by_one = f"and {reference} have the same {unit}{at}" if one.size == "0.000" else by_one
     return {
         "ahead": f"{one.name} beats {reference} by {one.size} {unit}{at} {over}",
         "behind": f"{one.name} falls short of {reference} by {one.size} {unit}{at} {over}",
         "open": f"{one.name} and {reference} cannot be told apart{at} ({one.signed} {unit} {over})",
         "few": f"Two seeds are too few to decide between {one.name} and {reference} ({one.signed} {unit}{at})",
-        "one": f"One seed decides nothing: {one.name} and {reference} have the same {unit}{at}"
-        if one.size == "0.000"
-        else f"One seed decides nothing: {one.name} differs from {reference} by {one.signed} {unit}{at}",
+        "one": f"One seed decides nothing: {one.name} {by_one}",
         "missing": f"{one.name} has no finished run, so it cannot be compared with {reference} yet",
         "apart": f"{one.name} and {reference} have no seed in common, so they cannot be compared seed by seed",
         "not a number": f"The {unit}{at} of {one.name} or of {reference} is not a number in at least one run",
@@ -401,11 +370,10 @@ def _field(reference: str, unit: str, at: str, outcomes: Sequence[Outcome]) -> s
     if apart := [one for one in groups.get("open", ()) if not one.same]:
         clauses.append(f"{_those(apart, 'cannot', 'cannot')} be told apart from it")
     few: dict[Kind, str] = {"few": "two seeds are too few to decide", "one": "one seed decides nothing"}
-    for kind, words in few.items():
-        if kind in groups:
-            listed = ", ".join(f"{one.name} {one.signed}" for one in groups[kind])
-            words = words if clauses else words.capitalize()
-            clauses.append(f"{words} ({listed} {unit} against {reference})")
+    for kind in (kind for kind in few if kind in groups):
+        listed = ", ".join(f"{one.name} {one.signed}" for one in groups[kind])
+        words = few[kind] if clauses else few[kind].capitalize()
+        clauses.append(f"{words} ({listed} {unit} against {reference})")
     endings: dict[Kind, str] = {
         "not a number": f"a score ({unit}) that is not a number",
         "not measured": f"runs without {unit}",

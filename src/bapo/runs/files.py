@@ -4,31 +4,36 @@ A run may come from a stranger. So no link in a run directory is followed, wheth
 bapo would read or write what it leads to. Nor is a FIFO or a device opened, which could keep bapo waiting for ever. All
 of them are refused by name. The run directory itself, and what is above it, may be links. Folders of others, such as
 those of trackers, are left alone.
+
+A lock on a file lasts until every process that inherited its descriptor closes it. The directory of the file is locked
+with it, so a lock file that somebody deletes does not let a second process in.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import BufferedReader
+from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from bapo.config.errors import PlaceError
+from bapo.config.errors import ConfigError, PlaceError
+from bapo.screen.terminal import say
 
 PARTIAL = ".partial"
 """How the name of a file or directory ends while it is being written. A killed process leaves such names behind."""
 STEP = re.compile(r"step-\d{6,}(\.\w+)?")
 """Names in checkpoints/ that are bapo's: complete checkpoints, half-written ones, and those that were set aside."""
 KIND_NAMES = {
-    stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a directory",
     stat.S_IFREG: "a file",
     stat.S_IFIFO: "a FIFO",
@@ -56,6 +61,17 @@ def made(path: Path) -> BinaryIO:
     return cast(BinaryIO, os.fdopen(_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb"))
 
 
+def append(path: Path, lines: bytes) -> None:
+    """Append lines to a file. They are on the disk afterwards, and so is its name. Half a line before them is ended."""
+    with appended(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        torn = file.read(1) not in (b"", b"\n")  # by a kill
+        file.write((b"\n" if torn else b"") + lines)
+        file.flush()
+        os.fsync(file.fileno())
+    flush(path.parent)
+
+
 def cut(path: Path, size: int) -> None:
     """Cut a file of a run back to this size."""
     with os.fdopen(_descriptor(path, os.O_RDWR), "r+b") as file:
@@ -71,16 +87,13 @@ def folder(path: Path) -> Path:
 
 def check_kinds(directory: Path, *, files: Iterable[str], folders: Iterable[str] = ()) -> None:
     """PlaceError if something else stands in the place of one of these files and folders, in checkpoints/ and below."""
-    for name in files:
-        _check_kind(directory / name, stat.S_IFREG)
-    for name in folders:
-        _check_kind(directory / name, stat.S_IFDIR)
-    for step in directory.glob("checkpoints/*"):
-        if STEP.fullmatch(step.name):
-            _check_kind(step, stat.S_IFDIR)
-            with suppress(FileNotFoundError):  # another rank removes what was half-written
-                for path in step.iterdir():
-                    _check_kind(path, stat.S_IFREG)
+    for name, kind in [*((name, stat.S_IFREG) for name in files), *((name, stat.S_IFDIR) for name in folders)]:
+        _check_kind(directory / name, kind)
+    for step in (path for path in directory.glob("checkpoints/*") if STEP.fullmatch(path.name)):
+        _check_kind(step, stat.S_IFDIR)
+        with suppress(FileNotFoundError):  # another rank removes what was half-written
+            for path in step.iterdir():
+                _check_kind(path, stat.S_IFREG)
 
 
 def _check_kind(path: Path, wanted: int) -> None:
@@ -112,17 +125,15 @@ def _descriptor(path: Path, flags: int) -> int:
         if error.errno == errno.ELOOP:
             raise PlaceError(path, _told(stat.S_IFLNK, stat.S_IFREG)) from None
         raise
-    status = os.fstat(descriptor)
+    status, wrong = os.fstat(descriptor), ""
     if (found := stat.S_IFMT(status.st_mode)) != stat.S_IFREG:
+        wrong = _told(found, stat.S_IFREG)
+    elif flags & os.O_RDWR and status.st_nlink > 1:
+        wrong = "is one file with another name (a hard link), which would change with it. Copy it, and put the copy "
+        wrong += "in its place."
+    if wrong:
         os.close(descriptor)
-        raise PlaceError(path, _told(found, stat.S_IFREG))
-    if flags & os.O_RDWR and status.st_nlink > 1:
-        os.close(descriptor)
-        raise PlaceError(
-            path,
-            "is one file with another name (a hard link), which would change with it. Copy it, and put the copy in its "
-            "place.",
-        )
+        raise PlaceError(path, wrong)
     return descriptor
 
 
@@ -146,16 +157,22 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file, whole or not at all. It is on the disk afterwards."""
-    write_bytes(path, text.encode("utf-8"))
+def strict(value: Any, *, spell: bool = False) -> Any:
+    """Nested dicts and lists as JSON can hold them: a number that is not finite becomes null, or text with `spell`."""
+    if isinstance(value, Mapping):
+        return {str(key): strict(inner, spell=spell) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(inner, spell=spell) for inner in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value) if spell else None
+    return value
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write(path: Path, data: str | bytes) -> None:
     """Write a file, whole or not at all. It is on the disk afterwards."""
     partial = path.with_name(f"{path.name}{PARTIAL}")
     with made(partial) as file:
-        file.write(data)
+        file.write(data.encode("utf-8") if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
@@ -197,3 +214,57 @@ def sweep(run: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+@contextmanager
+def held(path: Path, *, busy: str) -> Iterator[int]:
+    """Hold the lock inside the block. If another process holds it, raise a ConfigError with the text `busy`.
+
+    Yields the descriptor, which child processes must inherit to share the lock. If the file system has no locks, a note
+    on standard error says so, and the block runs.
+    """
+    file, directory = appended(path), os.open(path.parent, os.O_RDONLY)
+    descriptor = file.fileno()
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_directory(directory)
+        except BlockingIOError:
+            raise ConfigError(busy) from None
+        except OSError as error:
+            unlocked = f"{path.parent} is on a file system without locks ({error.strerror})"
+            say(f"bapo: {unlocked}. Make sure that no other process works there.", error=True)
+        yield descriptor
+    finally:
+        os.close(directory)
+        file.close()
+
+
+def _lock_directory(descriptor: int) -> None:
+    """Lock a directory, if its file system can do that; some only lock files that are open for writing."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):
+            raise
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock now. This creates no file and does not keep the lock."""
+    return _taken(path, os.O_NOFOLLOW) or _taken(path.parent)
+
+
+def _taken(path: Path, flags: int = 0) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    except OSError:  # no such file
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks there
+        return False
+    finally:
+        os.close(descriptor)
+    return False

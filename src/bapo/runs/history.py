@@ -12,10 +12,10 @@ identity, too, so that a checkpoint of another run is refused.
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,8 @@ from bapo.config.numerals import counted
 from bapo.runs import files
 
 FILE = "history.jsonl"
-LEARNER = "learner"
-"""How a restart names all learner ranks together."""
-Changes = dict[str, tuple[Any, Any]]
-"""Settings that changed, each with its value before and after."""
+LEARNER = "learner"  # how a restart names all learner ranks together
+Changes = dict[str, tuple[Any, Any]]  # settings that changed, each with its value before and after
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,11 @@ class Restart:
     def line(self) -> str:
         """One sentence for people."""
         if self.who == LEARNER:
-            again = f"{counted(self.updates, 'update')} to repeat"
-            return f"all learner ranks start again, with {again}: {self.why}"
+            return f"all learner ranks start again, with {counted(self.updates, 'update')} to repeat: {self.why}"
         if not self.responses:
             return f"{self.who}, which had no responses, is replaced: {self.why}"
-        one = self.responses == 1
-        theirs = "response" if one else f"{self.responses} responses"
-        goes_on = f"begin{'s' * one} elsewhere"
-        if self.tokens:
-            streamed = "token" if self.tokens == 1 else f"{self.tokens} tokens"
-            goes_on = f"continue{'s' * one} elsewhere from the {streamed} already streamed"
-        return f"{self.who} is replaced, and its {theirs} {goes_on}: {self.why}"
+        theirs = f"{counted(self.responses, 'response')} ({counted(self.tokens, 'token')} already streamed)"
+        return f"{self.who} is replaced, and others go on with its {theirs}: {self.why}"
 
 
 def new_id() -> str:
@@ -67,14 +59,7 @@ def new_id() -> str:
 def record(run: Path, event: str, **facts: Any) -> None:
     """Add a line, and wait until it is on the disk."""
     line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | facts
-    path = run / FILE
-    with files.appended(path) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        torn = file.read(1) not in (b"", b"\n")  # by a kill
-        file.write((("\n" if torn else "") + json.dumps(line) + "\n").encode())
-        file.flush()
-        os.fsync(file.fileno())
-    files.flush(run)
+    files.append(run / FILE, json.dumps(line).encode() + b"\n")
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -85,26 +70,17 @@ def read(run: Path) -> list[dict[str, Any]]:
         return []
     lines = []
     for line in found:
-        try:
+        with suppress(ValueError, RecursionError, TypeError, AttributeError):  # a killed process may leave half a line
             value = json.loads(line)
-        except (ValueError, RecursionError):  # a killed process may leave half a line
-            continue
-        lines += [value] if _is_line(value) else []
+            pairs = value.get("changed", {}).values()
+            whole = isinstance(value.get("environment", {}), dict)
+            lines += [value] if whole and all(isinstance(p, list) and len(p) == 2 for p in pairs) else []
     return lines
-
-
-def _is_line(value: Any) -> bool:
-    """Whether it is a line as `record` writes it."""
-    if not isinstance(value, dict) or not isinstance(value.get("environment", {}), dict):
-        return False
-    changed = value.get("changed", {})
-    return isinstance(changed, dict) and all(isinstance(pair, list) and len(pair) == 2 for pair in changed.values())
 
 
 def record_restart(run: Path, restart: Restart, *, step: int) -> None:
     """Add the line of a restart after this many completed steps."""
-    facts = {name: value for name, value in asdict(restart).items() if value != 0}
-    record(run, "restart", step=step, **facts)
+    record(run, "restart", step=step, **{name: value for name, value in asdict(restart).items() if value != 0})
 
 
 def restarts(run: Path) -> dict[str, int]:

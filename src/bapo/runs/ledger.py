@@ -41,10 +41,8 @@ AFTER = {
     **dict.fromkeys(RELEASED, ("held",)),
 }
 """Each event, and the state that a group must be in before it."""
-USES = ("trained", "skipped")
-"""Events that leave the state as it is."""
-NEEDED = {"held": ("oldest",), "trained": ("uses",)}
-"""Facts that an event has for each of its groups."""
+USES = ("trained", "skipped")  # events that leave the state as it is
+NEEDED = {"held": ("oldest",), "trained": ("uses",)}  # facts that an event has for each of its groups
 
 
 class Ledger:
@@ -97,13 +95,13 @@ class Balance:
         """One line for people."""
         parts = ", ".join(f"{count:,} {_WORDS[state]}" for state, count in sorted(self.states.items()))
         verdict = f"{len(self.wrong)} entries do not add up: {self.wrong[0]}" if self.wrong else "it balances"
-        return f"{self._groups} ({parts}), {self._used}; {verdict}"
+        return f"{self._told(f' ({parts})')}; {verdict}"
 
     def table(self) -> str:
         """All of it for people: what became of the groups, and each kind of mistake once."""
         rows = [(word, f"{self.states[state]:,}") for state, word in _WORDS.items() if state in self.states]
         left, right = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-        lines = [f"{self._groups}, {self._used}", *(f"  {word:<{left}}  {count:>{right}}" for word, count in rows)]
+        lines = [self._told(), *(f"  {word:<{left}}  {count:>{right}}" for word, count in rows)]
         if not self.wrong:
             return "\n".join([*lines, "the ledger balances"])
         lines.append(f"the ledger does not balance; entries that do not add up: {len(self.wrong):,}")
@@ -112,19 +110,14 @@ class Balance:
             lines += [f"      and {len(told) - EXAMPLES:,} more"] if len(told) > EXAMPLES else []
         return "\n".join(lines)
 
-    @property
-    def _groups(self) -> str:
-        return counted(sum(self.states.values()), "group")
-
-    @property
-    def _used(self) -> str:
-        return f"trained on {counted(self.uses, 'time')}, at most {counted(self.stalest, 'update')} old"
+    def _told(self, parts: str = "") -> str:
+        used = f"trained on {counted(self.uses, 'time')}, at most {counted(self.stalest, 'update')} old"
+        return f"{counted(sum(self.states.values()), 'group')}{parts}, {used}"
 
 
 MOST_MISSING = 10_000
 """How many groups that were never admitted are counted. A damaged ledger may skip billions."""
-EXAMPLES = 3
-"""How many mistakes of the same kind are told."""
+EXAMPLES = 3  # how many mistakes of the same kind are told
 _WORDS = {
     "admitted": "in progress",
     "finished": "waiting for a rollout",
@@ -185,9 +178,8 @@ def balance(
     missing = (group for last, next in pairwise([-1, *sorted(state)]) for group in range(last + 1, next))
     for group in islice(missing, MOST_MISSING):
         add_mistake(group, "was never admitted")
-    lost = (("finished",) if ended else ()) + (("admitted",) if ended and all_used else ())
-    for group, last in state.items():
-        if last in lost:
+    for group, last in state.items() if ended else ():
+        if last == "finished" or (last == "admitted" and all_used):
             add_mistake(group, f"is still {_WORDS[last]} at the end")
     return Balance(dict(Counter(state.values())), uses.total(), max(ages.values(), default=0), mistakes)
 
@@ -230,9 +222,8 @@ def of_run(run: Path) -> Balance:
             raise ValueError("offpolicy.max_staleness and cluster.rollouts must be whole numbers")
         lines = read(run)
     except (FileNotFoundError, NotADirectoryError, KeyError):
-        raise ConfigError(
-            f"{run} has no ledger. Name the directory of a run of `bapo train`, which holds {FILE}."
-        ) from None
+        which = f"Name the directory of a run of `bapo train`, which holds {FILE}."
+        raise ConfigError(f"{run} has no ledger. {which}") from None
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{run / 'config.json'} is damaged: {error}. Restore the file from a copy.") from None
     return balance(lines, max_staleness=bound, ended=(run / "summary.json").exists(), all_used=rollouts > 0)

@@ -9,18 +9,8 @@ not finite. Wall-clock figures go to `timing.jsonl`, so that the metrics of a ru
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
-
-_QUADRANT = (
-    "Share of the gradient mass r|A| on tokens of {p} probability and {a} advantage that the clip {fate}. This "
-    "quadrant {effect}."
-)
-_EFFECT = {
-    ("high", "high"): "pushes entropy down",
-    ("high", "low"): "pushes entropy up",
-    ("low", "high"): "pushes entropy up",
-    ("low", "low"): "pushes entropy down",
-}
 
 EVERY_LINE = {
     "kind": "What the line is about: rollout, update, skipped or eval; in a supervised run imitation, skipped or "
@@ -53,10 +43,9 @@ UPDATE = {
     "clip_fraction_positive": "The same among positive tokens.",
     "clip_fraction_negative": "The same among negative tokens.",
     **{
-        f"{p}_prob_{a}_adv_{fate}": _QUADRANT.format(p=p, a=a, fate=verb, effect=_EFFECT[p, a])
-        for p in ("high", "low")
-        for a in ("high", "low")
-        for fate, verb in (("retained", "retained"), ("blocked", "blocked"))
+        f"{p}_prob_{a}_adv_{fate}": f"Share of the gradient mass r|A| on tokens of {p} probability and {a} advantage "
+        f"that the clip {fate}. This quadrant pushes entropy {'down' if p == a else 'up'}."
+        for p, a, fate in product(("high", "low"), ("high", "low"), ("retained", "blocked"))
     },
     "predicted_entropy_change": "Change of entropy that the Entropy-Clip Rule predicts per unit step on the logits.",
     "ratio_p01": "1st percentile of the ratio r of a token's current probability to the one it was sampled with.",
@@ -82,8 +71,7 @@ UPDATE = {
     "use_retained": "Share of the negative tokens in each of these bins whose gradient the clip retained.",
     "use_below": "Share of the negative tokens in each of these bins that were retained although r < 1: the update "
     "pushes them further below the probability they were sampled with.",
-    "anchor_tokens": "Fresh tokens, which the weights before the update sampled. Without any, the next three are "
-    "absent.",
+    "anchor_tokens": "Fresh tokens, which the weights before the update sampled. If none, the next three are absent.",
     "anchor_gap": "Mean of |log b - log pi| over fresh tokens, in nats: the sampler's log-prob against the learner's. "
     "Rounding alone should explain it; beyond learn.anchor_limit the run stops.",
     "anchor_gap_max": "The largest of these differences.",
@@ -146,8 +134,7 @@ HELD_OUT = {
 
 SKIPPED = {
     "skipped/in_a_row": "Updates skipped in a row, this one included. At learn.skip_limit the run stops.",
-    "skipped/cause": "What is known of why the loss or the gradient is not finite, or of why sampler and learner "
-    "differ.",
+    "skipped/cause": "What is known of why loss or gradient are not finite, or of why sampler and learner differ.",
 }
 
 BUFFER = {

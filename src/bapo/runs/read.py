@@ -35,6 +35,7 @@ LINE_KINDS: dict[str | None, tuple[str, str | None, str]] = {
     "sft": ("imitation", None, "held_out"),
 }
 """For each kind of run, the kinds of its lines in metrics.jsonl: updates, rollouts and evaluations."""
+SCORED = ("before", "after")  # training: the evaluations that a summary has
 DIGITS = 100
 """Most digits of a number in a log. No metric is as large, and sums and squares of longer ones may overflow a float."""
 
@@ -103,6 +104,12 @@ class _Damage(Exception):  # noqa: N818
         self.name = name
 
 
+def _require(sound: bool, name: str, otherwise: str) -> None:
+    """What must hold of a file, and what is wrong with it otherwise."""
+    if not sound:
+        raise _Damage(name, otherwise)
+
+
 def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int] | None = None) -> Run | Defect:
     """The run in a directory, or what is wrong with it. Nothing on the disk makes this raise.
 
@@ -126,10 +133,9 @@ def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int
                 f"it has no summary.json; {done} of {planned} steps are logged. Continue it: `bapo resume {path}`."
             )
             return Defect(path, "unfinished", message, ("summary.json",))
-        summary = _read_object(path / "summary.json") if complete else {}
-        sizes = sizes or {}
-        metrics = _read_lines(path / "metrics.jsonl", whole=complete, size=sizes.get("metrics.jsonl"))
-        timing = _read_lines(path / "timing.jsonl", whole=complete, size=sizes.get("timing.jsonl"))
+        summary = _parse(files.read(path / "summary.json"), "summary.json") if complete else {}
+        logs = ("metrics.jsonl", "timing.jsonl")
+        metrics, timing = (_read_lines(path / name, whole=complete, size=(sizes or {}).get(name)) for name in logs)
         kinds = (*LINE_KINDS[config.get("kind")], "skipped")
         updates, rollouts, evals, skipped = ([line for line in metrics if line.get("kind") == kind] for kind in kinds)
         run = Run(path, config, updates, rollouts, evals, timing, summary, planned, skipped)
@@ -150,13 +156,10 @@ def find_runs(root: str | Path) -> list[Path]:
     root = Path(root)
     if (root / "config.json").is_file():
         return [root]
-    found = (file.parent for file in root.rglob("config.json") if not _is_part_of_a_run(file.parent))
+    found = (file.parent for file in root.rglob("config.json"))
+    # Trained models have a config.json, too, and checkpoints have a copy of it.
+    found = (path for path in found if path.name != "model" and path.parent.name != "checkpoints")
     return sorted(path for path in found if not is_set_aside(path) and not is_evaluation(path))
-
-
-def _is_part_of_a_run(path: Path) -> bool:
-    """Whether a directory with a config.json is a trained model, or a checkpoint with its copy of the configuration."""
-    return path.name == "model" or path.parent.name == "checkpoints"
 
 
 def is_set_aside(path: Path) -> bool:
@@ -184,13 +187,9 @@ def tail(path: Path, size: int = 8192) -> dict[str, Any]:
         with files.opened(path) as file:
             file.seek(max(0, file.seek(0, 2) - size))
             lines = file.read().split(b"\n")[:-1]  # what follows the last newline is incomplete
-        for line in reversed(lines):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                return value
+        return next((value for line in reversed(lines) if isinstance(value := json.loads(line), dict)), {})
     except (OSError, ValueError, RecursionError):
-        pass
-    return {}
+        return {}
 
 
 def logged_steps(path: Path) -> list[tuple[int, dict[str, float], dict[str, float]]]:
@@ -211,7 +210,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    values = _read_object(path / "config.json")
+    values = _parse(files.read(path / "config.json"), "config.json")
     if isinstance(values.get("objective"), dict):
         values["objective"] = renamed(values["objective"])
     parse = parse_sft_config if values.get("kind") == "sft" else parse_config
@@ -229,39 +228,26 @@ def _planned(path: Path, config: dict[str, Any], *, complete: bool) -> int:
         return int(config["steps"])
     if not complete and not (path / "data.json").exists():
         return 0
-    planned = _read_object(path / "data.json").get("updates")
+    planned = _parse(files.read(path / "data.json"), "data.json").get("updates")
     if not isinstance(planned, int):
         raise _Damage("data.json", "does not say how many updates there are")
     return planned
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    value = _parse(files.read(path), path.name)
-    if not isinstance(value, dict):
-        raise _Damage(path.name, "is not a JSON object")
-    return value
-
-
 def _read_lines(path: Path, *, whole: bool, size: int | None) -> list[dict[str, Any]]:
-    if not path.exists():
-        if whole:
-            raise _Damage(path.name, "is missing")
-        return []
-    *lines, rest = files.read(path)[:size].split(b"\n")
-    if rest and whole:
-        raise _Damage(path.name, f"ends in the middle of line {len(lines) + 1}")
-    values = [_parse(line, f"{path.name} line {number}") for number, line in enumerate(lines, start=1)]
-    for number, value in enumerate(values, start=1):
-        if not isinstance(value, dict):
-            raise _Damage(path.name, f"line {number} is not a JSON object")
-    return values
+    _require(path.exists() or not whole, path.name, "is missing")
+    *lines, rest = files.read(path)[:size].split(b"\n") if path.exists() else [b""]
+    _require(not (rest and whole), path.name, f"ends in the middle of line {len(lines) + 1}")
+    return [_parse(line, path.name, f"line {number} ") for number, line in enumerate(lines, start=1)]
 
 
-def _parse(data: bytes, name: str) -> Any:
+def _parse(data: bytes, name: str, where: str = "") -> dict[str, Any]:
     try:
-        return json.loads(data, parse_int=_integer, parse_float=_float)
+        value = json.loads(data, parse_int=_integer, parse_float=_float)
     except (ValueError, RecursionError) as error:
-        raise _Damage(name, f"is not JSON ({error})") from None
+        raise _Damage(name, f"{where}is not JSON ({error})") from None
+    _require(isinstance(value, dict), name, f"{where}is not a JSON object")
+    return dict(value)
 
 
 def _integer(text: str) -> int:
@@ -279,60 +265,50 @@ def _float(text: str) -> float:
 
 def _check_lines(run: Run, lines: int) -> None:
     """Check that all kinds are known, and that steps are in order without a gap."""
-    if len(run.updates) + len(run.rollouts) + len(run.evals) + len(run.skipped) != lines:
-        raise _Damage("metrics.jsonl", "has a line of unknown kind")
-    for line in (*run.updates, *run.rollouts, *run.evals, *run.skipped):
-        if not isinstance(line.get("step"), int):
-            raise _Damage("metrics.jsonl", "has a line without its step")
-    for name, listed in _by_step(run):
-        if [line.get("step") for line in listed] != list(range(1, len(listed) + 1)):
-            raise _Damage(name, "skips or repeats a step")
+    known = (*run.updates, *run.rollouts, *run.evals, *run.skipped)
+    _require(len(known) == lines, "metrics.jsonl", "has a line of unknown kind")
+    _require(all(isinstance(line.get("step"), int) for line in known), "metrics.jsonl", "has a line without its step")
+    for name, steps in _steps(run).items():
+        _require(steps == list(range(1, len(steps) + 1)), name, "skips or repeats a step")
 
 
-def _by_step(run: Run) -> tuple[tuple[str, list[dict[str, Any]]], ...]:
-    """The lines of which there is one per step, each with its file."""
-    steps = sorted([*run.updates, *run.skipped], key=lambda line: line["step"]) if run.sft else run.rollouts
-    return ("metrics.jsonl", steps), ("timing.jsonl", run.timing)
+def _steps(run: Run) -> dict[str, list[Any]]:
+    """The steps in those lines of each file of which there is one per step."""
+    lines = sorted([*run.updates, *run.skipped], key=lambda line: line["step"]) if run.sft else run.rollouts
+    logs = {"metrics.jsonl": lines, "timing.jsonl": run.timing}
+    return {name: [line.get("step") for line in listed] for name, listed in logs.items()}
 
 
 def _check_summary(run: Run) -> None:
     """Check that a finished run has every step, and that its summary agrees with its log."""
     (_check_sft_summary if run.sft else _check_evaluations)(run)
-    for name, listed in _by_step(run):
-        if len(listed) != run.planned:
-            raise _Damage(name, f"has {len(listed)} of {run.planned} steps, though the run is complete")
-    if not _has_numbers(run.summary, "training_seconds"):
-        raise _Damage("summary.json", "has training_seconds that are not a number")
-    if run.summary.get("updates") != len(run.updates):
-        raise _Damage("metrics.jsonl", f"has {len(run.updates)} updates, summary.json {run.summary.get('updates')}")
+    for name, steps in _steps(run).items():
+        done = f"{len(steps)} of {run.planned} steps"
+        _require(len(steps) == run.planned, name, f"has {done}, though the run is complete")
+    timed, updates = _has_numbers(run.summary, "training_seconds"), run.summary.get("updates")
+    _require(timed, "summary.json", "has training_seconds that are not a number")
+    _require(updates == len(run.updates), "metrics.jsonl", f"has {len(run.updates)} updates, summary.json {updates}")
 
 
 def _check_sft_summary(run: Run) -> None:
     """Check the held-out losses before and after; they are None if nothing was held out."""
-    for when in ("before", "after"):
+    for when in SCORED:
         line = run.summary.get(when)
         if line is None and not run.evals and when in run.summary:
             continue
-        if not _has_numbers(line, "held_out/loss", "held_out/perplexity", "held_out/accuracy"):
-            raise _Damage("summary.json", f"lacks the held-out loss {when} training")
-        if line not in run.evals:
-            raise _Damage("metrics.jsonl", "lacks a measurement that summary.json has")
+        scored = _has_numbers(line, "held_out/loss", "held_out/perplexity", "held_out/accuracy")
+        _require(scored, "summary.json", f"lacks the held-out loss {when} training")
+        _require(line in run.evals, "metrics.jsonl", "lacks a measurement that summary.json has")
 
 
 def _check_evaluations(run: Run) -> None:
     """Check the evaluations before and after training, at every temperature."""
-    before, after, others = (run.summary.get(key) for key in ("before", "after", "also_at"))
-    if not _is_evaluation(before) or not _is_evaluation(after):
-        raise _Damage("summary.json", "lacks the evaluation before or after training")
-    if not isinstance(others, list) or not all(
-        _has_numbers(other, "temperature")
-        and _is_evaluation(other.get("before"))
-        and _is_evaluation(other.get("after"))
-        for other in others
-    ):
-        raise _Damage("summary.json", "has an entry in also_at that is not a pair of evaluations")
-    if before not in run.evals or after not in run.evals:
-        raise _Damage("metrics.jsonl", "lacks an evaluation that summary.json has")
+    scored, others = [run.summary.get(when) for when in SCORED], run.summary.get("also_at")
+    pairs: list[Any] = others if isinstance(others, list) else [None]
+    apart = all(_has_numbers(p, "temperature") and all(_is_evaluation(p.get(w)) for w in SCORED) for p in pairs)
+    _require(all(map(_is_evaluation, scored)), "summary.json", "lacks the evaluation before or after training")
+    _require(apart, "summary.json", "has an entry in also_at that is not a pair of evaluations")
+    _require(all(line in run.evals for line in scored), "metrics.jsonl", "lacks an evaluation that summary.json has")
 
 
 def _is_evaluation(line: Any) -> bool:

@@ -10,8 +10,7 @@ from typing import Any
 
 from bapo.runs.read import STOP_REASONS, Run
 
-FEW_RESPONSES = 100
-"""Fewer responses say little about a share of them."""
+FEW_RESPONSES = 100  # fewer responses say little about a share of them
 MOSTLY_CUT_OFF = 0.75
 """If the length limit cuts off more than this share of the responses, the reward is mostly one of fragments."""
 
@@ -37,19 +36,12 @@ def measures(run: Run) -> dict[str, float]:
 def _scores(run: Run) -> dict[str, float | None]:
     before, after = run.summary["before"], run.summary["after"]
     values: dict[str, float | None] = {
-        "avg": after["eval/avg"],
-        "avg_before": before["eval/avg"],
-        "pass": after["eval/pass"],
-        "pass_before": before["eval/pass"],
-        "entropy": after.get("eval/entropy"),
-        "entropy_before": before.get("eval/entropy"),
-        "length": after["eval/length"],
-        "problems": after["eval/problems"],
+        **{name: after.get(f"eval/{name}") for name in ("avg", "pass", "entropy", "length", "problems")},
+        **{f"{name}_before": before.get(f"eval/{name}") for name in ("avg", "pass", "entropy")},
         "avg_reach": max(_reach(before), _reach(after)),
     }
     for other in run.summary["also_at"]:
-        values[f"avg_at_{other['temperature']:g}"] = other["after"]["eval/avg"]
-        values[f"pass_at_{other['temperature']:g}"] = other["after"]["eval/pass"]
+        values |= {f"{name}_at_{other['temperature']:g}": other["after"][f"eval/{name}"] for name in ("avg", "pass")}
     if responses := sampled_responses(run):
         values["responses"] = responses[-1]
     return values | update_means(run) | stop_shares(run)
@@ -62,13 +54,10 @@ def _reach(line: Mapping[str, Any]) -> float:
 
 
 def _held_out_losses(run: Run) -> dict[str, float | None]:
-    lines = {suffix: run.summary[when] for when, suffix in (("before", "_before"), ("after", ""))}
-    return {
-        f"{name}{suffix}": line[f"held_out/{key}"]
-        for suffix, line in lines.items()
-        if line is not None
-        for name, key in (("held_out", "loss"), ("perplexity", "perplexity"), ("accuracy", "accuracy"))
-    }
+    names = {"held_out": "loss", "perplexity": "perplexity", "accuracy": "accuracy"}
+    lines = {"_before": run.summary["before"], "": run.summary["after"]}
+    scored = {suffix: line for suffix, line in lines.items() if line is not None}
+    return {f"{n}{suffix}": line[f"held_out/{key}"] for suffix, line in scored.items() for n, key in names.items()}
 
 
 def sampled_responses(run: Run) -> list[int] | None:

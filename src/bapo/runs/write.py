@@ -14,7 +14,6 @@ meanwhile.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -31,21 +30,18 @@ from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import parse
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
-from bapo.runs import files, history, lock
+from bapo.runs import files, history
 from bapo.screen.terminal import say
 
 Kept = TypeVar("Kept", Config, SftConfig)
 
 CONFIG, SUMMARY = "config.json", "summary.json"
 LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "ledger.jsonl", "failures.jsonl")
-MODEL_CHECKSUMS = "model.sha256"
-"""The checksums of the trained model, in the format of `sha256sum --check`."""
+MODEL_CHECKSUMS = "model.sha256"  # the checksums of the trained model, in the format of `sha256sum --check`
 FILES = (CONFIG, SUMMARY, *LOGS, MODEL_CHECKSUMS, "data.json", "lock", history.FILE)
-FOLDERS = ("checkpoints", "model", "adapter", "skipped")
-"""What bapo itself reads and writes in a run directory."""
+FOLDERS = ("checkpoints", "model", "adapter", "skipped")  # what bapo itself reads and writes in a run directory
 BEFORE_THE_FIRST_STEP = {CONFIG, "checkpoints", "data.json", "lock", history.FILE}
-CHUNK = 1 << 20
-"""How many bytes of a log are read at a time."""
+CHUNK = 1 << 20  # how many bytes of a log are read at a time
 
 
 class Log:
@@ -53,15 +49,9 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size = 0
-        """How many bytes were written so far."""
-        self._hash = hashlib.sha256()
+        self.size = 0  # how many bytes were written so far
+        self.hash = hashlib.sha256()
         self._file: BinaryIO | None = None
-
-    @property
-    def digest(self) -> str:
-        """The SHA-256 of what was written so far."""
-        return self._hash.hexdigest()
 
     def append(self, *values: dict[str, Any]) -> None:
         """Add lines."""
@@ -70,7 +60,7 @@ class Log:
         file.write(data)
         file.flush()
         self.size += len(data)
-        self._hash.update(data)
+        self.hash.update(data)
 
     def flush(self) -> None:
         """Wait until the log is on the disk, so that it is never shorter than a checkpoint says."""
@@ -99,11 +89,11 @@ class Log:
     def cut(self, size: int) -> None:
         """Cut the file back to `size` bytes and go on from there."""
         self.close()
-        self.size, self._hash = size, hashlib.sha256()
+        self.size, self.hash = size, hashlib.sha256()
         if os.path.lexists(self.path):
             files.cut(self.path, size)
             with files.opened(self.path) as file:
-                self._hash = _hash_of(file, size)
+                self.hash = _hash_of(file, size)
 
     def close(self) -> None:
         """Close the file."""
@@ -115,30 +105,22 @@ class Log:
         """The open file, once it is clear that it still has its name and holds what was written."""
         if self._file is None:
             self._file = files.appended(self.path)
-        elif not self._has_its_name(self._file):
+        elif not os.path.lexists(self.path):
             self._file = self._written_again(self._file)
-        found = os.fstat(self._file.fileno()).st_size
-        if found != self.size:
-            raise CheckpointError(
-                f"{self.path} has {found} bytes, but this run wrote {self.size}: something else changed the file while "
-                "the run was at work, so the run stops. Put back what was in it, then continue with `bapo resume "
-                f"{self.path.parent}`."
-            )
+        elif not os.path.samestat(os.fstat(self._file.fileno()), self.path.lstat()):
+            raise self._changed("was replaced by another file")
+        if (found := os.fstat(self._file.fileno()).st_size) != self.size:
+            raise self._changed(f"has {found} bytes, but this run wrote {self.size}: something else changed it")
         return self._file
 
-    def _has_its_name(self, file: BinaryIO) -> bool:
-        try:
-            return os.path.samestat(os.fstat(file.fileno()), self.path.lstat())
-        except FileNotFoundError:
-            return False
+    def _changed(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} {what} while the run was at work, so the run stops. Put the file of the run back, then "
+            f"continue with `bapo resume {self.path.parent}`."
+        )
 
     def _written_again(self, old: BinaryIO) -> BinaryIO:
         """The log under its own name again. It was deleted, but its content lives as long as it is open."""
-        if os.path.lexists(self.path):
-            raise CheckpointError(
-                f"{self.path} was replaced by another file while the run was at work, so the run stops. Put the file "
-                f"of the run back, then continue with `bapo resume {self.path.parent}`."
-            )
         say(f"bapo: {self.path} was deleted while the run was at work. It was written again.", error=True)
         old.seek(0)
         with old, self.path.open("xb") as new:
@@ -170,11 +152,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         files.check_kinds(path, files=FILES, folders=FOLDERS)
-        self.given = path
-        """The path as a person wrote it, for messages."""
+        self.given = path  # the path as a person wrote it, for messages
         self.path = path = path.absolute()  # whatever becomes of the working directory
-        self.id: str | None = None
-        """The identity of the run, once it is known."""
+        self.id: str | None = None  # the identity of the run, once it is known
         self._logs = {name: Log(path / name) for name in LOGS}
 
     @classmethod
@@ -207,21 +187,17 @@ class RunDirectory:
 
     def values(self) -> dict[str, Any]:
         """The keys in config.json. If it is empty, damaged or lost, those in the newest checkpoint that has a copy."""
-        path = self.path / CONFIG
-        try:
-            return files.read_object(path)
-        except (OSError, ValueError) as error:
-            for checkpoint in reversed(self.checkpoints()):
-                try:
-                    return files.read_object(checkpoint / CONFIG)
-                except (OSError, ValueError):
-                    continue
-            if isinstance(error, ValueError):
-                raise CheckpointError(f"{path} is damaged: {error}. Restore it to resume.") from None
-        raise CheckpointError(
-            f"{self.path} has no config.json that can be read, so it is not a run directory. Give the directory that a "
-            "run printed."
-        )
+        wrong = f"{self.path} has no config.json that can be read, so it is not a run directory. Give the directory "
+        wrong += "that a run printed."
+        for directory in (self.path, *reversed(self.checkpoints())):
+            try:
+                return files.read_object(directory / CONFIG)
+            except ValueError as error:
+                if directory == self.path:
+                    wrong = f"{directory / CONFIG} is damaged: {error}. Restore it to resume."
+            except OSError:
+                continue
+        raise CheckpointError(wrong)
 
     def has_config(self) -> bool:
         """Whether config.json can be read."""
@@ -236,11 +212,8 @@ class RunDirectory:
 
     def held(self) -> AbstractContextManager[int]:
         """Hold the lock, so that no other process works in the directory."""
-        return lock.held(
-            self.path / "lock",
-            busy=f"another process is at work on the run in {self.path}. Wait for it, or stop it, then run this "
-            "command again.",
-        )
+        busy = f"another process is at work on the run in {self.path}"
+        return files.held(self.path / "lock", busy=f"{busy}. Wait for it, or stop it, then run this command again.")
 
     def complete(self) -> tuple[dict[str, Any] | None, str | None]:
         """The summary, if the run is complete and its model is as it was written; otherwise None, and what is wrong.
@@ -248,13 +221,11 @@ class RunDirectory:
         There is nothing wrong with a run that has no summary: it was stopped, or it is going on.
         """
         path = self.path / SUMMARY
-        if not path.exists():
-            return None, None
         try:
-            summary = files.read_object(path)
+            summary = files.read_object(path) if path.exists() else None
         except (OSError, ValueError) as error:
             return None, f"{SUMMARY} cannot be read: {error}"
-        flaw = _model_flaw(self.path)
+        flaw = None if summary is None else _model_flaw(self.path)
         return (None, flaw) if flaw else (summary, None)
 
     def seal(self) -> None:
@@ -274,7 +245,7 @@ class RunDirectory:
         """Write a safetensors file, whole or not at all."""
         path = self.path / name
         files.folder(path.parent)
-        files.write_bytes(path, save(arrays))
+        files.write(path, save(arrays))
 
     def append(self, name: str, *values: dict[str, Any]) -> None:
         """Append lines to a log."""
@@ -284,7 +255,7 @@ class RunDirectory:
         """What a checkpoint keeps of the logs: how long each is, in bytes, and the SHA-256 of these bytes."""
         return {
             "logs": {name: log.size for name, log in self._logs.items()},
-            "log_digests": {name: log.digest for name, log in self._logs.items()},
+            "log_digests": {name: log.hash.hexdigest() for name, log in self._logs.items()},
         }
 
     def flaw(self, state: dict[str, Any]) -> str | None:
@@ -323,35 +294,34 @@ def unused(path: Path) -> bool:
 
 def _made(out: str) -> Path:
     """The directory for a new run. A run that was killed before its first checkpoint leaves one that is used again."""
-    path = first = Path(out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
-    for number in itertools.count(2):
+    first = _place(out)
+    for path in (first, *(first.with_name(f"{first.name}-{number}") for number in range(2, 1000))):
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             if "{time}" in out:  # another run started in the same second
-                path = first.with_name(f"{first.name}-{number}")
                 continue
             if not unused(path):
                 raise _exists(out, path) from None
         except OSError as error:
             raise ConfigError(f"out={out}: cannot create {path}: {error.strerror}. Choose another place.") from None
         return path
-    raise AssertionError
+    raise _exists(out, first)
+
+
+def _place(out: str) -> Path:
+    return Path(out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
 
 
 def why_not_out(out: str) -> str | None:
     """Why no run directory can be made there; None if one can. Nothing is made."""
-    path = Path(out.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
+    path = _place(out)
     if path.exists() and "{time}" not in out and not unused(path):
         return str(_exists(out, path))
     above = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not above.is_dir():
-        reason = f"{above} is not a directory"
-    elif not os.access(above, os.W_OK | os.X_OK):
-        reason = f"{above} may not be written to"
-    else:
-        return None
-    return f"out={out}: cannot create {path}: {reason}. Choose another place."
+    reason = "" if os.access(above, os.W_OK | os.X_OK) else f"{above} may not be written to"
+    reason = reason if above.is_dir() else f"{above} is not a directory"
+    return f"out={out}: cannot create {path}: {reason}. Choose another place." if reason else None
 
 
 def _exists(out: str, path: Path) -> ConfigError:
