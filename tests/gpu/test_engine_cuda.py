@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.layers import LoraSettings, add_lora
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.cuda.graphs import Pool
-from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.in_process import engine_for
+from bapo.rollout.engine import Request, Sampling, engine_for
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import (

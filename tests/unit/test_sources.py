@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from bapo.tasks.data.problems import load_problems
-from bapo.tasks.data.prompts import BOXED
 from bapo.tasks.data.rows import hub_rows, read_rows
-from bapo.tasks.data.sources import BENCHMARKS, Source, resolve, source_rows
+from bapo.tasks.data.sources import BENCHMARKS, BOXED, Source, resolve, source_rows
 
 REAL = Path(__file__).parents[1] / "data" / "problems"
 

@@ -31,7 +31,7 @@ from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.evaluate.options import DEFAULT_MAX_TOKENS, Settings
 from bapo.models import Policy, hush, load_policy
 from bapo.models.bits import fingerprint, packed
-from bapo.rollout.requests import max_positions
+from bapo.rollout.sittings import max_positions
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import load_problems
 from bapo.tasks.data.sources import resolve

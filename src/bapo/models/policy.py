@@ -10,8 +10,6 @@ settings, or the chat template (by what it writes after an assistant's turn). Ch
 and a sampler that knows only one of them runs past the other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -23,7 +21,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from bapo.models.templates import render
-from bapo.types import Message
+from bapo.types import Message, refuse
 
 
 @dataclass(frozen=True)
@@ -50,16 +48,12 @@ class Policy:
             prompt = "\n\n".join(message["content"] for message in prompt)
         if isinstance(prompt, str) and not self.chat:
             ids = self._ids(prompt)
-            begun = ids[: len(self._opening)] == self._opening
-            return ids if begun else [*self._opening, *ids]
+            return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
         return self._ids(self.chat_text([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt))
 
     def chat_text(self, messages: list[Message]) -> str:
         """A chat as the model's template writes it, up to where the response begins."""
-        if not messages:
-            raise ValueError(
-                "a prompt is a chat without messages, so there is nothing to answer. Give it at least one."
-            )
+        refuse((not messages, "a prompt is a chat without messages, so there is nothing to answer. Give it some."))
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
@@ -120,8 +114,8 @@ def encoded(tokenizer: Any, text: str, *, special: bool) -> list[int]:
             return list(tokenizer.encode(text, add_special_tokens=special))
     except Exception as error:  # the files are input, and the tokenizer has errors of many kinds for them
         raise ValueError(
-            f"the model's tokenizer cannot encode {text[:60]!r}: {type(error).__name__}: {error}. Get its files again, "
-            "or correct tokenizer.json and tokenizer_config.json."
+            f"the model's tokenizer cannot encode {text[:60]!r}: {type(error).__name__}: {error}. Get the files of "
+            f"{tokenizer.name_or_path!r} again, or correct tokenizer.json and tokenizer_config.json."
         ) from error
 
 

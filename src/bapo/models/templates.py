@@ -6,8 +6,6 @@ that of transformers, which a test compares with it. The process starts at the f
 and so neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 from datetime import datetime
@@ -73,26 +71,18 @@ def ask(template: str, values: dict[str, Any] | None = None) -> Any:
 def answer(template: str, values: dict[str, Any] | None) -> dict[str, Any]:
     """The text that the template makes of these values; without values, the names that it reads. Runs inside."""
     try:
-        return {"answer": names_in(template) if values is None else text_of(template, values)}
+        compiled = _compiled(template)
+        if values is None:
+            return {"answer": sorted(jinja2.meta.find_undeclared_variables(_environment().parse(template)))}
+        text = compiled.render(**values)
+        if len(text) > LONGEST_OUTPUT:
+            raise TemplateError(f"it makes {len(text)} characters of one chat")
+        return {"answer": text}
     except MemoryError:
         raise
     except Exception as error:
         told = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         return {"refused": told[:LONGEST_REFUSAL], "line": getattr(error, "lineno", None)}
-
-
-def text_of(template: str, values: dict[str, Any]) -> str:
-    """The text that the template makes of these values."""
-    text = _compiled(template).render(**values)
-    if len(text) > LONGEST_OUTPUT:
-        raise TemplateError(f"it makes {len(text)} characters of one chat")
-    return text
-
-
-def names_in(template: str) -> list[str]:
-    """The names that the template reads from its values. Raises a TemplateError if it is no template."""
-    _compiled(template)
-    return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
 
 
 @cache

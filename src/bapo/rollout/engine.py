@@ -7,20 +7,22 @@
 
 A caller submits requests and collects until every request has had its last segment, which is the one with a status. The
 engine stamps its version on every token, so there is never a doubt about which policy sampled it. `sampled` and
-`generate` are this loop, for callers that wait.
+`generate` are this loop, for callers that wait. `engine_for` chooses the engine for a model in this process.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from bapo.types import Status
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 COLLECT_SECONDS = 1.0
 """How long a waiting caller lets the engine work before it looks at what was sampled."""
@@ -119,6 +121,44 @@ class Engine(Protocol):
     def park(self) -> None:
         """Stop work. The next `collect` returns every unfinished response as PARKED."""
         ...
+
+
+def engine_for(
+    model: PreTrainedModel,  # in this process
+    *,
+    slots: int,
+    parked: Literal["rebuild", "keep"] = "rebuild",
+    cache_tokens: int | None = None,
+    float32_head: bool = False,
+) -> Engine:
+    """The fastest engine that can run this model on its device: CUDA's where it can, else the general one.
+
+    `parked` and `cache_tokens`: see `GraphEngine`. "keep" needs CUDA; the general engine ignores `cache_tokens`.
+    `float32_head`: compute logits in float32, also those of 16-bit weights.
+    """
+    from bapo.rollout.local.engine import LocalEngine
+
+    reason: str | None = f"it is on {model.device}"
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        from bapo.rollout.cuda.decoder import unsupported  # needs Triton, which a machine without a GPU may not have
+        from bapo.rollout.cuda.engine import GraphEngine
+
+        if (reason := unsupported(model)) is None:
+            return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens, float32_head=float32_head)
+    if parked == "keep":
+        raise ValueError(
+            f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. "
+            "Set it to 'rebuild'."
+        )
+    if on_gpu:
+        warnings.warn(
+            f"{type(model).__name__} is sampled by the general engine, which is an order of magnitude slower than the "
+            f"CUDA engine. The CUDA engine cannot run it: {reason}."
+            + ("" if cache_tokens is None else f" rollout.cache_tokens={cache_tokens} has no effect."),
+            stacklevel=2,
+        )
+    return LocalEngine(model, slots=slots, float32_head=float32_head)
 
 
 @dataclass(frozen=True)

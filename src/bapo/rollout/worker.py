@@ -22,8 +22,6 @@ tensor that was skipped, a head that stayed as it was, keys and values of an old
 `submit` and `collect`, so it serves every engine, and it sees what any response would be sampled from.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence

@@ -8,8 +8,6 @@ Nothing here waits for the device except `Reading.wait` and `Pool.read`, which r
 goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

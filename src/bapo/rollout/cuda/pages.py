@@ -8,8 +8,6 @@ Page 0 belongs to nobody. A slot's table points there where the slot has no page
 that have ended and run on until the host looks, have a place to write to.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 PAGE = 64

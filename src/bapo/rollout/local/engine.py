@@ -37,8 +37,7 @@ from bapo.core.wide import wide_linear
 from bapo.rollout.engine import Request, Sampling, Segment
 from bapo.rollout.local.cache import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
-from bapo.rollout.requests import copy_weights, non_finite
-from bapo.rollout.sittings import InProcessEngine
+from bapo.rollout.sittings import InProcessEngine, copy_weights, non_finite
 from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -59,9 +58,7 @@ class LocalEngine(InProcessEngine):
         _check_model(model)
         self.float32_head = float32_head
         self._changes = 0
-        accepted = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in accepted
-        self.takes_logits_to_keep = "logits_to_keep" in accepted
+        self.accepted = inspect.signature(model.forward).parameters
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         copy_weights(weights, dict(self.model.named_parameters()))
@@ -71,13 +68,13 @@ class LocalEngine(InProcessEngine):
         """How often the model's weights were changed in place: the learner may share them."""
         return sum(parameter._version for parameter in self.model.parameters())
 
-    def _sit_down(self, requests: Sequence[Request], sampling: Sampling, token_budget: int | None) -> _Sitting:
+    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int) -> _Sitting:
         if self._changes != self._changes_so_far():
             raise RuntimeError(
                 f"the model's weights have changed since version {self.version} was loaded, so its tokens would get a "
                 "wrong version. Call load with the learner's current version first."
             )
-        return _Sitting(self, requests, sampling, token_budget)
+        return _Sitting(self, requests, sampling, budget)
 
     @contextmanager
     def _working(self, sitting: _Sitting) -> Iterator[None]:
@@ -86,11 +83,8 @@ class LocalEngine(InProcessEngine):
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: ColumnCache) -> Tensor:
         """Logits after the last token of each row, [rows, vocabulary]."""
-        extra: dict[str, object] = {}
-        if self.takes_positions:
-            extra["position_ids"] = positions
-        if self.takes_logits_to_keep:
-            extra["logits_to_keep"] = 1
+        extra = {"position_ids": positions, "logits_to_keep": 1}
+        extra = {name: value for name, value in extra.items() if name in self.accepted}
         output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra)
         logits: Tensor = output.logits[:, -1]
         return logits
@@ -103,10 +97,8 @@ class _Sitting:
     the length limit), `position` (response tokens so far), `stream`. Device: `last`, the token to feed next.
     """
 
-    def __init__(
-        self, engine: LocalEngine, requests: Sequence[Request], sampling: Sampling, budget: int | None
-    ) -> None:
-        self.engine, self.requests, self.sampling = engine, requests, sampling
+    def __init__(self, engine: LocalEngine, requests: list[Request], sampling: Sampling, budget: int) -> None:
+        self.engine, self.requests, self.sampling, self.budget = engine, requests, sampling, budget
         self.device = engine.model.device
         slots = min(engine.slots, len(requests))
         reach = max(len(request.context) + request.max_new_tokens for request in requests)
@@ -115,14 +107,10 @@ class _Sitting:
         self.cache = ColumnCache(slots, self.columns)
         self.column = self.longest_context - 1
 
-        self.next = 0
         self.parked = False
-        self.slots, self.rows, self.alive = slots, 0, 0
-        self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
+        self.slots, self.rows, self.alive, self.next = slots, 0, 0, 0
         self.owner = np.full(slots, _IDLE, dtype=np.int64)
-        self.start = np.zeros(slots, dtype=np.int64)
-        self.left = np.zeros(slots, dtype=np.int64)
-        self.position = np.zeros(slots, dtype=np.int64)
+        self.start, self.left, self.position = (np.zeros(slots, dtype=np.int64) for _ in range(3))
         self.stream = np.zeros(slots, dtype=np.uint64)
         self.last = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
@@ -221,9 +209,7 @@ class _Sitting:
         self.last[:count] = self.last[sources]
         for array in (self.start, self.left, self.position, self.stream):
             array[:count] = array[keep]
-        owner = np.full_like(self.owner, _IDLE)
-        owner[:count] = self.owner[keep]
-        self.owner = owner
+        self.owner = np.concatenate([self.owner[keep], np.full(self.slots - count, _IDLE)])
         self._settle(count)
 
     def _shift(self) -> None:

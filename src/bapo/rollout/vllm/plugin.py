@@ -7,8 +7,6 @@ vLLM reloads weights layer by layer. Where the head is the embedding, only the e
 packed copy of old weights on CPUs (vLLM 0.32). `mend_tied_heads` packs it again after every update.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

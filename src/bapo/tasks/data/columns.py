@@ -14,8 +14,6 @@ An answer may be inside a worked solution. GSM8K ends its solutions with `#### 7
 own for what a model wrote (`verify/final.py`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -23,10 +21,12 @@ from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
-from bapo.tasks.data.prompts import Prompt, as_prompt, check_text
 from bapo.tasks.data.rows import Row
+from bapo.tasks.verify.final import braced
+from bapo.types import Message
 
-__all__ = ["ANSWERS", "as_answer", "extra_of", "last_boxed", "look_up", "pair_of", "problem_of", "without_marks"]
+Prompt = str | list[Message]
+"""Text to be continued, or the messages of a chat. How a chat becomes tokens is decided by the policy, not here."""
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages")
 ANSWERS = (
@@ -76,6 +76,35 @@ def _after_body(row: Row, question: str) -> str:
     check_text(body, row.place, name)
     story = body.strip()
     return f"{story if story[-1] in '.?!:;,' else story + '.'} {question.lstrip()}"
+
+
+def as_prompt(value: object, place: str, column: str) -> Prompt | None:
+    """A column's value as a prompt. None if it is empty: null, blank, or a chat without a user's turn."""
+    if isinstance(value, str):
+        check_text(value, place, column)
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{place}: column {column!r} holds {_shown(value)}. A prompt must be text, or a list of messages with role "
+            "and content. Name another column with prompt_column."
+        )
+    messages = [_message(message, place, column) for message in value]
+    if messages and messages[-1]["role"] == "assistant":
+        messages.pop()  # the model itself must write this one
+    return messages if any(m["content"].strip() for m in messages if m["role"] != "assistant") else None
+
+
+def check_text(text: str, place: str, column: str) -> None:
+    """Refuse a lone surrogate, which is half a character: JSON can hold one, but no tokenizer accepts it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: column {column!r} holds the lone surrogate \\u{ord(text[error.start]):04x} at position "
+            f"{error.start + 1}, which is half a character. The text was cut or badly encoded. Repair it, or remove "
+            "the row."
+        ) from None
 
 
 def problem_of(row: Row, prompt_column: str | None, answer_column: str | None) -> tuple[Prompt | None, Any]:
@@ -161,12 +190,9 @@ def as_answer(value: object, *, worked: bool = False) -> Any:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{…} of a text with balanced braces, or of \boxed 5; None if there is no box."""
-    for start in reversed([match.end() for match in _BOX.finditer(text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
-            if depth == 0:
-                return text[start:end].strip()
+    for box in reversed(list(_BOX.finditer(text))):
+        if (content := braced(text, box.end() - 1)) is not None:
+            return content
     bare = _BARE_BOX.findall(text)
     return bare[-1] if bare else None
 
@@ -198,6 +224,21 @@ def look_up(values: dict[str, Any], column: str) -> Any:
     """The value under a name, or under a path of names joined by dots; None if there is none."""
     found = _value_at(values, column)
     return None if found is _ABSENT else found
+
+
+def _message(message: object, place: str, column: str) -> Message:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError(
+            f"{place}: column {column!r} holds {_shown(message)}, which is not a message. "
+            'Write messages as {"role": "user", "content": "text"}; only text can be read.'
+        )
+    check_text(content, place, column)
+    return {"role": role, "content": content}
+
+
+def _shown(value: object) -> str:
+    return f"{str(value)[:60]!r} ({type(value).__name__})"
 
 
 def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, key: str) -> tuple[str, Any]:

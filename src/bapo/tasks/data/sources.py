@@ -14,21 +14,21 @@ Names are looked up when a source is resolved, so that a missing file is reporte
 contacted only when rows are read.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bapo.tasks.data.prompts import BOXED_TEMPLATE
 from bapo.tasks.data.rows import FORMATS, Row, data_format, hub_rows, is_saved, read_rows, saved_rows
-
-__all__ = ["BENCHMARKS", "DATA_DIRECTORY", "Benchmark", "Source", "resolve", "source_rows"]
+from bapo.types import refuse
 
 DATA_DIRECTORY = "BAPO_DATA"
 """The environment variable that names the directory of benchmarks: $BAPO_DATA/aime24/*.parquet."""
+SLOT = "{prompt}"
+"""The place of the prompt in a template."""
+BOXED = r"Let's think step by step and output the final answer within \boxed{}."
+"""The sentence that verl and Skywork-OR1 put after their problems."""
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """File and directory names that name a split."""
 
@@ -51,7 +51,7 @@ class Benchmark:
     split: str
     """The split that NAME alone stands for. NAME:SPLIT selects another."""
     config: str | None = None
-    template: str = BOXED_TEMPLATE
+    template: str = f"{SLOT} {BOXED}"
     """Applied to every prompt that does not have this form yet, unless the caller gives a template."""
 
 
@@ -71,7 +71,7 @@ class Source:
     """The `source` of its problems, unless a row names its own data set."""
     named: bool = False
     """Whether a person chose the label. If so, it holds for every row."""
-    template: str = "{prompt}"
+    template: str = SLOT
     """The template of its prompts, unless the caller gives another."""
     files: tuple[Path, ...] = ()
     saved: Path | None = None
@@ -159,7 +159,14 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
     if is_saved(path):
         return Source(label=path.name, saved=path, split=split)
     try:
-        inside = sorted(file for file in path.rglob("*") if _is_data(file, path))
+        inside = sorted(
+            file
+            for file in path.rglob("*")
+            if data_format(file) in FORMATS
+            and file.name not in _NOT_DATA
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and file.is_file()
+        )
     except OSError as error:
         raise ValueError(
             f"{path} cannot be searched for data: {error}. Name a directory whose files you may read, or a file."
@@ -175,27 +182,20 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
         splits.setdefault(_split(file, path), []).append(file)
     if split is None and splits.keys() != {""}:
         split = default
-    if split is None:
-        if len(splits) > 1:
-            choice = min(splits.keys() - {""})
-            raise ValueError(
-                f"{path} holds several splits: {_listed(splits)}. Name one of them, such as {path}:{choice}, or a file."
-            )
-        return Source(label=path.resolve().name, files=tuple(inside))
-    if split not in splits:
-        raise ValueError(f"{path} has no split {split!r}. It holds {_listed(splits)}. Name one of these, or a file.")
-    return Source(label=path.resolve().name, files=tuple(splits[split]))
-
-
-def _listed(splits: dict[str, list[Path]]) -> str:
     named = [repr(split) for split in sorted(splits) if split]
-    unnamed = [f"{file.name} (in no split)" for file in splits.get("", [])[:2]]
-    return ", ".join(named + unnamed)
-
-
-def _is_data(file: Path, root: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
-    return not hidden and file.is_file() and data_format(file) in FORMATS and file.name not in _NOT_DATA
+    listed = ", ".join(named + [f"{file.name} (in no split)" for file in splits.get("", [])[:2]])
+    choice = min(splits.keys() - {""}, default="")
+    refuse(
+        (
+            split is None and len(splits) > 1,
+            f"{path} holds several splits: {listed}. Name one of them, such as {path}:{choice}, or a file.",
+        ),
+        (
+            split is not None and split not in splits,
+            f"{path} has no split {split!r}. It holds {listed}. Name one of these, or a file.",
+        ),
+    )
+    return Source(label=path.resolve().name, files=tuple(inside if split is None else splits[split]))
 
 
 def _split(file: Path, root: Path) -> str:

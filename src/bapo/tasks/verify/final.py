@@ -10,11 +10,7 @@ A response has one final answer, and it is the last. Listing candidates, boxing 
 gains nothing over a single guess. What an answer means is decided elsewhere.
 """
 
-from __future__ import annotations
-
 import re
-
-__all__ = ["TAIL", "after_hashes", "boxed", "sentence", "stated", "visible"]
 
 TAIL = 8192
 """How many characters at the end of a response are read. An answer before them is not seen."""
@@ -26,6 +22,7 @@ _REASON = re.compile(
     r"(?:since|because|as|where|when|for|so|which|given|by|using|after|with|hence|thus|therefore)\b)"
     r"|\.\s+(?=[A-Z])"
 )
+_MARK = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character: that of \{, or the first of a command
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*")
 
 
@@ -49,19 +46,17 @@ def boxed(text: str) -> str | None:
     start = boxes[-1].end()
     if text[start : start + 1] != "{":
         return text[start : start + 1].strip()  # in TeX, without braces, the next character is the argument
-    depth, place = 0, start
-    while place < len(text):
-        character = text[place]
-        if character == "\\":
-            place += 1  # skip an escaped brace, or the first letter of a command
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : place].strip()
-        place += 1
-    return ""
+    return braced(text, start) or ""
+
+
+def braced(text: str, start: int) -> str | None:
+    """The content of the braces that open at `start`; None if they are never closed. Escaped braces do not count."""
+    depth = 0
+    for mark in _MARK.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if depth == 0:
+            return text[start + 1 : mark.start()].strip()
+    return None
 
 
 def after_hashes(text: str) -> str | None:

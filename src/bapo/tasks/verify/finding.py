@@ -9,8 +9,6 @@ the working directory, to which relative paths refer; close or replace the stand
 switch gradients off, which the learner needs.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib
@@ -27,8 +25,6 @@ from typing import Any
 
 from bapo.process.limited_worker import describe
 from bapo.tasks.data.columns import ANSWERS
-
-__all__ = ["KEYWORDS", "accepted_keywords", "file_of", "find_function", "is_async", "unharmed", "written_as"]
 
 KEYWORDS = ("response", "answer", "prompt", "extra")
 TRL_LISTS = ("completions", "prompts", "completion_ids")
@@ -58,7 +54,8 @@ def find_function(name: str) -> Callable[..., Any]:
             raise ValueError(
                 f"reward function {name!r}: {module_name} imports {error.name}, which is missing. Install it."
             ) from error
-        found = " or ".join(f"{module}:{function_name}" for module in _modules_with(function_name))
+        files = (module for module in _modules() if function_name in _functions_of(Path(f"{module}.py")))
+        found = " or ".join(f"{module}:{function_name}" for module in files)
         hint = f"Did you mean {found}? Otherwise, start" if found else "Start"
         raise ValueError(
             f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
@@ -118,15 +115,11 @@ def written_as(name: str) -> str:
 def accepted_keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
     """The keywords to call the function with. Raises a ValueError if they are not enough."""
     parameters = inspect.signature(function).parameters
-    required = [
-        parameter
-        for parameter in parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in VARIADIC
-    ]
-    if "response" not in parameters and any(parameter in TRL_LISTS for parameter in parameters):
+    if "response" not in parameters and not parameters.keys().isdisjoint(TRL_LISTS):
         raise ValueError(_of_trl(name, function))
-    for parameter in required:
-        if parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY:
+    for parameter in parameters.values():
+        required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
+        if required and (parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY):
             raise ValueError(
                 f"reward function {name!r} requires the parameter {parameter.name!r}, which is not available. It is "
                 f"called by keyword with any of {', '.join(KEYWORDS)}; give every other parameter a default."
@@ -213,10 +206,6 @@ def _of_trl(name: str, function: Callable[..., Any]) -> str:
 def _modules() -> list[str]:
     """The names of the modules in the current directory."""
     return sorted(path.stem for path in Path().glob("*.py") if path.stem.isidentifier())
-
-
-def _modules_with(function: str) -> Iterator[str]:
-    return (module for module in _modules() if function in _functions_of(Path(f"{module}.py")))
 
 
 def _functions_of(path: Path) -> list[str]:

@@ -34,8 +34,6 @@ math-verify's own time limits are off, because they use signals, which work only
 through `sandbox.py`. It depends on nothing but its arguments. A bad ground truth makes it raise; no response text does.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
@@ -52,8 +50,6 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig
 from bapo.tasks.verify.final import after_hashes, boxed, sentence, stated, visible
 from bapo.tasks.verify.values import close, normal_form, rational, sides, verdict
 from bapo.types import Score
-
-__all__ = ["MAX_ANSWER", "verify", "verify_thinking"]
 
 MAX_ANSWER = 1000
 """The most characters that an answer may have."""
@@ -106,17 +102,23 @@ _LETTERS = re.compile(r"[^\W\d_]{3}")
 _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-zA-Z*]+\}|\\[a-zA-Z]+")
 
 
-def verify(answer: str | float | list[str | float], response: str) -> Score:
+def verify(answer: str | float | list[str | float], response: str, *, thinking: bool = False) -> Score:
     """1.0 if the final answer of the response equals `answer`, otherwise 0.0; and that final answer in normal form.
 
-    If `answer` is a list, any of its entries is right.
+    If `answer` is a list, any of its entries is right. `thinking`: see `verify_thinking`.
     """
-    return _verify(answer, response, thinking=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries warn about hostile texts
+        golds = [_gold(_gold_text(one)) for one in (answer if isinstance(answer, list) and answer else [answer])]
+        found = _final_answer(visible(response, thinking=thinking))
+        if found is None:
+            return Score(0.0)
+        return Score(float(any(_same(gold, found) for gold in golds)), answer=_shared_form(found))
 
 
 def verify_thinking(answer: str | float | list[str | float], response: str) -> Score:
     """Like `verify`, for models whose prompt already opens the thinking: only text after </think> can answer."""
-    return _verify(answer, response, thinking=True)
+    return verify(answer, response, thinking=True)
 
 
 @dataclass(frozen=True)
@@ -139,16 +141,6 @@ class _Answer:
     """Whether math-verify would read it as another number. If so, it was not parsed."""
 
 
-def _verify(answer: str | float | list[str | float], response: str, *, thinking: bool) -> Score:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries warn about hostile texts
-        golds = [_gold(_gold_text(one)) for one in (answer if isinstance(answer, list) and answer else [answer])]
-        found = _final_answer(visible(response, thinking=thinking))
-        if found is None:
-            return Score(0.0)
-        return Score(float(any(_same(gold, found) for gold in golds)), answer=_shared_form(found))
-
-
 def _gold_text(answer: object) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise ValueError(f"the ground truth {answer!r} is not an answer; it must be a number or a non-empty text")
@@ -156,17 +148,9 @@ def _gold_text(answer: object) -> str:
     return (boxed(text) or after_hashes(text) or text).strip()
 
 
-@functools.lru_cache(maxsize=1024)
-def _gold(text: str) -> _Answer:
-    return _read(text)
-
-
 def _final_answer(text: str) -> _Answer | None:
     """The final answer of a response."""
-    clear = boxed(text)
-    if clear is None:
-        clear = after_hashes(text)
-    if clear is not None:
+    if (clear := boxed(text)) is not None or (clear := after_hashes(text)) is not None:
         return _read_name_first(clear) if 0 < len(clear) <= MAX_ANSWER else None
     for said in stated(text):
         if 0 < len(said) <= MAX_ANSWER and _is_clear(said, answer := _read_name_first(said)):
@@ -220,6 +204,9 @@ def _read(text: str) -> _Answer:
     if _is_false(shown, value):
         return _Answer(shown, misread=True)
     return replace(_parsed(shown, value), clock=(f"{int(clock[1])}:{clock[2]}", "") if clock else None)
+
+
+_gold = functools.lru_cache(maxsize=1024)(_read)
 
 
 def _in_full(text: str) -> str:
