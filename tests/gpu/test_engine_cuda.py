@@ -11,8 +11,8 @@ import torch
 from bapo.models.layers import LoraSettings, add_lora
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.cuda.graphs import Pool
-from bapo.rollout.engine import Request, Sampling, engine_for
-from bapo.rollout.local.engine import LocalEngine
+from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.local.engine import LocalEngine, engine_for
 from bapo.types import Status
 from tests.rollouts import (
     assert_matches_teacher_forcing,

@@ -45,7 +45,7 @@ print(json.dumps(fingerprints(list(mapped(Bucket(**json.loads(sys.argv[1])))))))
 
 def test_what_another_process_maps_has_the_same_fingerprints():
     with shared(WEIGHTS) as bucket:
-        command = [sys.executable, "-c", RECEIVER, json.dumps(bucket.as_dict())]
+        command = [sys.executable, "-c", RECEIVER, json.dumps(vars(bucket))]
         arrived = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert arrived == fingerprints(WEIGHTS)
 
@@ -152,4 +152,4 @@ def test_without_vllm_the_error_says_what_to_install():
 
 def test_a_bucket_travels_as_plain_values():
     with shared(WEIGHTS) as bucket:
-        assert Bucket(**json.loads(json.dumps(bucket.as_dict()))) == bucket
+        assert Bucket(**json.loads(json.dumps(vars(bucket)))) == bucket

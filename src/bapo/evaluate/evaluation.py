@@ -24,7 +24,8 @@ from bapo.evaluate.results_page import page
 from bapo.evaluate.sampling import Response, sample
 from bapo.models import Policy, prompt_text
 from bapo.process import stops
-from bapo.rollout.engine import Engine, Sampling, engine_for
+from bapo.rollout.engine import Engine, Sampling
+from bapo.rollout.local.engine import engine_for
 from bapo.screen.terminal import write_line
 from bapo.screen.watch import Tell
 from bapo.tasks.task import Scorer

@@ -103,7 +103,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
 def merging(weights: Iterable[tuple[str, Tensor]], scale: float | Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
     """The same for parameters that come one after the other, by name, as from a model in shards.
 
-    `scale`: alpha / rank, or that of each layer. Parts of a layer may come in any order. It is given out with the last.
+    `scale`: alpha / rank, or that of each layer. Parts of a layer may come in any order; the last gives it out.
     """
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:

@@ -37,7 +37,7 @@ from transformers.utils.hub import cached_file
 from bapo.demo import model_path
 from bapo.models.layers import LoraSettings, add_lora
 from bapo.models.policy import Policy, encoded, find_stop_ids, panics_are_errors
-from bapo.models.templates import names_read
+from bapo.models.templates import ask
 from bapo.types import refuse
 
 PICKLES = (".bin", ".pt", ".pth")
@@ -151,8 +151,7 @@ def _policy(
     stop_ids = find_stop_ids(tokenizer, model)
     if not stop_ids:
         raise ValueError(
-            f"model.path={path!r} names no end-of-sequence token, so no response could end by itself. Set eos_token in "
-            "its tokenizer_config.json."
+            f"model.path={path!r} names no end-of-sequence token. Set eos_token in its tokenizer_config.json."
         )
     return Policy(model, tokenizer, stop_ids, not lacking if chat is None else chat, system, template_options)
 
@@ -271,8 +270,7 @@ def _check_named_files(path: str, source: str) -> None:
     """Refuse an adapter, and weights that its own files say are in a pickle or outside of the model's directory."""
     if _file_of(source, "adapter_config.json") is not None:
         raise ValueError(
-            f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a run "
-            "writes to model/, next to adapter/."
+            f"model.path={path!r} holds an adapter, not a model. Give the merged model, which a run writes to model/."
         )
     chosen = _json(path, source, "config.json").get("transformers_weights")
     named = [] if chosen is None else [("config.json", chosen)]
@@ -355,10 +353,9 @@ def _names_in_template(path: str, chat_template: Any) -> set[str]:
         try:
             if not isinstance(template, str):
                 raise TypeError(f"{template!r} is not text.")
-            named |= names_read(template)
+            named |= {*ask(template)}
         except (TemplateError, TypeError) as error:
-            number = getattr(error, "lineno", None)
-            line = f" in line {number}" if number else ""
+            line = f" in line {number}" if (number := getattr(error, "lineno", None)) else ""
             raise ValueError(
                 f"the chat template of {path!r} cannot be read{line}: {_reason(error)} Correct chat_template.jinja (or "
                 "chat_template in tokenizer_config.json), or remove it and set model.chat='no'."
@@ -378,24 +375,17 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
     absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if absent:
         raise ValueError(
-            f"reading GGUF needs the package {absent[0]}, which is not installed. Install it with "
-            "`pip install 'bapo[gguf]'`."
+            f"reading GGUF needs the package {absent[0]}, which is not installed: `pip install 'bapo[gguf]'`."
         )
-    place: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(path.parent),
-        "gguf_file": path.name,
-        "trust_remote_code": False,
-    }
+    place: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     unpacked: Any = transformers.GgufConfig(dequantize=True)  # otherwise some stay packed where kernels exist for that
     with redirect_stderr(StringIO()):  # hides a progress bar that cannot be switched off
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            **place, dtype=dtype, quantization_config=unpacked
+            str(path.parent), **place, dtype=dtype, quantization_config=unpacked
         )
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
-    settings = read.config.to_dict()
-    for mark in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        settings.pop(mark, None)
-    config = type(read.config).from_dict(settings)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), **place)
+    marks = ("quantization_config", "_name_or_path", "_model_name_or_path")
+    config = type(read.config).from_dict({key: v for key, v in read.config.to_dict().items() if key not in marks})
     model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=dtype, trust_remote_code=False, **options
     )

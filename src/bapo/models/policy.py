@@ -47,9 +47,10 @@ class Policy:
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             prompt = "\n\n".join(message["content"] for message in prompt)
         if isinstance(prompt, str) and not self.chat:
-            ids = self._ids(prompt)
+            ids = encoded(self.tokenizer, prompt)
             return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
-        return self._ids(self.chat_text([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt))
+        chat = self.chat_text([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return encoded(self.tokenizer, chat)
 
     def chat_text(self, messages: list[Message]) -> str:
         """A chat as the model's template writes it, up to where the response begins."""
@@ -84,14 +85,11 @@ class Policy:
         """The text of a response, exactly as it was sampled."""
         return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
-    def _ids(self, text: str) -> list[int]:
-        return encoded(self.tokenizer, text, special=False)
-
     @cached_property
     def _opening(self) -> list[int]:
         """The tokens that the tokenizer puts before a text. Those that it puts after one are left out: they would end
         the response before it began."""
-        plain, whole = self._ids("0"), encoded(self.tokenizer, "0", special=True)
+        plain, whole = encoded(self.tokenizer, "0"), encoded(self.tokenizer, "0", special=True)
         begins = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
         return whole[: begins[0]] if begins else []
 
@@ -107,7 +105,7 @@ def panics_are_errors() -> Iterator[None]:
         raise
 
 
-def encoded(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+def encoded(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
     """The tokens of a text. Refuses a tokenizer whose files do not let it encode."""
     try:
         with panics_are_errors():
@@ -121,9 +119,7 @@ def encoded(tokenizer: Any, text: str, *, special: bool) -> list[int]:
 
 def prompt_text(prompt: str | list[Message]) -> str:
     """A prompt as people read it."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 def find_stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
@@ -144,6 +140,6 @@ def end_of_turn(tokenizer: Any) -> int | None:
         text = render(tokenizer, turns)
     except Exception:
         return None  # the template is for another kind of chat; the other three have named their ends
-    after = encoded(tokenizer, text.rpartition("1")[2], special=False)
+    after = encoded(tokenizer, text.rpartition("1")[2])
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return int(after[0]) if after and after[0] in special else None

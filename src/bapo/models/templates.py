@@ -49,13 +49,8 @@ def render(tokenizer: Any, messages: Any, *, add_generation_prompt: bool = False
     return str(ask(tokenizer.get_chat_template(None, values["tools"]), values))
 
 
-def names_read(template: str) -> set[str]:
-    """The names that a template reads from its values. TemplateError if it is none."""
-    return set(ask(template))
-
-
 def ask(template: str, values: dict[str, Any] | None = None) -> Any:
-    """What `answer` says in the other process. TemplateError if the template refuses, or does not end."""
+    """What `answer` says in the other process. TemplateError if it is no template, refuses, or does not end."""
     with _LOCK:
         reply = _WORKER.call(SECONDS, [template, values])
     if "result" not in reply:
@@ -69,7 +64,7 @@ def ask(template: str, values: dict[str, Any] | None = None) -> Any:
 
 
 def answer(template: str, values: dict[str, Any] | None) -> dict[str, Any]:
-    """The text that the template makes of these values; without values, the names that it reads. Runs inside."""
+    """The text that a template makes of values; without values, the names that it reads. Called in the worker."""
     try:
         compiled = _compiled(template)
         if values is None:

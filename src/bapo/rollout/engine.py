@@ -7,22 +7,18 @@
 
 A caller submits requests and collects until every request has had its last segment, which is the one with a status. The
 engine stamps its version on every token, so there is never a doubt about which policy sampled it. `sampled` and
-`generate` are this loop, for callers that wait. `engine_for` chooses the engine for a model in this process.
+`generate` are this loop, for callers that wait.
 """
 
-from __future__ import annotations
-
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bapo.types import Status
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
 COLLECT_SECONDS = 1.0
 """How long a waiting caller lets the engine work before it looks at what was sampled."""
@@ -77,28 +73,23 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The version of the weights it samples with; NOTHING_LOADED before the first `load`."""
-        ...
 
     @property
     def draws_by_position(self) -> bool:
         """Whether token i of a response is drawn with the random number of (seed, i), so that equal distributions give
         equal tokens, whatever else is sampled. If not, a resumed run does not repeat an uninterrupted one.
         """
-        ...
 
     @property
     def gives_entropies(self) -> bool:
         """Whether segments contain the entropy of every distribution that was sampled from."""
-        ...
 
     @property
     def continuous(self) -> bool:
         """Whether `submit` may be called while others are under way."""
-        ...
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+    def load(self, weights: Iterable[tuple[str, "Tensor"]], *, version: int) -> None:
         """Sample with these weights from now on. Nothing may be under way: park and collect first."""
-        ...
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         """Start work on these requests, first come first served. If others are under way, only a `continuous` engine
@@ -107,7 +98,6 @@ class Engine(Protocol):
         After `token_budget` tokens, all unfinished responses are parked. If any request is invalid, this call raises
         and starts none of them.
         """
-        ...
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
         """Return (request id, segment) for everything sampled since the last call.
@@ -116,49 +106,9 @@ class Engine(Protocol):
         longer than `timeout` seconds; None waits until all work is done. An engine in this process does its work inside
         this call.
         """
-        ...
 
     def park(self) -> None:
         """Stop work. The next `collect` returns every unfinished response as PARKED."""
-        ...
-
-
-def engine_for(
-    model: PreTrainedModel,  # in this process
-    *,
-    slots: int,
-    parked: Literal["rebuild", "keep"] = "rebuild",
-    cache_tokens: int | None = None,
-    float32_head: bool = False,
-) -> Engine:
-    """The fastest engine that can run this model on its device: CUDA's where it can, else the general one.
-
-    `parked` and `cache_tokens`: see `GraphEngine`. "keep" needs CUDA; the general engine ignores `cache_tokens`.
-    `float32_head`: compute logits in float32, also those of 16-bit weights.
-    """
-    from bapo.rollout.local.engine import LocalEngine
-
-    reason: str | None = f"it is on {model.device}"
-    on_gpu = model.device.type == "cuda"
-    if on_gpu:
-        from bapo.rollout.cuda.decoder import unsupported  # needs Triton, which a machine without a GPU may not have
-        from bapo.rollout.cuda.engine import GraphEngine
-
-        if (reason := unsupported(model)) is None:
-            return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens, float32_head=float32_head)
-    if parked == "keep":
-        raise ValueError(
-            f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. "
-            "Set it to 'rebuild'."
-        )
-    if on_gpu:
-        warnings.warn(
-            f"{type(model).__name__} is sampled by the general engine, which is an order of magnitude slower than the "
-            f"CUDA engine. The CUDA engine cannot run it: {reason}."
-            + ("" if cache_tokens is None else f" rollout.cache_tokens={cache_tokens} has no effect."),
-            stacklevel=2,
-        )
-    return LocalEngine(model, slots=slots, float32_head=float32_head)
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,9 @@ class _Run:
     begun: set[int]
     """Responses that had tokens when the run began, by id()."""
     rested: bool = False
-    """Whether it has asked for all responses that are not due. Groups can become due by that."""
+    """Whether it has asked for the responses that are not due. Sampling them can make their groups due."""
     forced: set[tuple[int, bool]] = field(default_factory=set)
-    """Responses asked for because their group is due, by id(), before and after the rest: at most once each."""
+    """Responses asked for because their group is due, by id(), each with what `rested` was then. None comes twice."""
     resumed: set[int] = field(default_factory=set)
     """Responses in `begun` that have been given tokens in this run."""
 
@@ -180,16 +180,19 @@ class Scheduler:
         with how far the run is.
         """
         self._run, self._under_way = None, {}  # of a run that failed
-        self._begin(engine.version)
+        before = self._begin(engine.version).before.sampled_tokens
         asked = len(self._unfinished())
-        while work := self.requests(engine.version):
+
+        def report() -> None:
             if tell is not None:
-                tell(self._progress(asked))
+                tell(Sampled(asked - len(self._unfinished()), asked, self._totals.sampled_tokens - before))
+
+        while work := self.requests(engine.version):
+            report()
             for collected in sampled(engine, work.requests, self.sampling, token_budget=work.token_budget):
                 for request, segment in collected:
                     self.accept(request, segment)
-                if tell is not None:
-                    tell(self._progress(asked))
+                report()
         return self.take()
 
     def requests(self, version: int) -> Work | None:
@@ -198,10 +201,11 @@ class Scheduler:
         Responses under way are not asked for again. The first call after `take` begins a run and gives up the groups
         that are too old for it.
         """
-        self._begin(version)
-        run = self._run
-        assert run is not None
-        due = (t for group in self._groups.values() if self._due(group, version) for t in _parked(group))
+        run = self._begin(version)
+        due: list[Trajectory] = []  # of groups for which this run is the last chance
+        if self.over_age == "finish":
+            late = version + self.versions_per_run
+            due = [t for group in self._groups.values() if self._too_old(group, late) for t in _parked(group)]
         chosen = [t for t in self._idle(due) if (id(t), run.rested) not in run.forced]
         if chosen:
             run.forced |= {(id(trajectory), run.rested) for trajectory in chosen}
@@ -255,8 +259,8 @@ class Scheduler:
         self._run = None
         return Rollout(finished, dropped, self.since(before))
 
-    def _begin(self, version: int) -> None:
-        """Begin a run unless one is under way, and give up the groups that are too old for it."""
+    def _begin(self, version: int) -> _Run:
+        """The run under way. If there is none, it begins, and gives up the groups that are too old for it."""
         if self._version is not None and version < self._version:
             raise ValueError(
                 f"version={version} is older than the last run's {self._version}, but versions never decrease along "
@@ -266,11 +270,7 @@ class Scheduler:
             begun = {id(trajectory) for trajectory in self._idle(self._unfinished()) if trajectory.tokens}
             self._version, self._run = version, _Run(self._totals, begun)
             _give_up(group for group in self._groups.values() if self._too_old(group, version))
-
-    def _progress(self, asked: int) -> Sampled:
-        assert self._run is not None
-        tokens = self._totals.sampled_tokens - self._run.before.sampled_tokens
-        return Sampled(asked - len(self._unfinished()), asked, tokens)
+        return self._run
 
     def _request(self, trajectory: Trajectory) -> Request:
         """A request to continue this response, which is under way from now on."""
@@ -326,10 +326,6 @@ class Scheduler:
 
     def _too_old(self, group: Group, version: int) -> bool:
         return self.max_age is not None and group.oldest is not None and version - group.oldest > self.max_age
-
-    def _due(self, group: Group, version: int) -> bool:
-        """Whether this run is the group's last chance."""
-        return self.over_age == "finish" and self._too_old(group, version + self.versions_per_run)
 
     def _take(self, *statuses: Status) -> list[Group]:
         """Remove and return the groups whose responses all have one of these statuses."""

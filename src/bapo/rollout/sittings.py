@@ -32,8 +32,7 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], places: Mapping[str, Ten
     for name, tensor in weights:
         if name not in places:
             raise ValueError(
-                f"the engine has no place for the weight {name!r}: it was built for another model, or the head has "
-                "been tied or untied since. Build a new engine."
+                f"the engine has no place for the weight {name!r}: model or head have changed. Build a new engine."
             )
         if tensor.shape != (shape := places[name].shape):
             raise ValueError(
@@ -65,12 +64,7 @@ def check_idle(under_way: object | None, verb: str) -> None:
 
 
 def check_requests(
-    requests: Sequence[Request],
-    sampling: Sampling,
-    token_budget: int | None,
-    *,
-    positions: int | None,
-    version: int,
+    requests: Sequence[Request], sampling: Sampling, token_budget: int | None, *, positions: int | None, version: int
 ) -> None:
     """Refuse requests that cannot be sampled, and name them."""
     if version < 0:
@@ -130,7 +124,7 @@ class InProcessEngine:
     _sit_down: Callable[[list[Request], Sampling, int], Any]
     """A sitting with these requests and this token budget."""
     _working: Callable[[Any], AbstractContextManager[Any]]
-    """What surrounds the work of a sitting."""
+    """The context in which a sitting works."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, prefill_tokens: int) -> None:
         check_engine_sizes(slots, prefill_tokens)

@@ -47,9 +47,6 @@ _Pair = tuple[tuple[int, ...], int]  # sorted numbers, target
 class Countdown:
     """The countdown task: problems drawn from a seed, and their verifier."""
 
-    train: Sequence[Problem]
-    test: Sequence[Problem]
-
     def __init__(self, *, train_size: int = 4096, test_size: int = 512, seed: int = 0) -> None:
         pairs: list[_Pair] = [
             (numbers, target)  # every pair that some expression reaches
@@ -64,8 +61,8 @@ class Countdown:
                 f"{train_size + test_size} different problems, but only {len(pairs)} exist. Make one of them smaller."
             )
         problems = [_problem(*pair, seed) for pair in sorted(pairs, key=lambda pair: _draw(seed, "order", *pair))]
-        self.test = problems[:test_size]
-        self.train = problems[test_size : test_size + train_size]
+        self.test: Sequence[Problem] = problems[:test_size]
+        self.train: Sequence[Problem] = problems[test_size : test_size + train_size]
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The rewards of many responses. This verifier cannot fail."""
@@ -92,12 +89,12 @@ def evaluate(numbers: Sequence[int], operators: str) -> int:
 
 def expressions(numbers: Sequence[int]) -> list[tuple[str, int]]:
     """Every expression that uses each number exactly once, with its value. Each text comes once, in a fixed order."""
-    found = {
+    values = {
         f"{a}{first}{b}{second}{c}": evaluate((a, b, c), first + second)
         for a, b, c in permutations(numbers)
         for first, second in product(OPERATORS, repeat=2)
     }
-    return list(found.items())
+    return list(values.items())
 
 
 def _problem(numbers: tuple[int, ...], target: int, seed: int) -> Problem:

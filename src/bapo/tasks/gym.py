@@ -55,9 +55,6 @@ FUNCTIONS = (
 class Gym:
     """A task of one or several data sets, given by name, each with its own configuration."""
 
-    train: Sequence[Problem]
-    test: Sequence[Problem]
-
     def __init__(
         self,
         datasets: Mapping[str, Mapping[str, Any]],
@@ -78,7 +75,8 @@ class Gym:
             check_dataset(name, config)
         recipes = [[name, dict(config)] for name, config in datasets.items()]
         made = call_once("bapo.tasks.gym:generate", recipes, train_size, test_size, seed, seconds=GENERATE_SECONDS)
-        self.train, self.test = ([_problem(item, chat) for item in made[split]] for split in ("train", "test"))
+        self.train: Sequence[Problem] = [_problem(item, chat) for item in made["train"]]
+        self.test: Sequence[Problem] = [_problem(item, chat) for item in made["test"]]
         verifier = f"bapo.tasks.gym:{'verify_thinking' if thinking else 'verify'}"
         self._pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)
 
@@ -100,8 +98,7 @@ def check_dataset(name: str, config: Mapping[str, Any]) -> None:
     for key in ("seed", "size"):
         if key in config:
             raise ValueError(
-                f"gym.{name}.{key}={config[key]} cannot be set: the task sets it, from its own seed and sizes. "
-                "Leave it out."
+                f"gym.{name}.{key}={config[key]} cannot be set: the task's seed and sizes decide. Leave it out."
             )
     try:
         reasoning_gym.create_dataset(name, seed=0, size=1, **config)

@@ -36,7 +36,6 @@ class Task(Protocol):
 
         No response text makes it raise. The same text always gets the same score, unless the verifier itself fails.
         """
-        ...
 
 
 def check_sizes(task: str, **sizes: int) -> None:
@@ -52,11 +51,10 @@ class DataTask:
     def __init__(self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer) -> None:
         _, shared = without_overlap(train, test)
         if shared:
-            shown = str(shared[0].prompt)[:80]
             raise ValueError(
                 f"{len(shared)} of {len(train)} training problems are test problems too. The first is {shared[0].id} "
-                f"({shared[0].source}): {shown!r}. Scores on them would measure memory, not skill. Remove them from "
-                "one side; bapo.tasks.data.problems.without_overlap removes them from the training side."
+                f"({shared[0].source}): {str(shared[0].prompt)[:80]!r}. Scores on them would measure memory, not "
+                "skill. Remove them, as bapo.tasks.data.problems.without_overlap does."
             )
         for name, problems in (("training", train), ("test", test)):
             counts = Counter(problem.id for problem in problems)

@@ -37,10 +37,6 @@ class Pages:
         """How many pages belong to nobody."""
         return len(self._free)
 
-    def held(self, slot: int) -> int:
-        """How many pages a slot has."""
-        return self._held[slot]
-
     def lacking(self, slot: int, tokens: int, *, shared: int = 0) -> int:
         """How many free pages a slot needs to hold this many tokens, the first of which another slot shares with it."""
         return max(0, pages_for(tokens) - shared // PAGE - self._held[slot])

@@ -259,7 +259,8 @@ class Sitting:
         """Queue a stretch for everybody who is seated. False if the host has to look before it can decide."""
         spare = self._spare()
         if not self.flights and len(self.seated) > spare:
-            self._park_last(len(self.seated) - spare)
+            last = sorted(self.seated, key=lambda slot: self.seated[slot].index)[spare - len(self.seated) :]
+            self._leave(dict.fromkeys(last, Status.PARKED))  # the budget has no token left for them
         growing = [seated.grows for seated in self.seated.values() if seated.grows]
         if not growing:
             return False
@@ -285,7 +286,6 @@ class Sitting:
             if self.flights:
                 return False  # who has to wait keeps what was sampled, so it must be known
             self._leave({max(self.seated, key=lambda slot: self.seated[slot].index): None})
-            self.pool.seat(list(self.seated))
         for slot, needed in tokens.items():
             pages.extend(slot, needed)
         return True
@@ -308,19 +308,11 @@ class Sitting:
             if status != SlotStatus.RUNNING:
                 ended[slot] = STATUSES[status]
         self.budget -= sampled
-        if ended:
-            self._leave(ended)
-            self.pool.seat(list(self.seated))
+        self._leave(ended)
         return sampled
 
-    def _park_last(self, count: int) -> None:
-        """Park the last requests in line, because the budget has no token left for them."""
-        last = sorted(self.seated, key=lambda slot: self.seated[slot].index)[-count:]
-        self._leave(dict.fromkeys(last, Status.PARKED))
-        self.pool.seat(list(self.seated))
-
     def _leave(self, slots: Mapping[int, Status | None]) -> None:
-        """Collect what these slots sampled and free them, or keep them for the next sitting.
+        """Collect what these slots sampled. They are freed, or kept for the next sitting, and sample no more.
 
         A response without a status has not ended: it goes back to the head of the line, with what it sampled.
         """
@@ -345,6 +337,7 @@ class Sitting:
                 )
             self.pool.pages.release(slot)
             self.free.append(slot)
+        self.pool.seat(list(self.seated))
 
 
 def _segment(records: NDArray[np.int32], version: int, status: Status | None) -> Segment:

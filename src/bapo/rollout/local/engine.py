@@ -1,4 +1,4 @@
-"""The in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
+"""The general in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
 
 It is given a loaded model and keeps no copy of it. `load` copies only the weights that are not already in place, so
 nothing moves if the learner trains the same model. Each `submit` begins one sitting, and the work happens inside
@@ -16,16 +16,17 @@ What is not. Matrix kernels may round differently for different batch shapes, so
 (4e-3 in bfloat16) with the other responses in the batch. A token changes only where its uniform falls that close to an
 edge of the cumulative distribution: rare in float32, likely somewhere in a long response in bfloat16.
 
+`engine_for` chooses the CUDA engine instead where it can run the model.
+
 Left out: top-k and top-p (see `Sampling`), beams, and models whose state is not a list of keys and values.
 """
 
-from __future__ import annotations
-
 import inspect
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bapo.core.wide import wide_linear
-from bapo.rollout.engine import Request, Sampling, Segment
+from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.local.cache import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
 from bapo.rollout.sittings import InProcessEngine, copy_weights, non_finite
@@ -68,7 +69,7 @@ class LocalEngine(InProcessEngine):
         """How often the model's weights were changed in place: the learner may share them."""
         return sum(parameter._version for parameter in self.model.parameters())
 
-    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int) -> _Sitting:
+    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int) -> "_Sitting":
         if self._changes != self._changes_so_far():
             raise RuntimeError(
                 f"the model's weights have changed since version {self.version} was loaded, so its tokens would get a "
@@ -77,7 +78,7 @@ class LocalEngine(InProcessEngine):
         return _Sitting(self, requests, sampling, budget)
 
     @contextmanager
-    def _working(self, sitting: _Sitting) -> Iterator[None]:
+    def _working(self, sitting: "_Sitting") -> Iterator[None]:
         with evaluating(self.model), wide_head(self.model) if self.float32_head else nullcontext():
             yield
 
@@ -88,6 +89,41 @@ class LocalEngine(InProcessEngine):
         output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra)
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def engine_for(
+    model: PreTrainedModel,  # in this process
+    *,
+    slots: int,
+    parked: Literal["rebuild", "keep"] = "rebuild",
+    cache_tokens: int | None = None,
+    float32_head: bool = False,
+) -> Engine:
+    """The fastest engine that can run this model on its device: CUDA's where it can, else the general one.
+
+    `parked` and `cache_tokens`: see `GraphEngine`. "keep" needs CUDA; the general engine ignores `cache_tokens`.
+    `float32_head`: compute logits in float32, also those of 16-bit weights.
+    """
+    reason: str | None = f"it is on {model.device}"
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        from bapo.rollout.cuda.decoder import unsupported  # needs Triton, which a machine without a GPU may not have
+        from bapo.rollout.cuda.engine import GraphEngine
+
+        if (reason := unsupported(model)) is None:
+            return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens, float32_head=float32_head)
+    if parked == "keep":
+        raise ValueError(
+            f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run it: {reason}. Set it to 'rebuild'."
+        )
+    if on_gpu:
+        warnings.warn(
+            f"{type(model).__name__} is sampled by the general engine, which is an order of magnitude slower than the "
+            f"CUDA engine. The CUDA engine cannot run it: {reason}."
+            + ("" if cache_tokens is None else f" rollout.cache_tokens={cache_tokens} has no effect."),
+            stacklevel=2,
+        )
+    return LocalEngine(model, slots=slots, float32_head=float32_head)
 
 
 class _Sitting:

@@ -29,17 +29,13 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights that lie in one piece of shared memory."""
+    """Weights that lie in one piece of shared memory. It travels as plain values: `Bucket(**vars(bucket))`."""
 
     weights: list[list[Any]]
     """The name of each, its dtype, its shape, and where it begins, in bytes."""
     size: int
     path: str
     """Where another process of the same user opens the memory while the sender keeps it."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The bucket as plain values. `Bucket(**values)` is its inverse."""
-        return dict(vars(self))
 
 
 def fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

@@ -22,8 +22,6 @@ What differs from the engines in this process:
 - Temperatures are 0, or between 0.01 and 2.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading
@@ -118,7 +116,7 @@ class VllmEngine:
             for batch in batches(fitting(weights, self._expected), BUCKET_BYTES):
                 sent |= fingerprints(batch)
                 with shared(batch) as bucket:
-                    request = WeightTransferUpdateRequest(update_info={"bucket": bucket.as_dict()})
+                    request = WeightTransferUpdateRequest(update_info={"bucket": vars(bucket)})
                     self._ask(self._vllm.update_weights(request), f"load {len(batch)} weights, from {batch[0][0]!r}")
         except BaseException:
             with suppress(Exception):  # vLLM refuses another update while one is open
@@ -202,7 +200,7 @@ class VllmEngine:
     # In the caller's thread.
 
     @property
-    def _vllm(self) -> AsyncLLM:
+    def _vllm(self) -> "AsyncLLM":
         assert self._llm is not None
         return self._llm
 
@@ -264,7 +262,7 @@ class VllmEngine:
         if self._budget <= 0:
             await self._parked()
 
-    async def _follow(self, stream: _Stream, queue: RequestOutputCollector, sampling: Sampling) -> None:
+    async def _follow(self, stream: "_Stream", queue: "RequestOutputCollector", sampling: Sampling) -> None:
         """Move the tokens of one request to the mailbox, until its last one."""
         try:
             while stream.status is None:
@@ -276,7 +274,7 @@ class VllmEngine:
             died.__cause__ = error
             self._fail(died)
 
-    def _take(self, stream: _Stream, part: Any, sampling: Sampling) -> None:
+    def _take(self, stream: "_Stream", part: Any, sampling: Sampling) -> None:
         tokens = list(part.token_ids)
         logprobs = [at[token].logprob for token, at in zip(tokens, part.logprobs or (), strict=True)]
         if sampling.temperature == 0:  # all the probability is on the token that was chosen

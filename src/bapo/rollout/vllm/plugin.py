@@ -19,11 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from bapo.rollout.vllm.buckets import Bucket, fingerprints, mapped
 

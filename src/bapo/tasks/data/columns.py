@@ -48,9 +48,13 @@ class MissingColumnError(ValueError):
     def __init__(self, row: Row, lacks: Sequence[tuple[str, str]]) -> None:
         """`lacks`: what the row lacks and why we think so, in words, and the key that names the right column."""
         told, keys = (" and ".join(texts) for texts in zip(*lacks, strict=True))
+        names = [
+            f"{name} ({', '.join(f'{name}.{inner}' for inner in value)})" if isinstance(value, dict) and value else name
+            for name, value in row.values.items()
+        ]
         super().__init__(
-            f"{row.place} has {told}. It has {_columns(row.values)}. Name the right column{'s' * (len(lacks) > 1)} "
-            f"with {keys} (dots lead into nested columns)."
+            f"{row.place} has {told}. It has {', '.join(map(str, names)) or 'no columns'}. Name the right "
+            f"column{'s' * (len(lacks) > 1)} with {keys} (dots lead into nested columns)."
         )
         self.lacks = lacks
 
@@ -102,8 +106,7 @@ def check_text(text: str, place: str, column: str) -> None:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{place}: column {column!r} holds the lone surrogate \\u{ord(text[error.start]):04x} at position "
-            f"{error.start + 1}, which is half a character. The text was cut or badly encoded. Repair it, or remove "
-            "the row."
+            f"{error.start + 1}, which is half a character. Repair the text, or remove the row."
         ) from None
 
 
@@ -176,12 +179,12 @@ def as_answer(value: object, *, worked: bool = False) -> Any:
     if isinstance(value, float | Decimal):
         whole = value.is_integer() if isinstance(value, float) else value == value.to_integral_value()
         return None if value != value else f"{value:.0f}" if whole else str(value)
-    if isinstance(value, list):
-        return _alternatives([as_answer(item, worked=worked) for item in value])
+    listed = _json_texts(value) if isinstance(value, str) else value
+    if isinstance(listed, list):
+        given = [answer for item in listed if (answer := as_answer(item, worked=worked)) is not None]
+        return given[0] if len(given) == 1 else given or None
     if not isinstance(value, str) or not value.strip():
         return None
-    if (listed := _json_texts(value)) is not None:
-        return _alternatives([as_answer(item, worked=worked) for item in listed])
     if hashes := _hashes(value):
         return hashes[1]
     boxed = last_boxed(value)
@@ -254,9 +257,9 @@ def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, k
                 return name, value
     if present is not None:
         return present, None
-    named = f"there is no column for {key}={column!r}"
     usual = f"none of its columns is called {', '.join(candidates)}"
-    raise MissingColumnError(row, [(f"no {what}: {usual if column is None else named}", key)])
+    why = usual if column is None else f"there is no column for {key}={column!r}"
+    raise MissingColumnError(row, [(f"no {what}: {why}", key)])
 
 
 def _value_at(values: dict[str, Any], column: str) -> Any:
@@ -268,14 +271,6 @@ def _value_at(values: dict[str, Any], column: str) -> Any:
             return _ABSENT
         inside = inside[part]
     return inside
-
-
-def _columns(values: dict[str, Any]) -> str:
-    names = [
-        f"{name} ({', '.join(f'{name}.{inner}' for inner in value)})" if isinstance(value, dict) and value else name
-        for name, value in values.items()
-    ]
-    return ", ".join(map(str, names)) or "no columns"
 
 
 def _is_json(value: Any) -> bool:
@@ -313,8 +308,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
-
-
-def _alternatives(answers: list[Any]) -> Any:
-    given = [answer for answer in answers if answer is not None]
-    return given[0] if len(given) == 1 else given or None

@@ -94,9 +94,12 @@ def load_problems(
         question = question_id(prompt)
         known = problems.get(question)
         if known is None:
-            put = fill(template or source.template, prompt)
+            own = look_up(row.values, "data_source")
+            origin = own if isinstance(own, str) and own else source.label
             with _nested_too_deeply(row):
-                problems[question] = _problem(question, put, answer, source, row, (prompt_column, answer_column))
+                extra = {**extra_of(row, (prompt_column, answer_column)), "data_source": origin}
+                put = fill(template or source.template, prompt)
+                problems[question] = Problem(question, put, answer, source.label if source.named else origin, extra)
         elif known.answer == answer:
             counts["duplicates"] += 1
         else:
@@ -244,15 +247,5 @@ def _nested_too_deeply(row: Row) -> Iterator[None]:
         yield
     except RecursionError:
         raise ValueError(
-            f"{row.place} holds lists or objects nested too deeply to be read. Flatten them, store them as text, or "
-            "remove the row."
+            f"{row.place} holds lists or objects nested too deeply to be read. Flatten them, or store them as text."
         ) from None
-
-
-def _problem(
-    question: str, prompt: Prompt, answer: Any, source: Source, row: Row, used: tuple[str | None, ...]
-) -> Problem:
-    own = look_up(row.values, "data_source")
-    origin = own if isinstance(own, str) and own else source.label
-    extra = {**extra_of(row, used), "data_source": origin}
-    return Problem(question, prompt, answer, source.label if source.named else origin, extra)

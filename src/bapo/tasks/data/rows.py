@@ -60,8 +60,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield from _not_empty(FORMATS[kind](path), str(path), "Write it again, or leave it out.")
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"{path} cannot be read: {error}. If the file exists, it is damaged or incomplete; write or download it "
-            "again."
+            f"{path} cannot be read: {error}. If it exists, it is damaged or incomplete; write or download it again."
         ) from error
 
 
@@ -194,8 +193,7 @@ def _bounded(file: IO[bytes], path: Path, longest: int | None) -> Iterator[bytes
         unpacked += len(line)
         if unpacked > most:
             raise ValueError(
-                f"{path} unpacks to more than {most:,} bytes, {TIMES} times its size or more. If you trust it, unpack "
-                f"it first: gunzip {path.name}."
+                f"{path} unpacks to more than {most:,} bytes, {TIMES} times its size. To trust it: gunzip {path.name}."
             )
         if len(line) > longest:
             raise ValueError(
@@ -239,8 +237,7 @@ def saved_rows(directory: Path, split: str | None = None) -> Iterator[Row]:
         data = datasets.load_from_disk(str(directory))
     except (datasets.exceptions.DatasetsError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{directory} could not be loaded as a saved data set: {_first_line(error)} Save it again with "
-            "Dataset.save_to_disk."
+            f"{directory} could not be loaded as a saved data set: {_first_line(error)} Save it again (save_to_disk)."
         ) from error
     if isinstance(data, datasets.DatasetDict):
         wanted = _only_split(str(directory), list(data)) if split is None else split
@@ -259,8 +256,7 @@ def _from_hub(label: str, datasets: Any, call: Callable[..., Any], *arguments: A
         raise ValueError(
             f"data set {label!r} could not be loaded from the hub: {_first_line(error)} "
             "Check the name: owner/name, owner/name:split or owner/name:config:split. Without a network, give the path "
-            "of a .jsonl, .json, .csv or .parquet file or of a directory of them; benchmarks are looked up in "
-            "$BAPO_DATA/NAME first."
+            "of a file or of a directory of files; benchmarks are looked up in $BAPO_DATA/NAME first."
         ) from error
 
 
@@ -271,8 +267,8 @@ def _only_split(name: str, splits: list[str]) -> str:
 
 
 def _rows(data: Any, label: str) -> Iterator[Row]:
-    rows = _table_rows(data.with_format("arrow").iter(batch_size=BATCH), label)
-    yield from _not_empty(rows, label, "Name another split or data set.")
+    tables = data.with_format("arrow").iter(batch_size=BATCH)
+    yield from _not_empty(_table_rows(tables, label), label, "Name another split or data set.")
 
 
 def _not_empty(rows: Iterator[Row], label: str, remedy: str) -> Iterator[Row]:
@@ -289,8 +285,7 @@ def _package(name: str) -> Any:
     except ImportError:
         raise ValueError(
             f"{name!r} is not a file or a directory of plain files, and reading it as a data set needs the datasets "
-            "package. Install it with `pip install 'bapo[data]'` or `pip install datasets`, or give the path of a "
-            ".jsonl, .json, .csv or .parquet file."
+            f"package. Install it with `pip install 'bapo[data]'`, or give a file ({', '.join(FORMATS)})."
         ) from None
     return datasets
 

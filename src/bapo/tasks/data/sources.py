@@ -39,31 +39,6 @@ _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 
 
 @dataclass(frozen=True)
-class Benchmark:
-    """A data set that goes by a name of ours.
-
-    Its prompts ask for the answer in a box because the verifier looks there. Its columns are not listed here:
-    `columns.py` recognises every layout of these data sets, the hub's, verl's parquet files and the authors' own files.
-    """
-
-    hub: str
-    """owner/name on the hub."""
-    split: str
-    """The split that NAME alone stands for. NAME:SPLIT selects another."""
-    config: str | None = None
-    template: str = f"{SLOT} {BOXED}"
-    """Applied to every prompt that does not have this form yet, unless the caller gives a template."""
-
-
-BENCHMARKS = {
-    "gsm8k": Benchmark("openai/gsm8k", split="test", config="main"),
-    "math500": Benchmark("HuggingFaceH4/MATH-500", split="test"),
-    "aime24": Benchmark("HuggingFaceH4/aime_2024", split="train"),
-    "aime25": Benchmark("math-ai/aime25", split="test"),
-}
-
-
-@dataclass(frozen=True)
 class Source:
     """Where rows come from. Exactly one of `files`, `saved` and `hub` is set."""
 
@@ -78,6 +53,22 @@ class Source:
     hub: str = ""
     config: str | None = None
     split: str | None = None
+
+
+BENCHMARKS = {
+    label: Source(label, named=True, template=f"{SLOT} {BOXED}", hub=hub, config=config, split=split)
+    for label, hub, config, split in (
+        ("gsm8k", "openai/gsm8k", "main", "test"),
+        ("math500", "HuggingFaceH4/MATH-500", None, "test"),
+        ("aime24", "HuggingFaceH4/aime_2024", None, "train"),
+        ("aime25", "math-ai/aime25", None, "test"),
+    )
+}
+"""Data sets that go by a name of ours. NAME:SPLIT selects another split.
+
+Their prompts ask for the answer in a box because the verifier looks there. Their columns are not listed here:
+`columns.py` recognises every layout of these data sets, the hub's, verl's parquet files and the authors' own files.
+"""
 
 
 def resolve(name: str) -> Source:
@@ -125,14 +116,11 @@ def _path(name: str) -> Path:
         path = Path(name).expanduser()
         path.exists()
         return path
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # too long a name, or the home of a user that this machine does not know
+        reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
         raise ValueError(
-            f"data source {name[:100]!r} cannot be looked up: {error.strerror}. Give a name or a path that exists."
-        ) from error
-    except RuntimeError as error:
-        raise ValueError(
-            f"data source {name!r} is in the home directory of a user that this machine does not know: {error} "
-            "Write the whole path, or put ./ before a name that begins with ~."
+            f"data source {name[:100]!r} cannot be looked up: {reason}. Give a name or a path that exists, and put ./ "
+            "before a name that begins with ~."
         ) from error
 
 
@@ -147,15 +135,14 @@ def _benchmark(name: str, split: str | None) -> Source:
     if directory is not None and directory.is_dir():
         found = _local(directory, split, default=benchmark.split)
         return replace(found, label=name, named=True, template=benchmark.template)
-    return Source(
-        label=name, named=True, template=benchmark.template, hub=benchmark.hub, config=benchmark.config,
-        split=split or benchmark.split,
-    )  # fmt: skip
+    return replace(benchmark, split=split or benchmark.split)
 
 
 def _local(path: Path, split: str | None, default: str | None = None) -> Source:
     if not path.is_dir():
-        return Source(label=_label(path), files=(path,))
+        stem = _stem(path)
+        only_a_split = stem in SPLITS or _SHARD.fullmatch(stem)
+        return Source(label=path.resolve().parent.name if only_a_split else stem, files=(path,))
     if is_saved(path):
         return Source(label=path.name, saved=path, split=split)
     try:
@@ -174,8 +161,7 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
     if not inside:
         present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
-            f"{path} has no file that ends in {', '.join(FORMATS)} (or .gz). It holds: {present}. Name a directory "
-            "with data files, or a file."
+            f"{path} has no file that ends in {', '.join(FORMATS)} (or .gz). It holds: {present}. Name another."
         )
     splits: dict[str, list[Path]] = {}
     for file in inside:
@@ -206,12 +192,6 @@ def _split(file: Path, root: Path) -> str:
     if (first := re.split(r"[-_.]", stem)[0]) in SPLITS:
         return first
     return file.parent.name if file.parent != root and file.parent.name in SPLITS else ""
-
-
-def _label(file: Path) -> str:
-    """The label of a lone file: its name, or the name of its directory if the file's name only states the split."""
-    stem = _stem(file)
-    return file.resolve().parent.name if stem in SPLITS or _SHARD.fullmatch(stem) else stem
 
 
 def _stem(file: Path) -> str:

@@ -34,8 +34,7 @@ def visible(response: str, *, thinking: bool = False) -> str:
     _, end, after = response.rpartition("</think>")
     if not end and (thinking or "<think>" in response):
         return ""
-    shown = after if end else response
-    return shown.partition("<think>")[0][-TAIL:]
+    return (after if end else response).partition("<think>")[0][-TAIL:]
 
 
 def boxed(text: str) -> str | None:
@@ -44,9 +43,8 @@ def boxed(text: str) -> str | None:
     if not boxes:
         return None
     start = boxes[-1].end()
-    if text[start : start + 1] != "{":
-        return text[start : start + 1].strip()  # in TeX, without braces, the next character is the argument
-    return braced(text, start) or ""
+    after = text[start : start + 1]  # in TeX, without braces, the next character is the argument
+    return (braced(text, start) or "") if after == "{" else after.strip()
 
 
 def braced(text: str, start: int) -> str | None:
@@ -66,9 +64,7 @@ def after_hashes(text: str) -> str | None:
     """
     lines = text.rstrip().splitlines()
     marked = _HASHES.fullmatch(lines[-1]) if lines else None
-    if marked is None:
-        return None
-    return sentence(marked[1]) or marked[1].strip().strip("*").strip()
+    return None if marked is None else sentence(marked[1]) or marked[1].strip().strip("*").strip()
 
 
 def sentence(text: str) -> str | None:

@@ -124,9 +124,8 @@ def accepted_keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...
                 f"reward function {name!r} requires the parameter {parameter.name!r}, which is not available. It is "
                 f"called by keyword with any of {', '.join(KEYWORDS)}; give every other parameter a default."
             )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return KEYWORDS
-    return tuple(keyword for keyword in parameters if keyword in KEYWORDS)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return KEYWORDS if takes_all else tuple(keyword for keyword in parameters if keyword in KEYWORDS)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -138,8 +137,12 @@ def is_async(function: Callable[..., Any]) -> bool:
 def unharmed() -> Iterator[None]:
     """Afterwards, working directory, standard streams and gradients are as they were before."""
     where, streams = os.getcwd(), (sys.stdout, sys.stderr)
-    kept = {descriptor: os.dup(descriptor) for descriptor in STREAMS if _is_open(descriptor)}
-    gradients = _gradients()
+    kept = {}
+    for descriptor in STREAMS:
+        with suppress(OSError):  # it is closed
+            kept[descriptor] = os.dup(descriptor)
+    torch = sys.modules.get("torch")
+    gradients = torch is None or torch.is_grad_enabled()
     for stream in streams:
         with suppress(AttributeError, TypeError):
             stream.close = stream.flush  # type: ignore[method-assign]
@@ -150,28 +153,13 @@ def unharmed() -> Iterator[None]:
             with suppress(AttributeError, TypeError):
                 del stream.close
         for descriptor, copy in kept.items():
-            if not _is_open(descriptor) or not os.path.samestat(os.fstat(descriptor), os.fstat(copy)):
-                os.dup2(copy, descriptor)
+            os.dup2(copy, descriptor)
             os.close(copy)
         sys.stdout, sys.stderr = streams
         with suppress(OSError):
             os.chdir(where)
-        if _gradients() is not gradients and (torch := sys.modules.get("torch")) is not None:
+        if (torch := sys.modules.get("torch")) is not None:
             torch.set_grad_enabled(gradients)
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
-def _gradients() -> bool:
-    """Whether gradients are on in this thread. They are where torch is not loaded yet."""
-    torch = sys.modules.get("torch")
-    return True if torch is None else bool(torch.is_grad_enabled())
 
 
 def _of_trl(name: str, function: Callable[..., Any]) -> str:

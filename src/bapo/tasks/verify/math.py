@@ -196,7 +196,11 @@ def _read(text: str) -> _Answer:
     if clock and clock[3]:
         hour, half = f"{int(clock[1])}:{clock[2]}", clock[3].lower()
         return _Answer(f"{hour} {half}m", words=True, clock=(hour, half))
-    if _is_words(text, shown):
+    if (
+        _WRAPPED.fullmatch(text.strip())
+        or _CHOICE.fullmatch(shown)
+        or (_WORDS.fullmatch(shown) and _LETTERS.search(shown))
+    ):
         return _Answer(shown, words=True)
     if _CHANGED.search(shown) or _APART.search(shown):
         return _Answer(shown, misread=True)
@@ -286,11 +290,6 @@ def _number(shown: str) -> Fraction | None:
     if parts is None or not (parts[2] or parts[3]):
         return None
     return Fraction(f"{parts[1]}{(parts[2] or '0').replace(',', '')}.{parts[3] or '0'}e{parts[4] or 0}")
-
-
-def _is_words(text: str, shown: str) -> bool:
-    wrapped = _WRAPPED.fullmatch(text.strip()) or _CHOICE.fullmatch(shown)
-    return wrapped is not None or (_WORDS.fullmatch(shown) is not None and _LETTERS.search(shown) is not None)
 
 
 def _parse(text: str, *more: Any) -> Any:

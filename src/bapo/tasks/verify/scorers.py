@@ -46,9 +46,8 @@ def check_answers(problems: Sequence[Problem], reward: str) -> None:
         answers = problem.answer if isinstance(problem.answer, list) and problem.answer else [problem.answer]
         if not all(isinstance(answer, str | int | float) and not isinstance(answer, bool) for answer in answers):
             raise ValueError(
-                f"problem {problem.id} ({problem.source}) has the reference answer {problem.answer!r}, which is "
-                "neither text nor number, so reward='math' cannot compare with it. Name another answer_column, or set "
-                "reward to a module:function that can."
+                f"problem {problem.id} ({problem.source}) has the reference answer {problem.answer!r}, neither text "
+                "nor number, so reward='math' cannot compare with it. Name another answer_column or a module:function."
             )
 
 
@@ -66,8 +65,7 @@ def open_scorer(
         return function.scores, function.close
     if find_spec("math_verify") is None:
         raise ValueError(
-            "reward='math' needs math-verify, which is not installed. Install it with `pip install 'bapo[math]'`, or "
-            "name a function of your own as module:function."
+            "reward='math' needs math-verify. Install it with `pip install 'bapo[math]'`, or name a module:function."
         )
     verifier = f"bapo.tasks.verify.math:{'verify_thinking' if opens_thinking else 'verify'}"
     pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)

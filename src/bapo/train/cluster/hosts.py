@@ -27,7 +27,8 @@ from bapo.models.bits import fingerprint, unpacked
 from bapo.models.export import write_model
 from bapo.models.layers import LoraSettings, merging
 from bapo.models.loading import directory_of
-from bapo.rollout.engine import Engine, Request, Sampling, Segment, engine_for
+from bapo.rollout.engine import Engine, Request, Sampling, Segment
+from bapo.rollout.local.engine import engine_for
 from bapo.rollout.worker import Worker, probe
 from bapo.train.cluster.ray import Hello, introduced, node_address, node_name
 from bapo.train.cluster.weights import Parcel, Probe, pack
