@@ -47,7 +47,7 @@ from workload import TINY, Peak, Report, Sizes, make_model, timed
 from bapo.learn import head, optimizer
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
-from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.layers import LoraSettings, add_lora
 from bapo.rollout.engine import Engine, Request, Sampling, generate
 from bapo.types import Group
 

@@ -9,7 +9,7 @@ from bapo.learn.fsdp import ShardedLearner, gathered
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.ranks import join, leave
-from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.layers import LoraSettings, add_lora
 from bapo.types import Group, Problem, Status, Trajectory
 from tests.tiny.models import VOCABULARY, tiny
 

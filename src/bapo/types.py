@@ -155,6 +155,13 @@ def increased(totals: Totals, **more: int) -> Totals:
     return replace(totals, **{name: getattr(totals, name) + value for name, value in more.items()})
 
 
+def refuse(*cases: tuple[object, str]) -> None:
+    """Raise a ValueError with the message of the first case whose condition holds. All messages are made beforehand."""
+    for wrong, message in cases:
+        if wrong:
+            raise ValueError(message)
+
+
 def batches_per_pass(groups: int, batch_groups: int) -> int:
     """Updates in one pass over this many groups: the groups over the batch size, rounded, and at least one."""
     return max(1, math.floor(groups / batch_groups + 0.5))

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.layers import LoraSettings, add_lora
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.cuda.graphs import Pool
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.in_process import engine_for
-from bapo.rollout.local.engine import LocalEngine
+from bapo.rollout.local.engine import LocalEngine, engine_for
 from bapo.types import Status
 from tests.rollouts import (
     assert_matches_teacher_forcing,

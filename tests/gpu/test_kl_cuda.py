@@ -9,7 +9,7 @@ import torch
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.reference import Reference, initial
-from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.layers import LoraSettings, add_lora
 from tests.tiny.models import tiny
 from tests.tiny.runs import assert_resumes_bit_for_bit
 from tests.unit.test_learner import sampled_groups

@@ -13,7 +13,7 @@ from bapo.learn.fused.layer import fused_forwards
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.optimizer import FlatOptimizer, _can_be_flat
-from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.layers import LoraSettings, add_lora
 from tests.tiny.batches import batch_of, flat_batch, on_cuda
 from tests.tiny.models import tiny
 from tests.tiny.runs import assert_resumes_bit_for_bit

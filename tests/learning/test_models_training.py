@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo.models import load_policy
-from bapo.models.lora import LoraSettings
+from bapo.models.layers import LoraSettings
 from bapo.tasks.countdown import Countdown
 from bapo.train import build as build_module
 from bapo.train.run import resume, start

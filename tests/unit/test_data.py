@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.data.problems import LoadReport, fingerprint, load_problems, within, without_overlap
-from bapo.tasks.data.prompts import BOXED, fill
+from bapo.tasks.data.problems import LoadReport, fill, fingerprint, load_problems, within, without_overlap
+from bapo.tasks.data.sources import BOXED
 from bapo.tasks.task import DataTask, ProblemStream, Task
 from bapo.types import Problem, Score
 
@@ -410,5 +410,5 @@ def test_training_on_test_problems_is_refused_and_can_be_undone(tmp_path):
     assert len(DataTask(kept, test, length_scorer).train) == 2
     # problems from elsewhere have other ids: their text is compared
     assert len(without_overlap([problem("x", f"q  {BOXED}")], [problem("y", "q")])[1]) == 1
-    with pytest.raises(ValueError, match="two training problems have the same id 'a'"):
+    with pytest.raises(ValueError, match=r"two training problems have the same id \['a'\]"):
         DataTask([problem("a", "p"), problem("a", "q")], [], length_scorer)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bapo.tasks.data.problems import load_demonstrations
-from bapo.tasks.data.prompts import BOXED
+from bapo.tasks.data.sources import BOXED
 
 REAL = Path(__file__).parents[1] / "data" / "problems"
 

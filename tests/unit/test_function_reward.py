@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo.tasks.verify.function import FunctionReward
+from bapo.tasks.verify.scorers import FunctionReward
 from bapo.types import Problem, Score
 
 PROBLEM = Problem("p", "2+2=", "4", extra={"level": 3})

@@ -15,8 +15,7 @@ from bapo.learn.fused.kernels import attention
 from bapo.learn.fused.kernels.attention import Tile, Tiles, attend, attend_backward, blocks_of, plan_of
 from bapo.learn.fused.layer import fused_forwards, try_attention, unsupported
 from bapo.learn.fused.linear import adjacent, stacked
-from bapo.models.layers import without_additions
-from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.layers import LoraSettings, add_lora, without_additions
 from tests.tiny.batches import flat_batch
 from tests.tiny.models import tiny
 

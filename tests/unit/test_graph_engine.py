@@ -15,8 +15,7 @@ from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.cuda.graphs import Pool, batch_sizes
 from bapo.rollout.cuda.kernels.sampling import sample
 from bapo.rollout.engine import Request, Sampling
-from bapo.rollout.in_process import engine_for
-from bapo.rollout.local.engine import LocalEngine
+from bapo.rollout.local.engine import LocalEngine, engine_for
 from bapo.types import Status
 from tests.rollouts import (
     assert_matches_teacher_forcing,

@@ -13,7 +13,7 @@ from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.state import FINGERPRINT, restore_weights, trained_weights
 from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
-from bapo.models.lora import LoraSettings, add_lora, merged_weights, merging
+from bapo.models.layers import LoraSettings, add_lora, merged_weights, merging
 from bapo.rollout.cuda.decoder import Decoder, unsupported
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.engine import Request, Sampling
@@ -186,8 +186,9 @@ def test_the_fused_engine_holds_the_merged_weights(taught, name, dtype):
     decoder.load(reversed(weights))  # in any order
     expected = merged_weights(model)
     for place, tensor in decoder._places.items():
-        assert torch.equal(tensor, expected[place.replace(".base_layer", "")])
-    moved = sum(not torch.equal(decoder._places[key], weight) for key, weight in weights if key in decoder._places)
+        assert torch.equal(tensor, expected[place])
+    own = {key.replace(".base_layer.", "."): weight for key, weight in weights if "lora_" not in key}
+    moved = sum(not torch.equal(place, own[key]) for key, place in decoder._places.items())
     assert moved == 7 * model.config.num_hidden_layers
 
 
@@ -227,7 +228,7 @@ def test_the_fused_engine_refuses_a_second_set_of_additions(published):
 def test_an_engine_without_some_additions_is_not_used(published):
     model = loaded(published["smollm2"]).model
     decoder = Decoder(model)
-    with pytest.raises(ValueError, match=r"1 weights were not loaded .*q_proj\.base_layer\.weight"):
+    with pytest.raises(ValueError, match=r"1 weights were not loaded .*q_proj\.weight"):
         decoder.load(
             (key, weight) for key, weight in model.named_parameters() if "0.self_attn.q_proj.lora_B" not in key
         )
@@ -258,7 +259,7 @@ def test_merging_one_by_one_is_merging_at_once():
         if "lora_B" in name:
             weight.data = torch.randn(weight.shape, generator=generator)
     at_once = merged_weights(model)
-    one_by_one = dict(merging(((name, weight.detach()) for name, weight in model.named_parameters()), settings))
+    one_by_one = dict(merging(((name, weight.detach()) for name, weight in model.named_parameters()), settings.scale))
     assert one_by_one.keys() <= at_once.keys()
     assert at_once.keys() - one_by_one.keys() <= {"lm_head.weight"}  # tied: it is the embedding
     for name, weight in one_by_one.items():

@@ -12,7 +12,7 @@ from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
 from bapo.learn.reference import Reference, initial
-from bapo.models.lora import LoraSettings, add_lora
+from bapo.models.layers import LoraSettings, add_lora
 from bapo.types import group_from_state, group_state
 from tests.rounding import carried
 from tests.unit.test_learner import CPU, model, sampled_groups

@@ -115,9 +115,9 @@ def small():
 
 def sit(pool, requests, *, budget=None, stretch=2, keep=False, kept=None, deadline=None, prefill_tokens=20):
     """One sitting, collected to its end. Returns a segment per request, and what is kept."""
-    sitting = Sitting(
-        pool, requests, budget=budget, stretch=stretch, prefill_tokens=prefill_tokens, keep=keep, kept=dict(kept or {})
-    )
+    budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
+    how = {"stretch": stretch, "prefill_tokens": prefill_tokens, "keep": keep, "kept": dict(kept or {})}
+    sitting = Sitting(pool, list(requests), budget=budget, **how)
     parts = {request.id: [] for request in requests}
     while not all(listed and listed[-1].status is not None for listed in parts.values()):
         sitting.work(deadline)
@@ -156,7 +156,7 @@ def test_every_response_is_what_it_is_alone_whatever_waits_parks_or_shares(load,
             assert segment.logprobs == [-float(position) for position in positions]
             had[request.id] += segment.tokens
         ends = {request.id: segment.status for request, segment in zip(going, segments, strict=True)}
-        assert pool.pages.free + sum(pool.pages.held(slot) for slot in kept.values()) >= pages
+        assert pool.pages.free + np.count_nonzero(pool.pages.table[list(kept.values())]) >= pages
         going = [
             replace(
                 request,

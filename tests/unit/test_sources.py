@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from bapo.tasks.data.problems import load_problems
-from bapo.tasks.data.prompts import BOXED
 from bapo.tasks.data.rows import hub_rows, read_rows
-from bapo.tasks.data.sources import BENCHMARKS, Source, resolve, source_rows
+from bapo.tasks.data.sources import BENCHMARKS, BOXED, resolve, source_rows
 
 REAL = Path(__file__).parents[1] / "data" / "problems"
 
@@ -52,10 +51,8 @@ def test_names_of_the_hub(name, hub, config, split):
 
 def test_every_benchmark_asks_for_a_box():
     for name, benchmark in BENCHMARKS.items():
-        assert resolve(name) == Source(
-            label=name, named=True, template="{prompt} " + BOXED, hub=benchmark.hub, config=benchmark.config,
-            split=benchmark.split,
-        )  # fmt: skip
+        assert resolve(name) == benchmark
+        assert (benchmark.label, benchmark.named, benchmark.template) == (name, True, "{prompt} " + BOXED)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,9 @@ def test_what_leads_nowhere_is_refused(name):
 
 @pytest.mark.parametrize("name", ["~no_such_user/x.jsonl", "~no_such_user/x:train", "mine=~no_such_user/x.jsonl"])
 def test_a_home_that_does_not_exist_is_refused(name):
-    with pytest.raises(ValueError, match=r"data source '~no_such_user/x.* Write the whole path"):
+    with pytest.raises(
+        ValueError, match=r"data source '~no_such_user/x.* home directory\. Give .* put \./ before a name"
+    ):
         resolve(name)
 
 

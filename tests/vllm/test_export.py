@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bapo.models.export import save_policy
+from bapo.models.layers import LoraSettings
 from bapo.models.loading import load_policy
-from bapo.models.lora import LoraSettings
 
 PYTHON, MODEL = os.environ.get("BAPO_VLLM_PYTHON"), os.environ.get("BAPO_SMOLLM2")
 pytestmark = pytest.mark.skipif(not (PYTHON and MODEL), reason="needs BAPO_VLLM_PYTHON and BAPO_SMOLLM2")

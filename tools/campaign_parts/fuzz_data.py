@@ -234,7 +234,7 @@ def _act() -> Any:
 
 
 def _function(case: tuple[Any, str, bool], inside: Path) -> None:
-    from bapo.tasks.verify.function import FunctionReward
+    from bapo.tasks.verify.scorers import FunctionReward
     from bapo.types import Problem
 
     deed, text, is_async = case

@@ -8,8 +8,6 @@ rebuilds both in a clone. This module loads nothing. It only says where the file
 from importlib.resources import files
 from pathlib import Path
 
-__all__ = ["MAX_RESPONSE_TOKENS", "model_path"]
-
 MAX_RESPONSE_TOKENS = 64
 """The length limit of the warm start. A search that finds nothing runs up to this limit."""
 

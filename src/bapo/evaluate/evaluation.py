@@ -40,8 +40,8 @@ from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.bits import fingerprint, packed
 from bapo.process import stops
 from bapo.rollout.engine import Engine, Sampling
-from bapo.rollout.in_process import engine_for
-from bapo.rollout.requests import max_positions
+from bapo.rollout.local.engine import engine_for
+from bapo.rollout.sittings import max_positions
 from bapo.screen.terminal import write_line
 from bapo.screen.watch import Tell
 from bapo.tasks.countdown import Countdown

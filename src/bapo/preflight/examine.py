@@ -28,8 +28,7 @@ from bapo.core.settings import OBJECTIVE_OPTIONS
 from bapo.demo import model_path
 from bapo.runs.write import why_not_out
 from bapo.tasks.data.problems import Demonstration, LoadReport, load_demonstrations, load_problems, without_overlap
-from bapo.tasks.verify.function import FunctionReward
-from bapo.tasks.verify.scorers import MATH, check_answers
+from bapo.tasks.verify.scorers import MATH, FunctionReward, check_answers
 from bapo.types import Problem
 
 WRITTEN = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.")

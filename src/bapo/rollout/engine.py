@@ -10,8 +10,6 @@ engine stamps its version on every token, so there is never a doubt about which 
 `generate` are this loop, for callers that wait.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,28 +73,23 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The version of the weights it samples with; NOTHING_LOADED before the first `load`."""
-        ...
 
     @property
     def draws_by_position(self) -> bool:
         """Whether token i of a response is drawn with the random number of (seed, i), so that equal distributions give
         equal tokens, whatever else is sampled. If not, a resumed run does not repeat an uninterrupted one.
         """
-        ...
 
     @property
     def gives_entropies(self) -> bool:
         """Whether segments contain the entropy of every distribution that was sampled from."""
-        ...
 
     @property
     def continuous(self) -> bool:
         """Whether `submit` may be called while others are under way."""
-        ...
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+    def load(self, weights: Iterable[tuple[str, "Tensor"]], *, version: int) -> None:
         """Sample with these weights from now on. Nothing may be under way: park and collect first."""
-        ...
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         """Start work on these requests, first come first served. If others are under way, only a `continuous` engine
@@ -105,7 +98,6 @@ class Engine(Protocol):
         After `token_budget` tokens, all unfinished responses are parked. If any request is invalid, this call raises
         and starts none of them.
         """
-        ...
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
         """Return (request id, segment) for everything sampled since the last call.
@@ -114,11 +106,9 @@ class Engine(Protocol):
         longer than `timeout` seconds; None waits until all work is done. An engine in this process does its work inside
         this call.
         """
-        ...
 
     def park(self) -> None:
         """Stop work. The next `collect` returns every unfinished response as PARKED."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ number generators", 2014) read at random access, with k the golden-ratio increme
 It is a good mixer, not a cryptographic one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

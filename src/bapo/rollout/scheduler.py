@@ -37,15 +37,24 @@ A run is made of three verbs. A caller that does not wait for its engines can ca
 Nothing here waits or runs in parallel: `run` returns when the engine has done its work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from bapo.rollout.engine import Engine, Request, Sampled, Sampling, Segment, TellSampled, sampled
 from bapo.rollout.randomness import response_seed
-from bapo.types import Group, Problem, Record, Status, Trajectory, group_from_state, group_state, increased, nothing
+from bapo.types import (
+    Group,
+    Problem,
+    Record,
+    Status,
+    Trajectory,
+    group_from_state,
+    group_state,
+    increased,
+    nothing,
+    refuse,
+)
 
 
 @dataclass(frozen=True)
@@ -96,94 +105,70 @@ class _Run:
     begun: set[int]
     """Responses that had tokens when the run began, by id()."""
     rested: bool = False
-    """Whether it has asked for all responses that are not due. Groups can become due by that."""
+    """Whether it has asked for the responses that are not due. Sampling them can make their groups due."""
     forced: set[tuple[int, bool]] = field(default_factory=set)
-    """Responses asked for because their group is due, by id(), before and after the rest: at most once each."""
+    """Responses asked for because their group is due, by id(), each with what `rested` was then. None comes twice."""
     resumed: set[int] = field(default_factory=set)
     """Responses in `begun` that have been given tokens in this run."""
 
 
 def new_group(id: int, problem: Problem, prompt_ids: Sequence[int], *, responses: int, seed: int) -> Group:
     """A group of empty responses to one problem, each with its own seed, from (run seed, group id, index)."""
-    if responses < 1:
-        raise ValueError(f"responses={responses} makes an empty group {id}. Set responses >= 1.")
-    if not prompt_ids:
-        raise ValueError(f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token.")
+    refuse(
+        (responses < 1, f"responses={responses} makes an empty group {id}. Set responses >= 1."),
+        (not prompt_ids, f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token."),
+    )
     return Group(
         id=id,
         problem=problem,
-        trajectories=[
-            Trajectory(prompt=list(prompt_ids), seed=response_seed(seed, id, index)) for index in range(responses)
-        ],
+        trajectories=[Trajectory(list(prompt_ids), response_seed(seed, id, index)) for index in range(responses)],
     )
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Keeps the groups in progress and decides, run by run, which of their responses are continued."""
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        max_response_tokens: int,
-        token_budget: int | None = None,
-        max_age: int | None = None,
-        over_age: Literal["finish", "drop"] = "finish",
-        versions_per_run: int = 1,
-        record: Record = nothing,
-    ) -> None:
-        """`token_budget`: tokens per run; with None, every response is completed in the first run after its admission.
-        `max_age`: the bound A of this module; None for no bound. `versions_per_run`: the most updates between two runs.
-        `record` is told which groups come and go.
-        """
-        if max_response_tokens < 1:
-            raise ValueError(f"max_response_tokens={max_response_tokens} allows no response. Set it to 1 or more.")
-        if token_budget is not None and token_budget < 1:
-            raise ValueError(
-                f"token_budget={token_budget} would never finish anything. Set it to 1 or more, or to None."
-            )
-        if max_age is not None and max_age < 0:
-            raise ValueError(f"max_age={max_age} is negative; 0 is on-policy. Set it to 0 or more, or to None.")
-        if over_age not in ("finish", "drop"):
-            raise ValueError(f"over_age={over_age!r} is not a policy. Set 'finish' or 'drop'.")
-        if versions_per_run < 1:
-            raise ValueError(
-                f"versions_per_run={versions_per_run}: the learner advances between runs. Set it to 1 or more."
-            )
-        self.sampling = sampling
-        self.max_response_tokens = max_response_tokens
-        self.token_budget = token_budget
-        self.max_age = max_age
-        self.over_age = over_age
-        self.versions_per_run = versions_per_run
-        self.record = record
+    sampling: Sampling
+    _: KW_ONLY
+    max_response_tokens: int
+    token_budget: int | None = None
+    """Tokens per run; with None, every response is completed in the first run after its admission."""
+    max_age: int | None = None
+    """The bound A of this module; None for no bound."""
+    over_age: Literal["finish", "drop"] = "finish"
+    versions_per_run: int = 1
+    """The most updates between two runs."""
+    record: Record = nothing
+    """It is told which groups come and go."""
+
+    def __post_init__(self) -> None:
+        most, budget, versions = self.max_response_tokens, self.token_budget, self.versions_per_run
+        refuse(
+            (most < 1, f"max_response_tokens={most} allows no response. Set it to 1 or more."),
+            (budget is not None and budget < 1, f"token_budget={budget} would never finish anything. Set 1 or more."),
+            ((self.max_age or 0) < 0, f"max_age={self.max_age} is negative; 0 is on-policy. Set 0 or more, or None."),
+            (self.over_age not in ("finish", "drop"), f"over_age={self.over_age!r} is neither 'finish' nor 'drop'."),
+            (versions < 1, f"versions_per_run={versions}: the learner advances between runs. Set it to 1 or more."),
+        )
         self._groups: dict[int, Group] = {}
         self._version: int | None = None
-        self._next_id = 0
+        self._next_id = self._next_request = 0
         self._totals = SchedulerMetrics()
         self._run: _Run | None = None
-        self._next_request = 0
         self._under_way: dict[int, Trajectory] = {}
         """Responses by the id of the request that continues them."""
 
     def admit(self, groups: Iterable[Group]) -> None:
         """Take in new groups, which the next run may sample. Ids must increase: they are the order of admission."""
         for group in groups:
-            if group.id < self._next_id:
-                raise ValueError(
-                    f"group {group.id} (problem {group.problem.id!r}) comes after group {self._next_id - 1}; ids are "
-                    "running numbers that decide which group goes first. Number groups in the order they are drawn."
-                )
-            if not group.trajectories:
-                raise ValueError(
-                    f"group {group.id} (problem {group.problem.id!r}) has no responses. Give it at least one."
-                )
-            for index, trajectory in enumerate(group.trajectories):
-                if trajectory.tokens or trajectory.status is not Status.PARKED:
-                    raise ValueError(
-                        f"response {index} of group {group.id} is {trajectory.status} with {len(trajectory.tokens)} "
-                        "tokens; only new responses are admitted. Use load_state_dict to continue a saved scheduler."
-                    )
+            who, last = f"group {group.id} (problem {group.problem.id!r})", self._next_id - 1
+            begun = [t for t in group.trajectories if t.tokens or t.status is not Status.PARKED]
+            refuse(
+                (group.id <= last, f"{who} comes after group {last}. Number groups in the order they are drawn."),
+                (not group.trajectories, f"{who} has no responses. Give it at least one."),
+                (begun, f"{who} has responses that were begun. Only load_state_dict continues those."),
+            )
             self._groups[group.id] = group
             self._next_id = group.id + 1
             self.record("admitted", group.id)
@@ -195,16 +180,19 @@ class Scheduler:
         with how far the run is.
         """
         self._run, self._under_way = None, {}  # of a run that failed
-        self._begin(engine.version)
+        before = self._begin(engine.version).before.sampled_tokens
         asked = len(self._unfinished())
-        while work := self.requests(engine.version):
+
+        def report() -> None:
             if tell is not None:
-                tell(self._progress(asked))
+                tell(Sampled(asked - len(self._unfinished()), asked, self._totals.sampled_tokens - before))
+
+        while work := self.requests(engine.version):
+            report()
             for collected in sampled(engine, work.requests, self.sampling, token_budget=work.token_budget):
                 for request, segment in collected:
                     self.accept(request, segment)
-                if tell is not None:
-                    tell(self._progress(asked))
+                report()
         return self.take()
 
     def requests(self, version: int) -> Work | None:
@@ -213,12 +201,12 @@ class Scheduler:
         Responses under way are not asked for again. The first call after `take` begins a run and gives up the groups
         that are too old for it.
         """
-        self._begin(version)
-        run = self._run
-        assert run is not None
-        due = (group for group in self._groups.values() if self._due(group, version))
-        chosen = self._idle(trajectory for group in due for trajectory in _parked(group))
-        chosen = [trajectory for trajectory in chosen if (id(trajectory), run.rested) not in run.forced]
+        run = self._begin(version)
+        due: list[Trajectory] = []  # of groups for which this run is the last chance
+        if self.over_age == "finish":
+            late = version + self.versions_per_run
+            due = [t for group in self._groups.values() if self._too_old(group, late) for t in _parked(group)]
+        chosen = [t for t in self._idle(due) if (id(t), run.rested) not in run.forced]
         if chosen:
             run.forced |= {(id(trajectory), run.rested) for trajectory in chosen}
             self._count(forced=len(chosen))
@@ -227,9 +215,8 @@ class Scheduler:
             return None
         run.rested = True
         chosen = sorted(self._idle(self._unfinished()), key=lambda trajectory: not trajectory.tokens)
-        left = None
-        if self.token_budget is not None:
-            left = self.token_budget - (self._totals.sampled_tokens - run.before.sampled_tokens)
+        sampled_tokens = self._totals.sampled_tokens - run.before.sampled_tokens
+        left = None if self.token_budget is None else self.token_budget - sampled_tokens
         if chosen and (left is None or left > 0):
             return Work([self._request(trajectory) for trajectory in chosen], left)
         return self.requests(version)
@@ -257,10 +244,9 @@ class Scheduler:
         _give_up(g for g in self._groups.values() if any(t.status is Status.DROPPED for t in g.trajectories))
         finished = self._take(Status.STOPPED, Status.TRUNCATED)
         dropped = self._take(Status.DROPPED)
-        for group in finished:
-            self.record("finished", group.id)
-        for group in dropped:
-            self.record("dropped", group.id)
+        for event, groups in (("finished", finished), ("dropped", dropped)):
+            for group in groups:
+                self.record(event, group.id)
         before = self._totals if self._run is None else self._run.before
         self._count(
             returned_tokens=_tokens(finished),
@@ -273,8 +259,8 @@ class Scheduler:
         self._run = None
         return Rollout(finished, dropped, self.since(before))
 
-    def _begin(self, version: int) -> None:
-        """Begin a run unless one is under way, and give up the groups that are too old for it."""
+    def _begin(self, version: int) -> _Run:
+        """The run under way. If there is none, it begins, and gives up the groups that are too old for it."""
         if self._version is not None and version < self._version:
             raise ValueError(
                 f"version={version} is older than the last run's {self._version}, but versions never decrease along "
@@ -284,11 +270,7 @@ class Scheduler:
             begun = {id(trajectory) for trajectory in self._idle(self._unfinished()) if trajectory.tokens}
             self._version, self._run = version, _Run(self._totals, begun)
             _give_up(group for group in self._groups.values() if self._too_old(group, version))
-
-    def _progress(self, asked: int) -> Sampled:
-        assert self._run is not None
-        tokens = self._totals.sampled_tokens - self._run.before.sampled_tokens
-        return Sampled(asked - len(self._unfinished()), asked, tokens)
+        return self._run
 
     def _request(self, trajectory: Trajectory) -> Request:
         """A request to continue this response, which is under way from now on."""
@@ -330,8 +312,7 @@ class Scheduler:
         self._version = state["version"]
         self._next_id = state["next_id"]
         self._totals = SchedulerMetrics(**state["totals"])
-        groups = [group_from_state(saved) for saved in state["groups"]]
-        self._groups = {group.id: group for group in groups}
+        self._groups = {group.id: group for group in map(group_from_state, state["groups"])}
         self._run, self._under_way = None, {}
 
     def _unfinished(self) -> list[Trajectory]:
@@ -346,17 +327,9 @@ class Scheduler:
     def _too_old(self, group: Group, version: int) -> bool:
         return self.max_age is not None and group.oldest is not None and version - group.oldest > self.max_age
 
-    def _due(self, group: Group, version: int) -> bool:
-        """Whether this run is the group's last chance."""
-        return self.over_age == "finish" and self._too_old(group, version + self.versions_per_run)
-
     def _take(self, *statuses: Status) -> list[Group]:
         """Remove and return the groups whose responses all have one of these statuses."""
-        taken = [
-            group
-            for group in self._groups.values()
-            if all(trajectory.status in statuses for trajectory in group.trajectories)
-        ]
+        taken = [g for g in self._groups.values() if all(t.status in statuses for t in g.trajectories)]
         for group in taken:
             del self._groups[group.id]
         return taken
@@ -367,11 +340,8 @@ class Scheduler:
     def _levels(self) -> dict[str, int]:
         unfinished = self._unfinished()
         parked = sum(1 for trajectory in unfinished if trajectory.tokens)
-        return {
-            "parked": parked,
-            "waiting": len(unfinished) - parked,
-            "held_tokens": _tokens(self._groups.values()),
-        }
+        held = _tokens(self._groups.values())
+        return {"parked": parked, "waiting": len(unfinished) - parked, "held_tokens": held}
 
 
 def _parked(group: Group) -> list[Trajectory]:

@@ -1,9 +1,10 @@
-"""What the engines of this process have in common: each `submit` begins a sitting, and `collect` works on it."""
+"""What engines share: the requests and weights that all of them refuse, and the verbs of those in this process.
 
-from __future__ import annotations
+An engine in this process does its work in sittings: each `submit` begins one, and `collect` works on it.
+"""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +13,103 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
-from bapo.rollout.requests import check_engine_sizes, check_idle, check_requests, max_positions
+from bapo.types import refuse
+
+
+def max_positions(model: Any) -> int | None:
+    """The longest sequence that a transformers model is made for; None if its config does not say."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(positions) if positions else None
+
+
+@torch.no_grad()
+def copy_weights(weights: Iterable[tuple[str, Tensor]], places: Mapping[str, Tensor]) -> None:
+    """Copy every weight to its place, by name. A weight that already lies there is not copied.
+
+    All places must be filled, because an engine with some old weights would sample from a policy that never existed.
+    """
+    missing = set(places)
+    for name, tensor in weights:
+        if name not in places:
+            raise ValueError(
+                f"the engine has no place for the weight {name!r}: model or head have changed. Build a new engine."
+            )
+        if tensor.shape != (shape := places[name].shape):
+            raise ValueError(
+                f"the weight {name!r} has shape {tuple(tensor.shape)}, but the engine was built for {tuple(shape)}. "
+                "Build a new engine."
+            )
+        if tensor.data_ptr() != places[name].data_ptr():
+            places[name].copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(
+            f"{len(missing)} weights were not loaded ({min(missing)!r}, for example), so the engine would sample with "
+            "old ones. Load all weights, or build a new engine if a head was tied or untied since."
+        )
+
+
+def check_engine_sizes(slots: int, prefill_tokens: int) -> None:
+    """Refuse sizes that would let nothing be sampled."""
+    refuse(
+        (slots < 1, f"slots={slots} leaves no room to sample in. Set slots >= 1."),
+        (prefill_tokens < 1, f"prefill_tokens={prefill_tokens} lets no context in. Set prefill_tokens >= 1."),
+    )
+
+
+def check_idle(under_way: object | None, verb: str) -> None:
+    """Refuse a verb while requests are under way."""
+    if under_way is not None:
+        raise RuntimeError(f"{verb} was called while requests are under way. First park and collect them.")
+
+
+def check_requests(
+    requests: Sequence[Request], sampling: Sampling, token_budget: int | None, *, positions: int | None, version: int
+) -> None:
+    """Refuse requests that cannot be sampled, and name them."""
+    if version < 0:
+        raise RuntimeError("the engine has no weights yet. Call load(weights, version=...) before submit.")
+    heat = f"sampling.temperature={sampling.temperature}"
+    ids = {request.id for request in requests}
+    refuse(
+        (not sampling.temperature >= 0, f"{heat} is not a temperature. Set it to 0 (greedy) or a positive number."),
+        (
+            (token_budget or 0) < 0,
+            f"token_budget={token_budget} is negative. Set it to 0 or more, or None for no limit.",
+        ),
+        (len(ids) < len(requests), "two requests have the same id, but their segments go by it. Use unique ids."),
+    )
+    for index, request in enumerate(requests):
+        known, more = len(request.context), request.max_new_tokens
+        most = known + more if positions is None else positions
+        who = f"request {index} (seed {request.seed})"
+        refuse(
+            (not known, f"{who} has an empty context. Begin it with a beginning-of-sequence token."),
+            (
+                more < 1,
+                f"{who} has max_new_tokens={more}, so it may not grow. Set max_new_tokens >= 1, or leave it out.",
+            ),
+            (
+                known + more > most,
+                f"{who} may grow to {known + more} tokens ({known} of context and max_new_tokens={more}), but the "
+                f"model has {most} positions. Lower max_new_tokens to {most - known}, shorten the prompt, or use a "
+                "model with a longer context.",
+            ),
+        )
+
+
+class NonFiniteLogits(FloatingPointError, ValueError):  # noqa: N818
+    """The model gives logits that no token can be drawn from."""
+
+
+def non_finite(requests: Sequence[Request], index: int, position: int) -> NonFiniteLogits:
+    """The error for logits that no token can be drawn from."""
+    request = requests[index]
+    return NonFiniteLogits(
+        f"the model gave non-finite logits for request {index} (seed {request.seed}, context of "
+        f"{len(request.context)} tokens) at response position {position}, so no token can be drawn. "
+        "Look for NaN or infinite weights after the last update: lower learn.lr, or sample in a wider dtype."
+    )
 
 
 class InProcessEngine:
@@ -21,6 +118,13 @@ class InProcessEngine:
     draws_by_position = True
     gives_entropies = True
     continuous = False
+
+    _fill: Callable[[Iterable[tuple[str, Tensor]]], None]
+    """Puts the weights where the engine reads them."""
+    _sit_down: Callable[[list[Request], Sampling, int], Any]
+    """A sitting with these requests and this token budget."""
+    _working: Callable[[Any], AbstractContextManager[Any]]
+    """The context in which a sitting works."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, prefill_tokens: int) -> None:
         check_engine_sizes(slots, prefill_tokens)
@@ -40,7 +144,8 @@ class InProcessEngine:
         """Begin a sitting with these requests."""
         check_idle(self._sitting, "submit")
         check_requests(requests, sampling, token_budget, positions=max_positions(self.model), version=self.version)
-        self._sitting = self._sit_down(requests, sampling, token_budget) if requests else None
+        budget = sum(request.max_new_tokens for request in requests) if token_budget is None else token_budget
+        self._sitting = self._sit_down(list(requests), sampling, budget) if requests else None
 
     @torch.no_grad()  # not inference_mode: buffers that a model rebuilds in a pass must be usable in training
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
@@ -59,15 +164,3 @@ class InProcessEngine:
         """Stop work. The next `collect` returns every unfinished response as PARKED."""
         if self._sitting is not None:
             self._sitting.parked = True
-
-    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Put the weights where the engine reads them."""
-        raise NotImplementedError
-
-    def _sit_down(self, requests: Sequence[Request], sampling: Sampling, token_budget: int | None) -> Any:
-        """A sitting with these requests."""
-        raise NotImplementedError
-
-    def _working(self, sitting: Any) -> AbstractContextManager[Any]:
-        """What surrounds the work of a sitting."""
-        raise NotImplementedError

@@ -22,12 +22,10 @@ tensor that was skipped, a head that stayed as it was, keys and values of an old
 `submit` and `collect`, so it serves every engine, and it sees what any response would be sampled from.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,16 +37,16 @@ PARK_SECONDS = 60.0
 """How long an engine may take to return what it was working on."""
 
 
+@dataclass(eq=False)
 class Worker:
     """An engine with the requests that it is working on."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.waiting: list[Request] = []
-        self.under_way: dict[int, Request] = {}
-        """What each request under way would ask for if it were submitted now."""
-        self.sampling = Sampling()
-        self._found: list[tuple[int, Segment]] = []
+    engine: Engine
+    waiting: list[Request] = field(default_factory=list)
+    under_way: dict[int, Request] = field(default_factory=dict)
+    """What each request under way would ask for if it were submitted now."""
+    sampling: Sampling = field(default_factory=Sampling)
+    _found: list[tuple[int, Segment]] = field(default_factory=list)
 
     def give(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Work on these requests, too, after those that were given before."""
@@ -152,8 +150,8 @@ def probe(
     """
     if len(table) != len(contexts) or not contexts or draws < 1 or not temperature > 0:
         raise ValueError(
-            f"a probe needs one row of the table per context, a positive temperature and at least one draw, but there "
-            f"are {len(table)} rows, {len(contexts)} contexts, temperature {temperature} and {draws} draws."
+            f"a probe needs one row of the table per context and a positive temperature, but got {len(table)} rows, "
+            f"{len(contexts)} contexts, temperature {temperature} and {draws} draws."
         )
     expected = torch.log_softmax(table.double() / temperature, dim=-1)
     requests = [
@@ -172,8 +170,7 @@ def probe(
             f"version: after context {int(rows[worst])} it gave token {int(tokens[worst])} the log-prob "
             f"{float(logprobs[worst]):.4f}, where the learner has {float(expected[rows[worst], tokens[worst]]):.4f}. "
             f"The gaps of {found.tokens} tokens are {found.gap_mean:.2g} in the mean and {found.gap_max:.2g} at most; "
-            f"{mean_tolerance:.2g} and {tolerance:.2g} are allowed for rounding. A weight is wrong or stale. Load the "
-            "weights again; if the gap stays, start the engine again; if it stays then, the engine computes this model "
-            "differently, and another dtype or engine is needed."
+            f"{mean_tolerance:.2g} and {tolerance:.2g} are allowed for rounding. A weight is wrong or stale: load all "
+            "of them again. If the gap stays, start the engine again; then, use another dtype or engine."
         )
     return found

@@ -18,22 +18,21 @@ a hash of the pair and the seed. The first ones are held out, and the next ones 
 disjoint, and the order depends on nothing but the seed.
 """
 
-from __future__ import annotations
-
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import combinations_with_replacement, permutations, product
 
+from bapo.tasks.task import check_sizes
 from bapo.types import Problem, Score
-
-__all__ = ["ALPHABET", "END_MARK", "MAX_NUMBER", "MAX_TARGET", "Countdown", "evaluate", "expressions"]
 
 MAX_NUMBER = 15
 """Given numbers lie between 1 and this."""
 MAX_TARGET = 99
 """Targets lie between 1 and this."""
-OPERATORS = "+-*"
+APPLY: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATORS = "".join(APPLY)
 SEPARATOR = ";"
 END_MARK = "."
 ALPHABET = "0123456789" + OPERATORS + ",=:" + SEPARATOR + END_MARK
@@ -48,22 +47,22 @@ _Pair = tuple[tuple[int, ...], int]  # sorted numbers, target
 class Countdown:
     """The countdown task: problems drawn from a seed, and their verifier."""
 
-    train: Sequence[Problem]
-    test: Sequence[Problem]
-
     def __init__(self, *, train_size: int = 4096, test_size: int = 512, seed: int = 0) -> None:
-        pairs = _all_pairs()
-        for key, size in (("train_size", train_size), ("test_size", test_size)):
-            if size < 0:
-                raise ValueError(f"countdown.{key}={size} is negative. A number of problems must be 0 or more.")
+        pairs: list[_Pair] = [
+            (numbers, target)  # every pair that some expression reaches
+            for numbers in combinations_with_replacement(range(1, MAX_NUMBER + 1), 3)
+            for target in {value for _, value in expressions(numbers)}
+            if 1 <= target <= MAX_TARGET
+        ]
+        check_sizes("countdown", train_size=train_size, test_size=test_size)
         if train_size + test_size > len(pairs):
             raise ValueError(
                 f"countdown.train_size={train_size} and countdown.test_size={test_size} ask for "
                 f"{train_size + test_size} different problems, but only {len(pairs)} exist. Make one of them smaller."
             )
         problems = [_problem(*pair, seed) for pair in sorted(pairs, key=lambda pair: _draw(seed, "order", *pair))]
-        self.test = problems[:test_size]
-        self.train = problems[test_size : test_size + train_size]
+        self.test: Sequence[Problem] = problems[:test_size]
+        self.train: Sequence[Problem] = problems[test_size : test_size + train_size]
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The rewards of many responses. This verifier cannot fail."""
@@ -72,54 +71,30 @@ class Countdown:
     def score(self, problem: Problem, response: str) -> float:
         """1.0 if the chain is closed and its last try solves the problem, otherwise 0.0. No text makes it raise."""
         chain, end_mark, rest = response.partition(END_MARK)
-        if not end_mark or rest:
-            return 0.0
         parts = _TRY.fullmatch(chain.rpartition(SEPARATOR)[2])
-        if parts is None:
+        if not end_mark or rest or parts is None:
             return 0.0
-        first, operator, second, other_operator, third, value = parts.groups()
-        used = (int(first), int(second), int(third))
-        target = problem.answer["target"]
-        solved = (
-            sorted(used) == sorted(problem.answer["numbers"])
-            and int(value) == target
-            and evaluate(used, operator + other_operator) == target
-        )
-        return float(solved)
+        first, one, second, other, third, value = parts.groups()
+        used, target = (int(first), int(second), int(third)), problem.answer["target"]
+        solved = int(value) == target == evaluate(used, one + other)
+        return float(solved and sorted(used) == sorted(problem.answer["numbers"]))
 
 
 def evaluate(numbers: Sequence[int], operators: str) -> int:
     """Value of `a op b op c`: products first, then from left to right."""
     a, b, c = numbers
-    if operators[1] == "*" and operators[0] != "*":
-        return _apply(operators[0], a, b * c)
-    return _apply(operators[1], _apply(operators[0], a, b), c)
+    first, second = (APPLY[name] for name in operators)
+    return first(a, b * c) if operators[1] == "*" != operators[0] else second(first(a, b), c)
 
 
 def expressions(numbers: Sequence[int]) -> list[tuple[str, int]]:
     """Every expression that uses each number exactly once, with its value. Each text comes once, in a fixed order."""
-    found = {}
-    for order in permutations(numbers):
-        for first, second in product(OPERATORS, repeat=2):
-            text = f"{order[0]}{first}{order[1]}{second}{order[2]}"
-            found[text] = evaluate(order, first + second)
-    return list(found.items())
-
-
-def _apply(operator: str, left: int, right: int) -> int:
-    if operator == "*":
-        return left * right
-    return left + right if operator == "+" else left - right
-
-
-def _all_pairs() -> list[_Pair]:
-    """Every (sorted numbers, target) that some expression reaches."""
-    return [
-        (numbers, target)
-        for numbers in combinations_with_replacement(range(1, MAX_NUMBER + 1), 3)
-        for target in sorted({value for _, value in expressions(numbers)})
-        if 1 <= target <= MAX_TARGET
-    ]
+    values = {
+        f"{a}{first}{b}{second}{c}": evaluate((a, b, c), first + second)
+        for a, b, c in permutations(numbers)
+        for first, second in product(OPERATORS, repeat=2)
+    }
+    return list(values.items())
 
 
 def _problem(numbers: tuple[int, ...], target: int, seed: int) -> Problem:

@@ -19,8 +19,6 @@ same fixed hash seed, because a few data sets iterate over sets. If a question d
 fails; it does not give a wrong score.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools
@@ -37,11 +35,10 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from bapo.process.limited import call_once
+from bapo.tasks.task import check_sizes
 from bapo.tasks.verify.final import visible
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Message, Problem, Score
-
-__all__ = ["INSTRUCTION", "Gym", "generate", "verify", "verify_thinking"]
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothing else there."
 """The sentence after every question."""
@@ -58,9 +55,6 @@ FUNCTIONS = (
 class Gym:
     """A task of one or several data sets, given by name, each with its own configuration."""
 
-    train: Sequence[Problem]
-    test: Sequence[Problem]
-
     def __init__(
         self,
         datasets: Mapping[str, Mapping[str, Any]],
@@ -76,14 +70,13 @@ class Gym:
     ) -> None:
         if not datasets:
             raise ValueError("gym names no data set. Name at least one, such as countdown.")
-        for key, size in (("train_size", train_size), ("test_size", test_size)):
-            if size < 0:
-                raise ValueError(f"gym.{key}={size} is negative. A number of problems must be 0 or more.")
+        check_sizes("gym", train_size=train_size, test_size=test_size)
         for name, config in datasets.items():
             check_dataset(name, config)
         recipes = [[name, dict(config)] for name, config in datasets.items()]
         made = call_once("bapo.tasks.gym:generate", recipes, train_size, test_size, seed, seconds=GENERATE_SECONDS)
-        self.train, self.test = ([_problem(item, chat) for item in made[split]] for split in ("train", "test"))
+        self.train: Sequence[Problem] = [_problem(item, chat) for item in made["train"]]
+        self.test: Sequence[Problem] = [_problem(item, chat) for item in made["test"]]
         verifier = f"bapo.tasks.gym:{'verify_thinking' if thinking else 'verify'}"
         self._pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)
 
@@ -105,8 +98,7 @@ def check_dataset(name: str, config: Mapping[str, Any]) -> None:
     for key in ("seed", "size"):
         if key in config:
             raise ValueError(
-                f"gym.{name}.{key}={config[key]} cannot be set: the task sets it, from its own seed and sizes. "
-                "Leave it out."
+                f"gym.{name}.{key}={config[key]} cannot be set: the task's seed and sizes decide. Leave it out."
             )
     try:
         reasoning_gym.create_dataset(name, seed=0, size=1, **config)
@@ -128,7 +120,7 @@ def generate(recipes: list[list[Any]], train_size: int, test_size: int, seed: in
             if wanted == 0:
                 continue  # some data sets refuse to be empty
             origin = {"name": name, "config": config, "seed": _seed(seed, split, name), "size": wanted * MAX_DRAWS}
-            dataset = _dataset(**origin)
+            dataset = _dataset(name, json.dumps(config), origin["seed"], origin["size"])
             found: list[dict[str, Any]] = []
             for index in range(wanted * MAX_DRAWS):
                 if len(found) == wanted:
@@ -147,21 +139,16 @@ def generate(recipes: list[list[Any]], train_size: int, test_size: int, seed: in
     return made
 
 
-def verify(answer: dict[str, Any], response: str) -> Score:
-    """The score of a response. `answer` says how to make the problem again."""
-    return _verify(answer, response, thinking=False)
-
-
 def verify_thinking(answer: dict[str, Any], response: str) -> Score:
     """Like `verify`, for models whose prompt already opens the thinking: only text after </think> can answer."""
-    return _verify(answer, response, thinking=True)
+    return verify(answer, response, thinking=True)
 
 
-def _verify(answer: dict[str, Any], response: str, *, thinking: bool) -> Score:
-    *origin, index, question = (answer[key] for key in ("name", "config", "seed", "size", "index", "question"))
-    dataset = _dataset(*origin)
-    entry = dataset[index]
-    if _fingerprint(entry["question"]) != question:
+def verify(answer: dict[str, Any], response: str, *, thinking: bool = False) -> Score:
+    """The score of a response. `answer` says how to make the problem again."""
+    dataset = _dataset(answer["name"], json.dumps(answer["config"]), answer["seed"], answer["size"])
+    entry = dataset[answer["index"]]
+    if _fingerprint(entry["question"]) != answer["question"]:
         raise RuntimeError(f"{answer['name']} did not make the same question again")
     final = extract_answer(visible(response, thinking=thinking))
     if final is None:
@@ -204,12 +191,8 @@ def _problem(item: dict[str, Any], chat: bool) -> Problem:
     )
 
 
-def _dataset(name: str, config: dict[str, Any], seed: int, size: int) -> Any:
-    return _made_dataset(name, json.dumps(config), seed, size)
-
-
 @functools.lru_cache(maxsize=64)
-def _made_dataset(name: str, config: str, seed: int, size: int) -> Any:
+def _dataset(name: str, config: str, seed: int, size: int) -> Any:
     return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
 
 

@@ -7,18 +7,15 @@
 Nothing here knows anything about models.
 """
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from bapo.tasks.data.problems import without_overlap
-from bapo.types import Problem, Score
-
-__all__ = ["LARGEST_REWARD", "DataTask", "ProblemStream", "Scorer", "Task"]
+from bapo.types import Problem, Score, refuse
 
 Scorer = Callable[[Sequence[tuple[Problem, str]]], list[Score]]
 """Scores many responses, in order. No response text makes it raise."""
@@ -39,7 +36,13 @@ class Task(Protocol):
 
         No response text makes it raise. The same text always gets the same score, unless the verifier itself fails.
         """
-        ...
+
+
+def check_sizes(task: str, **sizes: int) -> None:
+    """Refuse a negative number of problems."""
+    for key, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{task}.{key}={size} is negative. A number of problems must be 0 or more.")
 
 
 class DataTask:
@@ -48,23 +51,19 @@ class DataTask:
     def __init__(self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer) -> None:
         _, shared = without_overlap(train, test)
         if shared:
-            shown = str(shared[0].prompt)[:80]
             raise ValueError(
                 f"{len(shared)} of {len(train)} training problems are test problems too. The first is {shared[0].id} "
-                f"({shared[0].source}): {shown!r}. Scores on them would measure memory, not skill. Remove them from "
-                "one side; bapo.tasks.data.problems.without_overlap removes them from the training side."
+                f"({shared[0].source}): {str(shared[0].prompt)[:80]!r}. Scores on them would measure memory, not "
+                "skill. Remove them, as bapo.tasks.data.problems.without_overlap does."
             )
         for name, problems in (("training", train), ("test", test)):
             counts = Counter(problem.id for problem in problems)
-            if len(counts) < len(problems):
-                repeated, _ = counts.most_common(1)[0]
-                raise ValueError(
-                    f"two {name} problems have the same id {repeated!r}. Ids must be unique within a task; give each "
-                    "problem its own."
-                )
+            twice = [id for id, count in counts.items() if count > 1][:1]
+            refuse((twice, f"two {name} problems have the same id {twice}. Give each problem of a task its own id."))
         self.train, self.test, self.scores = train, test, scorer
 
 
+@dataclass(eq=False)
 class ProblemStream:
     """Endless draws from a set of problems. Every problem comes once per epoch.
 
@@ -72,12 +71,12 @@ class ProblemStream:
     epoch). So the cursor is all the state there is.
     """
 
-    def __init__(self, problems: Sequence[Problem], *, seed: int, cursor: int = 0) -> None:
-        if not problems:
-            raise ValueError("the task has no training problems, so nothing can be drawn. Check its size or its data.")
-        self.problems = problems
-        self.seed = seed
-        self.cursor = cursor
+    problems: Sequence[Problem]
+    seed: int
+    cursor: int = 0
+
+    def __post_init__(self) -> None:
+        refuse((not self.problems, "the task has no training problems, so nothing can be drawn. Check its data."))
         self._epoch, self._order = -1, array("q")
 
     def draw(self, count: int) -> list[Problem]:

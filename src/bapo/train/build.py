@@ -22,7 +22,7 @@ from bapo.learn.reference import Reference, initial
 from bapo.models import Policy, prompt_text
 from bapo.preflight.examine import TaskData, load_task, wrong_options
 from bapo.rollout.engine import Engine, Sampling
-from bapo.rollout.in_process import engine_for
+from bapo.rollout.local.engine import engine_for
 from bapo.rollout.scheduler import Scheduler
 from bapo.runs.ledger import Ledger
 from bapo.tasks.countdown import Countdown

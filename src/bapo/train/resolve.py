@@ -11,7 +11,7 @@ from bapo.config.sections import LearnConfig
 from bapo.config.sft import SftConfig, SftLearnConfig
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy
-from bapo.models.lora import LoraSettings
+from bapo.models.layers import LoraSettings
 
 Kind = TypeVar("Kind", Config, SftConfig)
 

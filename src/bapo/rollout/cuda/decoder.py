@@ -11,9 +11,7 @@ computes W x + (alpha / rank) B (A x) instead. Both are the same policy up to ro
 log-probs of the merged weights, which is what was sampled from.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,13 +21,11 @@ from transformers import PreTrainedModel
 
 from bapo.core.kernels.layers import add_norm, gate
 from bapo.core.wide import wide_linear
-from bapo.models.layers import ADDITION, has_addition, strange_architecture, strange_projections
+from bapo.models.layers import ADDITION, has_addition, merging, strange_architecture, strange_projections
 from bapo.rollout.cuda.kernels.attention import rotate_and_store
 from bapo.rollout.cuda.pages import PAGE
-from bapo.rollout.requests import copy_weights
+from bapo.rollout.sittings import copy_weights
 
-BASE, DOWN, UP = ".base_layer.weight", f".lora_A.{ADDITION}.weight", f".lora_B.{ADDITION}.weight"
-"""How the names of the weights of a layer with a low-rank addition end."""
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """The rotary embeddings that depend on the position alone."""
 
@@ -76,8 +72,8 @@ class Decoder:
             for name, parts in sources.items()
         }
         self._places: dict[str, Tensor] = {}
-        """For each parameter of the model, by name, the part of our matrices that holds it."""
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        """For each weight of the plain model, by name, the part of our matrices that holds it."""
+        names = {parameter: name.replace(".base_layer.", ".") for name, parameter in model.named_parameters()}
         for fused, parts in sources.items():
             rows = [len(part) for part in parts]
             for part, place in zip(parts, torch.split(self._weights[fused], rows), strict=True):
@@ -89,7 +85,7 @@ class Decoder:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights, given by their names in the model, in place: captured graphs read the same addresses."""
-        copy_weights(merged(weights, self._scales), self._places)
+        copy_weights(merging(weights, self._scales), self._places)
 
     def _sources(self) -> dict[str, list[Tensor]]:
         """The model's parameters behind each of our matrices, stacked along the first axis."""
@@ -170,32 +166,3 @@ class Decoder:
 def _first_layer(model: PreTrainedModel) -> Any:
     base: Any = model.base_model
     return base.layers[0]
-
-
-def merged(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
-    """The weights by name, where layers with additions have them merged into their base layer's weight.
-
-    The three parts of a layer may come in any order; when the last of them comes, the layer's weight is given out.
-    """
-    held: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in weights:
-        part = next((part for part in (BASE, DOWN, UP) if name.endswith(part)), "")
-        layer = name.removesuffix(part)
-        if not part or layer not in scales:
-            yield name, tensor
-            continue
-        parts = held.setdefault(layer, {})
-        parts[part] = tensor
-        if len(parts) == 3:
-            del held[layer]
-            yield layer + BASE, _sum(layer, parts[BASE], parts[DOWN], parts[UP], scale=scales[layer])
-
-
-@torch.no_grad()
-def _sum(layer: str, base: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
-    if base.shape != (len(up), down.shape[1]) or up.shape[1] != len(down):
-        raise ValueError(
-            f"the layer {layer!r} has a weight of shape {tuple(base.shape)}, but its low-rank additions have shapes "
-            f"{tuple(up.shape)} and {tuple(down.shape)}. Build a new engine."
-        )
-    return base.float() + scale * (up.float() @ down.float())

@@ -22,9 +22,7 @@ The results are as exact as those of `LocalEngine`: float32 softmax of the model
 position).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
@@ -40,6 +38,7 @@ from bapo.rollout.cuda.pages import pages_for
 from bapo.rollout.cuda.sitting import Name, Sitting
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.sittings import InProcessEngine
+from bapo.types import refuse
 
 LOOK = 8
 """Steps between two looks of the host."""
@@ -66,13 +65,12 @@ class GraphEngine(InProcessEngine):
         the longest response. `float32_head`: compute logits in float32.
         """
         super().__init__(model, slots=slots, prefill_tokens=prefill_tokens)
-        if parked not in ("rebuild", "keep"):
-            raise ValueError(f"parked={parked!r} is not a known option. Set it to 'rebuild' or 'keep'.")
-        reason = unsupported(model)
-        if reason is not None:
-            raise ValueError(f"GraphEngine cannot run {type(model).__name__}: {reason}. Use LocalEngine.")
-        if model.device.type != "cuda" and not triton.knobs.runtime.interpret:
-            raise ValueError(f"GraphEngine needs a GPU, but the model is on {model.device}. Use LocalEngine.")
+        reason, on_gpu = unsupported(model), model.device.type == "cuda" or triton.knobs.runtime.interpret
+        refuse(
+            (parked not in ("rebuild", "keep"), f"parked={parked!r} is neither 'rebuild' nor 'keep'. Set one of them."),
+            (reason, f"GraphEngine cannot run {type(model).__name__}: {reason}. Use LocalEngine."),
+            (not on_gpu, f"GraphEngine needs a GPU, but the model is on {model.device}. Use LocalEngine."),
+        )
         self.parked, self.cache_tokens = parked, cache_tokens
         self.decoder = Decoder(model, float32_head=float32_head)
         self.pool: Pool | None = None
@@ -82,7 +80,7 @@ class GraphEngine(InProcessEngine):
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.decoder.load(weights)
 
-    def _sit_down(self, requests: Sequence[Request], sampling: Sampling, token_budget: int | None) -> Sitting:
+    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int) -> Sitting:
         reach = max(len(request.context) + request.max_new_tokens for request in requests)
         if self.cache_tokens is not None and reach > self.cache_tokens:
             raise ValueError(
@@ -92,15 +90,8 @@ class GraphEngine(InProcessEngine):
         with self._on_device():
             pool = self._pool(reach, stops=len(sampling.stop_ids))
             pool.set_sampling(sampling)
-            sitting = Sitting(
-                pool,
-                requests,
-                budget=token_budget,
-                stretch=LOOK,
-                prefill_tokens=self.prefill_tokens,
-                keep=self.parked == "keep",
-                kept=self.kept,
-            )
+            how = {"budget": budget, "stretch": LOOK, "prefill_tokens": self.prefill_tokens}
+            sitting = Sitting(pool, requests, **how, keep=self.parked == "keep", kept=self.kept)
         self.kept = {}  # a sitting that fails may have overwritten any of them
         return sitting
 

@@ -8,10 +8,9 @@ Nothing here waits for the device except `Reading.wait` and `Pool.read`, which r
 goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,13 +93,10 @@ class Pool:
         """Sample `steps` tokens for each of the first `rows` seats. Returns before the device is done."""
         self._update_table()
         size = next(size for size in self.sizes if size >= rows)
-        if self.device.type != "cuda":
-            for _ in range(steps):
-                self._step(size)
-            return
-        graph = self._graphs.get(size) or self._capture(size)
+        on_gpu = self.device.type == "cuda"
+        step = (self._graphs.get(size) or self._capture(size)).replay if on_gpu else partial(self._step, size)
         for _ in range(steps):
-            graph.replay()
+            step()
 
     def reading(self) -> Reading:
         """The state after all that is queued now."""

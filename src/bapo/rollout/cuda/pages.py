@@ -8,8 +8,6 @@ Page 0 belongs to nobody. A slot's table points there where the slot has no page
 that have ended and run on until the host looks, have a place to write to.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 PAGE = 64
@@ -38,10 +36,6 @@ class Pages:
     def free(self) -> int:
         """How many pages belong to nobody."""
         return len(self._free)
-
-    def held(self, slot: int) -> int:
-        """How many pages a slot has."""
-        return self._held[slot]
 
     def lacking(self, slot: int, tokens: int, *, shared: int = 0) -> int:
         """How many free pages a slot needs to hold this many tokens, the first of which another slot shares with it."""

@@ -14,12 +14,10 @@ requests decide the same, however often somebody collects in between.
 The token budget is never exceeded, because tokens that are queued count as sampled until the host has looked.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +26,7 @@ from bapo.rollout.cuda.graphs import Pool, Reading
 from bapo.rollout.cuda.kernels.sampling import SlotStatus, State
 from bapo.rollout.engine import Request, Segment
 from bapo.rollout.randomness import stream
-from bapo.rollout.requests import non_finite
+from bapo.rollout.sittings import non_finite
 from bapo.types import Status
 
 AHEAD = 1
@@ -82,36 +80,34 @@ class Flight:
     reading: Reading
 
 
+@dataclass(eq=False)
 class Sitting:
     """One submission, seen from the host."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        requests: Sequence[Request],
-        *,
-        budget: int | None,
-        stretch: int,
-        prefill_tokens: int,
-        keep: bool,
-        kept: dict[Name, int],
-    ) -> None:
-        """`stretch`: steps between two looks. `kept`: slots that hold keys and values of parked responses. `keep`:
-        whether responses parked in this sitting join them.
-        """
-        self.pool, self.requests = pool, list(requests)
-        self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
-        self.stretch, self.prefill_tokens, self.keep, self.kept = stretch, prefill_tokens, keep, kept
+    pool: Pool
+    requests: list[Request]
+    _: KW_ONLY
+    budget: int
+    """Most tokens that may still be sampled."""
+    stretch: int
+    """Steps between two looks."""
+    prefill_tokens: int
+    keep: bool
+    """Whether responses parked in this sitting keep their slots."""
+    kept: dict[Name, int]
+    """Slots that hold keys and values of parked responses."""
+
+    def __post_init__(self) -> None:
         self.parked = False
-        self.waiting = deque(range(len(requests)))
+        self.waiting = deque(range(len(self.requests)))
         self.seated: dict[int, Seated] = {}
         self.flights: deque[Flight] = deque()
         self.left: list[tuple[int, NDArray[np.int32], Status | None]] = []  # what left and was not returned yet
-        self.asked = {name_of(request) for request in requests}
-        reserved = set(kept.values())
-        self.free = [slot for slot in reversed(range(pool.slots)) if slot not in reserved]
+        self.asked = {name_of(request) for request in self.requests}
+        reserved = set(self.kept.values())
+        self.free = [slot for slot in reversed(range(self.pool.slots)) if slot not in reserved]
         numbers: dict[tuple[int, ...], int] = {}
-        self.contexts: list[int | None] = [numbers.setdefault(tuple(r.context), len(numbers)) for r in requests]
+        self.contexts: list[int | None] = [numbers.setdefault(tuple(r.context), len(numbers)) for r in self.requests]
 
     @property
     def over(self) -> bool:
@@ -263,7 +259,8 @@ class Sitting:
         """Queue a stretch for everybody who is seated. False if the host has to look before it can decide."""
         spare = self._spare()
         if not self.flights and len(self.seated) > spare:
-            self._park_last(len(self.seated) - spare)
+            last = sorted(self.seated, key=lambda slot: self.seated[slot].index)[spare - len(self.seated) :]
+            self._leave(dict.fromkeys(last, Status.PARKED))  # the budget has no token left for them
         growing = [seated.grows for seated in self.seated.values() if seated.grows]
         if not growing:
             return False
@@ -289,7 +286,6 @@ class Sitting:
             if self.flights:
                 return False  # who has to wait keeps what was sampled, so it must be known
             self._leave({max(self.seated, key=lambda slot: self.seated[slot].index): None})
-            self.pool.seat(list(self.seated))
         for slot, needed in tokens.items():
             pages.extend(slot, needed)
         return True
@@ -312,19 +308,11 @@ class Sitting:
             if status != SlotStatus.RUNNING:
                 ended[slot] = STATUSES[status]
         self.budget -= sampled
-        if ended:
-            self._leave(ended)
-            self.pool.seat(list(self.seated))
+        self._leave(ended)
         return sampled
 
-    def _park_last(self, count: int) -> None:
-        """Park the last requests in line, because the budget has no token left for them."""
-        last = sorted(self.seated, key=lambda slot: self.seated[slot].index)[-count:]
-        self._leave(dict.fromkeys(last, Status.PARKED))
-        self.pool.seat(list(self.seated))
-
     def _leave(self, slots: Mapping[int, Status | None]) -> None:
-        """Collect what these slots sampled and free them, or keep them for the next sitting.
+        """Collect what these slots sampled. They are freed, or kept for the next sitting, and sample no more.
 
         A response without a status has not ended: it goes back to the head of the line, with what it sampled.
         """
@@ -349,6 +337,7 @@ class Sitting:
                 )
             self.pool.pages.release(slot)
             self.free.append(slot)
+        self.pool.seat(list(self.seated))
 
 
 def _segment(records: NDArray[np.int32], version: int, status: Status | None) -> Segment:

@@ -15,8 +15,6 @@ contiguous column, copies nothing, and attends to no more columns than the longe
 When the columns run out, `shift` moves the columns that the rows still need back to the left.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
+"""The general in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
 
 It is given a loaded model and keeps no copy of it. `load` copies only the weights that are not already in place, so
 nothing moves if the learner trains the same model. Each `submit` begins one sitting, and the work happens inside
@@ -16,16 +16,17 @@ What is not. Matrix kernels may round differently for different batch shapes, so
 (4e-3 in bfloat16) with the other responses in the batch. A token changes only where its uniform falls that close to an
 edge of the cumulative distribution: rare in float32, likely somewhere in a long response in bfloat16.
 
+`engine_for` chooses the CUDA engine instead where it can run the model.
+
 Left out: top-k and top-p (see `Sampling`), beams, and models whose state is not a list of keys and values.
 """
 
-from __future__ import annotations
-
 import inspect
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,11 +35,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bapo.core.wide import wide_linear
-from bapo.rollout.engine import Request, Sampling, Segment
+from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.local.cache import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
-from bapo.rollout.requests import copy_weights, non_finite
-from bapo.rollout.sittings import InProcessEngine
+from bapo.rollout.sittings import InProcessEngine, copy_weights, non_finite
 from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -59,9 +59,7 @@ class LocalEngine(InProcessEngine):
         _check_model(model)
         self.float32_head = float32_head
         self._changes = 0
-        accepted = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in accepted
-        self.takes_logits_to_keep = "logits_to_keep" in accepted
+        self.accepted = inspect.signature(model.forward).parameters
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         copy_weights(weights, dict(self.model.named_parameters()))
@@ -71,29 +69,61 @@ class LocalEngine(InProcessEngine):
         """How often the model's weights were changed in place: the learner may share them."""
         return sum(parameter._version for parameter in self.model.parameters())
 
-    def _sit_down(self, requests: Sequence[Request], sampling: Sampling, token_budget: int | None) -> _Sitting:
+    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int) -> "_Sitting":
         if self._changes != self._changes_so_far():
             raise RuntimeError(
                 f"the model's weights have changed since version {self.version} was loaded, so its tokens would get a "
                 "wrong version. Call load with the learner's current version first."
             )
-        return _Sitting(self, requests, sampling, token_budget)
+        return _Sitting(self, requests, sampling, budget)
 
     @contextmanager
-    def _working(self, sitting: _Sitting) -> Iterator[None]:
+    def _working(self, sitting: "_Sitting") -> Iterator[None]:
         with evaluating(self.model), wide_head(self.model) if self.float32_head else nullcontext():
             yield
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: ColumnCache) -> Tensor:
         """Logits after the last token of each row, [rows, vocabulary]."""
-        extra: dict[str, object] = {}
-        if self.takes_positions:
-            extra["position_ids"] = positions
-        if self.takes_logits_to_keep:
-            extra["logits_to_keep"] = 1
+        extra = {"position_ids": positions, "logits_to_keep": 1}
+        extra = {name: value for name, value in extra.items() if name in self.accepted}
         output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra)
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def engine_for(
+    model: PreTrainedModel,  # in this process
+    *,
+    slots: int,
+    parked: Literal["rebuild", "keep"] = "rebuild",
+    cache_tokens: int | None = None,
+    float32_head: bool = False,
+) -> Engine:
+    """The fastest engine that can run this model on its device: CUDA's where it can, else the general one.
+
+    `parked` and `cache_tokens`: see `GraphEngine`. "keep" needs CUDA; the general engine ignores `cache_tokens`.
+    `float32_head`: compute logits in float32, also those of 16-bit weights.
+    """
+    reason: str | None = f"it is on {model.device}"
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        from bapo.rollout.cuda.decoder import unsupported  # needs Triton, which a machine without a GPU may not have
+        from bapo.rollout.cuda.engine import GraphEngine
+
+        if (reason := unsupported(model)) is None:
+            return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens, float32_head=float32_head)
+    if parked == "keep":
+        raise ValueError(
+            f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run it: {reason}. Set it to 'rebuild'."
+        )
+    if on_gpu:
+        warnings.warn(
+            f"{type(model).__name__} is sampled by the general engine, which is an order of magnitude slower than the "
+            f"CUDA engine. The CUDA engine cannot run it: {reason}."
+            + ("" if cache_tokens is None else f" rollout.cache_tokens={cache_tokens} has no effect."),
+            stacklevel=2,
+        )
+    return LocalEngine(model, slots=slots, float32_head=float32_head)
 
 
 class _Sitting:
@@ -103,10 +133,8 @@ class _Sitting:
     the length limit), `position` (response tokens so far), `stream`. Device: `last`, the token to feed next.
     """
 
-    def __init__(
-        self, engine: LocalEngine, requests: Sequence[Request], sampling: Sampling, budget: int | None
-    ) -> None:
-        self.engine, self.requests, self.sampling = engine, requests, sampling
+    def __init__(self, engine: LocalEngine, requests: list[Request], sampling: Sampling, budget: int) -> None:
+        self.engine, self.requests, self.sampling, self.budget = engine, requests, sampling, budget
         self.device = engine.model.device
         slots = min(engine.slots, len(requests))
         reach = max(len(request.context) + request.max_new_tokens for request in requests)
@@ -115,14 +143,10 @@ class _Sitting:
         self.cache = ColumnCache(slots, self.columns)
         self.column = self.longest_context - 1
 
-        self.next = 0
         self.parked = False
-        self.slots, self.rows, self.alive = slots, 0, 0
-        self.budget = sum(request.max_new_tokens for request in requests) if budget is None else budget
+        self.slots, self.rows, self.alive, self.next = slots, 0, 0, 0
         self.owner = np.full(slots, _IDLE, dtype=np.int64)
-        self.start = np.zeros(slots, dtype=np.int64)
-        self.left = np.zeros(slots, dtype=np.int64)
-        self.position = np.zeros(slots, dtype=np.int64)
+        self.start, self.left, self.position = (np.zeros(slots, dtype=np.int64) for _ in range(3))
         self.stream = np.zeros(slots, dtype=np.uint64)
         self.last = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
@@ -221,9 +245,7 @@ class _Sitting:
         self.last[:count] = self.last[sources]
         for array in (self.start, self.left, self.position, self.stream):
             array[:count] = array[keep]
-        owner = np.full_like(self.owner, _IDLE)
-        owner[:count] = self.owner[keep]
-        self.owner = owner
+        self.owner = np.concatenate([self.owner[keep], np.full(self.slots - count, _IDLE)])
         self._settle(count)
 
     def _shift(self) -> None:

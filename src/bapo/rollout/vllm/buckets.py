@@ -7,14 +7,13 @@ its size is not limited by that of /dev/shm.
 Both sides compute the fingerprint of every weight from their own copy.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,17 +29,13 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights that lie in one piece of shared memory."""
+    """Weights that lie in one piece of shared memory. It travels as plain values: `Bucket(**vars(bucket))`."""
 
     weights: list[list[Any]]
     """The name of each, its dtype, its shape, and where it begins, in bytes."""
     size: int
     path: str
     """Where another process of the same user opens the memory while the sender keeps it."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The bucket as plain values. `Bucket(**values)` is its inverse."""
-        return dict(vars(self))
 
 
 def fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -69,10 +64,7 @@ def shared(batch: list[tuple[str, Tensor]]) -> Iterator[Bucket]:
     Receivers that have mapped it by then keep what they have mapped.
     """
     weights = [packed(name, tensor) for name, tensor in batch]
-    offsets, size = [], 0
-    for weight in weights:
-        offsets.append(size)
-        size += -(-len(weight.data) // _ALIGNMENT) * _ALIGNMENT
+    *offsets, size = accumulate((-(-len(weight.data) // _ALIGNMENT) * _ALIGNMENT for weight in weights), initial=0)
     size = max(size, 1)
     file = os.memfd_create("bapo-weights")
     try:
@@ -127,14 +119,9 @@ def check_arrived(reports: Sequence[dict[str, Any]], sent: dict[str, str], expec
             "in vLLM's model, but not loaded": set(report["not_loaded"]),
         }
         wrong = {what: wrong.get(what, set()) | found.get(what, set()) for what in (*wrong, *found)}
-    problems = [f"{what}: {_some(names)}" for what, names in wrong.items() if names]
+    problems = [f"{what}: {len(names)}, such as {min(names)}" for what, names in wrong.items() if names]
     if problems:
         raise ValueError(
             f"vLLM does not have all weights as the learner has them ({'; '.join(problems)}), so it would sample from "
             "a policy that never existed. The engine samples nothing until all weights have been loaded again."
         )
-
-
-def _some(names: set[str]) -> str:
-    """`model.norm.weight`, or `model.norm.weight and 3 more`."""
-    return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"

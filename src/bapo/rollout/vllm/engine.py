@@ -22,8 +22,6 @@ What differs from the engines in this process:
 - Temperatures are 0, or between 0.01 and 2.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading
@@ -31,16 +29,17 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.randomness import response_seed
-from bapo.rollout.requests import check_engine_sizes, check_idle, check_requests, non_finite
+from bapo.rollout.sittings import check_engine_sizes, check_idle, check_requests, non_finite
 from bapo.rollout.vllm.buckets import BUCKET_BYTES, batches, check_arrived, fingerprints, fitting, shared
 from bapo.rollout.vllm.start import Settings, check_installed, expected_weights, sockets, start
-from bapo.types import Status
+from bapo.types import Status, refuse
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -96,8 +95,8 @@ class VllmEngine:
             self.vocabulary = int(self._llm.model_config.get_vocab_size())
             from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-            nothing = WeightTransferInitRequest(init_info={})
-            self._ask(self._llm.init_weight_transfer_engine(nothing), "prepare for weights")
+            init = self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            self._ask(init, "prepare for weights")
         except BaseException:
             self.close()
             raise
@@ -117,7 +116,7 @@ class VllmEngine:
             for batch in batches(fitting(weights, self._expected), BUCKET_BYTES):
                 sent |= fingerprints(batch)
                 with shared(batch) as bucket:
-                    request = WeightTransferUpdateRequest(update_info={"bucket": bucket.as_dict()})
+                    request = WeightTransferUpdateRequest(update_info={"bucket": vars(bucket)})
                     self._ask(self._vllm.update_weights(request), f"load {len(batch)} weights, from {batch[0][0]!r}")
         except BaseException:
             with suppress(Exception):  # vLLM refuses another update while one is open
@@ -137,15 +136,10 @@ class VllmEngine:
         check_temperature(sampling.temperature)
         check_tokens(requests, self.vocabulary)
         taken = {request.id for request in requests} & self._streams.keys()
-        if taken:
-            raise ValueError(
-                f"the request id {min(taken)} is still under way, so their segments could not be told apart. Use "
-                "unique ids."
-            )
-        if not self._streams:
-            self._budget = math.inf
-        if token_budget is not None:
-            self._budget = token_budget
+        first = min(taken, default=None)
+        refuse((taken, f"the request id {first} is still under way, and segments go by the id. Use unique ids."))
+        if token_budget is not None or not self._streams:
+            self._budget = math.inf if token_budget is None else token_budget
         self._ask(self._submitted(requests, sampling), f"accept {len(requests)} requests")
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
@@ -206,7 +200,7 @@ class VllmEngine:
     # In the caller's thread.
 
     @property
-    def _vllm(self) -> AsyncLLM:
+    def _vllm(self) -> "AsyncLLM":
         assert self._llm is not None
         return self._llm
 
@@ -268,7 +262,7 @@ class VllmEngine:
         if self._budget <= 0:
             await self._parked()
 
-    async def _follow(self, stream: _Stream, queue: RequestOutputCollector, sampling: Sampling) -> None:
+    async def _follow(self, stream: "_Stream", queue: "RequestOutputCollector", sampling: Sampling) -> None:
         """Move the tokens of one request to the mailbox, until its last one."""
         try:
             while stream.status is None:
@@ -280,7 +274,7 @@ class VllmEngine:
             died.__cause__ = error
             self._fail(died)
 
-    def _take(self, stream: _Stream, part: Any, sampling: Sampling) -> None:
+    def _take(self, stream: "_Stream", part: Any, sampling: Sampling) -> None:
         tokens = list(part.token_ids)
         logprobs = [at[token].logprob for token, at in zip(tokens, part.logprobs or (), strict=True)]
         if sampling.temperature == 0:  # all the probability is on the token that was chosen
@@ -314,18 +308,18 @@ class VllmEngine:
         await asyncio.gather(*(stream.task for stream in streams if stream.task is not None))
 
 
+@dataclass(eq=False)
 class _Stream:
     """A request under way: what has come since the last `collect`, and how it ended."""
 
-    def __init__(self, request: Request, key: str, version: int) -> None:
-        self.request = request
-        self.key = key
-        self.version = version
-        self.status: Status | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.given = 0
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
+    request: Request
+    key: str
+    version: int
+    status: Status | None = None
+    task: asyncio.Task[None] | None = None
+    given: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
     def cut(self) -> Segment:
         """What has come so far, as a segment. The stream goes on after it."""
@@ -353,11 +347,11 @@ def check_temperature(temperature: float) -> None:
 def check_tokens(requests: Sequence[Request], vocabulary: int) -> None:
     """vLLM itself does not refuse a token that the model does not have: its worker fails, and EngineCore with it."""
     for index, request in enumerate(requests):
-        if not (min(request.context) >= 0 and max(request.context) < vocabulary):
-            wrong = next(token for token in request.context if not 0 <= token < vocabulary)
+        least, most = min(request.context), max(request.context)
+        if least < 0 or most >= vocabulary:
             raise ValueError(
-                f"request {index} (seed {request.seed}) has the token {wrong} in its context, but the model's "
-                f"vocabulary has {vocabulary} tokens. Use the model's own tokenizer."
+                f"request {index} (seed {request.seed}) has the token {least if least < 0 else most} in its context, "
+                f"but the model's vocabulary has {vocabulary} tokens. Use the model's own tokenizer."
             )
 
 

@@ -7,8 +7,6 @@ vLLM reloads weights layer by layer. Where the head is the embedding, only the e
 packed copy of old weights on CPUs (vLLM 0.32). `mend_tied_heads` packs it again after every update.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os
@@ -21,11 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from bapo.rollout.vllm.buckets import Bucket, fingerprints, mapped
 

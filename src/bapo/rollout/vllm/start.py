@@ -7,8 +7,6 @@ Its processes inherit the environment of the moment they start, so that is where
 - They know their owner's process id, so that they end with it (`plugin.register`).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -78,13 +76,12 @@ def check_installed() -> None:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "bapo" not in allowed.split(","):
         raise RuntimeError(
-            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading bapo's plugin, which receives the weights. "
-            "Add bapo to it, or unset it."
+            f"VLLM_PLUGINS={allowed!r} keeps out bapo's plugin, which receives the weights. Add bapo, or unset it."
         )
     if not any(point.value == f"{_PLUGIN}:register" for point in entry_points(group="vllm.general_plugins")):
         raise RuntimeError(
-            "vLLM would not find bapo's plugin, which receives the weights: the installed bapo does not declare it. "
-            "It was installed before this version. Install it again, for example with: pip install -e '.[vllm]'"
+            "the installed bapo is older and does not declare its plugin for vLLM, which receives the weights. Install "
+            "it again, for example with: pip install -e '.[vllm]'"
         )
 
 
@@ -92,8 +89,7 @@ def expected_weights(model: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights that a transformers directory describes; a tied head has no weight of its own."""
     if not (Path(model) / "config.json").is_file():
         raise ValueError(
-            f"model={model!r} is not a directory with a config.json. vLLM is started from a model in transformers' "
-            "format: give the directory of one."
+            f"model={model!r} is not a directory with a config.json. Give one of a model in transformers' format."
         )
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -104,8 +100,7 @@ def expected_weights(model: str) -> dict[str, tuple[int, ...]]:
 @contextmanager
 def sockets() -> Iterator[str]:
     """A directory for the sockets of one engine. Removes those that killed processes have left behind."""
-    root = Path(tempfile.gettempdir())
-    for left in root.glob(f"{_DIRECTORY}*"):
+    for left in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY}*"):
         owner = left.name.removeprefix(_DIRECTORY).split("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(left, ignore_errors=True)
@@ -113,7 +108,7 @@ def sockets() -> Iterator[str]:
         yield directory
 
 
-async def start(settings: Settings, directory: str) -> AsyncLLM:
+async def start(settings: Settings, directory: str) -> "AsyncLLM":
     """Start vLLM and wait until it is ready. The thread of this event loop must live as long as the engine.
 
     vLLM delivers its outputs on this loop.

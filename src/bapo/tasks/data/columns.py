@@ -14,8 +14,6 @@ An answer may be inside a worked solution. GSM8K ends its solutions with `#### 7
 own for what a model wrote (`verify/final.py`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -23,10 +21,12 @@ from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
-from bapo.tasks.data.prompts import Prompt, as_prompt, check_text
 from bapo.tasks.data.rows import Row
+from bapo.tasks.verify.final import braced
+from bapo.types import Message
 
-__all__ = ["ANSWERS", "as_answer", "extra_of", "last_boxed", "look_up", "pair_of", "problem_of", "without_marks"]
+Prompt = str | list[Message]
+"""Text to be continued, or the messages of a chat. How a chat becomes tokens is decided by the policy, not here."""
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages")
 ANSWERS = (
@@ -48,9 +48,13 @@ class MissingColumnError(ValueError):
     def __init__(self, row: Row, lacks: Sequence[tuple[str, str]]) -> None:
         """`lacks`: what the row lacks and why we think so, in words, and the key that names the right column."""
         told, keys = (" and ".join(texts) for texts in zip(*lacks, strict=True))
+        names = [
+            f"{name} ({', '.join(f'{name}.{inner}' for inner in value)})" if isinstance(value, dict) and value else name
+            for name, value in row.values.items()
+        ]
         super().__init__(
-            f"{row.place} has {told}. It has {_columns(row.values)}. Name the right column{'s' * (len(lacks) > 1)} "
-            f"with {keys} (dots lead into nested columns)."
+            f"{row.place} has {told}. It has {', '.join(map(str, names)) or 'no columns'}. Name the right "
+            f"column{'s' * (len(lacks) > 1)} with {keys} (dots lead into nested columns)."
         )
         self.lacks = lacks
 
@@ -76,6 +80,34 @@ def _after_body(row: Row, question: str) -> str:
     check_text(body, row.place, name)
     story = body.strip()
     return f"{story if story[-1] in '.?!:;,' else story + '.'} {question.lstrip()}"
+
+
+def as_prompt(value: object, place: str, column: str) -> Prompt | None:
+    """A column's value as a prompt. None if it is empty: null, blank, or a chat without a user's turn."""
+    if isinstance(value, str):
+        check_text(value, place, column)
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{place}: column {column!r} holds {_shown(value)}. A prompt must be text, or a list of messages with role "
+            "and content. Name another column with prompt_column."
+        )
+    messages = [_message(message, place, column) for message in value]
+    if messages and messages[-1]["role"] == "assistant":
+        messages.pop()  # the model itself must write this one
+    return messages if any(m["content"].strip() for m in messages if m["role"] != "assistant") else None
+
+
+def check_text(text: str, place: str, column: str) -> None:
+    """Refuse a lone surrogate, which is half a character: JSON can hold one, but no tokenizer accepts it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: column {column!r} holds the lone surrogate \\u{ord(text[error.start]):04x} at position "
+            f"{error.start + 1}, which is half a character. Repair the text, or remove the row."
+        ) from None
 
 
 def problem_of(row: Row, prompt_column: str | None, answer_column: str | None) -> tuple[Prompt | None, Any]:
@@ -147,12 +179,12 @@ def as_answer(value: object, *, worked: bool = False) -> Any:
     if isinstance(value, float | Decimal):
         whole = value.is_integer() if isinstance(value, float) else value == value.to_integral_value()
         return None if value != value else f"{value:.0f}" if whole else str(value)
-    if isinstance(value, list):
-        return _alternatives([as_answer(item, worked=worked) for item in value])
+    listed = _json_texts(value) if isinstance(value, str) else value
+    if isinstance(listed, list):
+        given = [answer for item in listed if (answer := as_answer(item, worked=worked)) is not None]
+        return given[0] if len(given) == 1 else given or None
     if not isinstance(value, str) or not value.strip():
         return None
-    if (listed := _json_texts(value)) is not None:
-        return _alternatives([as_answer(item, worked=worked) for item in listed])
     if hashes := _hashes(value):
         return hashes[1]
     boxed = last_boxed(value)
@@ -161,12 +193,9 @@ def as_answer(value: object, *, worked: bool = False) -> Any:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{…} of a text with balanced braces, or of \boxed 5; None if there is no box."""
-    for start in reversed([match.end() for match in _BOX.finditer(text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
-            if depth == 0:
-                return text[start:end].strip()
+    for box in reversed(list(_BOX.finditer(text))):
+        if (content := braced(text, box.end() - 1)) is not None:
+            return content
     bare = _BARE_BOX.findall(text)
     return bare[-1] if bare else None
 
@@ -200,6 +229,21 @@ def look_up(values: dict[str, Any], column: str) -> Any:
     return None if found is _ABSENT else found
 
 
+def _message(message: object, place: str, column: str) -> Message:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError(
+            f"{place}: column {column!r} holds {_shown(message)}, which is not a message. "
+            'Write messages as {"role": "user", "content": "text"}; only text can be read.'
+        )
+    check_text(content, place, column)
+    return {"role": role, "content": content}
+
+
+def _shown(value: object) -> str:
+    return f"{str(value)[:60]!r} ({type(value).__name__})"
+
+
 def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, key: str) -> tuple[str, Any]:
     """The name and value of the first candidate that has one."""
     present = None
@@ -213,9 +257,9 @@ def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, k
                 return name, value
     if present is not None:
         return present, None
-    named = f"there is no column for {key}={column!r}"
     usual = f"none of its columns is called {', '.join(candidates)}"
-    raise MissingColumnError(row, [(f"no {what}: {usual if column is None else named}", key)])
+    why = usual if column is None else f"there is no column for {key}={column!r}"
+    raise MissingColumnError(row, [(f"no {what}: {why}", key)])
 
 
 def _value_at(values: dict[str, Any], column: str) -> Any:
@@ -227,14 +271,6 @@ def _value_at(values: dict[str, Any], column: str) -> Any:
             return _ABSENT
         inside = inside[part]
     return inside
-
-
-def _columns(values: dict[str, Any]) -> str:
-    names = [
-        f"{name} ({', '.join(f'{name}.{inner}' for inner in value)})" if isinstance(value, dict) and value else name
-        for name, value in values.items()
-    ]
-    return ", ".join(map(str, names)) or "no columns"
 
 
 def _is_json(value: Any) -> bool:
@@ -272,8 +308,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
-
-
-def _alternatives(answers: list[Any]) -> Any:
-    given = [answer for answer in answers if answer is not None]
-    return given[0] if len(given) == 1 else given or None

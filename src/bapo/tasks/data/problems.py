@@ -7,37 +7,38 @@ if their templates differ.
 A question that comes again is left out: DAPO-Math-17k holds 17 thousand questions a hundred times each. If it comes
 again with another answer, the first answer counts, since nothing says which one is right. The report counts both cases.
 
+A template is text with `{prompt}` in it. It is put around a text prompt, or around the last user message of a chat.
+Nothing else in it is special, so `\\boxed{}` may occur in a template as well as in a problem. A prompt that already
+begins and ends like the template is left alone, because some data sets include the usual instruction and some do not. A
+template that holds only punctuation is not an instruction and is always applied.
+
 A demonstration is a prompt and a response to learn from. One prompt may have many responses, so a row is left out only
 if both came before. In a chat, every assistant turn but the last belongs to the prompt.
 """
 
-from __future__ import annotations
-
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
-from bapo.tasks.data.columns import extra_of, look_up, pair_of, problem_of, without_marks
-from bapo.tasks.data.prompts import Prompt, check_template, fill, question_id
+from bapo.tasks.data.columns import Prompt, extra_of, look_up, pair_of, problem_of, without_marks
 from bapo.tasks.data.rows import Row
-from bapo.tasks.data.sources import Source, resolve, source_rows
+from bapo.tasks.data.sources import BOXED, SLOT, Source, resolve, source_rows
 from bapo.types import Problem
 
-__all__ = [
-    *("Demonstration", "LoadReport", "fingerprint", "load_demonstrations", "load_problems", "within"),
-    "without_overlap",
-]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class LoadReport:
     """What became of the rows of a data set."""
 
-    read: int
-    kept: int
+    read: int = 0
+    kept: int = 0
     duplicates: int = 0
     """Rows that repeat an earlier one."""
     conflicting: int = 0
@@ -84,39 +85,27 @@ def load_problems(
     column names, the usual layouts are recognised (`columns.py`). Without a template, benchmarks get their own, and all
     other prompts stay as they are.
     """
-    resolved = resolve_all(sources, template)
     problems: dict[str, Problem] = {}
-    read = duplicates = conflicting = without_prompt = without_answer = 0
+    counts: Counter[str] = Counter()
     first_conflict = ""
-    for source in resolved:
-        for row in source_rows(source):
-            read += 1
+    for source, row, prompt, answer in _read(
+        sources, template, counts, lambda row: problem_of(row, prompt_column, answer_column)
+    ):
+        question = question_id(prompt)
+        known = problems.get(question)
+        if known is None:
+            own = look_up(row.values, "data_source")
+            origin = own if isinstance(own, str) and own else source.label
             with _nested_too_deeply(row):
-                prompt, answer = problem_of(row, prompt_column, answer_column)
-            if prompt is None or answer is None:
-                without_prompt += prompt is None
-                without_answer += prompt is not None
-                continue
-            question = question_id(prompt)
-            known = problems.get(question)
-            if known is None:
+                extra = {**extra_of(row, (prompt_column, answer_column)), "data_source": origin}
                 put = fill(template or source.template, prompt)
-                with _nested_too_deeply(row):
-                    problems[question] = _problem(question, put, answer, source, row, (prompt_column, answer_column))
-            elif known.answer == answer:
-                duplicates += 1
-            else:
-                conflicting += 1
-                first_conflict = first_conflict or f"{row.place}: {known.answer!r}, then {answer!r}"
-    report = LoadReport(
-        read, len(problems), duplicates, conflicting, without_prompt, without_answer, first_conflict=first_conflict
-    )
-    if not problems:
-        raise ValueError(
-            f"{', '.join(sources)} gave no problem: {report}. Check which columns hold the prompt and the answer, and "
-            "name them with prompt_column and answer_column."
-        )
-    return list(problems.values()), report
+                problems[question] = Problem(question, put, answer, source.label if source.named else origin, extra)
+        elif known.answer == answer:
+            counts["duplicates"] += 1
+        else:
+            counts["conflicting"] += 1
+            first_conflict = first_conflict or f"{row.place}: {known.answer!r}, then {answer!r}"
+    return _reported(sources, list(problems.values()), counts, ("problem", "answer"), first_conflict)
 
 
 def load_demonstrations(
@@ -132,40 +121,63 @@ def load_demonstrations(
     `box_answers` turns GSM8K's solutions, recognised by the `#### 72` at their end, into text that a model should
     write: without calculator marks, and with `\boxed{72}` at the end. Other responses are taken as they are.
     """
-    resolved = resolve_all(sources, template)
     found: dict[str, Demonstration] = {}
-    read = duplicates = without_prompt = without_response = 0
-    for source in resolved:
+    counts: Counter[str] = Counter()
+    for source, _, prompt, response in _read(
+        sources, template, counts, lambda row: pair_of(row, prompt_column, response_column)
+    ):
+        text = without_marks(response) if box_answers else response
+        name = f"{question_id(prompt)}-{sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
+        counts["duplicates"] += name in found
+        found.setdefault(name, Demonstration(name, fill(template or source.template, prompt), text))
+    return _reported(sources, list(found.values()), counts, ("demonstration", "response"))
+
+
+def _read(
+    sources: Sequence[str], template: str | None, counts: Counter[str], read: Callable[[Row], tuple[Prompt | None, Any]]
+) -> Iterator[tuple[Source, Row, Prompt, Any]]:
+    """What `read` finds in the rows of all sources, in order. Rows without a prompt or its answer are only counted.
+
+    Before anything is read, it refuses a missing source, an empty list, and a template that would lose the prompt.
+    """
+    if template is not None and SLOT not in template:
+        raise ValueError(
+            f"template={template!r} has no place for the prompt. Write {SLOT} where the prompt belongs, "
+            f"for example {SLOT + ' ' + BOXED!r}."
+        )
+    if isinstance(sources, str) or not sources:
+        raise ValueError(
+            f"sources={sources!r} is not a list of names. Give a list of files, directories, hub names or benchmarks."
+        )
+    for source in [resolve(name) for name in sources]:
         for row in source_rows(source):
-            read += 1
-            prompt, response = pair_of(row, prompt_column, response_column)
-            if prompt is None or response is None:
-                without_prompt += prompt is None
-                without_response += prompt is not None
-                continue
-            if box_answers:
-                response = without_marks(response)
-            name = f"{question_id(prompt)}-{sha256(response.encode(errors='surrogatepass')).hexdigest()[:8]}"
-            duplicates += name in found
-            found.setdefault(name, Demonstration(name, fill(template or source.template, prompt), response))
-    report = LoadReport(read, len(found), duplicates, without_prompt=without_prompt, without_answer=without_response)
+            counts["read"] += 1
+            with _nested_too_deeply(row):
+                prompt, answer = read(row)
+            if prompt is None or answer is None:
+                counts["without_prompt" if prompt is None else "without_answer"] += 1
+            else:
+                yield source, row, prompt, answer
+
+
+def _reported(
+    sources: Sequence[str], found: list[Found], counts: Counter[str], what: tuple[str, str], first_conflict: str = ""
+) -> tuple[list[Found], LoadReport]:
+    """What was found, with a report; an error if it is nothing."""
+    report = LoadReport(kept=len(found), first_conflict=first_conflict, **counts)
     if not found:
         raise ValueError(
-            f"{', '.join(sources)} gave no demonstration: {report}. Check which columns hold the prompt and the "
-            "response, and name them with prompt_column and response_column."
+            f"{', '.join(sources)} gave no {what[0]}: {report}. Check which columns hold the prompt and the {what[1]}, "
+            f"and name them with prompt_column and {what[1]}_column."
         )
-    return list(found.values()), report
+    return found, report
 
 
 def within(
     problems: Sequence[Problem], count_tokens: Callable[[Prompt], int], max_prompt_tokens: int
 ) -> tuple[list[Problem], list[Problem]]:
     """The problems whose prompts have at most `max_prompt_tokens` tokens, and those left out."""
-    kept: list[Problem] = []
-    left_out: list[Problem] = []
-    for problem in problems:
-        (kept if count_tokens(problem.prompt) <= max_prompt_tokens else left_out).append(problem)
-    return kept, left_out
+    return _parted(problems, lambda problem: count_tokens(problem.prompt) <= max_prompt_tokens)
 
 
 def without_overlap(train: Sequence[Problem], test: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
@@ -175,11 +187,14 @@ def without_overlap(train: Sequence[Problem], test: Sequence[Problem]) -> tuple[
     reworded problem is not noticed.
     """
     held_out = {problem.id for problem in test} | {question_id(problem.prompt) for problem in test}
+    return _parted(train, lambda problem: held_out.isdisjoint((problem.id, question_id(problem.prompt))))
+
+
+def _parted(problems: Sequence[Problem], keep: Callable[[Problem], bool]) -> tuple[list[Problem], list[Problem]]:
     kept: list[Problem] = []
     left_out: list[Problem] = []
-    for problem in train:
-        shared = problem.id in held_out or question_id(problem.prompt) in held_out
-        (left_out if shared else kept).append(problem)
+    for problem in problems:
+        (kept if keep(problem) else left_out).append(problem)
     return kept, left_out
 
 
@@ -188,20 +203,41 @@ def fingerprint(problems: Sequence[Problem]) -> str:
     digest = sha256()
     for problem in problems:
         said = [problem.id, problem.prompt, problem.answer, problem.extra]
-        digest.update(json.dumps(said, sort_keys=True, default=str).encode())
-        digest.update(b"\n")
+        digest.update(json.dumps(said, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()
 
 
-def resolve_all(sources: Sequence[str], template: str | None) -> list[Source]:
-    """All sources, resolved. Refuses a missing source, an empty list, and a template that would lose the prompt."""
-    if template is not None:
-        check_template(template)
-    if isinstance(sources, str) or not sources:
-        raise ValueError(
-            f"sources={sources!r} is not a list of names. Give a list of files, directories, hub names or benchmarks."
-        )
-    return [resolve(source) for source in sources]
+def fill(template: str, prompt: Prompt) -> Prompt:
+    """The prompt with the template around it."""
+    if isinstance(prompt, str):
+        head, _, tail = template.partition(SLOT)
+        has_it = prompt.lstrip().startswith(head.strip()) and prompt.rstrip().endswith(tail.strip())
+        return prompt if has_it and re.search(r"\w", head + tail) else template.replace(SLOT, prompt)
+    last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
+    if last is None:
+        return prompt
+    filled = fill(template, prompt[last]["content"])
+    assert isinstance(filled, str)
+    return [*prompt[:last], {**prompt[last], "content": filled}, *prompt[last + 1 :]]
+
+
+def question_id(prompt: Prompt) -> str:
+    """An id for the question: 16 hex digits, the same on every machine.
+
+    White space and the usual instruction at the end are ignored, and a chat of one user message counts as its text. So
+    the same question has the same id in two data sets.
+    """
+    if isinstance(prompt, str):
+        text = _bare(prompt)
+    elif len(prompt) == 1 and prompt[0]["role"] == "user":
+        text = _bare(prompt[0]["content"])
+    else:
+        text = json.dumps([[message["role"], _bare(message["content"])] for message in prompt])
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _bare(text: str) -> str:
+    return " ".join(text.split()).removesuffix(BOXED).rstrip()
 
 
 @contextmanager
@@ -211,15 +247,5 @@ def _nested_too_deeply(row: Row) -> Iterator[None]:
         yield
     except RecursionError:
         raise ValueError(
-            f"{row.place} holds lists or objects nested too deeply to be read. Flatten them, store them as text, or "
-            "remove the row."
+            f"{row.place} holds lists or objects nested too deeply to be read. Flatten them, or store them as text."
         ) from None
-
-
-def _problem(
-    question: str, prompt: Prompt, answer: Any, source: Source, row: Row, used: tuple[str | None, ...]
-) -> Problem:
-    own = look_up(row.values, "data_source")
-    origin = own if isinstance(own, str) and own else source.label
-    extra = {**extra_of(row, used), "data_source": origin}
-    return Problem(question, prompt, answer, source.label if source.named else origin, extra)

@@ -12,8 +12,6 @@ The package reads data sets on the hub, and what `Dataset.save_to_disk` wrote. P
 wherever they came from: they need neither the package nor its cache.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip
@@ -23,8 +21,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-__all__ = ["FORMATS", "Row", "data_format", "hub_rows", "is_saved", "read_rows", "saved_rows"]
 
 BATCH = 1024
 LONGEST_CSV_FIELD = LONGEST_LINE = 2**27
@@ -60,17 +56,12 @@ def read_rows(path: Path) -> Iterator[Row]:
         )
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file, so it cannot be read as data. Write its rows into a file.")
-    row = None
     try:
-        for row in FORMATS[kind](path):
-            yield row
+        yield from _not_empty(FORMATS[kind](path), str(path), "Write it again, or leave it out.")
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"{path} cannot be read: {error}. If the file exists, it is damaged or incomplete; write or download it "
-            "again."
+            f"{path} cannot be read: {error}. If it exists, it is damaged or incomplete; write or download it again."
         ) from error
-    if row is None:
-        raise ValueError(f"{path} has no rows. Write it again, or leave it out.")
 
 
 def data_format(path: Path) -> str:
@@ -82,7 +73,8 @@ def data_format(path: Path) -> str:
 def _jsonl(path: Path) -> Iterator[Row]:
     for number, line in _lines(path):
         if line.strip():
-            yield Row(_json_object(line, path, "line", number), str(path), "line", number)
+            begins = f"It begins with {line[:60].strip()!r}. Repair this one or remove it: it must be a whole object."
+            yield _row(_from_json(line.rstrip(), path, number, begins), path, "line", number)
 
 
 def _json(path: Path) -> Iterator[Row]:
@@ -90,16 +82,29 @@ def _json(path: Path) -> Iterator[Row]:
     if not text.lstrip().startswith("["):
         yield from _jsonl(path)
         return
+    again = "Repair it, or write the file again: as a list of objects, or as .jsonl with one object per line."
+    for number, item in enumerate(_from_json(text, path, None, again), 1):
+        yield _row(item, path, "item", number)
+
+
+def _from_json(text: str, path: Path, line: int | None, remedy: str) -> Any:
+    """What a text holds. `line`: its place in the file, if it is one line of it; json itself would count from 1."""
     try:
-        items = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else None
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            what, line = f"{error.msg.removesuffix(' at')} at column {error.colno}", line or error.lineno
+        raise ValueError(f"{path}{f', line {line}' if line else ''} is not valid JSON: {what}. {remedy}") from None
+
+
+def _row(item: object, path: Path, unit: str, number: int) -> Row:
+    if not isinstance(item, dict):
         raise ValueError(
-            f"{_invalid(error, path, line)} Repair it, or write the file again: as a list of objects, or as .jsonl "
-            "with one object per line."
-        ) from None
-    for number, item in enumerate(items, 1):
-        yield Row(_checked_object(item, path, "item", number), str(path), "item", number)
+            f"{path}, {unit} {number} holds a JSON {type(item).__name__}, not an object. "
+            'Write each row as an object with named columns: {"prompt": …, "answer": …}.'
+        )
+    return Row(item, str(path), unit, number)
 
 
 def _csv(path: Path) -> Iterator[Row]:
@@ -145,18 +150,17 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 def _table_rows(tables: Iterable[Any], label: str) -> Iterator[Row]:
     """The rows of tables of Arrow. Text that is not UTF-8, dates and zones that Python lacks are seen only here."""
-    number = 0
+    number = 1
     for table in tables:
         try:
             listed = table.to_pylist()
         except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise ValueError(
-                f"{label} cannot be read from row {number + 1} to row {number + len(table)}: {type(error).__name__}: "
+                f"{label} cannot be read from row {number} to row {number + len(table) - 1}: {type(error).__name__}: "
                 f"{error}. Write these columns as UTF-8 text or numbers, or leave them out."
             ) from error
-        for values in listed:
-            number += 1
-            yield Row(values, label, "row", number)
+        yield from (Row(values, label, "row", place) for place, values in enumerate(listed, number))
+        number += len(listed)
 
 
 FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -189,42 +193,13 @@ def _bounded(file: IO[bytes], path: Path, longest: int | None) -> Iterator[bytes
         unpacked += len(line)
         if unpacked > most:
             raise ValueError(
-                f"{path} unpacks to more than {most:,} bytes, {TIMES} times its size or more. If you trust it, unpack "
-                f"it first: gunzip {path.name}."
+                f"{path} unpacks to more than {most:,} bytes, {TIMES} times its size. To trust it: gunzip {path.name}."
             )
         if len(line) > longest:
             raise ValueError(
                 f"{path} has a line of more than {longest:,} bytes, which is no row of data. Write one row per line."
             )
         yield line
-
-
-def _json_object(line: str, path: Path, unit: str, number: int) -> dict[str, Any]:
-    try:
-        item = json.loads(line.rstrip())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{_invalid(error, path, number)} It begins with {line.strip()[:60]!r}. "
-            "Every line must be one whole object. Repair this one or remove it."
-        ) from None
-    return _checked_object(item, path, unit, number)
-
-
-def _invalid(error: Exception, path: Path, line: int | None) -> str:
-    """What is wrong, and where in the file. json itself counts lines only in the text that it was given."""
-    what = str(error)
-    if isinstance(error, json.JSONDecodeError):
-        what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-    return f"{path}{f', line {line}' if line else ''} is not valid JSON: {what}."
-
-
-def _checked_object(item: object, path: Path, unit: str, number: int) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise ValueError(
-            f"{path}, {unit} {number} holds a JSON {type(item).__name__}, not an object. "
-            'Write each row as an object with named columns: {"prompt": …, "answer": …}.'
-        )
-    return item
 
 
 def is_saved(directory: Path) -> bool:
@@ -262,8 +237,7 @@ def saved_rows(directory: Path, split: str | None = None) -> Iterator[Row]:
         data = datasets.load_from_disk(str(directory))
     except (datasets.exceptions.DatasetsError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{directory} could not be loaded as a saved data set: {_first_line(error)} Save it again with "
-            "Dataset.save_to_disk."
+            f"{directory} could not be loaded as a saved data set: {_first_line(error)} Save it again (save_to_disk)."
         ) from error
     if isinstance(data, datasets.DatasetDict):
         wanted = _only_split(str(directory), list(data)) if split is None else split
@@ -282,8 +256,7 @@ def _from_hub(label: str, datasets: Any, call: Callable[..., Any], *arguments: A
         raise ValueError(
             f"data set {label!r} could not be loaded from the hub: {_first_line(error)} "
             "Check the name: owner/name, owner/name:split or owner/name:config:split. Without a network, give the path "
-            "of a .jsonl, .json, .csv or .parquet file or of a directory of them; benchmarks are looked up in "
-            "$BAPO_DATA/NAME first."
+            "of a file or of a directory of files; benchmarks are looked up in $BAPO_DATA/NAME first."
         ) from error
 
 
@@ -294,11 +267,16 @@ def _only_split(name: str, splits: list[str]) -> str:
 
 
 def _rows(data: Any, label: str) -> Iterator[Row]:
+    tables = data.with_format("arrow").iter(batch_size=BATCH)
+    yield from _not_empty(_table_rows(tables, label), label, "Name another split or data set.")
+
+
+def _not_empty(rows: Iterator[Row], label: str, remedy: str) -> Iterator[Row]:
     row = None
-    for row in _table_rows(data.with_format("arrow").iter(batch_size=BATCH), label):
+    for row in rows:
         yield row
     if row is None:
-        raise ValueError(f"{label} has no rows. Name another split or data set.")
+        raise ValueError(f"{label} has no rows. {remedy}")
 
 
 def _package(name: str) -> Any:
@@ -307,8 +285,7 @@ def _package(name: str) -> Any:
     except ImportError:
         raise ValueError(
             f"{name!r} is not a file or a directory of plain files, and reading it as a data set needs the datasets "
-            "package. Install it with `pip install 'bapo[data]'` or `pip install datasets`, or give the path of a "
-            ".jsonl, .json, .csv or .parquet file."
+            f"package. Install it with `pip install 'bapo[data]'`, or give a file ({', '.join(FORMATS)})."
         ) from None
     return datasets
 

@@ -14,21 +14,21 @@ Names are looked up when a source is resolved, so that a missing file is reporte
 contacted only when rows are read.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bapo.tasks.data.prompts import BOXED_TEMPLATE
 from bapo.tasks.data.rows import FORMATS, Row, data_format, hub_rows, is_saved, read_rows, saved_rows
-
-__all__ = ["BENCHMARKS", "DATA_DIRECTORY", "Benchmark", "Source", "resolve", "source_rows"]
+from bapo.types import refuse
 
 DATA_DIRECTORY = "BAPO_DATA"
 """The environment variable that names the directory of benchmarks: $BAPO_DATA/aime24/*.parquet."""
+SLOT = "{prompt}"
+"""The place of the prompt in a template."""
+BOXED = r"Let's think step by step and output the final answer within \boxed{}."
+"""The sentence that verl and Skywork-OR1 put after their problems."""
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """File and directory names that name a split."""
 
@@ -39,31 +39,6 @@ _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 
 
 @dataclass(frozen=True)
-class Benchmark:
-    """A data set that goes by a name of ours.
-
-    Its prompts ask for the answer in a box because the verifier looks there. Its columns are not listed here:
-    `columns.py` recognises every layout of these data sets, the hub's, verl's parquet files and the authors' own files.
-    """
-
-    hub: str
-    """owner/name on the hub."""
-    split: str
-    """The split that NAME alone stands for. NAME:SPLIT selects another."""
-    config: str | None = None
-    template: str = BOXED_TEMPLATE
-    """Applied to every prompt that does not have this form yet, unless the caller gives a template."""
-
-
-BENCHMARKS = {
-    "gsm8k": Benchmark("openai/gsm8k", split="test", config="main"),
-    "math500": Benchmark("HuggingFaceH4/MATH-500", split="test"),
-    "aime24": Benchmark("HuggingFaceH4/aime_2024", split="train"),
-    "aime25": Benchmark("math-ai/aime25", split="test"),
-}
-
-
-@dataclass(frozen=True)
 class Source:
     """Where rows come from. Exactly one of `files`, `saved` and `hub` is set."""
 
@@ -71,13 +46,29 @@ class Source:
     """The `source` of its problems, unless a row names its own data set."""
     named: bool = False
     """Whether a person chose the label. If so, it holds for every row."""
-    template: str = "{prompt}"
+    template: str = SLOT
     """The template of its prompts, unless the caller gives another."""
     files: tuple[Path, ...] = ()
     saved: Path | None = None
     hub: str = ""
     config: str | None = None
     split: str | None = None
+
+
+BENCHMARKS = {
+    label: Source(label, named=True, template=f"{SLOT} {BOXED}", hub=hub, config=config, split=split)
+    for label, hub, config, split in (
+        ("gsm8k", "openai/gsm8k", "main", "test"),
+        ("math500", "HuggingFaceH4/MATH-500", None, "test"),
+        ("aime24", "HuggingFaceH4/aime_2024", None, "train"),
+        ("aime25", "math-ai/aime25", None, "test"),
+    )
+}
+"""Data sets that go by a name of ours. NAME:SPLIT selects another split.
+
+Their prompts ask for the answer in a box because the verifier looks there. Their columns are not listed here:
+`columns.py` recognises every layout of these data sets, the hub's, verl's parquet files and the authors' own files.
+"""
 
 
 def resolve(name: str) -> Source:
@@ -125,14 +116,11 @@ def _path(name: str) -> Path:
         path = Path(name).expanduser()
         path.exists()
         return path
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # too long a name, or the home of a user that this machine does not know
+        reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
         raise ValueError(
-            f"data source {name[:100]!r} cannot be looked up: {error.strerror}. Give a name or a path that exists."
-        ) from error
-    except RuntimeError as error:
-        raise ValueError(
-            f"data source {name!r} is in the home directory of a user that this machine does not know: {error} "
-            "Write the whole path, or put ./ before a name that begins with ~."
+            f"data source {name[:100]!r} cannot be looked up: {reason}. Give a name or a path that exists, and put ./ "
+            "before a name that begins with ~."
         ) from error
 
 
@@ -147,19 +135,25 @@ def _benchmark(name: str, split: str | None) -> Source:
     if directory is not None and directory.is_dir():
         found = _local(directory, split, default=benchmark.split)
         return replace(found, label=name, named=True, template=benchmark.template)
-    return Source(
-        label=name, named=True, template=benchmark.template, hub=benchmark.hub, config=benchmark.config,
-        split=split or benchmark.split,
-    )  # fmt: skip
+    return replace(benchmark, split=split or benchmark.split)
 
 
 def _local(path: Path, split: str | None, default: str | None = None) -> Source:
     if not path.is_dir():
-        return Source(label=_label(path), files=(path,))
+        stem = _stem(path)
+        only_a_split = stem in SPLITS or _SHARD.fullmatch(stem)
+        return Source(label=path.resolve().parent.name if only_a_split else stem, files=(path,))
     if is_saved(path):
         return Source(label=path.name, saved=path, split=split)
     try:
-        inside = sorted(file for file in path.rglob("*") if _is_data(file, path))
+        inside = sorted(
+            file
+            for file in path.rglob("*")
+            if data_format(file) in FORMATS
+            and file.name not in _NOT_DATA
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and file.is_file()
+        )
     except OSError as error:
         raise ValueError(
             f"{path} cannot be searched for data: {error}. Name a directory whose files you may read, or a file."
@@ -167,35 +161,27 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
     if not inside:
         present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
-            f"{path} has no file that ends in {', '.join(FORMATS)} (or .gz). It holds: {present}. Name a directory "
-            "with data files, or a file."
+            f"{path} has no file that ends in {', '.join(FORMATS)} (or .gz). It holds: {present}. Name another."
         )
     splits: dict[str, list[Path]] = {}
     for file in inside:
         splits.setdefault(_split(file, path), []).append(file)
     if split is None and splits.keys() != {""}:
         split = default
-    if split is None:
-        if len(splits) > 1:
-            choice = min(splits.keys() - {""})
-            raise ValueError(
-                f"{path} holds several splits: {_listed(splits)}. Name one of them, such as {path}:{choice}, or a file."
-            )
-        return Source(label=path.resolve().name, files=tuple(inside))
-    if split not in splits:
-        raise ValueError(f"{path} has no split {split!r}. It holds {_listed(splits)}. Name one of these, or a file.")
-    return Source(label=path.resolve().name, files=tuple(splits[split]))
-
-
-def _listed(splits: dict[str, list[Path]]) -> str:
     named = [repr(split) for split in sorted(splits) if split]
-    unnamed = [f"{file.name} (in no split)" for file in splits.get("", [])[:2]]
-    return ", ".join(named + unnamed)
-
-
-def _is_data(file: Path, root: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
-    return not hidden and file.is_file() and data_format(file) in FORMATS and file.name not in _NOT_DATA
+    listed = ", ".join(named + [f"{file.name} (in no split)" for file in splits.get("", [])[:2]])
+    choice = min(splits.keys() - {""}, default="")
+    refuse(
+        (
+            split is None and len(splits) > 1,
+            f"{path} holds several splits: {listed}. Name one of them, such as {path}:{choice}, or a file.",
+        ),
+        (
+            split is not None and split not in splits,
+            f"{path} has no split {split!r}. It holds {listed}. Name one of these, or a file.",
+        ),
+    )
+    return Source(label=path.resolve().name, files=tuple(inside if split is None else splits[split]))
 
 
 def _split(file: Path, root: Path) -> str:
@@ -206,12 +192,6 @@ def _split(file: Path, root: Path) -> str:
     if (first := re.split(r"[-_.]", stem)[0]) in SPLITS:
         return first
     return file.parent.name if file.parent != root and file.parent.name in SPLITS else ""
-
-
-def _label(file: Path) -> str:
-    """The label of a lone file: its name, or the name of its directory if the file's name only states the split."""
-    stem = _stem(file)
-    return file.resolve().parent.name if stem in SPLITS or _SHARD.fullmatch(stem) else stem
 
 
 def _stem(file: Path) -> str:

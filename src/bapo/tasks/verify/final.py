@@ -10,11 +10,7 @@ A response has one final answer, and it is the last. Listing candidates, boxing 
 gains nothing over a single guess. What an answer means is decided elsewhere.
 """
 
-from __future__ import annotations
-
 import re
-
-__all__ = ["TAIL", "after_hashes", "boxed", "sentence", "stated", "visible"]
 
 TAIL = 8192
 """How many characters at the end of a response are read. An answer before them is not seen."""
@@ -26,6 +22,7 @@ _REASON = re.compile(
     r"(?:since|because|as|where|when|for|so|which|given|by|using|after|with|hence|thus|therefore)\b)"
     r"|\.\s+(?=[A-Z])"
 )
+_MARK = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character: that of \{, or the first of a command
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*")
 
 
@@ -37,8 +34,7 @@ def visible(response: str, *, thinking: bool = False) -> str:
     _, end, after = response.rpartition("</think>")
     if not end and (thinking or "<think>" in response):
         return ""
-    shown = after if end else response
-    return shown.partition("<think>")[0][-TAIL:]
+    return (after if end else response).partition("<think>")[0][-TAIL:]
 
 
 def boxed(text: str) -> str | None:
@@ -47,21 +43,18 @@ def boxed(text: str) -> str | None:
     if not boxes:
         return None
     start = boxes[-1].end()
-    if text[start : start + 1] != "{":
-        return text[start : start + 1].strip()  # in TeX, without braces, the next character is the argument
-    depth, place = 0, start
-    while place < len(text):
-        character = text[place]
-        if character == "\\":
-            place += 1  # skip an escaped brace, or the first letter of a command
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : place].strip()
-        place += 1
-    return ""
+    after = text[start : start + 1]  # in TeX, without braces, the next character is the argument
+    return (braced(text, start) or "") if after == "{" else after.strip()
+
+
+def braced(text: str, start: int) -> str | None:
+    """The content of the braces that open at `start`; None if they are never closed. Escaped braces do not count."""
+    depth = 0
+    for mark in _MARK.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if depth == 0:
+            return text[start + 1 : mark.start()].strip()
+    return None
 
 
 def after_hashes(text: str) -> str | None:
@@ -71,9 +64,7 @@ def after_hashes(text: str) -> str | None:
     """
     lines = text.rstrip().splitlines()
     marked = _HASHES.fullmatch(lines[-1]) if lines else None
-    if marked is None:
-        return None
-    return sentence(marked[1]) or marked[1].strip().strip("*").strip()
+    return None if marked is None else sentence(marked[1]) or marked[1].strip().strip("*").strip()
 
 
 def sentence(text: str) -> str | None:

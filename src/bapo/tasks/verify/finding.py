@@ -9,8 +9,6 @@ the working directory, to which relative paths refer; close or replace the stand
 switch gradients off, which the learner needs.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib
@@ -27,8 +25,6 @@ from typing import Any
 
 from bapo.process.limited_worker import describe
 from bapo.tasks.data.columns import ANSWERS
-
-__all__ = ["KEYWORDS", "accepted_keywords", "file_of", "find_function", "is_async", "unharmed", "written_as"]
 
 KEYWORDS = ("response", "answer", "prompt", "extra")
 TRL_LISTS = ("completions", "prompts", "completion_ids")
@@ -58,7 +54,8 @@ def find_function(name: str) -> Callable[..., Any]:
             raise ValueError(
                 f"reward function {name!r}: {module_name} imports {error.name}, which is missing. Install it."
             ) from error
-        found = " or ".join(f"{module}:{function_name}" for module in _modules_with(function_name))
+        files = (module for module in _modules() if function_name in _functions_of(Path(f"{module}.py")))
+        found = " or ".join(f"{module}:{function_name}" for module in files)
         hint = f"Did you mean {found}? Otherwise, start" if found else "Start"
         raise ValueError(
             f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
@@ -118,22 +115,17 @@ def written_as(name: str) -> str:
 def accepted_keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
     """The keywords to call the function with. Raises a ValueError if they are not enough."""
     parameters = inspect.signature(function).parameters
-    required = [
-        parameter
-        for parameter in parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in VARIADIC
-    ]
-    if "response" not in parameters and any(parameter in TRL_LISTS for parameter in parameters):
+    if "response" not in parameters and not parameters.keys().isdisjoint(TRL_LISTS):
         raise ValueError(_of_trl(name, function))
-    for parameter in required:
-        if parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY:
+    for parameter in parameters.values():
+        required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
+        if required and (parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY):
             raise ValueError(
                 f"reward function {name!r} requires the parameter {parameter.name!r}, which is not available. It is "
                 f"called by keyword with any of {', '.join(KEYWORDS)}; give every other parameter a default."
             )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return KEYWORDS
-    return tuple(keyword for keyword in parameters if keyword in KEYWORDS)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return KEYWORDS if takes_all else tuple(keyword for keyword in parameters if keyword in KEYWORDS)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -145,8 +137,12 @@ def is_async(function: Callable[..., Any]) -> bool:
 def unharmed() -> Iterator[None]:
     """Afterwards, working directory, standard streams and gradients are as they were before."""
     where, streams = os.getcwd(), (sys.stdout, sys.stderr)
-    kept = {descriptor: os.dup(descriptor) for descriptor in STREAMS if _is_open(descriptor)}
-    gradients = _gradients()
+    kept = {}
+    for descriptor in STREAMS:
+        with suppress(OSError):  # it is closed
+            kept[descriptor] = os.dup(descriptor)
+    torch = sys.modules.get("torch")
+    gradients = torch is None or torch.is_grad_enabled()
     for stream in streams:
         with suppress(AttributeError, TypeError):
             stream.close = stream.flush  # type: ignore[method-assign]
@@ -157,28 +153,13 @@ def unharmed() -> Iterator[None]:
             with suppress(AttributeError, TypeError):
                 del stream.close
         for descriptor, copy in kept.items():
-            if not _is_open(descriptor) or not os.path.samestat(os.fstat(descriptor), os.fstat(copy)):
-                os.dup2(copy, descriptor)
+            os.dup2(copy, descriptor)
             os.close(copy)
         sys.stdout, sys.stderr = streams
         with suppress(OSError):
             os.chdir(where)
-        if _gradients() is not gradients and (torch := sys.modules.get("torch")) is not None:
+        if (torch := sys.modules.get("torch")) is not None:
             torch.set_grad_enabled(gradients)
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
-def _gradients() -> bool:
-    """Whether gradients are on in this thread. They are where torch is not loaded yet."""
-    torch = sys.modules.get("torch")
-    return True if torch is None else bool(torch.is_grad_enabled())
 
 
 def _of_trl(name: str, function: Callable[..., Any]) -> str:
@@ -213,10 +194,6 @@ def _of_trl(name: str, function: Callable[..., Any]) -> str:
 def _modules() -> list[str]:
     """The names of the modules in the current directory."""
     return sorted(path.stem for path in Path().glob("*.py") if path.stem.isidentifier())
-
-
-def _modules_with(function: str) -> Iterator[str]:
-    return (module for module in _modules() if function in _functions_of(Path(f"{module}.py")))
 
 
 def _functions_of(path: Path) -> list[str]:

@@ -34,8 +34,6 @@ math-verify's own time limits are off, because they use signals, which work only
 through `sandbox.py`. It depends on nothing but its arguments. A bad ground truth makes it raise; no response text does.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
@@ -52,8 +50,6 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig
 from bapo.tasks.verify.final import after_hashes, boxed, sentence, stated, visible
 from bapo.tasks.verify.values import close, normal_form, rational, sides, verdict
 from bapo.types import Score
-
-__all__ = ["MAX_ANSWER", "verify", "verify_thinking"]
 
 MAX_ANSWER = 1000
 """The most characters that an answer may have."""
@@ -106,17 +102,23 @@ _LETTERS = re.compile(r"[^\W\d_]{3}")
 _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-zA-Z*]+\}|\\[a-zA-Z]+")
 
 
-def verify(answer: str | float | list[str | float], response: str) -> Score:
+def verify(answer: str | float | list[str | float], response: str, *, thinking: bool = False) -> Score:
     """1.0 if the final answer of the response equals `answer`, otherwise 0.0; and that final answer in normal form.
 
-    If `answer` is a list, any of its entries is right.
+    If `answer` is a list, any of its entries is right. `thinking`: see `verify_thinking`.
     """
-    return _verify(answer, response, thinking=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries warn about hostile texts
+        golds = [_gold(_gold_text(one)) for one in (answer if isinstance(answer, list) and answer else [answer])]
+        found = _final_answer(visible(response, thinking=thinking))
+        if found is None:
+            return Score(0.0)
+        return Score(float(any(_same(gold, found) for gold in golds)), answer=_shared_form(found))
 
 
 def verify_thinking(answer: str | float | list[str | float], response: str) -> Score:
     """Like `verify`, for models whose prompt already opens the thinking: only text after </think> can answer."""
-    return _verify(answer, response, thinking=True)
+    return verify(answer, response, thinking=True)
 
 
 @dataclass(frozen=True)
@@ -139,16 +141,6 @@ class _Answer:
     """Whether math-verify would read it as another number. If so, it was not parsed."""
 
 
-def _verify(answer: str | float | list[str | float], response: str, *, thinking: bool) -> Score:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries warn about hostile texts
-        golds = [_gold(_gold_text(one)) for one in (answer if isinstance(answer, list) and answer else [answer])]
-        found = _final_answer(visible(response, thinking=thinking))
-        if found is None:
-            return Score(0.0)
-        return Score(float(any(_same(gold, found) for gold in golds)), answer=_shared_form(found))
-
-
 def _gold_text(answer: object) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise ValueError(f"the ground truth {answer!r} is not an answer; it must be a number or a non-empty text")
@@ -156,17 +148,9 @@ def _gold_text(answer: object) -> str:
     return (boxed(text) or after_hashes(text) or text).strip()
 
 
-@functools.lru_cache(maxsize=1024)
-def _gold(text: str) -> _Answer:
-    return _read(text)
-
-
 def _final_answer(text: str) -> _Answer | None:
     """The final answer of a response."""
-    clear = boxed(text)
-    if clear is None:
-        clear = after_hashes(text)
-    if clear is not None:
+    if (clear := boxed(text)) is not None or (clear := after_hashes(text)) is not None:
         return _read_name_first(clear) if 0 < len(clear) <= MAX_ANSWER else None
     for said in stated(text):
         if 0 < len(said) <= MAX_ANSWER and _is_clear(said, answer := _read_name_first(said)):
@@ -212,7 +196,11 @@ def _read(text: str) -> _Answer:
     if clock and clock[3]:
         hour, half = f"{int(clock[1])}:{clock[2]}", clock[3].lower()
         return _Answer(f"{hour} {half}m", words=True, clock=(hour, half))
-    if _is_words(text, shown):
+    if (
+        _WRAPPED.fullmatch(text.strip())
+        or _CHOICE.fullmatch(shown)
+        or (_WORDS.fullmatch(shown) and _LETTERS.search(shown))
+    ):
         return _Answer(shown, words=True)
     if _CHANGED.search(shown) or _APART.search(shown):
         return _Answer(shown, misread=True)
@@ -220,6 +208,9 @@ def _read(text: str) -> _Answer:
     if _is_false(shown, value):
         return _Answer(shown, misread=True)
     return replace(_parsed(shown, value), clock=(f"{int(clock[1])}:{clock[2]}", "") if clock else None)
+
+
+_gold = functools.lru_cache(maxsize=1024)(_read)
 
 
 def _in_full(text: str) -> str:
@@ -299,11 +290,6 @@ def _number(shown: str) -> Fraction | None:
     if parts is None or not (parts[2] or parts[3]):
         return None
     return Fraction(f"{parts[1]}{(parts[2] or '0').replace(',', '')}.{parts[3] or '0'}e{parts[4] or 0}")
-
-
-def _is_words(text: str, shown: str) -> bool:
-    wrapped = _WRAPPED.fullmatch(text.strip()) or _CHOICE.fullmatch(shown)
-    return wrapped is not None or (_WORDS.fullmatch(shown) is not None and _LETTERS.search(shown) is not None)
 
 
 def _parse(text: str, *more: Any) -> Any:

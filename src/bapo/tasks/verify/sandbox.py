@@ -14,8 +14,6 @@ verified once per call, and no response is verified twice. The pool serves one c
 until that call returns. Responses are failures if no worker can be started for them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -24,41 +22,36 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from bapo.process.limited import CannotStart, Worker
 from bapo.tasks.task import LARGEST_REWARD
-from bapo.types import Score
-
-__all__ = ["VerifierPool"]
+from bapo.types import Score, refuse
 
 MAX_DEFAULT_WORKERS = 16
+"""Without a number, there is one worker per core that this process may use, up to this many."""
 
 
-def default_workers() -> int:
-    """One worker per core that this process may use, up to 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, MAX_DEFAULT_WORKERS))
-
-
-class VerifierPool:
+class VerifierPool(AbstractContextManager["VerifierPool"]):
     """Workers that all call one verifier. They end with `close`, with the `with` block, or with the process."""
 
     def __init__(
         self, verifier: str, *, workers: int | None = None, seconds: float = 5.0, memory_mb: int = 1024
     ) -> None:
-        if workers is not None and workers < 1:
-            raise ValueError(f"workers={workers} is too few. Give at least 1, or leave it out for one per core.")
-        if not (seconds > 0 and math.isfinite(seconds)):
-            raise ValueError(f"seconds={seconds} cannot limit the time of an answer. Give a positive, finite number.")
-        if memory_mb < 64:
-            raise ValueError(f"memory_mb={memory_mb} is too little for any verifier. Allow at least 64.")
+        refuse(
+            (
+                workers is not None and workers < 1,
+                f"workers={workers} is too few. Give 1, or leave it out: one per core.",
+            ),
+            (not 0 < seconds < math.inf, f"seconds={seconds} cannot limit an answer. Give a positive, finite number."),
+            (memory_mb < 64, f"memory_mb={memory_mb} is too little for any verifier. Allow at least 64."),
+        )
         self.verifier, self.seconds = verifier, seconds
         self._lock = threading.Lock()  # a worker serves one caller at a time
-        self._workers = [Worker(verifier, memory_mb) for _ in range(workers or default_workers())]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._workers = [Worker(verifier, memory_mb) for _ in range(workers or min(cores, MAX_DEFAULT_WORKERS))]
         self._finalizer = weakref.finalize(self, _close_all, self._workers, os.getpid())
         try:
             for worker in self._workers:
@@ -70,12 +63,6 @@ class VerifierPool:
 
     def scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
         """The score that the verifier gives each (answer, response), in order. No response text makes it raise."""
-        with self._lock:
-            return self._scores(responses)
-
-    def _scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
-        if not self._finalizer.alive:
-            raise ValueError(f"the pool of {self.verifier} was closed and cannot score any more. Make a new one.")
         keys = [json.dumps(pair) for pair in responses]
         work: queue.SimpleQueue[tuple[str, tuple[Any, str]]] = queue.SimpleQueue()
         for item in dict(zip(keys, responses, strict=True)).items():
@@ -95,8 +82,10 @@ class VerifierPool:
                         work.put((key, pair))  # for another worker, if one is left
                         return
 
-        busy = self._workers[: min(len(self._workers), work.qsize())]
-        with ThreadPoolExecutor(max(1, len(busy))) as threads:
+        with self._lock, ThreadPoolExecutor(len(self._workers)) as threads:
+            if not self._finalizer.alive:
+                raise ValueError(f"the pool of {self.verifier} was closed and cannot score any more. Make a new one.")
+            busy = self._workers[: work.qsize()]
             try:
                 for finished in [threads.submit(drain, worker) for worker in busy]:
                     finished.result()
@@ -125,10 +114,7 @@ class VerifierPool:
             pass
         return Score(None, failure=f"{self.verifier} returned {json.dumps(reply['result'])[:100]}; it must be a Score")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

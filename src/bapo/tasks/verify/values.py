@@ -28,8 +28,6 @@ such as trigonometric identities. A value that would be expensive to compute has
 text: this code runs inside the time limit of a verifier and must never be the part that exceeds it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -37,8 +35,6 @@ from itertools import product
 from typing import Any
 
 import sympy
-
-__all__ = ["close", "normal_form", "rational", "sides", "verdict"]
 
 MAX_BITS = 100_000
 """Fractions with more bits than this are not computed."""

@@ -25,10 +25,10 @@ from bapo.learn.learner import Update
 from bapo.learn.ranks import join
 from bapo.models.bits import fingerprint, unpacked
 from bapo.models.export import write_model
+from bapo.models.layers import LoraSettings, merging
 from bapo.models.loading import directory_of
-from bapo.models.lora import LoraSettings, merging
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
-from bapo.rollout.in_process import engine_for
+from bapo.rollout.local.engine import engine_for
 from bapo.rollout.worker import Worker, probe
 from bapo.train.cluster.ray import Hello, introduced, node_address, node_name
 from bapo.train.cluster.weights import Parcel, Probe, pack
@@ -168,7 +168,7 @@ class LearnerHost:
         """
         weights, lora = self.learner.weights(), self.config.model.lora
         if lora.rank and self.config.cluster.engine == "vllm":  # it is given whole weights
-            weights = merging(weights, LoraSettings(lora.rank, lora.alpha, lora.targets))
+            weights = merging(weights, LoraSettings(lora.rank, lora.alpha).scale)
         logprobs = self.learner.next_logprobs(contexts)
         if self.rank != 0:
             deque(weights, maxlen=0)
