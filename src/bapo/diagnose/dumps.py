@@ -48,6 +48,8 @@ NAMES: dict[str, dict[str, str]] = {
     "update": {"update": "bapo", "step": "bapo", "global_step": "TRL", "global_steps": "verl"},
 }
 """Role of an array -> the column names it goes by, in order of preference, and whose name each is."""
+MOST_UPDATES = 10_000
+"""How many updates one file may hold."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,11 @@ def _updates(
     values = tokens["update"]
     _check_finite(path, "update", values, mask)
     found = np.unique(values[np.isfinite(values)])
+    if len(found) > MOST_UPDATES:
+        raise DumpError(
+            f"{path}: update has {len(found):,} different values, but a file can hold {MOST_UPDATES:,} updates. Leave "
+            "the column out if it does not count updates, or write several files."
+        )
     return [(_exact(value), build(str(_exact(value)), mask & (values == value))) for value in found]
 
 
