@@ -47,6 +47,15 @@ def test_a_dump_that_unpacks_without_measure_is_refused_and_a_large_one_is_read(
     assert np.array_equal(dump_files.read_columns(tmp_path / "b.npz")["logprobs"], noise)
 
 
+def test_a_dump_whose_tokens_are_all_updates_of_their_own_is_refused(tmp_path, capsys):
+    """Each update is measured, and each would look at all tokens."""
+    count = 200_000
+    columns = {name: np.full(count, -1.0, np.float32) for name in ("logprobs", "behavior_logprobs", "advantages")}
+    np.savez_compressed(tmp_path / "a.npz", **columns, update=np.arange(count))
+    assert cli.run(["diagnose", str(tmp_path / "a.npz")]) == 2
+    assert "update has 200,000 different values, but a file can hold 10,000 updates" in capsys.readouterr().err
+
+
 def test_a_compressed_file_that_unpacks_without_measure_is_refused_and_a_large_one_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "UNPACKED", 1 << 16)
     line = json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n"

@@ -214,9 +214,10 @@ def test_recipes_are_toml(tmp_path):
     recipe.write_text("steps = 7\n[objective]\nname = 'grpo'\n[objective.options]\nhigh = 1.3\n")
     config = load(Config, recipe)
     assert (config.steps, config.objective.name, config.objective.options) == (7, "grpo", {"high": 1.3})
-    recipe.write_text("steps = = 7")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        load(Config, recipe)
+    for wrong in ("steps = = 7", f"steps = 0x{'f' * 9000}"):
+        recipe.write_text(wrong)
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            load(Config, recipe)
     with pytest.raises(ConfigError, match=r"cannot read .*Check the path"):
         load(Config, tmp_path / "nowhere.toml")
 

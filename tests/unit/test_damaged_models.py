@@ -129,6 +129,42 @@ def test_a_configuration_that_names_a_pickle_or_a_place_elsewhere_is_refused(mod
     assert not (tmp_path / "ran").exists()
 
 
+def changed_json(path, **changed):
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changed))
+
+
+def test_files_that_stand_in_for_others_are_refused_unread(model, tmp_path):
+    """What is checked is what is read."""
+    torch.save({"a": Touch(tmp_path / "ran")}, model / "adapter_model.bin")
+    shutil.copy(model / "config.json", model / "config.4.0.0.json")
+    changed_json(model / "config.4.0.0.json", transformers_weights="adapter_model.bin", num_hidden_layers=300_000)
+    changed_json(model / "config.json", configuration_files=["config.4.0.0.json"])
+    assert "its config.json names other files in place of the usual ones (configuration_files)" in refused(model)
+    with pytest.raises(ValueError, match="configuration_files"):
+        outline_policy(str(model))
+    shutil.copy(model / "config.4.0.0.json", model / "config.json")
+    changed_json(model / "config.json", transformers_weights=None, num_hidden_layers=2)
+    (model / "tokenizer.json").rename(tmp_path / "tokenizer.4.0.0.json")
+    changed_json(model / "tokenizer_config.json", fast_tokenizer_files=["../tokenizer.4.0.0.json"])
+    assert "its tokenizer_config.json names other files" in refused(model)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_code_on_the_hub_that_a_configuration_names_is_refused(model, key):
+    for value in ("someone/kernel", {"text_config": "someone/kernel:f"}):
+        changed_json(model / "config.json", **{key: value})
+        assert f"has {key}=" in refused(model)
+        assert "which names code on the hub" in refused(model)
+
+
+@pytest.mark.parametrize("end", ["abc", [[1]], [10**30], {"a": 1}])
+def test_an_end_that_is_no_token_is_quoted(model, end):
+    changed_json(model / "generation_config.json", eos_token_id=end)
+    with pytest.raises(ValueError, match=r"as its end, which is no token|cannot be loaded"):
+        load_policy(str(model), dtype="float32", device="cpu")
+
+
 def test_an_index_of_shards_loads(model):
     weights = load_file(model / FILE)
     (model / FILE).unlink()
@@ -197,10 +233,49 @@ def test_a_config_that_asks_for_far_more_than_the_weights_is_refused_before_memo
         outline_policy(str(model))
 
 
+GPT_NEO = {"model_type": "gpt_neo", "hidden_size": 16, "num_heads": 2, "num_layers": 2, "vocab_size": 22}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model_type": "bart", "decoder_layers": 300_000, "d_model": 8}, "decoder_layers=300000"),
+        (GPT_NEO | {"attention_types": [[["global", "local"], 10**9]]}, "a list=1000000000"),
+        ({"text_config": {"below": {"num_hidden_layers": 300_000}}}, "num_hidden_layers=300000"),
+    ],
+    ids=["other layers", "a count in a list", "far below"],
+)
+def test_sizes_are_found_wherever_a_config_has_them(model, changed, told):
+    changed_json(model / "config.json", **changed)
+    assert f"its config.json has {told}" in refused(model)
+
+
+@pytest.mark.parametrize(
+    ("weights", "changed"),
+    [
+        ({"model.layers.299999.x": torch.zeros(1)}, {"num_hidden_layers": 300_000}),
+        ({"x": torch.zeros(0, 10**12)}, {"num_attention_heads": 10**7}),
+    ],
+    ids=["a name", "an empty weight"],
+)
+def test_a_name_or_an_empty_weight_allows_no_size(model, weights, changed):
+    change(model, lambda present: present.update(weights))
+    changed_json(model / "config.json", **changed)
+    assert f"its config.json has {next(iter(changed))}=" in refused(model)
+
+
+def test_tables_besides_the_weights_are_counted(model):
+    """This architecture has a table of all pairs of positions in each layer."""
+    change(model, lambda present: present.update(x=torch.zeros(20_000, 16)))
+    one = {"attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2, "num_hidden_layers": 2}
+    changed_json(model / "config.json", **GPT_NEO, **one, max_position_embeddings=50_000)
+    assert "other numbers, more than its files hold" in refused(model)
+
+
 def test_a_model_that_is_much_larger_than_its_files_is_refused(model):
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 1000, "intermediate_size": 1000}))
-    assert "weights, but the files hold" in refused(model)
+    assert "other numbers, more than its files hold" in refused(model)
 
 
 def with_tokenizer(directory, **changed):

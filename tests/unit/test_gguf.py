@@ -169,6 +169,21 @@ def test_code_beside_a_gguf_file_does_not_run(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("changed", ["block_count", "embedding_length"])
+def test_a_gguf_file_that_says_that_it_is_much_larger_is_refused_before_it_is_built(tmp_path, changed):
+    """A few bytes would otherwise fill the memory."""
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for name, value in ({"block_count": 2, "embedding_length": 64} | {changed: 10**6}).items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((32, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"it has 1,000,000 layers, but|more than its files hold"):
+        load_policy(str(tmp_path / "a.gguf"), dtype="float32", device="cpu")
+
+
 def test_an_adapter_beside_a_gguf_file_does_not_lead_elsewhere(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", made("llama"), gguf.GGMLQuantizationType.F32)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "elsewhere")}))

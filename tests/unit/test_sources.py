@@ -248,7 +248,9 @@ def test_text_that_is_not_utf8_is_refused_with_its_rows(tmp_path):
         *(("state.json", text) for text in ("{}", "[]", '{"_data_files": 5}', '{"_data_files": [{}]}', "3", "{")),
         *(("state.json", json.dumps({"_data_files": [{"filename": name}]})) for name in ("/etc/passwd", "../x", 3, "")),
         *(("dataset_dict.json", text) for text in ('{"splits": 5}', '{"splits": ["../x"]}', "[]")),
+        *((name, "[" * 100_000) for name in ("state.json", "dataset_info.json", "dataset_dict.json")),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_saved_data_set_that_leads_elsewhere_or_nowhere_is_refused_with_words(tmp_path, name, text):
     datasets = pytest.importorskip("datasets")

@@ -121,6 +121,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         values = json.loads(text) if language == "JSON" else tomllib.loads(text)
+        repr(values)  # a number in another base may have more digits than can be written
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Check the path.") from None
     except RecursionError:

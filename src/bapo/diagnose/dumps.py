@@ -44,6 +44,8 @@ NAMES: dict[str, dict[str, str]] = {
     "update": {"update": "bapo", "step": "bapo", "global_step": "TRL", "global_steps": "verl"},
 }
 """Role of an array -> the column names it goes by, in order of preference, and whose name each is."""
+MOST_UPDATES = 10_000
+"""How many updates one file may hold."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,11 @@ def _updates(
     values = tokens["update"]
     _check_counts(path, "update", values, ~np.isfinite(values), mask)
     found = np.unique(values[np.isfinite(values)]).tolist()
+    if len(found) > MOST_UPDATES:
+        raise DumpError(
+            f"{path}: update has {len(found):,} different values, but a file can hold {MOST_UPDATES:,} updates. Leave "
+            "the column out if it does not count updates, or write several files."
+        )
     exact = [int(value) if value == int(value) else value for value in found]
     return [(value, build(str(value), mask & (values == value))) for value in exact]
 

@@ -17,6 +17,7 @@ that is already in the cache.
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -45,7 +46,13 @@ INDEX = "model.safetensors.index.json"
 """Says which file each weight is in, where there are several."""
 TIMES = 4
 """How many times larger than its files a model may say that it is. Some are stored in half the room, or less."""
-LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+LAYERS = re.compile("(num|num_hidden|n|decoder|encoder)_layers?")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "n_embd", "n_inner", "n_head")
+"""Settings that become sizes of weights, or their number, besides layers and those that begin with num_."""
+LISTED, BUFFERS = 2**24, 2**28
+"""The largest number in a list of settings, and how many numbers besides weights any model may have."""
+GGUF_HEAD = 2**28
+"""Within so many bytes, a GGUF file says how many layers it has, and names its weights."""
 _NOT_REACHED = {"ConnectError", "ConnectTimeout", "ProxyError", "ConnectionError"}
 """Names of exceptions, because the HTTP library depends on the version of huggingface_hub. Offline mode raises a
 ConnectionError."""
@@ -91,28 +98,44 @@ def outline_policy(
 def _shape(path: str, source: str) -> Any:
     """The model without its weights, on the meta device. Refuses one that is much larger than the files beside it.
 
-    Layers and experts are compared first, because it would take for ever to build a thousand million of them. What
-    differs less than `TIMES` is compared weight by weight when the model is loaded.
+    Settings are compared first, because it would take for ever to build a thousand million layers. What differs less
+    than `TIMES` is compared weight by weight when the model is loaded.
     """
-    shapes = _shapes(path, Path(source))
+    shapes = {name: shape for name, shape in _shapes(path, Path(source)).items() if math.prod(shape)}
+    layers = {number[1] for name in shapes if (number := re.search(r"\.(\d+)\.", name))}
     widest = max((size for shape in shapes.values() for size in shape), default=0)
-    own = _json(path, source, "config.json")
-    for table in [own, *(value for value in own.values() if isinstance(value, dict))] if shapes else []:
-        for key, value in table.items():
-            most = TIMES * (len(shapes) if key in LAYERS else widest)
-            if (key in LAYERS or key.startswith("num_")) and isinstance(value, int) and value > most:
-                raise ValueError(
-                    f"its config.json has {key}={str(value)[:20]}, which is more than its weights can be made for. One "
-                    "of the two belongs to another model or was changed: restore both."
-                )
-    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    for key, value in _settings(_json(path, source, "config.json")) if shapes else ():
+        of_layers = LAYERS.fullmatch(key)
+        known = of_layers or not key or key in SIZES or key.startswith("num_")
+        most = TIMES * (len(layers) if of_layers and layers else widest) if key else LISTED
+        if known and isinstance(value, int) and value > most:
+            raise ValueError(
+                f"its config.json has {key or 'a list'}={str(value)[:20]}, which is more than its weights can be made "
+                "for. One of the two belongs to another model or was changed: restore both."
+            )
+    present = sum(math.prod(shape) for shape in shapes.values())
+    return _built(TIMES * present, pretrained_model_name_or_path=source, trust_remote_code=False)
+
+
+def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every setting at any depth. What is in a list has no name."""
+    rest: list[tuple[str, Any]] = [("", config)]
+    while rest:
+        key, value = rest.pop()
+        yield key, value
+        if isinstance(value, dict | list):
+            rest += value.items() if isinstance(value, dict) else [("", each) for each in value]
+
+
+def _built(most: int, **place: Any) -> Any:
+    """A model on the meta device. Refuses one of more than so many weights; 0 for any number."""
+    config = transformers.AutoConfig.from_pretrained(**place)
     with torch.device("meta"):
         known = transformers.AutoModelForCausalLM
         model: Any = known.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    present = sum(math.prod(shape) for shape in shapes.values())
-    asked = sum(weight.numel() for weight in model.parameters())
-    if present and asked > TIMES * present:
-        raise ValueError(f"config.json asks for {asked:,} weights, but the files hold {present:,}.")
+    asked, tables = (sum(each.numel() for each in of) for of in (model.parameters(), model.buffers()))
+    if most and (asked > most or tables > max(most, BUFFERS)):
+        raise ValueError(f"it asks for {asked:,} weights and {tables:,} other numbers, more than its files hold.")
     return model
 
 
@@ -267,12 +290,25 @@ def _check_files(path: str, source: Path) -> None:
 
 
 def _check_named_files(path: str, source: str) -> None:
-    """Refuse an adapter, and weights that its own files say are in a pickle or outside of the model's directory."""
+    """Refuse an adapter, code, files in place of others, and weights in a pickle or outside of the directory."""
     if _file_of(source, "adapter_config.json") is not None:
         raise ValueError(
             f"model.path={path!r} holds an adapter, not a model. Give the merged model, which a run writes to model/."
         )
-    chosen = _json(path, source, "config.json").get("transformers_weights")
+    config = _json(path, source, "config.json")
+    for file, key in (("config.json", "configuration_files"), ("tokenizer_config.json", "fast_tokenizer_files")):
+        if key in _json(path, source, file):  # what was checked here would not be what is read
+            raise ValueError(
+                f"model.path={path!r} cannot be loaded: its {file} names other files in place of the usual ones "
+                f"({key}). Give the right one the usual name, and remove {key}."
+            )
+    for key, value in _settings(config):
+        if key.endswith("_implementation") and "/" in str(value):
+            raise ValueError(
+                f"model.path={path!r} cannot be loaded: its config.json has {key}={str(value)[:60]!r}, which names "
+                "code on the hub. Remove it."
+            )
+    chosen = config.get("transformers_weights")
     named = [] if chosen is None else [("config.json", chosen)]
     indexes = {INDEX} | ({chosen} if isinstance(chosen, str) and chosen.endswith(".index.json") else set())
     for index in sorted(indexes):
@@ -377,7 +413,19 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
         raise ValueError(
             f"reading GGUF needs the package {absent[0]}, which is not installed: `pip install 'bapo[gguf]'`."
         )
-    place: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
+    with path.open("rb") as file:
+        head = file.read(GGUF_HEAD)
+    layers = len(set(re.findall(rb"blk\.(\d+)\.", head)))
+    for kind, number in re.findall(rb"(?s)block_count([\0-\5\n\v])\0{3}(.{8})", head):
+        width = 8 if kind[0] > 9 else 1 << kind[0] // 2  # of a whole number of this kind, in bytes
+        if (told := int.from_bytes(number[:width], "little")) > TIMES * max(1, layers):
+            raise ValueError(f"{path.name} says that it has {told:,} layers, but it has weights of {layers}.")
+    place: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(path.parent),
+        "gguf_file": path.name,
+        "trust_remote_code": False,
+    }
+    _built(8 * path.stat().st_size, **place)  # no weight takes less than a bit
     unpacked: Any = transformers.GgufConfig(dequantize=True)  # otherwise some stay packed where kernels exist for that
     with redirect_stderr(StringIO()):  # hides a progress bar that cannot be switched off
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(

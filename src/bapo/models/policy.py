@@ -12,7 +12,7 @@ and a sampler that knows only one of them runs past the other.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -127,8 +127,14 @@ def find_stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
     named = [tokenizer.eos_token_id, end_of_turn(tokenizer)]
     for settings in (model.generation_config, model.config):
         ends = getattr(settings, "eos_token_id", None)
-        named += ends if isinstance(ends, Iterable) else [ends]
-    return frozenset(int(end) for end in named if end is not None)
+        named += ends if isinstance(ends, list | tuple) else [ends]
+    found = [end for end in named if end is not None]
+    if strange := [end for end in found if not isinstance(end, int) or abs(end) >= 2**31]:
+        raise ValueError(
+            f"the model names {str(strange[0])[:60]!r} as its end, which is no token. Correct eos_token_id in "
+            "generation_config.json or config.json."
+        )
+    return frozenset(found)
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

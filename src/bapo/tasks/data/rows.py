@@ -235,7 +235,10 @@ def saved_rows(directory: Path, split: str | None = None) -> Iterator[Row]:
     try:
         _check_saved(directory)
         data = datasets.load_from_disk(str(directory))
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        *(datasets.exceptions.DatasetsError, OSError, ValueError, LookupError, TypeError, AttributeError),
+        RecursionError,
+    ) as error:
         raise ValueError(
             f"{directory} could not be loaded as a saved data set: {_first_line(error)} Save it again (save_to_disk)."
         ) from error
