@@ -16,7 +16,7 @@ from bapo.tasks.data.prompts import BOXED, fill
 from bapo.tasks.task import DataTask, ProblemStream, Task
 from bapo.types import Problem, Score
 
-REAL = Path(__file__).parents[1] / "data" / "problems"
+REAL = Path(__file__).parents[3] / "data" / "problems"
 
 
 def lines(path, rows):

@@ -5,7 +5,7 @@ import pytest
 
 from bapo.runs.metrics import METRICS, check_declared
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_in_docs_is_the_generated_one():

@@ -11,7 +11,7 @@ from bapo.diagnose.diagnosis import as_json, diagnose
 from bapo.diagnose.diagnosis_page import MAX_POINTS, RULES, charts, html_page
 from bapo.diagnose.dumps import Dump
 from bapo.diagnose.measure import SETTINGS, measure, total
-from tests.unit.test_diagnose import CLEAN, batch, changed, only
+from tests.unit.diagnose.test_diagnosis import CLEAN, batch, changed, only
 
 COLUMNS = {"behavior_logprobs": "rollout_log_probs"}
 

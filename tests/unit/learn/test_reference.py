@@ -15,7 +15,7 @@ from bapo.learn.reference import Reference, initial
 from bapo.models.lora import LoraSettings, add_lora
 from bapo.types import group_from_state, group_state
 from tests.rounding import carried
-from tests.unit.test_learner import CPU, model, sampled_groups
+from tests.unit.learn.test_learner import CPU, model, sampled_groups
 
 SETTINGS = LearnerSettings(objective="grpo", temperature=0.8, lr=1e-2, kl=0.5, micro_tokens=60)
 

@@ -15,7 +15,7 @@ from bapo.runs.read import Run, read_run
 from bapo.runs.statistics import measures, sampled_responses
 from tests.compared_runs import COMPARED
 from tests.tiny.runs import configured
-from tests.unit.test_report import arm_number, edited, embedded, lines, panel
+from tests.unit.report.test_report import arm_number, edited, embedded, lines, panel
 
 RESPONSES = 4
 """Responses per group in the compared runs."""

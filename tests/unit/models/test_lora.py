@@ -20,7 +20,7 @@ from bapo.rollout.engine import Request, Sampling
 from tests.rollouts import assert_matches_teacher_forcing, sitting
 from tests.rounding import carried, logprob_limit
 from tests.tiny.families import make_model, publish
-from tests.unit.test_models import batches, sampled_groups
+from tests.unit.models.test_models import batches, sampled_groups
 
 ALL = pytest.mark.parametrize("name", ["smollm2", "r1-distill-qwen", "qwen3", "gemma3"])  # tied, untied, norms, windows
 

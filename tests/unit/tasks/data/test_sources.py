@@ -13,7 +13,7 @@ from bapo.tasks.data.prompts import BOXED
 from bapo.tasks.data.rows import hub_rows, read_rows
 from bapo.tasks.data.sources import BENCHMARKS, Source, resolve, source_rows
 
-REAL = Path(__file__).parents[1] / "data" / "problems"
+REAL = Path(__file__).parents[3] / "data" / "problems"
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_architecture import MAY_IMPORT
+from tests.invariant.test_architecture import MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "bapo"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCES = Path(__file__).parents[2] / "src" / "bapo"
+SOURCES = Path(__file__).parents[4] / "src" / "bapo"
 ON_CPU = """
 import sys, torch
 from bapo import ClipSettings, bounds_from_table, policy_loss, solve_bounds, token_logprobs, update_table

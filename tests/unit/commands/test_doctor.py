@@ -7,7 +7,7 @@ from pathlib import Path
 from bapo.cli import run
 from bapo.commands.doctor import EXTRAS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_doctor_finds_what_is_wrong_and_says_what_to_do(here, capsys, monkeypatch):

@@ -198,3 +198,14 @@ def test_public_names_resolve():
 
 def test_the_top_floor_holds_five_modules():
     assert {path.stem for path in (ROOT / "src" / "bapo").glob("*.py")} == TOP_FLOOR
+
+
+def test_tests_of_units_lie_where_their_modules_lie():
+    tests = ROOT / "tests" / "unit"
+    for path in tests.rglob("test_*.py"):
+        room = ROOT / "src" / "bapo" / path.parent.relative_to(tests)
+        modules = {module.stem for module in room.glob("*.py")} | {room.name}
+        stem = path.stem.removeprefix("test_")
+        assert any(stem == module or stem.startswith(f"{module}_") for module in modules), (
+            f"{path}: no module of {room.name}"
+        )

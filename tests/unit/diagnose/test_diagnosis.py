@@ -21,7 +21,7 @@ from bapo.diagnose.problems import REMARKS, SERIOUS, find_problems
 from bapo.diagnose.tables import bounds, print_diagnosis
 from tests.processes import bapo, script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def softmax(logits):

@@ -8,7 +8,7 @@ import pytest
 from bapo.tasks.data.problems import load_demonstrations
 from bapo.tasks.data.prompts import BOXED
 
-REAL = Path(__file__).parents[1] / "data" / "problems"
+REAL = Path(__file__).parents[3] / "data" / "problems"
 
 
 def lines(path, rows):

@@ -20,7 +20,7 @@ from bapo.models.export import save_policy
 from tests.rounding import carried
 from tests.tiny.families import FAMILIES, SIZES, make_tokenizer
 from tests.tiny.models import tiny
-from tests.unit.test_models import batches, sampled_groups
+from tests.unit.models.test_models import batches, sampled_groups
 
 WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "rms_norm_eps": 1e-5}  # quantised in blocks of 32
 LAYER = {

@@ -10,7 +10,7 @@ from bapo.config.known_names import NAMES, hint, table
 from bapo.config.run import Config
 from bapo.config.words import flat, leaves
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_every_name_leads_to_a_key_that_exists_and_none_is_listed_twice():

@@ -17,7 +17,7 @@ from bapo.config.run import Config
 from bapo.tasks.countdown import Countdown, expressions
 from bapo.types import Problem
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("kind", ["demo", "data"])

@@ -16,7 +16,7 @@ from bapo.learn.packing import pack_demonstrations
 from bapo.learn.supervised import measure_fit, sft_loss, sft_step
 from tests.rounding import carried
 from tests.tiny.models import tiny
-from tests.unit.test_learner import gradients_kept, same_update
+from tests.unit.learn.test_learner import gradients_kept, same_update
 
 CPU = torch.device("cpu")
 PAIRS = [([3, 4], [5, 6, 1]), ([7], [8, 1]), ([9, 2, 11, 12], [13, 14, 15, 16, 17, 1]), ([3], [1])] * 2

@@ -18,7 +18,7 @@ from bapo.diagnose.measure import measure, total
 from bapo.diagnose.tables import parts, print_diagnosis, uses
 from bapo.diagnose.uses import UNKNOWN, Pushes, first, joined, later, of_uses, pushes_by_use, recognise, with_uses
 from tests.processes import bapo, script
-from tests.unit.test_diagnose import CLEAN, EXAMPLES, batch, changed, only, tensors
+from tests.unit.diagnose.test_diagnosis import CLEAN, EXAMPLES, batch, changed, only, tensors
 
 OWN = {"logprobs": "log_prob", "behavior_logprobs": "rollout_log_probs"}
 RECOMPUTED = {"logprobs": "log_prob", "behavior_logprobs": "old_log_prob"}

@@ -18,8 +18,8 @@ from bapo.core.loss import clipped_at, update_table
 from bapo.core.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 from bapo.types import USE_EDGES
 from tests.reference import search
-from tests.unit.test_bounds import COMBINATIONS, RANGES, tensors, token
-from tests.unit.test_kernels_bounds import DEVICE, kernel_bounds, parts_of, tokens_near_the_grid
+from tests.unit.core.kernels.test_bounds import DEVICE, kernel_bounds, parts_of, tokens_near_the_grid
+from tests.unit.core.test_bounds import COMBINATIONS, RANGES, tensors, token
 
 USED_LOWS = [1.0, 0.95, 0.7, 0.0]
 
