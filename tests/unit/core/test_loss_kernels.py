@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from bapo import ClipSettings, bounds_from_table, policy_loss, update_table
+from tests.precisions import PRECISIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = torch.arange(5).repeat_interleave(40)
@@ -68,7 +69,7 @@ def compare(kernels, tensors, **options):
     return ours
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize(
     "options",
     [

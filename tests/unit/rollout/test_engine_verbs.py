@@ -14,7 +14,7 @@ from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment, gene
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import sitting, tokens_of
-from tests.tiny.models import STOP, tiny
+from tests.tiny.models import STOP, shallow
 
 SAMPLING = Sampling(0.8, frozenset({STOP}))
 ENGINES = pytest.mark.parametrize("make", [LocalEngine, GraphEngine], ids=["local", "graphs"])
@@ -25,7 +25,7 @@ def requests(count: int = 4, tokens: int = 5) -> list[Request]:
 
 
 def loaded(make: Any, **options: Any) -> Any:
-    engine = make(tiny("llama"), slots=2, **options)
+    engine = make(shallow(), slots=2, **options)
     engine.load(engine.model.named_parameters(), version=3)
     return engine
 
@@ -78,7 +78,7 @@ def test_parked_requests_come_back_with_what_they_got_and_can_be_continued(make,
 
 @ENGINES
 def test_verbs_in_the_wrong_order_are_refused(make):
-    engine = make(tiny("llama"), slots=2)
+    engine = make(shallow(), slots=2)
     assert engine.version == NOTHING_LOADED
     with pytest.raises(RuntimeError, match="the engine has no weights yet"):
         engine.submit(requests(), SAMPLING)
@@ -97,7 +97,7 @@ def test_verbs_in_the_wrong_order_are_refused(make):
 
 @ENGINES
 def test_weights_of_another_copy_of_the_model_are_taken_over(make):
-    engine, other = loaded(make), tiny("llama")
+    engine, other = loaded(make), shallow()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.3)
@@ -182,7 +182,7 @@ def test_a_rollout_of_several_submissions_copies_the_weights_once(monkeypatch):
     from bapo.types import Problem
 
     copies = count_loads(monkeypatch)
-    engine = GraphEngine(tiny("llama"), slots=2)
+    engine = GraphEngine(shallow(), slots=2)
     # Group 0 lacks two tokens when the second run begins, and is due: that run submits it first, and then the rest.
     scheduler = Scheduler(Sampling(), max_response_tokens=6, token_budget=10, max_age=1)
     submissions = []

@@ -14,6 +14,7 @@ from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solv
 from bapo.core.bounds import bounds_by_kernel, parts_by_kernel
 from bapo.core.kernels.bounds import BLOCK_TOKENS, MAX_PROGRAMS, kinds_of
 from bapo.core.objectives import MAX_LOG_RATIO, Tokens
+from tests.precisions import PRECISIONS
 from tests.reference import search
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -211,7 +212,7 @@ def test_a_bad_log_prob_is_no_token_past_the_limit(bad):
 
 @pytest.mark.parametrize("weight", ["none", "rollout_prob"])
 @pytest.mark.parametrize("limit", [None, MAX_LOG_RATIO])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", PRECISIONS)
 def test_masked_tokens_may_hold_anything(weight, limit, dtype):
     settings = ClipSettings(weight=weight, measure="surrogate")
     ratio, advantages, mask, behavior = tokens_near_the_grid(300, settings, 6, dtype)

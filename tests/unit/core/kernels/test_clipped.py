@@ -14,6 +14,7 @@ from bapo.core.entropy_rule import clip_statistics
 from bapo.core.kernels.clipped import BLOCK_TOKENS, clipped_loss
 from bapo.core.objectives import MAX_LOG_RATIO, Tokens, bapo, dual_clip, grpo
 from bapo.core.reduction import denominator_of, reduce_tokens, token_weights
+from tests.precisions import COARSE, PRECISIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -208,7 +209,7 @@ def test_a_ratio_at_a_bound_is_clipped():
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", PRECISIONS)
 def test_masked_tokens_may_hold_anything_and_get_no_gradient(dtype):
     tokens = stale_tokens((300,), dtype)
     clean, clean_gradient = fused(tokens, 0.8, 1.2)
@@ -224,7 +225,7 @@ def test_masked_tokens_may_hold_anything_and_get_no_gradient(dtype):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", COARSE)
 def test_coarse_log_probs_are_worked_on_in_float32_and_get_gradients_of_their_dtype(dtype):
     tokens = stale_tokens((200,), dtype, extremes=False)
     given = tokens.given_logprobs, tokens.given_behavior_logprobs, tokens.given_advantages

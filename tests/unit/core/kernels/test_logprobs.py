@@ -11,6 +11,7 @@ from bapo.core.logprobs import chunked_logprobs
 pytest.importorskip("triton")
 from bapo.core.kernels import logprobs as kernels
 from bapo.core.kernels.logprobs import _Sum, fused_logprobs, tiling
+from tests.precisions import COARSE, PRECISIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORBIDDEN = 250
@@ -59,7 +60,7 @@ def coefficients(tokens=7):
     return torch.randn(2, tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_equal_to_the_naive_computation_forbidden_tokens_included(dtype, temperature):
     leaves, targets = problem(dtype=dtype)
@@ -72,7 +73,7 @@ def exact(hidden, weight, bias, targets, temperature):
     return naive(hidden.double(), weight.double(), bias.double(), targets, temperature)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", COARSE)
 @pytest.mark.parametrize("function", [fused_logprobs, chunked_logprobs])
 def test_float32_logits_are_not_rounded_to_the_dtype_of_the_model(function, dtype):
     (hidden, weight, bias), targets = problem(dtype=dtype)
@@ -91,7 +92,7 @@ def test_float32_models_have_float32_logits_already():
         assert all(torch.equal(a, b) for a, b in zip(plain, wide, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize(
     ("tile_logits", "tiles"),
     [(7 * 300, (1, 1)), (7 * 150, (1, 2)), (7 * 100, (1, 3)), (9, (2, 3)), (4, (2, 3)), (1, (4, 3))],

@@ -1,6 +1,7 @@
 """GraphEngine's bookkeeping, with its kernels under Triton's interpreter: seats, budgets, parking, refills.
 
-The interpreter is slow, so responses are few and short here; tests/gpu repeats these at size.
+The interpreter is slow, so responses are few and short here, and one layer must do where a second would show nothing;
+tests/gpu repeats these at size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.rollouts import (
     sitting,
     tokens_of,
 )
-from tests.tiny.models import STOP, tiny
+from tests.tiny.models import STOP, shallow, tiny
 
 SAMPLING = Sampling(0.8, frozenset({STOP}))
 
@@ -54,7 +55,7 @@ def test_a_float32_head_gives_the_sampler_logits_that_are_not_rounded(monkeypatc
         sample(logits, *rest, **options)
 
     monkeypatch.setattr("bapo.rollout.cuda.graphs.sample", watched)
-    model, requests = tiny("qwen2").bfloat16(), short_requests(2)
+    model, requests = shallow("qwen2").bfloat16(), short_requests(2)
     for float32 in (True, False):
         seen.clear()
         sitting(GraphEngine(model, slots=2, float32_head=float32), requests, SAMPLING, version=0)
@@ -88,7 +89,7 @@ def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
     monkeypatch.setattr("bapo.rollout.engine.COLLECT_SECONDS", 0)
     monkeypatch.setattr("bapo.rollout.cuda.engine.LOOK", 1)
     requests, told = short_requests(3), []
-    engine = GraphEngine(tiny("llama"), slots=2)
+    engine = GraphEngine(shallow(), slots=2)
     watched = sitting(engine, requests, SAMPLING, version=0, token_budget=budget, tell=told.append)
     assert watched == sitting(engine, requests, SAMPLING, version=0, token_budget=budget)
     assert_told_right(told, watched)
@@ -96,7 +97,7 @@ def test_a_watch_hears_how_far_it_is_and_changes_nothing(budget, monkeypatch):
 
 
 def test_slots_kept_for_others_are_given_up_rather_than_waited_for():
-    model = tiny("llama")
+    model = shallow()
     first, second = short_requests(2)
     engine = GraphEngine(model, slots=1, parked="keep")
     begun = sitting(engine, [first], SAMPLING, version=0, token_budget=1)[0]
@@ -108,7 +109,7 @@ def test_slots_kept_for_others_are_given_up_rather_than_waited_for():
 
 @pytest.mark.numeric
 def test_equal_contexts_are_prefilled_once_and_diverge():
-    model = tiny("llama")
+    model = shallow()
     requests = [Request([5, 6, 7, 8], 0, seed, 2) for seed in (1, 2, 3)]
     engine = GraphEngine(model, slots=4)
     segments = sitting(engine, requests, SAMPLING, version=0)
@@ -118,7 +119,7 @@ def test_equal_contexts_are_prefilled_once_and_diverge():
 
 def test_the_cache_grows_when_longer_responses_come(monkeypatch):
     monkeypatch.setattr("bapo.rollout.cuda.engine.REACH_STEP", 4)
-    engine = GraphEngine(tiny("llama"), slots=1)
+    engine = GraphEngine(shallow(), slots=1)
     sitting(engine, [Request([5], 0, 1, 2)], SAMPLING, version=0)
     small = engine.pool
     sitting(engine, [Request([5, 6], 0, 1, 1)], SAMPLING, version=0)
@@ -129,7 +130,7 @@ def test_the_cache_grows_when_longer_responses_come(monkeypatch):
 
 @pytest.mark.numeric
 def test_new_weights_are_seen():
-    model, requests = tiny("llama"), short_requests(1)
+    model, requests = shallow(), short_requests(1)
     engine = GraphEngine(model, slots=1)
     sitting(engine, requests, SAMPLING, version=0)
     with torch.no_grad():
@@ -140,7 +141,7 @@ def test_new_weights_are_seen():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_non_finite_logits_name_the_request(temperature):
-    model = tiny("llama")
+    model = shallow()
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
     with pytest.raises(ValueError, match="non-finite logits for request 0"):
@@ -148,7 +149,7 @@ def test_non_finite_logits_name_the_request(temperature):
 
 
 def test_no_requests_no_budget():
-    engine = GraphEngine(tiny("llama"), slots=2)
+    engine = GraphEngine(shallow(), slots=2)
     assert sitting(engine, [], SAMPLING, version=0) == []
     assert tokens_of(sitting(engine, short_requests(2), SAMPLING, version=0, token_budget=0)) == [[], []]
 
@@ -196,7 +197,7 @@ def test_kept_keys_and_values_belong_to_their_own_tokens():
 
 
 def test_a_sitting_in_between_leaves_kept_slots_alone_while_there_are_free_ones():
-    model = tiny("llama")
+    model = shallow()
     first, second = short_requests(2)
     engine = GraphEngine(model, slots=2, parked="keep")
     begun = sitting(engine, [first], SAMPLING, version=0, token_budget=1)[0]
@@ -207,7 +208,7 @@ def test_a_sitting_in_between_leaves_kept_slots_alone_while_there_are_free_ones(
 
 
 def test_after_a_sitting_that_failed_nothing_is_kept():
-    model = tiny("llama")
+    model = shallow()
     first, second = short_requests(2)
     engine = GraphEngine(model, slots=1, parked="keep")
     sitting(engine, [first], SAMPLING, version=0, token_budget=1)
@@ -238,7 +239,7 @@ def small_pages(monkeypatch):
 @pytest.mark.numeric
 def test_groups_share_the_pages_of_their_prompt_and_all_pages_are_free_afterwards(small_pages, monkeypatch):
     monkeypatch.setattr("bapo.rollout.cuda.engine.LOOK", 1)
-    model = tiny("llama", num_hidden_layers=1)
+    model = shallow()
     requests = [Request(list(range(4, 4 + n)), 0, seed, 3) for n, seed in ((11, 1), (11, 2), (9, 3), (9, 4))]
     engine = GraphEngine(model, slots=4)
     engine.load(model.named_parameters(), version=0)
@@ -257,7 +258,7 @@ def test_groups_share_the_pages_of_their_prompt_and_all_pages_are_free_afterward
 
 @pytest.mark.numeric
 def test_responses_wait_for_pages_and_lose_nothing(small_pages, monkeypatch):
-    model = tiny("llama", num_hidden_layers=1)
+    model = shallow()
     prefilled, prefill = [], Pool.prefill
     monkeypatch.setattr(Pool, "prefill", lambda pool, batch: (prefilled.append(dict(batch)), prefill(pool, batch)))
     requests = [Request([5], 0, 1, 10), Request([6], 0, 2, 10)]
@@ -273,7 +274,7 @@ def test_responses_wait_for_pages_and_lose_nothing(small_pages, monkeypatch):
 
 
 def test_a_response_that_can_never_fit_is_refused():
-    engine = GraphEngine(tiny("llama"), slots=2, cache_tokens=20)
+    engine = GraphEngine(shallow(), slots=2, cache_tokens=20)
     with pytest.raises(ValueError, match=r"rollout\.cache_tokens=20, but one response can have up to 21 tokens"):
         sitting(engine, [Request([5, 6], 0, 1, 19)], SAMPLING)
     assert len(sitting(engine, [Request([5, 6], 0, 1, 2)], SAMPLING)[0].tokens) == 2

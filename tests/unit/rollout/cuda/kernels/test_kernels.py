@@ -18,17 +18,16 @@ from bapo.rollout.cuda.kernels.attention import decode_attention, prefill_attent
 from bapo.rollout.cuda.kernels.sampling import SlotStatus, State, sample
 from bapo.rollout.local.engine import draw
 from bapo.rollout.randomness import stream, uniforms
+from tests.precisions import PRECISIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16 arithmetic
-DTYPES = [torch.float32, HALF]
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRECISIONS)
 def test_add_norm_is_transformers_residual_and_norm(dtype):
     norm = LlamaRMSNorm(24, eps=1e-5).to(DEVICE, dtype)
     norm.weight.data = randn(24, dtype=dtype, seed=1)
@@ -42,14 +41,14 @@ def test_add_norm_is_transformers_residual_and_norm(dtype):
     assert_close(together, residual, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRECISIONS)
 def test_gate_is_silu_times_up(dtype):
     gated = randn(3, 40, dtype=dtype)
     expected = torch.nn.functional.silu(gated[:, :20]) * gated[:, 20:]
     assert_close(gate(gated), expected, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotation_is_transformers_and_the_cache_is_written_in_place(dtype, normed):
     heads, kv_heads, width, reach = 3, 1, 8, 6
@@ -113,7 +112,7 @@ def assert_attends(out, qkv, dense, slots, positions, rows, *, heads=6):
         assert_close(out[row].double(), expected, rtol=0, atol=1e-6 if out.dtype == torch.float32 else 0.03)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("order", TABLES)
 def test_decoding_attends_to_the_pages_of_the_slot_up_to_the_row_itself(dtype, splits, order):
@@ -134,7 +133,7 @@ def test_decoding_with_one_query_head_per_key_head_and_pages_of_one_turn():
     assert_attends(out, qkv, dense, slots, positions, range(2), heads=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("order", TABLES)
 def test_prefill_attends_causally_within_the_pages_of_each_sequence(dtype, order):
     lengths = {2: 130, 1: 1, 0: 3}
@@ -184,7 +183,7 @@ class Slots:
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("vocabulary", [5, 5000])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_sampling_is_the_general_engines_draw(dtype, vocabulary, temperature):
