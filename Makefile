@@ -1,7 +1,7 @@
 # Two commands do everything on a machine with Python 3.11+, pip, make and a compiler:
 #   make run     set up a virtual environment and train the embedded model
-#   make test    set up, lint, type-check and run every CPU test
-# A third one, make test-integrations, tests the adapters, each in an environment of its own.
+#   make test    set up, lint, type-check and run the CPU tests
+# make test-docs tests pages, examples and tools, and make test-integrations the adapters, each in an environment of its own.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -15,10 +15,11 @@ VLLM   := .venv-vllm
 SMOLLM2 := .smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help install run example test lint types docs unit numeric environments test-integrations campaign test-commands test-release dist bench clean
+.PHONY: help install run example test lint types docs unit test-docs numeric environments test-integrations \
+	test-smollm2 test-vllm test-cluster test-trl test-verl campaign test-commands test-release dist bench clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
 
 install: $(READY)  ## set up .venv with what a run needs
 	@echo "bapo is installed in $(VENV); next: . $(BIN)/activate && bapo --help"
@@ -29,7 +30,7 @@ run: $(READY)  ## set up, then train the embedded model off-policy: offline, CPU
 example: $(READY)  ## set up, then the whole idea in one file: a toy policy on stale data (seconds)
 	$(BIN)/python examples/minimal_loop.py
 
-test: lint types docs unit  ## set up, lint, type-check, build the documentation, run every CPU test
+test: lint types unit  ## set up, lint, type-check, run the CPU tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -41,34 +42,51 @@ types: $(STAMP)
 docs: $(STAMP)  ## set up, then build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Tests of one file share finished runs and open pages, so a file goes to one worker. Files come in their order, those with
+# whole runs first.
+PYTEST = $(BIN)/pytest -q -n 2 --dist loadscope --no-loadscope-reorder
+OF_DOCS := tests/docs tests/tools tests/browser/test_site_chromium.py
+
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=15
+	OMP_NUM_THREADS=1 $(PYTEST) --durations=15 $(addprefix --ignore=,$(OF_DOCS))
+
+test-docs: docs  ## set up, then build the documentation, and test it, the examples and the tools
+	OMP_NUM_THREADS=1 $(PYTEST) $(OF_DOCS)
 
 # Libraries choose instructions by the processor, and with them the order of sums. MKL and oneDNN are switched as far as
 # the processor allows; ATEN_CPU_CAPABILITY=avx2 would break torch's own attention in bfloat16 on processors with AMX.
-NUMERIC = $(BIN)/pytest -q -m numeric --ignore tests/browser --ignore tests/gpu
-numeric: $(STAMP)  ## repeat the tests whose limits are derived, under three choices of processor instructions (x86)
+# torch's own loops and the two libraries' products are different code, so one run can switch both.
+NUMERIC = $(PYTEST) -m numeric $(shell grep -rl mark.numeric tests --include='test_*.py' --exclude-dir=gpu)
+numeric: $(STAMP)  ## repeat the tests whose limits are derived, with other processor instructions (x86)
 	@case $$(uname -m) in x86_64 | amd64) ;; *) \
 		echo "numeric: these switches do nothing on $$(uname -m), so nothing is repeated: make unit runs these tests once"; \
 		exit 0 ;; esac; \
 	set -e; \
-	again() { echo "numeric: $$1, $$2"; shift 2; env "$$@"; }; \
-	echo "numeric: $$($(NUMERIC) --collect-only | tail -n 1)"; \
-	again "torch without vector instructions" "one thread" ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(NUMERIC) -n 2; \
-	again "MKL as on the oldest processors" "two threads" MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
-		$(NUMERIC) -n 2; \
-	again "MKL and oneDNN with AVX2" "one thread" MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 \
-		$(NUMERIC) -n 2
+	again() { echo "numeric: $$1"; shift; env "$$@"; }; \
+	again "torch without vector instructions, MKL and oneDNN with AVX2, one thread" ATEN_CPU_CAPABILITY=default \
+		MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(NUMERIC); \
+	again "MKL as on the oldest processors, two threads" MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
+		$(NUMERIC)
 
 environments: $(TRL)/.installed $(VERL)/.frameworks $(VLLM)/.installed $(SMOLLM2)  ## set up all that test-integrations needs
 
-# Warnings of the libraries that an adapter drives are not ours to fix: -W default.
-test-integrations: environments  ## a real model on CPU, vLLM, Ray, and the adapters inside TRL, verl and others, in environments of their own
+test-integrations: test-smollm2 test-vllm test-cluster test-trl test-verl  ## a real model on CPU, vLLM, Ray, and the adapters inside TRL, verl and others, in environments of their own
+
+test-smollm2: $(SMOLLM2)  ## a real model learns a real task on CPU
 	HF_HUB_OFFLINE=1 BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/smollm2
+
+# Warnings of the libraries that an adapter drives are not ours to fix: -W default.
+test-vllm: $(VLLM)/.installed $(SMOLLM2)  ## the engine on vLLM
 	BAPO_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/pytest -q tests/vllm/test_export.py
 	HF_HUB_OFFLINE=1 BAPO_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(VLLM)/bin/pytest -q -W default tests/vllm --ignore tests/vllm/test_export.py
+
+test-cluster: $(VLLM)/.installed  ## runs on Ray, while their parts are killed
 	HF_HUB_OFFLINE=1 $(VLLM)/bin/pytest -q -W default tests/cluster
+
+test-trl: $(TRL)/.installed  ## the adapter inside TRL
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL)/bin/pytest -q -W default tests/adapters/trl tests/adapters/test_parity.py
+
+test-verl: $(VERL)/.frameworks  ## the adapters inside verl, SkyRL, OpenRLHF and others
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERL)/bin/pytest -q -W default tests/adapters --ignore tests/adapters/trl
 
 test-commands:  ## run every command of README, quickstart and tutorials in a fresh clone, with what make run installs

@@ -4,6 +4,7 @@ Without CUDA, Triton kernels run under Triton's interpreter; it must be chosen b
 Ctrl-C is heeded: a background job of a shell ignores it, and so would the processes that tests start and interrupt.
 """
 
+import json
 import os
 import signal
 
@@ -15,6 +16,8 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+ROWS = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
+
 
 @pytest.fixture
 def one_thread():
@@ -22,3 +25,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory but for train.jsonl and test.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("train", ROWS[:6]), ("test", ROWS[6:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path

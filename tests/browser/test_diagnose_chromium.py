@@ -8,7 +8,7 @@ from bapo.diagnose.diagnosis import diagnose
 from bapo.diagnose.diagnosis_page import html_page
 from bapo.diagnose.dumps import Dump
 from tests.browser.conftest import PATIENCE
-from tests.unit.test_diagnose import batch
+from tests.unit.diagnose.test_diagnosis import batch
 
 EVIL = "<img src=x onerror=\"document.title='gone'\">"
 UPDATES = [replace(batch(drift=0.15 * n, longer=2.0, seed=n), name=str(n)) for n in (1, 2, 3)]

@@ -17,7 +17,7 @@ from tests.browser.conftest import PATIENCE
 from tests.browser.looks import PHONE, WIDE, flaws
 from tests.browser.test_eval_chromium import IDENTITY, ROWS
 from tests.compared_runs import COMPARED
-from tests.unit.test_diagnose import batch
+from tests.unit.diagnose.test_diagnosis import batch
 
 
 def one_run(root):

@@ -15,11 +15,19 @@ IN_SIGHT = """(element) => {
 }"""
 
 
-@pytest.fixture
-def phone(watched, report):
-    page = watched(report, ALLOWED, **TOUCH)
+@pytest.fixture(scope="module")
+def shown(lasting, report):
+    page = lasting.open(report, ALLOWED, **TOUCH)
     drawn(page)
     return page
+
+
+@pytest.fixture
+def phone(shown, watched):
+    """The report on a phone, as it opens: at its top, with everything folded. Tests share it."""
+    shown.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = false; })")
+    shown.evaluate("scrollTo(0, 0)")
+    return shown
 
 
 def in_sight(locator):
@@ -56,7 +64,9 @@ def test_the_legend_and_the_way_back_stay_beside_every_figure(phone):
     assert in_sight(links) == [True] * links.count()
 
 
-def test_the_way_back_stays_if_there_are_more_chips_than_fit(phone):
+def test_the_way_back_stays_if_there_are_more_chips_than_fit(watched, report):
+    phone = watched(report, ALLOWED, **TOUCH)
+    drawn(phone)
     chip = phone.locator(".chip").first
     chip.evaluate("chip => { for (let at = 0; at < 20; at++) chip.parentElement.append(chip.cloneNode(true)); }")
     off = "chips => chips.forEach(chip => chip.setAttribute('aria-pressed', 'false'))"

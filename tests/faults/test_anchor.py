@@ -70,6 +70,6 @@ def test_parked_and_replayed_responses_are_no_drift(tmp_path, capsys):
     fresh = [line for line in updates if "anchor_gap" in line]
     assert any(line["anchor_tokens"] < line["tokens"] for line in fresh)  # some of an update's tokens are older
     assert any(line["anchor_tokens"] >= 64 for line in fresh)  # and some updates are judged
-    # 1e-3: four times what rounding may do here (`logprob_limit` of this model in tests/unit/test_anchor.py)
+    # 1e-3: four times what rounding may do here (`logprob_limit` of this model in tests/unit/core/test_anchor.py)
     assert all(line["anchor_gap_max"] < 1e-3 for line in fresh)
     assert lines(tmp_path / "run", "skipped") == []

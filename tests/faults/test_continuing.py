@@ -31,6 +31,15 @@ def whole(tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    """The same run again, under another name, with all its checkpoints."""
+    out = tmp_path_factory.mktemp("twin") / "run"
+    result = bapo("train", *RUN, "--checkpoint-keep", "9", "--out", out)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
 @pytest.fixture
 def stopped(whole, tmp_path):
     """A run that was killed after its last checkpoint."""
@@ -123,11 +132,9 @@ def test_fewer_steps_than_were_taken_are_refused(stopped):
     assert "steps=3, but step-000004 has taken 4 already" in refused(stopped, "--steps", "3")
 
 
-def test_a_checkpoint_of_another_run_is_refused_and_the_logs_stay(stopped, tmp_path):
-    other = tmp_path / "other"
-    assert bapo("train", *RUN, "--out", other).returncode == 0
+def test_a_checkpoint_of_another_run_is_refused_and_the_logs_stay(stopped, twin):
     shutil.rmtree(stopped / "checkpoints" / "step-000004")
-    shutil.copytree(other / "checkpoints" / "step-000004", stopped / "checkpoints" / "step-000004")
+    shutil.copytree(twin / "checkpoints" / "step-000004", stopped / "checkpoints" / "step-000004")
     told = refused(stopped)
     assert "step-000004 belongs to another run" in told
     assert f"bapo resume {stopped} --from step-000002" in told
@@ -250,10 +257,9 @@ def test_litter_of_killed_writes_is_removed(stopped, whole):
     assert_same_run(stopped, whole)
 
 
-def test_a_run_that_goes_on_says_from_where(whole, stopped, tmp_path):
+def test_a_run_that_goes_on_says_from_where(whole, stopped, twin, tmp_path):
     assert "resumed after step 4" in bapo("resume", stopped).stdout
-    out = tmp_path / "kept"
-    assert bapo("train", *RUN, "--checkpoint-keep", "9", "--out", out).returncode == 0
+    out = shutil.copytree(twin, tmp_path / "kept")
     resumed = bapo("resume", out, "--from", "step-000000")
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed before the first step" in resumed.stdout

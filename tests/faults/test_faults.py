@@ -16,11 +16,11 @@ from tests.processes import bapo, bapo_anew
 
 # All off-policy sources in play: parked responses, replay, reuse.
 RUN = [
-    *("--device", "cpu", "--steps", "8", "--threads", "1", "--checkpoint-every", "2"),
+    *("--device", "cpu", "--steps", "5", "--threads", "1", "--checkpoint-every", "2"),
     *("--rollout.prompts", "4", "--rollout.responses", "4", "--learn.batch-groups", "4"),
     *("--offpolicy.reuse", "2", "--offpolicy.replay-fraction", "0.3", "--offpolicy.partial-budget", "500"),
     *("--objective.name", "brake"),  # a resumed run must know how often each group was used, and the last drift
-    *("--eval.problems", "4", "--eval.k", "2", "--eval.every", "3"),
+    *("--eval.problems", "2", "--eval.k", "2", "--eval.every", "3"),
 ]
 
 
@@ -65,7 +65,7 @@ def test_kill_9_at_a_random_moment_then_resume_is_the_uninterrupted_run(attempt,
     out = tmp_path / "run"
     process = started(out)
     moment = random.Random()
-    wait_for_steps(process, out, moment.randint(1, 6))
+    wait_for_steps(process, out, moment.randint(1, 3))
     time.sleep(moment.random() * 0.5)
     process.kill()
     process.join()
@@ -181,7 +181,7 @@ def test_a_disk_that_fills_up_loses_nothing(uninterrupted, tmp_path):
 def test_damaged_and_missing_checkpoints_are_named(tmp_path):
     out = tmp_path / "run"
     process = started(out)
-    wait_for_steps(process, out, 5)
+    wait_for_steps(process, out, 3)
     process.kill()
     process.join()
     newest = sorted((out / "checkpoints").glob("step-*"))[-1]

@@ -12,7 +12,7 @@ from bapo.learn.reference import Reference, initial
 from bapo.models.layers import LoraSettings, add_lora
 from tests.tiny.models import tiny
 from tests.tiny.runs import assert_resumes_bit_for_bit
-from tests.unit.test_learner import sampled_groups
+from tests.unit.learn.test_learner import sampled_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -207,9 +207,9 @@ def test_replay_draws_from_earlier_rollouts(tmp_path):
     assert max(line["groups"] for line in updates(lines)) > 4
 
 
-def test_partial_rollout_parks_and_resumes_under_newer_weights(tmp_path):
-    lines, _, out = run(tmp_path, "partial", offpolicy={"reuse": 2, "partial_budget": 500}, steps=8)
-    assert all(line["rollout/sampled_tokens"] <= 500 or line["rollout/forced"] for line in rollouts(lines))
+def test_partial_rollout_parks_and_resumes_under_newer_weights(mixed):
+    lines, _, out = mixed
+    assert all(line["rollout/sampled_tokens"] <= 400 or line["rollout/forced"] for line in rollouts(lines))
     assert sum(line["rollout/resumed"] for line in rollouts(lines)) > 0
     versions = [
         trajectory["versions"]

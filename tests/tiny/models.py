@@ -54,6 +54,11 @@ def tiny(architecture: str = "llama", *, seed: int = 0, **sizes: object) -> PreT
     return AutoModelForCausalLM.from_config(tiny_config(architecture, **sizes)).eval()
 
 
+def shallow(architecture: str = "llama") -> PreTrainedModel:
+    """One layer of it, for Triton's interpreter, where a second one would show nothing more."""
+    return tiny(architecture, num_hidden_layers=1)
+
+
 def untrained(tokenizer, **sizes):
     """A Llama that knows nothing yet, with a row for each of the tokenizer's tokens."""
     heads = sizes.get("num_attention_heads", SIZES["num_attention_heads"])
