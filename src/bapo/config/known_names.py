@@ -1,8 +1,7 @@
 """What somebody meant by a key that a configuration does not have: a name of TRL or verl, or a slip of the pen.
 
-    python -m bapo.config.known_names > docs/names.md
-
-A name is the last part of theirs: actor_rollout_ref.actor.ppo_epochs is known as ppo_epochs.
+A name is the last part of theirs: actor_rollout_ref.actor.ppo_epochs is known as ppo_epochs. `python docs/names.py`
+prints docs/names.md.
 """
 
 from __future__ import annotations
@@ -142,34 +141,6 @@ NAMES = (
 )  # fmt: skip
 
 
-PREFACE = """\
-The keys here, beside what TRL (`GRPOConfig`, `ModelConfig`, peft's `LoraConfig`) and verl call the same thing. A recipe
-or a command line that uses one of their names gets the hint of this table. `bapo train --help` explains every key.
-
-`bapo init trl` and `bapo init verl` write a script that stays inside TRL or verl and takes only the loss from bapo; see
-[TRL](adapters/trl.md) and [verl](adapters/verl.md).
-
-## What differs if you set nothing
-
-| | TRL 1.16 | here |
-|---|---|---|
-| text prompts | stay as they are | become a user's message in the model's chat template, unless `model.chat = "no"` |
-| groups whose responses all earn the same | stay in the batch and in the mean | are left out; the next step has more |
-| passes over each rollout | `num_iterations` 1 | `offpolicy.reuse` 4 |
-| learning rate | 1e-6, linear to 0 | `learn.lr` 3e-5, `learn.schedule` constant |
-| warm-up | none | `learn.warmup_updates` 10 |
-| Adam's betas | 0.9, 0.999 | `learn.betas` 0.9, 0.95 |
-| mean of the loss | over tokens (`loss_type` dapo) | within each response, then over responses (`learn.reduction`) |
-| longest response | 512 tokens | `rollout.max_tokens` 64 |
-| KL penalty (`beta`), if set | k3 times the ratio (`use_bias_correction_kl`) | k3 (`learn.kl`), not times the ratio |
-| activations | computed again in the backward pass | kept, unless `learn.activation_checkpointing` |
-| checkpoints | all are kept | `checkpoint_keep` 2 |
-| seed | 42 | `seed` 0 |
-
-## Names
-"""
-
-
 def known_setting(key: str) -> Known | None:
     """The setting that has this name in TRL or verl; None if neither has it."""
     last = _last(key)
@@ -230,16 +201,3 @@ def _last(key: str) -> str:
 
 def _names(listed: str) -> list[str]:
     return [name.strip() for name in listed.split(",")]
-
-
-def table() -> str:
-    """docs/names.md."""
-    rows = ["| TRL | verl | here | |", "|---|---|---|---|"]
-    for known in NAMES:
-        theirs = [", ".join(f"`{name.strip()}`" for name in names.split(",") if name) for names in known[:2]]
-        rows.append(f"| {theirs[0]} | {theirs[1]} | {f'`{known.key}`' if known.key else '–'} | {known.remark} |")
-    return "\n".join(["# Names that you know from TRL and verl", "", PREFACE, *rows])
-
-
-if __name__ == "__main__":
-    print(table())

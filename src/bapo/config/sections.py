@@ -10,20 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo.config.base import (
-    MOST_THREADS,
-    ActivationCheckpointing,
-    Betas,
-    ClipNorm,
-    Compile,
-    LearningRate,
-    MicroTokens,
-    OffloadOptimizer,
-    Schedule,
-    Section,
-    SkipLimit,
-    WeightDecay,
-)
+from bapo.config.base import MOST_THREADS, OptimizerConfig, Section, SkipLimit
 from bapo.core.settings import (
     NOT_PRESETS,
     OBJECTIVE_OPTIONS,
@@ -311,7 +298,7 @@ class OffPolicyConfig(Section):
     new weights. keep: they stay as they are."""
 
 
-class LearnConfig(Section):
+class LearnConfig(OptimizerConfig):
     """How the weights are updated."""
 
     batch_groups: int = Field(16, ge=1)
@@ -321,13 +308,8 @@ class LearnConfig(Section):
     """How token losses become one number. token_mean: a mean over tokens, as in the paper; long responses weigh more.
     sequence_mean: every response weighs the same; docs/results.md explains the choice. fixed_length: the sum of each
     response divided by `rollout.max_tokens`."""
-    lr: LearningRate = 3e-5
-    betas: Betas = (0.9, 0.95)
-    weight_decay: WeightDecay = 0.0
-    clip_norm: ClipNorm = 1.0
     warmup_updates: int = Field(10, ge=0)
     """Updates during which the learning rate rises linearly to its peak."""
-    schedule: Schedule = "constant"
     ess_reference: float | None = Field(None, gt=0, le=1)
     """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)), as VCPO does with 1. ESS is the
     effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
@@ -340,10 +322,6 @@ class LearnConfig(Section):
     """Tokens that the present weights sampled have two log-probs, the sampler's and the learner's. If their mean
     difference in an update is above this, in nats, the run stops: the ratios would mean nothing. Smaller differences
     that rounding does not explain are reported once."""
-    micro_tokens: MicroTokens = 16384
-    activation_checkpointing: ActivationCheckpointing = False
-    compile: Compile = False
-    offload_optimizer: OffloadOptimizer = False
 
 
 PROBLEMS = 256

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from bapo.config.base import ModelConfig, refuse_on_cpu
+from bapo.config.base import ModelConfig, OptimizerConfig, refuse_on_cpu
 from bapo.config.placement import placed
 from bapo.config.run import Config
-from bapo.config.sections import LearnConfig
-from bapo.config.sft import SftConfig, SftLearnConfig
+from bapo.config.sft import SftConfig
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy
 from bapo.models.lora import LoraSettings
@@ -87,13 +86,6 @@ def learner_settings(config: Config) -> LearnerSettings:
     )
 
 
-SHARED = (
-    *("lr", "betas", "weight_decay", "clip_norm", "schedule", "micro_tokens"),
-    *("activation_checkpointing", "compile", "offload_optimizer"),
-)
-"""Keys of `learn` that both reinforcement learning and supervised training pass on to LearnerSettings."""
-
-
-def optimizer_settings(learn: LearnConfig | SftLearnConfig) -> dict[str, Any]:
+def optimizer_settings(learn: OptimizerConfig) -> dict[str, Any]:
     """The settings that every learner needs, whatever its loss."""
-    return {name: getattr(learn, name) for name in SHARED}
+    return {name: getattr(learn, name) for name in OptimizerConfig.model_fields}
