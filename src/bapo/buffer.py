@@ -266,16 +266,10 @@ class Buffer:
         """Continue exactly where `state_dict` was taken. Whatever this buffer held before is forgotten."""
         self._version = state["version"]
         self._open = state["open"]
-        self._batches_left = {rollout: (number, left) for rollout, number, left in state.get("batches_left", ())}
+        self._batches_left = {rollout: (number, left) for rollout, number, left in state["batches_left"]}
         self._totals = BufferMetrics(**state["totals"])
-        self._held = {}
-        for saved in state["held"]:
-            held = _Held(**{**saved, "group": group_from_state(saved["group"])})
-            self._held[held.group.id] = held
-        for rollout, size in state.get("batch_sizes", ()):  # of a run that cut its passes into batches of one size
-            self._batches_left[rollout] = (-1, 0)
-            number, unvisited = self._unvisited(rollout)
-            self._batches_left[rollout] = (number, math.ceil(len(unvisited) / size))
+        held = [_Held(**{**saved, "group": group_from_state(saved["group"])}) for saved in state["held"]]
+        self._held = {each.group.id: each for each in held}
 
     def _passes_left(self, held: _Held) -> int:
         """Fresh passes that will still visit it: none once all passes over its rollout are done."""

@@ -106,7 +106,7 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
                 f"cluster.rollouts={config.cluster.rollouts}, but torchrun started {team.size} ranks. Start a cluster "
                 "without torchrun: Ray starts its processes."
             )
-        from bapo.train.cluster.start import start_cluster
+        from bapo.train.cluster.loop import start_cluster
 
         policy.model.to("meta")  # this process only needs to know its shape
         return start_cluster(config, policy, task)

@@ -38,10 +38,10 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.runs import history, ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.tasks.data.problems import fingerprint
-from bapo.train import life_cycle, saved_state
+from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending
-from bapo.train.continuing import check_ledger
+from bapo.train.continuing import check_ledger, check_state
 from bapo.train.job import Job, Log, Summary, When, ends_run, skipped_line, stop_after
 from bapo.train.loop import RunState, StepRecord, load_weights, take_step
 from bapo.train.scoring import ENOUGH_GROUPS, Failing
@@ -283,7 +283,7 @@ class Training(Job):
                 f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
                 "back, or start a new run."
             )
-        saved_state.check(state, self.parts.task.train, self.policy.model.get_input_embeddings().num_embeddings)
+        check_state(state, self.parts.task.train, self.policy.model.get_input_embeddings().num_embeddings)
         check_ledger(path, state, max_staleness=self.config.offpolicy.max_staleness)
         self.parts.stream.cursor = state["cursor"]
         self.parts.scheduler.load_state_dict(state["scheduler"])

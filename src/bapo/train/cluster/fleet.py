@@ -31,9 +31,9 @@ from bapo.config.numerals import counted
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.runs.history import Restart
 from bapo.screen.watch import ActorLine
+from bapo.train.cluster.hosts import Published
 from bapo.train.cluster.member import DOING, WORK_SECONDS, Member
 from bapo.train.cluster.ray import END_SECONDS, Actor, Lost, Missing, Silent, answered, end
-from bapo.train.cluster.weights import Published
 from bapo.types import Status
 
 if TYPE_CHECKING:

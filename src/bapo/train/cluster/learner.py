@@ -26,8 +26,8 @@ from bapo.learn.learner import Update
 from bapo.learn.ranks import LostRank
 from bapo.runs.history import LEARNER, Restart
 from bapo.screen.watch import ActorLine
+from bapo.train.cluster.hosts import Published
 from bapo.train.cluster.ray import Actor, Call, Lost, Missing, Silent, answered, end
-from bapo.train.cluster.weights import Published
 from bapo.types import Group
 
 UPDATING = "take update"

@@ -64,10 +64,6 @@ class Silent(ClusterError):  # noqa: N818
     """An actor has not answered in time."""
 
 
-class Unable(ClusterError):  # noqa: N818
-    """An actor cannot start where it was placed."""
-
-
 class Missing(ClusterError):  # noqa: N818
     """What an actor was given is lost with the machine that kept it. The actor itself is well."""
 
@@ -114,7 +110,7 @@ class Call:
             raise cause from error
         except RayActorError as error:
             if error.actor_init_failed:
-                raise Unable(f"{self.who} cannot start on {_address_in(error)}: {_last_line(error)}") from error
+                raise ClusterError(f"{self.who} cannot start on {_address_in(error)}: {_last_line(error)}") from error
             raise Lost(f"{self.who} died while it was asked to {self.what}: {why_it_died(str(error))}") from error
         except (OutOfMemoryError, NodeDiedError) as error:
             raise Lost(f"{self.who} died while it was asked to {self.what}: {why_it_died(str(error))}") from error
@@ -289,7 +285,7 @@ class Cluster:
             ) from error
         ray._private.worker.print_to_stdstream = _hush
         if address is None:
-            watchdog = [sys.executable, "-P", "-m", "bapo.train.cluster.watchdog", str(os.getpid())]
+            watchdog = [sys.executable, "-P", "-m", "bapo.process.tree", str(os.getpid())]
             nowhere, env = subprocess.DEVNULL, environment()
             subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere, env=env)  # noqa: S603
 
