@@ -78,6 +78,12 @@ class Job(ABC):
     config: Config | SftConfig
     policy: Policy
     learner: Learns
+    title: str
+    """A few words that say what is trained."""
+    total: int
+    """How many steps the whole run has."""
+    notes: list[str]
+    """What a person should know before training begins."""
     temperature: float = 1.0
     """The temperature at which the trained model is meant to be sampled."""
 
@@ -85,19 +91,6 @@ class Job(ABC):
     @abstractmethod
     def done(self) -> int:
         """How many steps are completed."""
-
-    @property
-    @abstractmethod
-    def total(self) -> int:
-        """How many steps the whole run has."""
-
-    @abstractmethod
-    def title(self) -> str:
-        """A few words that say what is trained."""
-
-    @abstractmethod
-    def notes(self) -> list[str]:
-        """What a person should know before training begins."""
 
     def watched(self, log: Log) -> None:  # noqa: B027 - most jobs have nothing to do
         """Called when there is somewhere to report to, before anything is done."""
