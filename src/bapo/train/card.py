@@ -254,8 +254,8 @@ def show_ending(config: Config, summary: dict[str, Any], path: Path, *, drift: s
         say(f"restarts: {times}; history.jsonl says when and why" if times else "restarts: none")
     if drift:
         say(f"sampler and learner differ since {drift}")
-    bound, lines = config.offpolicy.max_staleness, ledger.read(path)
-    found = ledger.balance(lines, max_staleness=bound, ended=True, all_used=config.cluster.on)
+    bound, groups = config.offpolicy.max_staleness, ledger.read(path)
+    found = ledger.balance(groups, max_staleness=bound, ended=True, all_used=config.cluster.on)
     say(f"ledger: {found.line()}" + (f" (`bapo ledger {path}` lists them)" if found.wrong else ""))
 
 

@@ -20,8 +20,8 @@ def resolve(config: Kind) -> Kind:
     elsewhere = isinstance(config, Config) and config.cluster.address is not None
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
     refuse_on_cpu(device, config.learn, asked=config.device)
-    decided: dict[str, Any] = {"device": device, "threads": threads}
-    decided["model"] = config.model.model_copy(update={"dtype": dtype})
+    model = config.model.model_copy(update={"dtype": dtype})
+    decided: dict[str, Any] = {"device": device, "threads": threads, "model": model}
     if isinstance(config, Config):
         decided["objective"] = config.objective.for_passes(config.offpolicy.reuse)
     return config.model_copy(update=decided)

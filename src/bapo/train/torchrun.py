@@ -29,7 +29,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar, cast
@@ -168,16 +168,13 @@ def joined(device: str) -> Iterator[Team]:
 
 def _patience() -> float:
     given = os.environ.get(PATIENCE_VARIABLE, str(PATIENCE))
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(
-            f"{PATIENCE_VARIABLE}={given} is not a time. Give the seconds that a rank waits for the others, such as "
-            f"{PATIENCE:.0f}."
-        )
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(given)) < float("inf"):
+            return seconds
+    raise ConfigError(
+        f"{PATIENCE_VARIABLE}={given} is not a time. Give the seconds that a rank waits for the others, such as "
+        f"{PATIENCE:.0f}."
+    )
 
 
 class SharedEngine:
@@ -209,7 +206,11 @@ class SharedEngine:
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
         """The segments that all engines have sampled."""
         parts = self.team.share(lambda: [(id, vars(segment)) for id, segment in self.engine.collect(timeout)])
-        return [(id, _segment(values)) for part in parts for id, values in part]
+        return [
+            (id, Segment(**values | {"status": values["status"] and Status(values["status"])}))
+            for part in parts
+            for id, values in part
+        ]
 
     def park(self) -> None:
         """Return unfinished requests as parked."""
@@ -229,12 +230,6 @@ class SharedTask:
         mine = responses[rank::size]
         parts = self.team.share(lambda: [vars(score) for score in self.task.scores(mine)] if mine else [])
         return [Score(**parts[index % size][index // size]) for index in range(len(responses))]
-
-
-def _segment(values: dict[str, Any]) -> Segment:
-    """A segment from its fields as JSON data."""
-    status = values["status"]
-    return Segment(**values | {"status": None if status is None else Status(status)})
 
 
 class Onlooker(RunDirectory):
