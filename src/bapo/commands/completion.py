@@ -129,10 +129,7 @@ CASES = {
         '{name}) options="{options}"; words="{words}" ;;',
         '"{name} {option}") COMPREPLY=($(compgen -W "{choices}" -- "$cur")); return ;;',
     ),
-    "zsh": (
-        "{name}) options=({options}); names=({words}) ;;",
-        '"{name} {option}") compadd -- {choices}; return ;;',
-    ),
+    "zsh": ("{name}) options=({options}); names=({words}) ;;", '"{name} {option}") compadd -- {choices}; return ;;'),
 }
 """What a script says of a command, and of an option that has choices."""
 

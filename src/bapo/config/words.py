@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -145,9 +147,10 @@ def _one(name: str, rest: list[str]) -> list[str]:
 
 def _many(rest: list[str]) -> list[str]:
     """The words up to the next option or recipe."""
-    taken = []
-    while rest and not rest[0].startswith("--") and rest[0] != "-h" and not rest[0].endswith(".toml"):
-        taken.append(rest.pop(0))
+    taken = list(
+        takewhile(lambda word: not word.startswith("--") and word != "-h" and not word.endswith(".toml"), rest)
+    )
+    del rest[: len(taken)]
     return taken
 
 
@@ -185,8 +188,6 @@ def _value(text: str, kinds: set[Any]) -> Any:
         return SWITCH[text.lower()]
     for kind in (int, float):
         if kind in kinds:
-            try:
+            with suppress(ValueError):
                 return kind(text)
-            except ValueError:
-                continue
     return text
