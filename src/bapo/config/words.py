@@ -14,7 +14,6 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -147,10 +146,9 @@ def _one(name: str, rest: list[str]) -> list[str]:
 
 def _many(rest: list[str]) -> list[str]:
     """The words up to the next option or recipe."""
-    taken = list(
-        takewhile(lambda word: not word.startswith("--") and word != "-h" and not word.endswith(".toml"), rest)
-    )
-    del rest[: len(taken)]
+    taken = []
+    while rest and not rest[0].startswith("--") and rest[0] != "-h" and not rest[0].endswith(".toml"):
+        taken.append(rest.pop(0))
     return taken
 
 

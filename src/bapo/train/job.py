@@ -28,8 +28,7 @@ from bapo.models.export import write_model
 from bapo.runs.metrics import check_declared
 from bapo.runs.write import RunDirectory
 from bapo.screen.view import View
-from bapo.train.resolve import make_policy, on_the_cpu
-from bapo.train.torchrun import Team, gather_into
+from bapo.train.torchrun import Team, gathered
 from bapo.train.trackers import Trackers
 
 Summary = dict[str, Any]
@@ -150,9 +149,7 @@ class Job(ABC):
         policy = self.policy
         if team.size > 1:  # the weights are in shards
             assert isinstance(self.learner, Learner)
-            whole = make_policy(on_the_cpu(self.config)) if team.leads else None
-            gather_into(None if whole is None else whole.model, self.learner)
-            policy = whole or policy
+            policy = gathered(self.learner, self.config, leads=team.leads) or policy
         team.lead(lambda: write_model(policy, path, card, self.temperature, base=self.config.model.path))
 
     def close(self) -> None:  # noqa: B027 - most jobs have nothing to do

@@ -73,11 +73,8 @@ def environment() -> dict[str, Any]:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two environments, in words. What only one of them records says nothing."""
-    return [
-        f"{name} is {_in_words(now[name])} and was {_in_words(value)}"
-        for name, value in before.items()
-        if name in now and now[name] != value
-    ]
+    told = [(name, now[name], value) for name, value in before.items() if name in now and now[name] != value]
+    return [f"{name} is {'not set' if a is None else a} and was {'not set' if b is None else b}" for name, a, b in told]
 
 
 def _version(library: str) -> str | None:
@@ -85,10 +82,6 @@ def _version(library: str) -> str | None:
         return version(library)
     except PackageNotFoundError:
         return None
-
-
-def _in_words(value: Any) -> str:
-    return "not set" if value is None else str(value)
 
 
 def measured_speed(config: Config) -> tuple[float, float]:

@@ -45,9 +45,11 @@ from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.ranks import PATIENCE, LostRank, Ranks, failing_together, from_all_texts, join, leave
+from bapo.models import Policy
 from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segment
 from bapo.runs.write import RunDirectory
 from bapo.tasks.task import Task
+from bapo.train.resolve import make_policy, on_the_cpu
 from bapo.types import Problem, Score, Status
 
 Result = TypeVar("Result")
@@ -251,10 +253,12 @@ def make_learner(model: Any, settings: LearnerSettings, config: Config | SftConf
 
 
 @torch.no_grad()
-def gather_into(model: Any | None, learner: Learner) -> None:
-    """Copy the learner's weights into a whole model. All ranks must call this; one without a model only takes part."""
-    places = {} if model is None else dict(model.named_parameters())
+def gathered(learner: Learner, config: Config | SftConfig, *, leads: bool) -> Policy | None:
+    """The whole policy with the weights of a learner in shards, for the rank that leads. All ranks must call this."""
+    policy = make_policy(on_the_cpu(config)) if leads else None
+    places = {} if policy is None else dict(policy.model.named_parameters())
     for name, tensor in learner.weights():
-        if model is not None:
+        if policy is not None:
             places.pop(name).copy_(tensor)
     assert not places, f"the learner has no weights {sorted(places)}"
+    return policy

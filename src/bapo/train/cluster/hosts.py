@@ -44,7 +44,7 @@ from bapo.rollout.in_process import engine_for
 from bapo.rollout.worker import Worker, probe
 from bapo.train.cluster.ray import Hello, introduced, node_address, node_name
 from bapo.train.resolve import learner_settings, make_policy, on_the_cpu, resolve, threads_of_actor
-from bapo.train.torchrun import ALONE, Team, gather_into, make_learner
+from bapo.train.torchrun import ALONE, Team, gathered, make_learner
 from bapo.types import Group
 
 PROBE_DRAWS = 16
@@ -236,9 +236,7 @@ class LearnerHost:
     def export(self, run: Path, card: str) -> None:
         """Write the model into the directory of the run. All ranks take part in gathering."""
         config = self.config
-        policy = make_policy(on_the_cpu(config)) if self.rank == 0 else None
-        gather_into(None if policy is None else policy.model, self.learner)
-        if policy is not None:
+        if policy := gathered(self.learner, config, leads=self.rank == 0):
             write_model(policy, run, card, config.rollout.temperature, base=config.model.path)
 
 

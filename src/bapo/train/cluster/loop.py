@@ -233,7 +233,10 @@ class AsyncLoop:
         in which `pump` takes note of it, and of the ledger's lines of that step.
         """
         waiting = [{"id": id, "group": None if group is None else group_state(group)} for id, group in self._returned]
-        return {"waiting": waiting, "scoring": [_without_rewards(group_state(group)) for group in self._in_scoring]}
+        scoring = [group_state(group) for group in self._in_scoring]
+        for trajectory in (trajectory for state in scoring for trajectory in state["trajectories"]):
+            trajectory |= {"reward": None, "shaping": 0.0}  # its verifier is at work; what it has found so far is lost
+        return {"waiting": waiting, "scoring": scoring}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue with the groups that `state_dict` returned. The verifier is asked again for the rewards to come."""
@@ -246,12 +249,6 @@ class AsyncLoop:
     @property
     def _in_scoring(self) -> list[Group]:
         return [group for groups, _ in self._scoring for group in groups]
-
-
-def _without_rewards(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a group whose verifier is at work, without what it has found so far."""
-    trajectories = [trajectory | {"reward": None, "shaping": 0.0} for trajectory in state["trajectories"]]
-    return state | {"trajectories": trajectories}
 
 
 # The processes.
