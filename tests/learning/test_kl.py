@@ -12,7 +12,7 @@ from bapo.config.recipe import parse
 from bapo.config.run import Config
 from bapo.demo import model_path
 from bapo.train.build import build
-from bapo.train.resolve import resolve
+from bapo.train.machine import resolve
 from bapo.train.run import resume, start
 from bapo.train.torchrun import Team
 from tests.tiny.runs import configured

@@ -26,7 +26,7 @@ from bapo.runs.write import RunDirectory
 from bapo.tasks.task import ProblemStream
 from bapo.train.build import build
 from bapo.train.loop import Parts, RunState, admit, learn, take_step
-from bapo.train.resolve import learner_settings, resolve
+from bapo.train.machine import learner_settings, resolve
 from bapo.train.run import resume, start
 from bapo.train.scoring import score
 from bapo.types import Problem, Score

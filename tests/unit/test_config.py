@@ -13,7 +13,7 @@ from bapo.config.sections import renamed
 from bapo.config.sft import SftConfig
 from bapo.config.words import leaves
 from bapo.core.settings import ClipSettings
-from bapo.train.resolve import resolve
+from bapo.train.machine import resolve
 
 
 def refused(values):
@@ -232,7 +232,7 @@ def test_every_key_has_a_name():
 def test_device_and_dtype_are_decided_once_and_kept():
     import torch
 
-    from bapo.train.resolve import resolve
+    from bapo.train.machine import resolve
 
     cuda = torch.cuda.is_available()
     config = resolve(Config())
@@ -271,7 +271,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_sentence(command, monkeypa
 
 def test_what_needs_the_cuda_engine_is_refused_on_cpu():
     from bapo.train.build import build
-    from bapo.train.resolve import resolve
+    from bapo.train.machine import resolve
 
     keep = {"partial_cache": "keep", "partial_budget": 5000}
     config = parse(Config, {"device": "cpu", "offpolicy": keep}, source="test")

@@ -31,6 +31,11 @@ class Section(BaseModel):
             raise PydanticCustomError("switch", "give a number, not a switch")
         return value
 
+    def changed(self) -> list[str]:
+        """The keys whose values are not the defaults."""
+        known = type(self).model_fields
+        return [key for key in known if getattr(self, key) != known[key].get_default(call_default_factory=True)]
+
 
 LONGEST_NAME, LONGEST_NEW_NAME = 255, 240
 """Bytes that file systems hold of one name in a path, and what is left of them for a name that is written: the file has

@@ -86,16 +86,15 @@ class TaskConfig(Section):
         data = {"train", "test", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
         gym = {"gym", "gym_train", "gym_test"}
         unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
-        wrong = []
-        for key in sorted(unused):
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                wanted = "gym" if key in gym else "data"
-                wrong.append(
-                    f"task.{key} belongs to task.name={wanted!r}, not to {self.name!r}, which ignores it. Set "
-                    f"task.name={wanted!r}, or leave task.{key} out."
+        wanted = {key: "gym" if key in gym else "data" for key in sorted(self.changed()) if key in unused}
+        if wanted:
+            raise ValueError(
+                "\n".join(
+                    f"task.{key} belongs to task.name={name!r}, not to {self.name!r}, which ignores it. Set "
+                    f"task.name={name!r}, or leave task.{key} out."
+                    for key, name in wanted.items()
                 )
-        if wrong:
-            raise ValueError("\n".join(wrong))
+            )
         return self
 
 
@@ -390,13 +389,11 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _used(self) -> Self:
-        if not self.on:
-            changed = [key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default]
-            if changed:
-                raise ValueError(
-                    f"cluster.{changed[0]}={getattr(self, changed[0])!r} does nothing with cluster.rollouts=0, which "
-                    f"runs everything in this process. Set cluster.rollouts, or leave cluster.{changed[0]} out."
-                )
+        if not self.on and (changed := self.changed()):
+            raise ValueError(
+                f"cluster.{changed[0]}={getattr(self, changed[0])!r} does nothing with cluster.rollouts=0, which runs "
+                f"everything in this process. Set cluster.rollouts, or leave cluster.{changed[0]} out."
+            )
         if self.gpus_per_rollout > 1 and self.engine != "vllm":
             raise ValueError(
                 f"cluster.gpus_per_rollout={self.gpus_per_rollout} needs cluster.engine='vllm': bapo's own engine uses "

@@ -30,8 +30,7 @@ from bapo.tasks.data.problems import within, without_overlap
 from bapo.tasks.task import DataTask, ProblemStream, Task
 from bapo.tasks.verify.scorers import check_answers, open_scorer, overlong_penalty
 from bapo.train.loop import Parts
-from bapo.train.machine import slow_precision
-from bapo.train.resolve import learner_settings, make_policy, on_the_cpu
+from bapo.train.machine import learner_settings, make_policy, on_the_cpu, slow_precision
 from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, make_learner
 from bapo.types import Problem
 

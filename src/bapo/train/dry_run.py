@@ -34,8 +34,7 @@ from bapo.train.build import (
     unreadable,
 )
 from bapo.train.card import learning_in_words, objective_in_words, sources_in_words
-from bapo.train.machine import measured_speed, slow_precision
-from bapo.train.resolve import prompting, resolve, threads_of_actor
+from bapo.train.machine import measured_speed, prompting, resolve, slow_precision, threads_of_actor
 from bapo.types import Problem
 
 SHOWN = 600

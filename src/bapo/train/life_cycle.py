@@ -43,8 +43,7 @@ from bapo.train import checkpoint
 from bapo.train.card import UNFINISHED_CARD, with_changes
 from bapo.train.continuing import Continued, examine
 from bapo.train.job import HeldLog, Job, Log, Summary
-from bapo.train.machine import differences, environment
-from bapo.train.resolve import resolve
+from bapo.train.machine import differences, environment, resolve
 from bapo.train.torchrun import Onlooker, Team, check_alike, joined, team_notes
 from bapo.train.trackers import Tracked, tracking
 

@@ -42,8 +42,7 @@ from bapo.screen.view import summary_table
 from bapo.train import life_cycle
 from bapo.train.card import sft_card
 from bapo.train.job import Job, Log, Summary, When, skipped_line, stop_after
-from bapo.train.machine import slow_precision
-from bapo.train.resolve import make_policy, on_the_cpu, optimizer_settings
+from bapo.train.machine import make_policy, on_the_cpu, optimizer_settings, slow_precision
 from bapo.train.sft_data import Batches, describe, encode_demonstrations
 from bapo.train.torchrun import ALONE, Team, make_learner
 

@@ -49,7 +49,7 @@ from bapo.models import Policy
 from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segment
 from bapo.runs.write import RunDirectory
 from bapo.tasks.task import Task
-from bapo.train.resolve import make_policy, on_the_cpu
+from bapo.train.machine import make_policy, on_the_cpu
 from bapo.types import Problem, Score, Status
 
 Result = TypeVar("Result")

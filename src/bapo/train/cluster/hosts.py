@@ -43,7 +43,7 @@ from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.in_process import engine_for
 from bapo.rollout.worker import Worker, probe
 from bapo.train.cluster.ray import Hello, introduced, node_address, node_name
-from bapo.train.resolve import learner_settings, make_policy, on_the_cpu, resolve, threads_of_actor
+from bapo.train.machine import learner_settings, make_policy, on_the_cpu, resolve, threads_of_actor
 from bapo.train.torchrun import ALONE, Team, gathered, make_learner
 from bapo.types import Group
 
