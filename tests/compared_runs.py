@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo.compare.results import write_json
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 
 COMPARED = Path(__file__).parent / "data" / "compared"
 TINY = {
@@ -56,7 +57,7 @@ def make(root: Path) -> None:
             out = root / setting / objective / f"seed-{seed}"
             steps = 8 if setting == "partial" else 3
             values = {**TINY, "steps": steps, "out": str(out), "seed": seed, "objective": loss, "offpolicy": off}
-            start(parse_config(values, source="test"), plain=True)
+            start(parse(Config, values, source="test"), plain=True)
             for heavy in ("checkpoints", "model"):
                 shutil.rmtree(out / heavy)
             (out / "lock").unlink()

@@ -98,10 +98,6 @@ class _Held:
     def __post_init__(self) -> None:
         self.oldest = min(min(trajectory.versions) for trajectory in self.group.trajectories if trajectory.versions)
 
-    def for_update(self) -> Group:
-        """The group as the next update sees it: with the number of updates that used it before."""
-        return replace(self.group, uses=self.passes + self.replays - self.skipped)
-
 
 @dataclass(frozen=True)
 class Admitted:
@@ -220,7 +216,10 @@ class Buffer:
         fresh = self._next_of_pass(rollout)
         places = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
         replayed = self._sample_replay(places, before=rollout)
-        drawn = [held.for_update() for held in fresh + replayed]
+        drawn = [
+            replace(held.group, uses=held.passes + held.replays - held.skipped)  # how many updates used it before
+            for held in fresh + replayed
+        ]
         for group in drawn:
             self.record("trained", group.id, version=version, uses=group.uses)
         for held in fresh:
@@ -240,11 +239,10 @@ class Buffer:
 
     def metrics(self) -> BufferMetrics:
         """Counts since the buffer was made, which are saved and restored with it, and present levels."""
-        groups = [held.group for held in self._held.values()]
         return replace(
             self._totals,
-            held=len(groups),
-            held_tokens=sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories),
+            held=len(self._held),
+            held_tokens=sum(len(t.tokens) for held in self._held.values() for t in held.group.trajectories),
             to_visit=sum(self._passes_left(held) for held in self._held.values()),
         )
 
@@ -266,16 +264,10 @@ class Buffer:
         """Continue exactly where `state_dict` was taken. Whatever this buffer held before is forgotten."""
         self._version = state["version"]
         self._open = state["open"]
-        self._batches_left = {rollout: (number, left) for rollout, number, left in state.get("batches_left", ())}
+        self._batches_left = {rollout: (number, left) for rollout, number, left in state["batches_left"]}
         self._totals = BufferMetrics(**state["totals"])
-        self._held = {}
-        for saved in state["held"]:
-            held = _Held(**{**saved, "group": group_from_state(saved["group"])})
-            self._held[held.group.id] = held
-        for rollout, size in state.get("batch_sizes", ()):  # of a run that cut its passes into batches of one size
-            self._batches_left[rollout] = (-1, 0)
-            number, unvisited = self._unvisited(rollout)
-            self._batches_left[rollout] = (number, math.ceil(len(unvisited) / size))
+        held = [_Held(**{**saved, "group": group_from_state(saved["group"])}) for saved in state["held"]]
+        self._held = {each.group.id: each for each in held}
 
     def _passes_left(self, held: _Held) -> int:
         """Fresh passes that will still visit it: none once all passes over its rollout are done."""
@@ -345,9 +337,8 @@ class Buffer:
 
 def _has_signal(group: Group) -> bool:
     """Whether rewards differ, so that not all advantages are 0, and there are tokens to apply them to."""
-    return len({trajectory.learning_reward for trajectory in group.trajectories}) > 1 and any(
-        trajectory.tokens for trajectory in group.trajectories
-    )
+    rewards = {trajectory.learning_reward for trajectory in group.trajectories}
+    return len(rewards) > 1 and any(trajectory.tokens for trajectory in group.trajectories)
 
 
 def _check_group(group: Group, version: int) -> None:
@@ -385,16 +376,15 @@ def wrong_settings(
 
     `updates`: how many the passes over one rollout take, at most.
     """
-    least = {
-        "learn.batch_groups": (batch_groups, 1),
-        "offpolicy.reuse": (reuse, 1),
-        "offpolicy.max_staleness": (max_staleness, 0),
-        "offpolicy.replay_max_age": (replay_max_age, 0),
-        "offpolicy.replay_max_uses": (replay_max_uses, 1),
-    }
-    yield from (
-        f"{key}={value} is too small. Set it to {low} or more." for key, (value, low) in least.items() if value < low
-    )
+    for key, value, least in (
+        ("learn.batch_groups", batch_groups, 1),
+        ("offpolicy.reuse", reuse, 1),
+        ("offpolicy.max_staleness", max_staleness, 0),
+        ("offpolicy.replay_max_age", replay_max_age, 0),
+        ("offpolicy.replay_max_uses", replay_max_uses, 1),
+    ):
+        if value < least:
+            yield f"{key}={value} is too small. Set it to {least} or more."
     if updates - 1 > max_staleness:
         yield (
             f"offpolicy.reuse={reuse} makes {updates} updates on each rollout batch, so its tokens reach staleness "

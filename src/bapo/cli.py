@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from bapo import __version__
+from bapo.config import errors
 from bapo.process import forget_the_current_directory, stops
 from bapo.screen.terminal import Visible, say
 
@@ -74,25 +76,21 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Carry out one command; returns its exit code."""
-    match arguments:
-        case [] | ["-h" | "--help", *_]:
-            say(usage())
-            return 0 if arguments else 2
-        case ["--version"]:
-            from bapo import __version__
+    name, *words = arguments or [""]
+    if name in ("", "-h", "--help"):
+        say(usage())
+        return 0 if name else 2
+    if arguments == ["--version"]:
+        say(__version__)
+        return 0
+    if name in COMMANDS:
+        return guarded(name, words)
+    import difflib
 
-            say(__version__)
-            return 0
-        case [name, *words] if name in COMMANDS:
-            return guarded(name, words)
-        case [name, *_]:
-            import difflib
-
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            say(f"bapo: {name!r} is not a command.{hint}\n\n{usage()}", error=True)
-            return 2
-    raise AssertionError
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    say(f"bapo: {name!r} is not a command.{hint}\n\n{usage()}", error=True)
+    return 2
 
 
 def usage() -> str:
@@ -106,31 +104,28 @@ def usage() -> str:
 
 def guarded(name: str, words: list[str]) -> int:
     """Run a command; turn every error that a person can act on into one message and an exit code."""
-    from bapo.config.errors import Answered, ClusterError, Interrupted, RankFailed, UsageError
-
     command, given = COMMANDS[name], shlex.join(["bapo", name, *words])
     phase = stops.Phase.END if command.long else stops.Phase.RAISE
     stops.begin(phase, command.remedy.stopped.format(command=given))
     try:
         with stops.none_lost():
             return carry_out(name, words) or 0
-    except Answered as answer:  # 0 after --help, 2 after the parser said what it cannot read
+    except errors.Answered as answer:  # 0 after --help, 2 after the parser said what it cannot read
         if answer.code:
             say(f"usage: bapo {name} {command.usage}", error=True)
         return int(answer.code or 0)
-    except Interrupted as error:
+    except errors.Interrupted as error:
         stops.told()
         return _fail(error.exit_code, str(error))
     except KeyboardInterrupt:
         return _stopped()
     except BaseException as error:
-        if stops.stopping() or (stops.asked() and isinstance(error, ClusterError | RankFailed)):
+        if stops.stopping() or (stops.asked() and isinstance(error, errors.ClusterError | errors.RankFailed)):
             return _stopped()  # the error is a consequence: who asks a whole job to stop asks its other processes, too
-        if isinstance(error, UsageError):
-            code = _fail(error.exit_code, str(error))
+        code = _failed(error, command, given)
+        if isinstance(error, errors.UsageError):
             say(f"usage: bapo {name} {command.usage}", error=True)
-            return code
-        return _failed(error, command, given)
+        return code
 
 
 def carry_out(name: str, words: list[str]) -> int | None:
@@ -152,12 +147,10 @@ def named(place: str) -> Any:
 
 def _failed(error: BaseException, command: Command, given: str) -> int:
     """Say what an error means; returns the exit code. One that nobody can act on is raised again."""
-    from bapo.config.errors import OUT_OF_MEMORY, BapoError, failed_at, ran_out_of_memory
-
-    if ran_out_of_memory(error):
+    if errors.ran_out_of_memory(error):
         said = " ".join(str(error).split())[:SHOWN_OF_ERROR] or type(error).__name__
-        return _fail(3, f"{OUT_OF_MEMORY} ({said}). {command.remedy.memory} {stops.advice()}")
-    if isinstance(error, BapoError):
+        return _fail(3, f"{errors.OUT_OF_MEMORY} ({said}). {command.remedy.memory} {stops.advice()}")
+    if isinstance(error, errors.BapoError):
         return _fail(error.exit_code, str(error))
     if isinstance(error, BrokenPipeError):  # whoever reads our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -165,7 +158,7 @@ def _failed(error: BaseException, command: Command, given: str) -> int:
     if isinstance(error, FloatingPointError):
         return _fail(1, f"{error} {command.remedy.numbers}")
     if isinstance(error, OSError):
-        what = failed_at(error)
+        what = errors.failed_at(error)
         said = f"{what} {error.filename}: {error.strerror}" if what and error.filename else f"{what}: {error}"
         if what == "cannot read":
             return _fail(4, f"{said}. Check that it is there and that you may read it. {stops.advice()}")
@@ -198,13 +191,12 @@ def ledger(arguments: LedgerArguments) -> int:
 
 def fetch_smollm2(arguments: FetchArguments) -> None:
     """Carry out `bapo fetch-smollm2`."""
-    from bapo.config.errors import ConfigError
     from bapo.models.smollm2 import fetch
 
     try:
         fetch(arguments.dir)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise errors.ConfigError(str(error)) from None
 
 
 def complete(arguments: ShellArguments) -> None:

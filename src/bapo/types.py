@@ -183,10 +183,8 @@ def group_state(group: Group) -> dict[str, Any]:
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
     """Without learn.kl, there are no log-probs of a reference, and the state does not speak of them."""
-    state = {name: list(value) if isinstance(value, list) else value for name, value in vars(trajectory).items()}
-    if not trajectory.reference_logprobs:
-        del state["reference_logprobs"]
-    return state
+    known = {name: value for name, value in vars(trajectory).items() if name != "reference_logprobs" or value}
+    return {name: list(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
 def group_from_state(state: dict[str, Any]) -> Group:

@@ -389,7 +389,8 @@ def test_the_overview_fits_a_laptop_and_shows_where_it_goes_on_where_it_does_not
 @pytest.fixture(scope="module")
 def supervised(tmp_path_factory):
     """A tiny run of `bapo sft`."""
-    from bapo.config.recipe import parse_sft_config
+    from bapo.config.recipe import parse
+    from bapo.config.sft import SftConfig
     from bapo.train.sft import start
     from tests.supervised import saved_model, sums, write_rows
 
@@ -404,7 +405,7 @@ def supervised(tmp_path_factory):
         "eval": {"every": 2},
         "out": str(root / "run"),
     }
-    start(parse_sft_config(values, source="test"), plain=True)
+    start(parse(SftConfig, values, source="test"), plain=True)
     return root / "run"
 
 

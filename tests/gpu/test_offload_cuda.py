@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import Linear
 
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.optimizer import LANES, PART, FlatOptimizer
@@ -93,6 +94,6 @@ def test_a_run_with_it_is_the_run_without_it(tmp_path):
             "learn": {"batch_groups": 8, "offload_optimizer": offload},
             "eval": {"problems": 8, "k": 2, "every": 0},
         }
-        start(parse_config(values, source="test"), plain=True)
+        start(parse(Config, values, source="test"), plain=True)
     for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
         assert (tmp_path / "True" / name).read_bytes() == (tmp_path / "False" / name).read_bytes(), name

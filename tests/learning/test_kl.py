@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bapo.config.errors import CheckpointError, ConfigError
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 from bapo.demo import model_path
 from bapo.train.build import build
-from bapo.train.resolve import resolve
+from bapo.train.machine import resolve
 from bapo.train.run import resume, start
 from bapo.train.torchrun import Team
 from tests.tiny.runs import configured
@@ -82,7 +83,7 @@ def test_a_run_does_not_go_on_with_another_reference(whole, tmp_path):
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-3
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((out / "config.json").read_text())
-    moved = parse_config(config | {"model": config["model"] | {"path": str(other)}}, source="test")
+    moved = parse(Config, config | {"model": config["model"] | {"path": str(other)}}, source="test")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match=r"model.path.* holds (other weights|another model) now"):
         resume(out, config=moved, plain=True)

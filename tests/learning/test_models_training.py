@@ -157,7 +157,7 @@ def test_an_objective_with_a_fixed_clip_has_its_options_on_the_card(tmp_path):
     objective = {"name": "grpo", "options": {"low": 0.7, "high": 1.3}}
     out = run(tmp_path / "run", steps=1, objective=objective, offpolicy={"reuse": 1, "replay_fraction": 0.25})
     card = (out / "model" / "README.md").read_text()
-    assert "| objective | grpo (low=0.7, high=1.3) |" in card
+    assert "| objective | grpo, low 0.7, high 1.3 |" in card
     assert "each rollout batch used once, 25% of a batch replayed" in card
     assert "| prompts | as plain text |" in card
     assert "all weights trained" in card

@@ -198,7 +198,8 @@ def test_a_supervised_recipe_is_no_recipe_for_training(tmp_path):
 def test_without_anything_held_out(tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", sums())
     model = saved_model(tmp_path / "model")
-    from bapo.config.recipe import parse_sft_config
+    from bapo.config.recipe import parse
+    from bapo.config.sft import SftConfig
     from bapo.train.sft import start
 
     threads = torch.get_num_threads()
@@ -206,7 +207,7 @@ def test_without_anything_held_out(tmp_path):
         "model": {"path": str(model)}, "task": {"train": [str(data)], "test_share": 0}, "epochs": 1,
         "device": "cpu", "threads": 1, "out": str(tmp_path / "run"),
     }  # fmt: skip
-    summary = start(parse_sft_config(values, source="test"), plain=True)
+    summary = start(parse(SftConfig, values, source="test"), plain=True)
     torch.set_num_threads(threads)
     assert (summary["before"], summary["after"], summary["updates"]) == (None, None, 3)
     read = read_run(tmp_path / "run")

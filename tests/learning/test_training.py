@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bapo.buffer import Buffer
 from bapo.compare.grid import load_grid
-from bapo.config.recipe import load, parse_config, shipped
+from bapo.config.recipe import COMMANDS, parse, read_recipe_for, shipped
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.demo import model_path
@@ -26,7 +26,7 @@ from bapo.runs.write import RunDirectory
 from bapo.tasks.task import ProblemStream
 from bapo.train.build import build
 from bapo.train.loop import Parts, RunState, admit, learn, take_step
-from bapo.train.resolve import learner_settings, resolve
+from bapo.train.machine import learner_settings, resolve
 from bapo.train.run import resume, start
 from bapo.train.scoring import score
 from bapo.types import Problem, Score
@@ -49,7 +49,8 @@ def tiny_parts(objective, buffer):
     """A model that knows nothing, and a trivial task."""
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     model = untrained(tokenizer, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32)
-    config = parse_config(
+    config = parse(
+        Config,
         {
             "steps": 25,
             "objective": {"name": objective},
@@ -305,14 +306,14 @@ GRIDS = sorted(shipped("bapo compare").values())
 
 @pytest.mark.parametrize("recipe", SUPERVISED, ids=lambda p: p.name)
 def test_shipped_supervised_recipes_are_possible(recipe):
-    config = load(SftConfig, recipe)
+    config = parse(SftConfig, read_recipe_for(COMMANDS[SftConfig], recipe), source="recipe")
     assert config.task.train
     assert config.model.path != "demo"
 
 
 @pytest.mark.parametrize("recipe", TRAINED, ids=lambda p: p.name)
 def test_shipped_recipes_are_possible(recipe):
-    config = load(Config, recipe)
+    config = parse(Config, read_recipe_for(COMMANDS[Config], recipe), source="recipe")
     if config.model.path != "demo":  # its weights are not here
         assert config.task.name == "data"
         return

@@ -2,7 +2,8 @@
 
 import shutil
 
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 
 SMALL = {
     "steps": 4,
@@ -19,7 +20,7 @@ def configured(out, **sections):
     values = {**SMALL, "out": str(out)}
     for name, section in sections.items():
         values[name] = {**values[name], **section} if name in values and isinstance(section, dict) else section
-    return parse_config(values, source="test")
+    return parse(Config, values, source="test")
 
 
 def assert_resumes_bit_for_bit(place, **sections):

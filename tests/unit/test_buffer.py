@@ -179,20 +179,6 @@ def test_what_is_left_of_a_pass_is_cut_again_after_a_loss():
             assert max(batches, default=0) - min(batches, default=0) <= 1
 
 
-@pytest.mark.parametrize(("drawn", "left"), [(0, [5, 5, 5, 5, 1]), (2, [5, 5, 1]), (4, [1])])
-def test_a_state_of_the_version_with_rests_goes_on_with_as_many_batches(drawn: int, left: list[int]):
-    buffer = Buffer(batch_groups=4, reuse=1, max_staleness=20)
-    buffer.add(groups(range(21), 0), version=0)
-    saved = json.loads(json.dumps(buffer.state_dict()))
-    del saved["batches_left"]
-    for held in saved["held"][: 5 * drawn]:
-        held["passes"] = 1
-    buffer.load_state_dict(saved | {"batch_sizes": [[1, 5]]})
-    found = [len(batch) for batch in drain(buffer, drawn)]
-    assert (len(found), sum(found)) == (len(left), sum(left))
-    assert max(found) - min(found) <= 1
-
-
 def test_draw_before_any_rollout_is_empty():
     assert Buffer(batch_groups=1, max_staleness=0).draw(version=0) is NoBatch.DONE
 

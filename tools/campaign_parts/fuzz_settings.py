@@ -120,21 +120,21 @@ def _grid(draw: st.DrawFn) -> Any:
 
 
 def _recipe_text(case: tuple[bool, bytes], inside: Path) -> None:
-    from bapo.config.recipe import load
+    from bapo.config.recipe import COMMANDS, parse, read_recipe_for
 
     supervised, text = case
     path = inside / "recipe.toml"
     path.write_bytes(text)
-    load(_schema(supervised), path)
+    parse(_schema(supervised), read_recipe_for(COMMANDS[_schema(supervised)], path), source="recipe")
 
 
 def _recipe_values(case: tuple[bool, dict[str, Any]], inside: Path) -> None:
-    from bapo.config.recipe import load, parse
+    from bapo.config.recipe import COMMANDS, parse, read_recipe_for
 
     supervised, values = case
     path = inside / "recipe.json"
     path.write_text(json.dumps(values))
-    config = load(_schema(supervised), path)
+    config = parse(_schema(supervised), read_recipe_for(COMMANDS[_schema(supervised)], path), source="recipe")
     kept = json.dumps(config.model_dump(mode="json"))  # as config.json keeps it
     again = parse(_schema(supervised), json.loads(kept), source="config.json")
     assert again == config, f"config.json does not hold the configuration: {again} and {config}"

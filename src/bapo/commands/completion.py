@@ -16,6 +16,7 @@ import json
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
@@ -71,7 +72,7 @@ class Completed:
 def completion(arguments: ShellArguments, definitions: Mapping[str, type]) -> None:
     """Carry out `bapo completion`. `definitions`: what defines the arguments of each command."""
     commands = {name: completed(name, definition) for name, definition in definitions.items()}
-    write_exact({"bash": _bash, "zsh": _zsh, "fish": _fish}[arguments.shell](commands))
+    write_exact(_script(arguments.shell, commands))
 
 
 def completed(command: str, definition: type) -> Completed:
@@ -121,97 +122,40 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return ()
 
 
-BASH = """\
-_bapo() {
-    local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}"
-    local command="${COMP_WORDS[1]}" options="" words=""
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "NAMES --help --version" -- "$cur")); return
-    fi
-    case "$command $prev" in
-VALUES
-    esac
-    case "$command" in
-COMMANDS
-    esac
-    case "$cur" in
-        -*) COMPREPLY=($(compgen -W "$options" -- "$cur")) ;;
-        *) COMPREPLY=($(compgen -W "$words" -- "$cur") $(compgen -f -- "$cur")) ;;
-    esac
+SCRIPTS = Path(__file__).parents[1] / "shells"
+"""A script for each shell, in which NAMES, COMMANDS and VALUES stand for what is known of the commands."""
+CASES = {
+    "bash": (
+        '{name}) options="{options}"; words="{words}" ;;',
+        '"{name} {option}") COMPREPLY=($(compgen -W "{choices}" -- "$cur")); return ;;',
+    ),
+    "zsh": ("{name}) options=({options}); names=({words}) ;;", '"{name} {option}") compadd -- {choices}; return ;;'),
 }
-complete -o filenames -F _bapo bapo
-"""
-ZSH = """\
-_bapo() {
-    local -a options names
-    if (( CURRENT == 2 )); then
-        compadd -- NAMES --help --version; return
-    fi
-    case "$words[2] $words[CURRENT-1]" in
-VALUES
-    esac
-    case "$words[2]" in
-COMMANDS
-    esac
-    if [[ $PREFIX == -* ]]; then
-        compadd -- $options
-    else
-        (( $#names )) && compadd -- $names
-        _files
-    fi
-}
-(( $+functions[compdef] )) || { autoload -U compinit && compinit }
-compdef _bapo bapo
-"""
-FISH = """\
-function __bapo_command
-    set -l words (commandline -opc)
-    test "$words[2]" = "$argv[1]"
-end
-complete -c bapo -n "__bapo_command ''" -f -a "NAMES --help --version"
-COMMANDS
-"""
+"""What a script says of a command, and of an option that has choices."""
 
 
-def _bash(commands: Mapping[str, Completed]) -> str:
-    return _filled(
-        BASH,
-        commands,
-        'COMPREPLY=($(compgen -W "{}" -- "$cur"))',
-        [
-            f'{name}) options="{" ".join(command.options)}"; words="{" ".join(command.words)}" ;;'
-            for name, command in commands.items()
-        ],
-    )
-
-
-def _zsh(commands: Mapping[str, Completed]) -> str:
-    return _filled(
-        ZSH,
-        commands,
-        "compadd -- {}",
-        [
-            f"{name}) options=({' '.join(command.options)}); names=({' '.join(command.words)}) ;;"
-            for name, command in commands.items()
-        ],
-    )
-
-
-def _filled(script: str, commands: Mapping[str, Completed], offer: str, after: list[str]) -> str:
-    """A script with its commands, what `offer` says after an option that has choices, and what else may follow."""
-    values = [
-        f'"{name} {option}") {offer.format(" ".join(choices))}; return ;;'
-        for name, command in commands.items()
-        for option, choices in command.options.items()
-        if choices
-    ]
-    lines = {"VALUES": values, "COMMANDS": after}
-    for place, cases in lines.items():
-        script = script.replace(f"\n{place}\n", "\n" + "".join(f"        {case}\n" for case in cases))
+def _script(shell: str, commands: Mapping[str, Completed]) -> str:
+    """The script of a shell, with all commands in it."""
+    lines = {"COMMANDS": _for_fish(commands)} if shell == "fish" else _cases(*CASES[shell], commands)
+    script = (SCRIPTS / f"bapo.{shell}").read_text(encoding="utf-8")
+    for place, found in lines.items():
+        script = script.replace(f"\n{place}\n", "".join(f"\n{line}" for line in found) + "\n")
     return script.replace("NAMES", " ".join(commands))
 
 
-def _fish(commands: Mapping[str, Completed]) -> str:
+def _cases(of_command: str, of_option: str, commands: Mapping[str, Completed]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"COMMANDS": [], "VALUES": []}
+    for name, command in commands.items():
+        options, words = " ".join(command.options), " ".join(command.words)
+        found["COMMANDS"].append("        " + of_command.format(name=name, options=options, words=words))
+        for option, choices in command.options.items():
+            if choices:
+                case = of_option.format(name=name, option=option, choices=" ".join(choices))
+                found["VALUES"].append("        " + case)
+    return found
+
+
+def _for_fish(commands: Mapping[str, Completed]) -> list[str]:
     lines = []
     for name, command in commands.items():
         after = f'complete -c bapo -n "__bapo_command {name}"'
@@ -219,7 +163,7 @@ def _fish(commands: Mapping[str, Completed]) -> str:
         for option, choices in command.options.items():
             allowed = f' -x -a "{" ".join(choices)}"' if choices else ""
             lines.append(f"{after} -l {option.removeprefix('--')}{allowed}")
-    return FISH.replace("NAMES", " ".join(commands)).replace("COMMANDS", "\n".join(lines))
+    return lines
 
 
 def schema(arguments: SchemaArguments) -> None:

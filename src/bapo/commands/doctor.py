@@ -90,26 +90,20 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding(
-            "torch",
-            f"cannot be imported: {error}",
-            "Install it as https://pytorch.org says for your machine.",
-            stops=True,
-        )
+        remedy = "Install it as https://pytorch.org says for your machine."
+        yield Finding("torch", f"cannot be imported: {error}", remedy, stops=True)
         return
     yield Finding("torch", torch.__version__)
-    yield Finding("transformers", _version("transformers") or "missing", *_missing("transformers"))
+    found = _version("transformers")
+    remedy = "" if found else "Install it with: pip install transformers"
+    yield Finding("transformers", found or "missing", remedy, stops=not found)
     card = shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*"))
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
-            name = torch.cuda.get_device_name(index)
-            busy = free < 0.5 * total
-            yield Finding(
-                f"GPU {index}",
-                f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free",
-                "Another process uses it; nvidia-smi shows which." if busy else "",
-            )
+            found = f"{torch.cuda.get_device_name(index)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+            remedy = "Another process uses it; nvidia-smi shows which." if free < 0.5 * total else ""
+            yield Finding(f"GPU {index}", found, remedy)
     elif card:
         yield Finding(
             "GPU",
@@ -121,21 +115,13 @@ def _torch() -> Iterator[Finding]:
         yield Finding("GPU", "none: runs use the CPU, which is enough for the embedded model")
 
 
-def _missing(package: str) -> tuple[str, bool]:
-    missing = find_spec(package) is None
-    return (f"Install it with: pip install {package}" if missing else "", missing)
-
-
 def _extras() -> Iterator[Finding]:
     for extra, (packages, purpose) in EXTRAS.items():
-        absent = [package.replace("_", "-") for package in packages if find_spec(package) is None]
-        have = ", ".join(f"{package.replace('_', '-')} {_version(package) or ''}".strip() for package in packages)
-        if absent:
-            yield Finding(
-                f"[{extra}]", f"{', '.join(absent)} not installed", f"Needed for {purpose}: pip install 'bapo[{extra}]'"
-            )
-        else:
-            yield Finding(f"[{extra}]", have)
+        names = {package: package.replace("_", "-") for package in packages}
+        absent = [name for package, name in names.items() if find_spec(package) is None]
+        found = ", ".join(f"{name} {_version(package) or ''}".strip() for package, name in names.items())
+        remedy = f"Needed for {purpose}: pip install 'bapo[{extra}]'" if absent else ""
+        yield Finding(f"[{extra}]", f"{', '.join(absent)} not installed" if absent else found, remedy)
 
 
 def _machine() -> Iterator[Finding]:
@@ -166,13 +152,8 @@ def _machine() -> Iterator[Finding]:
         yield Finding("shared memory", f"{free / GIB:.1f} GiB free in {shared}", remedy)
     for port, owner in PORTS.items():
         taken = _taken(port)
-        yield Finding(
-            f"port {port}",
-            f"{'in use' if taken else 'free'} ({owner})",
-            'If Ray runs here, join it with cluster.address = "auto"; otherwise end what uses the port.'
-            if taken
-            else "",
-        )
+        remedy = 'If Ray runs here, join it with cluster.address = "auto"; otherwise end what uses the port.'
+        yield Finding(f"port {port}", f"{'in use' if taken else 'free'} ({owner})", remedy if taken else "")
 
 
 def _data() -> Iterator[Finding]:
@@ -191,10 +172,9 @@ def _model(config: Config, wrong: list[str]) -> Iterator[Finding]:
     what = f"model {config.model.path}, task {config.task.name}"
     taken = why_not_out(config.out) if Path(config.out).is_dir() else None
     others = [line for line in wrong if line != taken]
+    yield from (Finding("recipe", what, line, stops=True) for line in others)
     if not others:
         yield Finding("recipe", f"{what}: nothing wrong that can be seen without loading the model")
-    for line in others:
-        yield Finding("recipe", what, line, stops=True)
     if taken is not None:
         yield Finding(TAKEN, f"{config.out} is in use", taken)
 

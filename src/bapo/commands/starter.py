@@ -77,9 +77,7 @@ def init(arguments: Arguments) -> None:
             file.write(re.sub(r"\bFILE\b", first, text))
         say(f"wrote {path}")
     if kept:
-        say(
-            f"kept  {' and '.join(kept)}: the lines marked YOURS in {arguments.dir / first} must fit this data",
-        )
+        say(f"kept  {' and '.join(kept)}: the lines marked YOURS in {arguments.dir / first} must fit this data")
     steps = NEXT[arguments.kind]
     if arguments.dir != Path():
         steps = [f"cd {shlex.quote(str(arguments.dir))}", *steps]

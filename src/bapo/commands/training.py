@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from bapo.config.command_line import parse_resume, print_help
+from bapo.config.errors import Answered, ConfigError, UsageError
+from bapo.config.recipe import COMMANDS, check, draft, listed, listing, read_recipe_for
+from bapo.config.run import Config
+from bapo.config.sft import SftConfig
+from bapo.config.words import Words, merged, read_words
+from bapo.preflight.examine import Examined, examine
+from bapo.runs.write import RunDirectory
 from bapo.screen.terminal import say
 
-if TYPE_CHECKING:
-    from bapo.config.errors import ConfigError
-    from bapo.config.run import Config
-    from bapo.config.sft import SftConfig
-    from bapo.config.words import Words
-    from bapo.preflight.examine import Examined
-
-Kind = TypeVar("Kind", "Config", "SftConfig")
+Kind = TypeVar("Kind", Config, SftConfig)
 
 SWITCHES = {"bapo train": ("list", "dry-run"), "bapo sft": ("list",)}
 """Options that are not keys."""
@@ -27,8 +28,6 @@ SWITCHES = {"bapo train": ("list", "dry-run"), "bapo sft": ("list",)}
 
 def train(words: list[str]) -> int:
     """Carry out `bapo train`."""
-    from bapo.config.run import Config
-
     request = read_request(Config, words)
     if "dry-run" in request.given.switches:
         return show_plan(request)
@@ -42,8 +41,6 @@ def train(words: list[str]) -> int:
 
 def sft(words: list[str]) -> None:
     """Carry out `bapo sft`."""
-    from bapo.config.sft import SftConfig
-
     request = read_request(SftConfig, words)
     config = request.checked_config()
 
@@ -54,11 +51,6 @@ def sft(words: list[str]) -> None:
 
 def resume(words: list[str]) -> None:
     """Carry out `bapo resume`."""
-    from bapo.config.command_line import parse_resume
-    from bapo.config.run import Config
-    from bapo.config.sft import SftConfig
-    from bapo.runs.write import RunDirectory
-
     given, keys = parse_resume(words)
     if RunDirectory(given.run).values().get("kind") == "sft":
         changed = _changed(SftConfig, given.run, keys)
@@ -98,12 +90,6 @@ def read_request(schema: type[Kind], words: list[str], *, prog: str | None = Non
 
     Answers --list and --help by itself. Of several ranks, the first one looks for mistakes, and speaks for all.
     """
-    from bapo.config.command_line import print_help
-    from bapo.config.errors import Answered
-    from bapo.config.recipe import COMMANDS, check, draft, listing, read_recipe_for
-    from bapo.config.words import merged, read_words
-    from bapo.preflight.examine import Examined, examine
-
     command = COMMANDS[schema]
     given = read_words(schema, words, switches=SWITCHES[command])
     if "list" in given.switches:
@@ -139,9 +125,6 @@ def show_plan(request: Request[Config]) -> int:
 
 def _all_wrong(wrong: list[str], given: Words) -> ConfigError:
     """One error about everything that is wrong."""
-    from bapo.config.errors import UsageError
-    from bapo.config.recipe import listed
-
     sources = [*([given.recipe] if given.recipe else []), *(["command line"] if given.values else [])]
     error = listed(" with the ".join(sources) or "defaults", wrong)
     return UsageError(str(error)) if given.unknown else error
@@ -149,11 +132,6 @@ def _all_wrong(wrong: list[str], given: Words) -> ConfigError:
 
 def _changed(schema: type[Kind], path: Path, keys: list[str]) -> Kind | None:
     """The configuration of a run, changed by keys; None if there are none."""
-    from bapo.config.errors import UsageError
-    from bapo.config.recipe import check
-    from bapo.config.words import merged, read_words
-    from bapo.runs.write import RunDirectory
-
     if not keys:
         return None
     given = read_words(schema, keys)

@@ -15,8 +15,8 @@ from typing import Annotated, TextIO
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from bapo.compare.grid import Grid, load_grid
-from bapo.compare.jobs import Job, State, default_parallel, execute, make_plan, threads_for
+from bapo.compare.grid import Grid, Job, State, load_grid
+from bapo.compare.jobs import default_parallel, execute, make_plan, threads_for
 from bapo.compare.progress import make_progress
 from bapo.compare.results import collect, table_lines, write_json
 from bapo.config.command_line import option
@@ -59,13 +59,8 @@ def run(arguments: Arguments) -> int:
         return 0
     if arguments.grid is None:
         raise ConfigError("no grid given. Try `bapo compare quick`; `bapo compare --list` shows all of them.")
-    return compare(
-        arguments.grid,
-        parallel=arguments.parallel,
-        only=arguments.only,
-        retry=arguments.retry,
-        dry_run=arguments.dry_run,
-    )
+    chosen = {name: getattr(arguments, name) for name in ("parallel", "only", "retry", "dry_run")}
+    return compare(arguments.grid, **chosen)
 
 
 def compare(
@@ -85,19 +80,15 @@ def compare(
     stream = stream or sys.stdout
     grid = load_grid(path)
     if parallel is not None and parallel < 1:
-        raise ConfigError(
-            f"--parallel {parallel}: it must be at least one run at a time. Leave it out to use the default."
-        )
+        raise ConfigError(f"--parallel {parallel}: give at least one run at a time, or leave it out for the default.")
     jobs = _chosen(make_plan(grid), only)
     cells = [job.cell for job in jobs]
     parallel = parallel or default_parallel(cells)
     busy = f"another `bapo compare`, or a run that it started, is still at work in {grid.out}. Wait for it, or stop it."
     if dry_run:
         _say(stream, f"{counted(len(jobs), 'run')} in {grid.out}, {parallel} at a time")
-        for job in jobs:
-            _say(stream, f"{job.cell.name:<40} {job.describe()}")
-        if is_held(grid.out / "lock"):
-            _say(stream, busy)
+        _say(stream, *(f"{job.cell.name:<40} {job.describe()}" for job in jobs))
+        _say(stream, *([busy] if is_held(grid.out / "lock") else []))
         return 0
     grid.out.mkdir(parents=True, exist_ok=True)
     check_kinds(grid.out, files=("grid.json", "runs.jsonl", "results.json"))
@@ -118,8 +109,7 @@ def compare(
     write_json(grid.out / "results.json", results)
     _say(stream, *table_lines(results))
     bad = [job for job in jobs if job.state is not State.FINISHED]
-    for job in bad:
-        _say(stream, f"{job.cell.name}: {job.describe()}")
+    _say(stream, *(f"{job.cell.name}: {job.describe()}" for job in bad))
     if any(job.state is State.DAMAGED for job in bad):
         _say(stream, "damaged runs are left alone; repair them as described above, or start them again with --retry")
     _say(stream, f"results   {grid.out / 'results.json'}", f"next      bapo report {grid.out}")

@@ -1,4 +1,4 @@
-"""The grid file: what to compare. All of it is checked before anything starts.
+"""The grid file: what to compare, and the job that each run of it is. All of it is checked before anything starts.
 
     name = "reuse"                 # name of the tables
     out = "runs/reuse"             # directory of everything; runs are in out/SETTING/OBJECTIVE/seed-N
@@ -25,9 +25,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from enum import StrEnum
+from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bapo.config.base import possible_path
 from bapo.config.errors import ConfigError
@@ -80,6 +81,55 @@ class Grid:
         return {"name": self.name, **labels, "runs": runs}
 
 
+class State(StrEnum):
+    """Where a run of the grid stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """Stopped by a signal and saved; the same command continues it."""
+    FAILED = "failed"
+    DAMAGED = "damaged"
+
+
+@dataclass
+class Job:
+    """A cell of the grid, and what to do about it."""
+
+    cell: Cell
+    state: State
+    action: Literal["train", "resume"] = "train"
+    """The command that will start it."""
+    note: str = ""
+    """Why it failed, or what is damaged."""
+    before: int = 0
+    """Steps it had logged when this comparison began."""
+    step: int = 0
+    """Steps it has logged."""
+
+    @property
+    def log(self) -> Path:
+        """File with the output of its process."""
+        return self.cell.path.with_name(f"{self.cell.path.name}.log")
+
+    @property
+    def recipe(self) -> Path:
+        """File with the configuration given to its process."""
+        return self.cell.path.with_name(f"{self.cell.path.name}.json")
+
+    def describe(self) -> str:
+        """Its state in a few words, and why."""
+        reached = f"step {self.step} of {self.cell.config.steps}"
+        told = {
+            State.WAITING: "will start" if self.action == "train" else f"will resume at {reached}",
+            State.RUNNING: reached if self.step else "starting",
+            State.FINISHED: "finished",
+            State.STOPPED: f"stopped at {reached}",
+        }
+        return told.get(self.state, f"{self.state}: {self.note}")
+
+
 def load_grid(path: str | Path) -> Grid:
     """The grid in a TOML file, or one ConfigError that lists all that is wrong with it."""
     values, path = read_recipe(path), Path(path)
@@ -100,8 +150,8 @@ def load_grid(path: str | Path) -> Grid:
     configs = _configs(base, settings, objectives, wrong)
     if wrong:
         raise listed(f"{path}: nothing was started", wrong)
-    cells = list(_cells(Path(out), configs, seeds))
-    return Grid(name, Path(out), tuple(settings), tuple(objectives), seeds, tuple(cells))
+    cells = tuple(_cells(Path(out), configs, seeds))
+    return Grid(name, Path(out), tuple(settings), tuple(objectives), seeds, cells)
 
 
 def _text(value: Any) -> bool:
@@ -174,13 +224,12 @@ def _configs(
     """The configuration of every pair of a setting and an objective; adds what is wrong with any of them."""
     errors: dict[str, list[str]] = {}  # message -> cells that have it
     configs: dict[tuple[str, str], Config] = {}
-    for setting, over in settings.items():
-        for objective, more in objectives.items():
-            config, mistakes = check(Config, merged(merged(base, over), more))
-            if config is not None:
-                configs[setting, objective] = config
-            for line in mistakes:
-                errors.setdefault(line, []).append(f"{setting}/{objective}")
+    for setting, objective in product(settings, objectives):
+        config, mistakes = check(Config, merged(merged(base, settings[setting]), objectives[objective]))
+        if config is not None:
+            configs[setting, objective] = config
+        for line in mistakes:
+            errors.setdefault(line, []).append(f"{setting}/{objective}")
     total = len(settings) * len(objectives)
     wrong += [
         f"{'every run' if len(where) == total > 1 else ', '.join(where)}: {message}"
@@ -197,7 +246,6 @@ def _configs(
 
 def _cells(out: Path, configs: Mapping[tuple[str, str], Config], seeds: tuple[int, ...]) -> Iterator[Cell]:
     """Every run, seed by seed, so that every cell soon has a run."""
-    for seed in seeds:
-        for (setting, objective), config in configs.items():
-            path = out / setting / objective / f"seed-{seed}"
-            yield Cell(setting, objective, seed, path, config.model_copy(update={"seed": seed, "out": str(path)}))
+    for seed, ((setting, objective), config) in product(seeds, configs.items()):
+        path = out / setting / objective / f"seed-{seed}"
+        yield Cell(setting, objective, seed, path, config.model_copy(update={"seed": seed, "out": str(path)}))

@@ -32,11 +32,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from bapo.compare.grid import Cell, Grid
+from bapo.compare.grid import Cell, Grid, Job, State
+from bapo.compare.progress import PlainProgress
 from bapo.config.errors import OUT_OF_MEMORY, ConfigError
 from bapo.config.placement import available_cores
 from bapo.config.words import flat
@@ -52,58 +52,6 @@ TAIL_LINES = 4
 """How many last lines of a failed run's output are shown."""
 DAMAGED_CHECKPOINT = 3
 """Exit code of `bapo resume` for a checkpoint that is missing or damaged, and where memory ran out."""
-
-
-class State(StrEnum):
-    """Where a run of the grid stands."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    """Stopped by a signal and saved; the same command continues it."""
-    FAILED = "failed"
-    DAMAGED = "damaged"
-
-
-@dataclass
-class Job:
-    """A cell of the grid, and what to do about it."""
-
-    cell: Cell
-    state: State
-    action: Literal["train", "resume"] = "train"
-    """The command that will start it."""
-    note: str = ""
-    """Why it failed, or what is damaged."""
-    before: int = 0
-    """Steps it had logged when this comparison began."""
-    step: int = 0
-    """Steps it has logged."""
-
-    @property
-    def log(self) -> Path:
-        """File with the output of its process."""
-        return self.cell.path.with_name(f"{self.cell.path.name}.log")
-
-    @property
-    def recipe(self) -> Path:
-        """File with the configuration given to its process."""
-        return self.cell.path.with_name(f"{self.cell.path.name}.json")
-
-    def describe(self) -> str:
-        """Its state in a few words, and why."""
-        total = self.cell.config.steps
-        match self.state:
-            case State.WAITING:
-                return "will start" if self.action == "train" else f"will resume at step {self.step} of {total}"
-            case State.RUNNING:
-                return f"step {self.step} of {total}" if self.step else "starting"
-            case State.FINISHED:
-                return "finished"
-            case State.STOPPED:
-                return f"stopped at step {self.step} of {total}"
-        return f"{self.state}: {self.note}"
 
 
 def make_plan(grid: Grid) -> list[Job]:
@@ -155,47 +103,26 @@ def _remembered(path: Path) -> dict[str, int]:
 
 
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    ignored = ("out",) if wanted["objective.name"] == "bapo" else ("out", "objective.preset")  # it means nothing there
     for key in dict.fromkeys((*wanted, *found)):
         value, other = wanted.get(key), found.get(key)
-        if key == "objective.preset" and wanted["objective.name"] != "bapo":
-            continue  # it means nothing there, and a run states the default of its day
         left_open = value == "auto" or (key, value) in [("threads", 0), ("eval.problems", None)]
-        if value != other and key != "out" and not left_open:
+        if value != other and key not in ignored and not left_open:
             yield f"{key} is {other!r} in the run and {value!r} in the grid"
 
 
 def default_parallel(cells: Sequence[Cell]) -> int:
     """Runs at a time: one per core, or GPU_PARALLEL on a GPU; never more than there are."""
-    cores = available_cores()
-    on_gpu = all(cell.config.device != "cpu" for cell in cells) and (
-        any(cell.config.device == "cuda" for cell in cells) or gpu_present()
-    )
-    own = max(cell.config.threads for cell in cells)
-    return max(1, min(GPU_PARALLEL if on_gpu else cores // max(1, own), len(cells)))
+    devices, own = {cell.config.device for cell in cells}, max(cell.config.threads for cell in cells)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    seen = not hidden and any(Path("/dev").glob("nvidia[0-9]*"))  # without torch: it only sets a default
+    on_gpu = "cpu" not in devices and ("cuda" in devices or seen)
+    return max(1, min(GPU_PARALLEL if on_gpu else available_cores() // max(1, own), len(cells)))
 
 
 def threads_for(cells: Sequence[Cell], parallel: int) -> int:
     """CPU threads of each run: an equal share of the cores."""
     return max(1, available_cores() // min(parallel, len(cells)))
-
-
-def gpu_present() -> bool:
-    """Whether this process can see an NVIDIA GPU. It does not import torch, so it only sets a default."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-class Progress(Protocol):
-    """Shows what happens, and decides nothing."""
-
-    def changed(self, job: Job) -> None:
-        """The state of a job has changed."""
-
-    def look(self) -> None:
-        """Called several times a second."""
-
-    def note(self, text: str) -> None:
-        """Tell the user something."""
 
 
 @dataclass
@@ -214,7 +141,7 @@ def execute(
     parallel: int,
     threads: int,
     retry: bool,
-    progress: Progress,
+    progress: PlainProgress,
 ) -> bool:
     """Run every waiting job to its end, with `retry` damaged ones, too. Returns whether the user stopped it."""
     for job in jobs:
@@ -276,7 +203,7 @@ def _start(job: Job, lock: int, threads: int) -> _Process | None:
     return _Process(job, handle, time.monotonic(), log_began)
 
 
-def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progress) -> None:
+def _settle(process: _Process, *, retry: bool, stopping: bool, progress: PlainProgress) -> None:
     """Set the state of a job whose process has ended: from its directory first, then from the exit code."""
     job, code = process.job, process.handle.returncode
     found = read_run(job.cell.path)
@@ -293,7 +220,7 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progres
         job.state, job.note = State.FAILED, f"exit code {code}, {job.log}\n{_tail(process)}"
 
 
-def _begin_again(job: Job, progress: Progress) -> None:
+def _begin_again(job: Job, progress: PlainProgress) -> None:
     """Set a damaged run aside and let its job wait to start from the beginning."""
     path, number = job.cell.path, 1
     while (place := path.with_name(f"{path.name}.damaged-{number}")).exists():  # `is_set_aside` knows these names
@@ -323,17 +250,18 @@ def _tell(running: Sequence[_Process], times: int) -> str:
     """Ask the runs to stop, more firmly each time; returns what to tell the user."""
     for process in running:
         process.handle.kill() if times > 2 else process.handle.terminate()
-    if times == 1:
-        runs = "the run" if len(running) == 1 else f"{len(running)} runs"
-        return f"stopping {runs} after the current step; press Ctrl-C again to stop at once"
-    return "stopping at once; press Ctrl-C again to kill" if times == 2 else "killed"
+    if times > 1:
+        return "stopping at once; press Ctrl-C again to kill" if times == 2 else "killed"
+    runs = "the run" if len(running) == 1 else f"{len(running)} runs"
+    return f"stopping {runs} after the current step; press Ctrl-C again to stop at once"
 
 
 def _record(log: Path, process: _Process) -> None:
-    line: dict[str, Any] = {"run": process.job.cell.name, "state": str(process.job.state)}
-    line |= {"code": process.handle.returncode, "seconds": round(time.monotonic() - process.began, 1)}
+    job, seconds = process.job, round(time.monotonic() - process.began, 1)
+    line: dict[str, Any] = {"run": job.cell.name, "state": str(job.state), "code": process.handle.returncode}
+    line |= {"seconds": seconds, "steps": job.step, "note": job.note}
     with files.appended(log) as file:
-        file.write((json.dumps(line | {"steps": process.job.step, "note": process.job.note}) + "\n").encode())
+        file.write((json.dumps(line) + "\n").encode())
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bapo.compare.grid import Grid
-from bapo.compare.jobs import Job, State
+from bapo.compare.grid import Grid, Job, State
 from bapo.config.numerals import counted
 from bapo.runs.read import tail
 from bapo.screen.terminal import can_redraw, duration, eta, make_console, printable, write_line

@@ -98,12 +98,9 @@ def _difference_lines(rows: Rows, k: int | str) -> list[str]:
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for first, *others in cells:
-        texts = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join(["", first.ljust(widths[0]), *texts]).rstrip())
-    return lines
+    first, *others = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rows = [[name.ljust(first), *map(str.rjust, texts, others)] for name, *texts in cells]
+    return ["  ".join(["", *row]).rstrip() for row in rows]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,12 +1,13 @@
 """What every configuration is made of: the section, the keys that two configurations share, and the model.
 
-A section is a frozen pydantic model that refuses unknown keys. The docstring of a field is its help text. A key that
-`bapo train` and `bapo sft` both have is a type here: its bound and its help stand once, and each configuration chooses
-its place and its default.
+A section is a frozen pydantic model that refuses unknown keys. The docstring of a field is its help text. What
+`bapo train` and `bapo sft` both have stands once, here: as a section, or as the type of a key, with its bound and its
+help, where each configuration chooses its own place and default.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -30,6 +31,11 @@ class Section(BaseModel):
             raise PydanticCustomError("switch", "give a number, not a switch")
         return value
 
+    def changed(self) -> list[str]:
+        """The keys whose values are not the defaults."""
+        known = type(self).model_fields
+        return [key for key in known if getattr(self, key) != known[key].get_default(call_default_factory=True)]
+
 
 LONGEST_NAME, LONGEST_NEW_NAME = 255, 240
 """Bytes that file systems hold of one name in a path, and what is left of them for a name that is written: the file has
@@ -49,15 +55,10 @@ def possible_path(text: str, *, new: bool = True) -> bool:
     return b"\0" not in data and len(data) <= path and longest <= name
 
 
-def _new_path(text: str) -> str:
-    if not possible_path(text):
-        raise PydanticCustomError("path", "give a path that a file system can hold", {"longest": LONGEST_NEW_NAME})
-    return text
-
-
-def _read_path(text: str) -> str:
-    if not possible_path(text, new=False):
-        raise PydanticCustomError("path", "give a path that a file system can hold", {"longest": LONGEST_NAME})
+def _path(text: str, *, new: bool) -> str:
+    if not possible_path(text, new=new):
+        longest = LONGEST_NEW_NAME if new else LONGEST_NAME
+        raise PydanticCustomError("path", "give a path that a file system can hold", {"longest": longest})
     return text
 
 
@@ -71,7 +72,7 @@ Seed = Annotated[
 ]
 Out = Annotated[
     str,
-    AfterValidator(_new_path),
+    AfterValidator(partial(_path, new=True)),
     Field(
         description="The run directory. {time} is replaced by the start time. The directory must be new or empty, or "
         "belong to a run that was stopped before its first checkpoint."
@@ -97,16 +98,9 @@ Threads = Annotated[
 CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]
 
 LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0, le=1e3)]
-_Decay = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[
-    tuple[_Decay, _Decay],
-    Field(description="AdamW's decay rates for the first and the second moment of the gradient."),
-]
-WeightDecay = Annotated[
-    float, Field(description="AdamW's weight decay. It applies to matrices, but not to norms and biases.", ge=0)
-]
-ClipNorm = Annotated[
-    float, Field(description="Largest gradient norm. Larger gradients are scaled down to this norm.", gt=0, le=1e15)
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine"],
+    Field(description="The learning rate after the warm-up. linear and cosine fall to zero at the end of the run."),
 ]
 SkipLimit = Annotated[
     int,
@@ -116,41 +110,31 @@ SkipLimit = Annotated[
         ge=1,
     ),
 ]
-Schedule = Annotated[
-    Literal["constant", "linear", "cosine"],
-    Field(description="The learning rate after the warm-up. linear and cosine fall to zero at the end of the run."),
-]
-MicroTokens = Annotated[
-    int,
-    Field(
-        description="Tokens per forward pass, prompts included. Padding counts too where sequences are padded (on the "
-        "CPU and in float32). This changes memory and speed, but not the result.",
-        ge=1,
-    ),
-]
-ActivationCheckpointing = Annotated[
-    bool,
-    Field(
-        description="Keep only the input of each layer and compute the layer again in the backward pass. This needs "
-        "less memory and more time."
-    ),
-]
-Compile = Annotated[
-    bool,
-    Field(
-        description="Compile the layers (CUDA only). This takes a minute at the start and makes updates faster; see "
-        "docs/performance.md."
-    ),
-]
 
-OffloadOptimizer = Annotated[
-    bool,
-    Field(
-        description="Keep the optimizer's float32 masters and moments in the host's memory, 12 bytes per trained "
-        "parameter (CUDA and 16-bit weights only). The result is the same, but updates are slower; see "
-        "docs/hardware.md."
-    ),
-]
+
+class OptimizerConfig(Section):
+    """The keys of `learn` that say how an update is taken, whatever its loss."""
+
+    lr: LearningRate = 3e-5
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """AdamW's decay rates for the first and the second moment of the gradient."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay. It applies to matrices, but not to norms and biases."""
+    clip_norm: float = Field(1.0, gt=0, le=1e15)
+    """Largest gradient norm. Larger gradients are scaled down to this norm."""
+    schedule: Schedule = "constant"
+    micro_tokens: int = Field(16384, ge=1)
+    """Tokens per forward pass, prompts included. Padding counts too where sequences are padded (on the CPU and in
+    float32). This changes memory and speed, but not the result."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer and compute the layer again in the backward pass. This needs less memory and
+    more time."""
+    compile: bool = False
+    """Compile the layers (CUDA only). This takes a minute at the start and makes updates faster; see
+    docs/performance.md."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's float32 masters and moments in the host's memory, 12 bytes per trained parameter (CUDA and
+    16-bit weights only). The result is the same, but updates are slower; see docs/hardware.md."""
 
 
 class LoraConfig(Section):
@@ -187,7 +171,7 @@ class LogConfig(Section):
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: Annotated[str, AfterValidator(_read_path)] = "demo"
+    path: Annotated[str, AfterValidator(partial(_path, new=False))] = "demo"
     """A transformers model directory or hub id, a GGUF file, or "demo" for the embedded model."""
     dtype: Precision = "auto"
     """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA. With bfloat16 the optimizer keeps a float32
@@ -208,7 +192,7 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
-def refuse_on_cpu(device: str, learn: Any, *, asked: str | None = None) -> None:
+def refuse_on_cpu(device: str, learn: OptimizerConfig, *, asked: str | None = None) -> None:
     """Raise if a key of `learn` asks the CPU for what only CUDA has. `asked`: the device in the configuration."""
     for key in ("compile", "offload_optimizer") if device == "cpu" else ():
         if getattr(learn, key):

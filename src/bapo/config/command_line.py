@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -71,7 +72,7 @@ def parse_resume(words: list[str]) -> tuple[ResumeArguments, list[str]]:
     own, keys, rest = words[:1], list[str](), iter(words[1:])
     for word in rest:
         if word == "--from":
-            own += [word, *((following,) if (following := next(rest, None)) is not None else ())]
+            own += [word, *islice(rest, 1)]
         elif word.startswith("--from=") or word in ("-h", "--help"):
             own.append(word)
         else:

@@ -13,6 +13,7 @@ import textwrap
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -64,26 +65,11 @@ PLAIN = {"bool": "a switch", "int": "a number", "float": "a number", "str": "tex
 """Values that a table of free keys can hold. pydantic names each of them in an error of its own."""
 
 
-def parse_config(values: dict[str, Any], *, source: str) -> Config:
-    """The configuration of `bapo train` that these keys describe."""
-    return parse(Config, values, source=source)
-
-
-def parse_sft_config(values: dict[str, Any], *, source: str) -> SftConfig:
-    """The configuration of `bapo sft` that these keys describe."""
-    return parse(SftConfig, values, source=source)
-
-
-def load(schema: type[Schema], path: str | Path) -> Schema:
-    """The checked configuration in a recipe, a TOML or JSON file."""
-    return parse(schema, read_recipe_for(COMMANDS[schema], path), source=str(path))
-
-
 def read_recipe_for(command: str, path: str | Path) -> dict[str, Any]:
     """The keys of a recipe, not yet checked. Refuses a file that another command runs."""
     values = read_recipe(path)
     right = command_for(values)
-    if right is not None and right != command:
+    if right not in (None, command):
         raise ConfigError(f"{path} is {KINDS[right]}, and not {KINDS[command]}. Run it with `{right} {path}`.")
     return values
 
@@ -129,12 +115,9 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
             f"{path} has lists or tables inside one another, hundreds of levels deep. Remove what is not meant."
         ) from None
     except ValueError as error:
-        again = language == "TOML" and any(word in str(error) for word in ("twice", "overwrite"))
-        hint = (
-            "A list of tables is written [[name]], with two brackets."
-            if again
-            else "`bapo train --list` shows examples."
-        )
+        hint = "`bapo train --list` shows examples."
+        if language == "TOML" and any(word in str(error) for word in ("twice", "overwrite")):
+            hint = "A list of tables is written [[name]], with two brackets."
         raise ConfigError(f"{path} is not valid {language}: {error}. {hint}") from None
     if not isinstance(values, dict):
         raise ConfigError(
@@ -191,12 +174,9 @@ def listing(command: str) -> str:
 
 def _purpose(path: Path) -> str:
     """The first sentence of the comment that a file begins with."""
-    comment = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.removeprefix("#").strip())
-    return " ".join(comment).partition(". ")[0].rstrip(".") + "."
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    comment = " ".join(line.removeprefix("#").strip() for line in lines)
+    return comment.partition(". ")[0].rstrip(".") + "."
 
 
 def parse(schema: type[Schema], values: dict[str, Any], *, source: str) -> Schema:

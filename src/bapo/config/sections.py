@@ -10,20 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo.config.base import (
-    MOST_THREADS,
-    ActivationCheckpointing,
-    Betas,
-    ClipNorm,
-    Compile,
-    LearningRate,
-    MicroTokens,
-    OffloadOptimizer,
-    Schedule,
-    Section,
-    SkipLimit,
-    WeightDecay,
-)
+from bapo.config.base import MOST_THREADS, OptimizerConfig, Section, SkipLimit
 from bapo.core.settings import (
     BRAKES,
     NOT_PRESETS,
@@ -100,16 +87,15 @@ class TaskConfig(Section):
         data = {"train", "test", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
         gym = {"gym", "gym_train", "gym_test"}
         unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
-        wrong = []
-        for key in sorted(unused):
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                wanted = "gym" if key in gym else "data"
-                wrong.append(
-                    f"task.{key} belongs to task.name={wanted!r}, not to {self.name!r}, which ignores it. Set "
-                    f"task.name={wanted!r}, or leave task.{key} out."
+        wanted = {key: "gym" if key in gym else "data" for key in sorted(self.changed()) if key in unused}
+        if wanted:
+            raise ValueError(
+                "\n".join(
+                    f"task.{key} belongs to task.name={name!r}, not to {self.name!r}, which ignores it. Set "
+                    f"task.name={name!r}, or leave task.{key} out."
+                    for key, name in wanted.items()
                 )
-        if wrong:
-            raise ValueError("\n".join(wrong))
+            )
         return self
 
 
@@ -322,7 +308,7 @@ class OffPolicyConfig(Section):
     new weights. keep: they stay as they are."""
 
 
-class LearnConfig(Section):
+class LearnConfig(OptimizerConfig):
     """How the weights are updated."""
 
     batch_groups: int = Field(16, ge=1)
@@ -332,13 +318,8 @@ class LearnConfig(Section):
     """How token losses become one number. token_mean: a mean over tokens, as in the paper; long responses weigh more.
     sequence_mean: every response weighs the same; docs/results.md explains the choice. fixed_length: the sum of each
     response divided by `rollout.max_tokens`."""
-    lr: LearningRate = 3e-5
-    betas: Betas = (0.9, 0.95)
-    weight_decay: WeightDecay = 0.0
-    clip_norm: ClipNorm = 1.0
     warmup_updates: int = Field(10, ge=0)
     """Updates during which the learning rate rises linearly to its peak."""
-    schedule: Schedule = "constant"
     ess_reference: float | None = Field(None, gt=0, le=1)
     """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)), as VCPO does with 1. ESS is the
     effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
@@ -351,10 +332,6 @@ class LearnConfig(Section):
     """Tokens that the present weights sampled have two log-probs, the sampler's and the learner's. If their mean
     difference in an update is above this, in nats, the run stops: the ratios would mean nothing. Smaller differences
     that rounding does not explain are reported once."""
-    micro_tokens: MicroTokens = 16384
-    activation_checkpointing: ActivationCheckpointing = False
-    compile: Compile = False
-    offload_optimizer: OffloadOptimizer = False
 
 
 PROBLEMS = 256
@@ -423,13 +400,11 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _used(self) -> Self:
-        if not self.on:
-            changed = [key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default]
-            if changed:
-                raise ValueError(
-                    f"cluster.{changed[0]}={getattr(self, changed[0])!r} does nothing with cluster.rollouts=0, which "
-                    f"runs everything in this process. Set cluster.rollouts, or leave cluster.{changed[0]} out."
-                )
+        if not self.on and (changed := self.changed()):
+            raise ValueError(
+                f"cluster.{changed[0]}={getattr(self, changed[0])!r} does nothing with cluster.rollouts=0, which runs "
+                f"everything in this process. Set cluster.rollouts, or leave cluster.{changed[0]} out."
+            )
         if self.gpus_per_rollout > 1 and self.engine != "vllm":
             raise ValueError(
                 f"cluster.gpus_per_rollout={self.gpus_per_rollout} needs cluster.engine='vllm': bapo's own engine uses "

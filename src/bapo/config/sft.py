@@ -11,24 +11,18 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from bapo.config.base import (
-    ActivationCheckpointing,
-    Betas,
     CheckpointKeep,
-    ClipNorm,
-    Compile,
     Device,
     LearningRate,
     LogConfig,
-    MicroTokens,
     ModelConfig,
-    OffloadOptimizer,
+    OptimizerConfig,
     Out,
     Schedule,
     Section,
     Seed,
     SkipLimit,
     Threads,
-    WeightDecay,
     refuse_on_cpu,
 )
 
@@ -56,26 +50,19 @@ class SftTaskConfig(Section):
     """Demonstrations with more tokens, prompt and response together, are left out. None: what the model can hold."""
 
 
-class SftLearnConfig(Section):
+class SftLearnConfig(OptimizerConfig):
     """How the weights are updated."""
 
+    lr: LearningRate = 2e-5
+    schedule: Schedule = "cosine"
     batch_sequences: int = Field(32, ge=1)
     """About how many demonstrations an update uses. An epoch is cut into the nearest whole number of equal batches:
     with 32, an epoch of 47 demonstrations is one batch, and one of 48 is two batches of 24."""
-    lr: LearningRate = 2e-5
-    betas: Betas = (0.9, 0.95)
-    weight_decay: WeightDecay = 0.0
-    clip_norm: ClipNorm = 1.0
     warmup_updates: int | None = Field(None, ge=0)
     """Updates during which the learning rate rises linearly to its peak. None: the share `learn.warmup` of all."""
     warmup: float = Field(0.05, ge=0, lt=1)
     """The same as a share of all updates, whose number depends on the data."""
-    schedule: Schedule = "cosine"
     skip_limit: SkipLimit = 3
-    micro_tokens: MicroTokens = 16384
-    activation_checkpointing: ActivationCheckpointing = False
-    compile: Compile = False
-    offload_optimizer: OffloadOptimizer = False
 
 
 class SftEvalConfig(Section):

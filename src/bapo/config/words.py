@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -185,8 +186,6 @@ def _value(text: str, kinds: set[Any]) -> Any:
         return SWITCH[text.lower()]
     for kind in (int, float):
         if kind in kinds:
-            try:
+            with suppress(ValueError):
                 return kind(text)
-            except ValueError:
-                continue
     return text

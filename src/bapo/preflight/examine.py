@@ -103,9 +103,7 @@ def load_sft(task: SftTaskConfig) -> Demonstrations:
             'task.train is empty, so there is nothing to learn from. Set it, for example to ["gsm8k:train"] or to a '
             ".jsonl file whose rows have a prompt and a response."
         )
-    parts, reports = _both_parts(
-        task, lambda sources: load_demonstrations(sources, **options) if sources else ([], None)
-    )
+    parts, reports = _both_parts(task, lambda names: load_demonstrations(names, **options) if names else ([], None))
     return *parts, [report for report in reports if report is not None]
 
 
@@ -113,19 +111,16 @@ def _both_parts(
     task: TaskConfig | SftTaskConfig, load: Callable[[tuple[str, ...]], tuple[list[Item], LoadReport | None]]
 ) -> tuple[tuple[list[Item], list[Item]], list[LoadReport | None]]:
     """What is loaded of task.train and of task.test, and the reports."""
-    parts: list[list[Item]] = []
-    reports, wrong = [], []
+    loaded, wrong = [], []
     for name in PARTS:
         try:
-            items, report = load(getattr(task, name))
+            loaded.append(load(getattr(task, name)))
         except ValueError as error:
             wrong.append(f"task.{name}: {error}")
-        else:
-            parts.append(items)
-            reports.append(report)
     if wrong:
         raise ValueError("\n".join(wrong))
-    return (parts[0], parts[1]), reports
+    (train, of_train), (test, of_test) = loaded
+    return (train, test), [of_train, of_test]
 
 
 def wrong_options(config: Config) -> Iterator[str]:
@@ -192,9 +187,7 @@ def _packages(config: Config) -> Iterator[str]:
         (config.cluster.on, f"cluster.rollouts={config.cluster.rollouts}", "ray", "ray"),
         (config.cluster.on and config.cluster.engine == "vllm", "cluster.engine='vllm'", "vllm", "vllm"),
     ]
-    for needed, key, package, extra in wanted:
-        if needed:
-            yield from _missing(key, package, extra)
+    return (line for needed, *what in wanted if needed for line in _missing(*what))
 
 
 def _trackers(log: LogConfig) -> Iterator[str]:

@@ -72,9 +72,8 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
     in_update = config.learn.batch_groups * config.rollout.responses * longest
     tokens = max(longest, min(config.learn.micro_tokens, in_update))
     working_set = 2 * (4 * shape.hidden + 3 * shape.intermediate)
-    layers = shape.hidden * shape.layers + working_set
-    if not config.learn.activation_checkpointing:
-        layers = shape.layers * working_set
+    again = config.learn.activation_checkpointing
+    layers = shape.hidden * shape.layers + working_set if again else shape.layers * working_set
     on_device = 6 if config.learn.offload_optimizer else 18
     saved = (14 if width == 2 else 12) * shape.trained
     checkpoints = -(-config.steps // config.checkpoint_every)
@@ -121,8 +120,7 @@ def seconds(config: Config, shape: Shape, longest_prompt: int, *, flops: float, 
 
     responses = rollout.prompts * rollout.responses
     learned = config.steps * config.offpolicy.reuse * responses * longest
-    share = shape.trained / shape.parameters
-    per_token = (4 if share < 1 else 6) + (2 if config.learn.activation_checkpointing else 0)
+    per_token = (4 if shape.trained < shape.parameters else 6) + 2 * config.learn.activation_checkpointing
     referred = 2 * config.steps * responses * longest if config.learn.kl else 0
     during = (config.steps - 1) // evaluation.every if evaluation.every else 0
     times = 2 + during + 2 * len(evaluation.also_at)

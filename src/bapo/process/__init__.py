@@ -49,8 +49,7 @@ def clean_environment() -> Iterator[None]:
 
 
 def _entries() -> list[str]:
-    given = os.environ.get(VARIABLE, "")
-    return given.split(os.pathsep) if given else []
+    return given.split(os.pathsep) if (given := os.environ.get(VARIABLE)) else []
 
 
 def _means_here(entry: str) -> bool:

@@ -59,25 +59,22 @@ class Worker:
     def start(self) -> None:
         """Start the process, without waiting for its imports."""
         self.connection, theirs = socket.socketpair()
-        here = os.getcwd()
-        found_here = here in sys.path or "" in sys.path
+        here, nowhere = os.getcwd(), subprocess.DEVNULL
+        last = here if here in sys.path or "" in sys.path else ""
         installed = [path for path in sys.path if path not in ("", here) or path == OWN_PLACE]
-        environment = {
-            **os.environ,
-            **{"PYTHONPATH": os.pathsep.join(installed), "PYTHONHASHSEED": "0"},
-            **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        }
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(installed), "PYTHONHASHSEED": "0"}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         # -P, or the current directory would be the first place to look
-        command = [sys.executable, "-P", "-m", INSIDE, str(theirs.fileno()), self.function, str(self.memory_mb)]
+        command = [sys.executable, "-P", "-m", INSIDE, str(theirs.fileno()), self.function, str(self.memory_mb), last]
         with theirs:
             self.process = subprocess.Popen(  # noqa: S603
-                [*command, here if found_here else ""],
+                command,
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdin=nowhere,
+                stdout=nowhere,
+                stderr=nowhere,
             )
 
     def wait_until_ready(self) -> None:

@@ -163,8 +163,7 @@ def _encoded(message: Any) -> bytes:
 def _exactly(connection: socket.socket, count: int) -> bytearray:
     data = bytearray()
     while len(data) < count:
-        part = connection.recv(min(count - len(data), 1 << 20))
-        if not part:
+        if not (part := connection.recv(min(count - len(data), 1 << 20))):
             raise EOFError
         data += part
     return data

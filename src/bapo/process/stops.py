@@ -95,11 +95,6 @@ def watch() -> None:
     threading.Thread(target=_count, args=(reader,), name="stops", daemon=True).start()
 
 
-def watched() -> bool:
-    """Whether this process follows the rule above."""
-    return _now.watched
-
-
 def begin(phase: Phase, line: str) -> None:
     """A command begins: what a signal means, and what a person can do next if it is stopped."""
     _now.phase, _now.advice, _now.code, _now.told, _now.cut_off = phase, line, STOPPED, False, False
@@ -181,9 +176,7 @@ def none_lost() -> Iterator[None]:
             if not stopping():  # what breaks while we stop is no news
                 before(dropped)
             return
-        timer = threading.Timer(AGAIN_SECONDS, again)
-        timer.daemon = True
-        timer.start()
+        _after(AGAIN_SECONDS, again)
 
     sys.unraisablehook = hook
     try:
@@ -202,9 +195,13 @@ def leave(code: int) -> None:
     if _now.cut_off:
         end(code)
     if code:
-        timer = threading.Timer(STOPPED_SECONDS if code == STOPPED else FAILED_SECONDS, end, args=(code,))
-        timer.daemon = True
-        timer.start()
+        _after(STOPPED_SECONDS if code == STOPPED else FAILED_SECONDS, lambda: end(code))
+
+
+def _after(seconds: float, work: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
 
 
 def end(code: int) -> NoReturn:

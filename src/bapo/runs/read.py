@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo.config.errors import ConfigError, PlaceError
-from bapo.config.recipe import parse_config, parse_sft_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 from bapo.config.sections import renamed
+from bapo.config.sft import SftConfig
 from bapo.runs import files
 
 STOP_REASONS = ("start", "raising_high", "raising_low", "end", "no_signal")
@@ -213,9 +215,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     values = _parse(files.read(path / "config.json"), "config.json")
     if isinstance(values.get("objective"), dict):
         values["objective"] = renamed(values["objective"])
-    parse = parse_sft_config if values.get("kind") == "sft" else parse_config
+    schema: type[Config] | type[SftConfig] = SftConfig if values.get("kind") == "sft" else Config
     try:
-        config: dict[str, Any] = parse(values, source="config.json").model_dump(mode="json")
+        config: dict[str, Any] = parse(schema, values, source="config.json").model_dump(mode="json")
     except ConfigError as error:
         reason = str(error).splitlines()[-1].strip()
         raise _Damage("config.json", f"is not a configuration of this version: {reason}") from None

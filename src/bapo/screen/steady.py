@@ -47,7 +47,9 @@ class SteadyLive(Live):
             picture = self.console.render_lines(self._live_render.renderable, pad=False)
             room = size.height - min(len(picture), size.height)
             others = [part for part in renderables if not isinstance(part, Text)]
-            return [_cleared(), *self._latest(room), *others, self._live_render]
+            cleared = Control()  # from the upper left corner on; many terminals would save what "clear all" clears
+            cleared.segment = Segment("\x1b[H\x1b[J", None, [(ControlType.HOME,)])
+            return [cleared, *self._latest(room), *others, self._live_render]
 
     def _latest(self, room: int) -> list[ConsoleRenderable]:
         """The latest printed texts that fit into so many lines of the terminal as it is now."""
@@ -58,13 +60,6 @@ class SteadyLive(Live):
                 break
             chosen.insert(0, text)
         return chosen
-
-
-def _cleared() -> Control:
-    """Clear the screen from its upper left corner on. Many terminals would save what "clear all" clears."""
-    control = Control()
-    control.segment = Segment("\x1b[H\x1b[J", None, [(ControlType.HOME,)])
-    return control
 
 
 @contextmanager

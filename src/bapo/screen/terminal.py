@@ -110,10 +110,8 @@ class Visible:
 
 def duration(seconds: float) -> str:
     """`4:10`, `1:02:05` or, from 48 hours on, `26 days`; a question mark if the number is not finite."""
-    if not isfinite(seconds):
-        return "?"
-    if round(seconds) >= 48 * 3600:
-        return f"{seconds / 86400:,.0f} days"
+    if not isfinite(seconds) or round(seconds) >= 48 * 3600:
+        return f"{seconds / 86400:,.0f} days" if isfinite(seconds) else "?"
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

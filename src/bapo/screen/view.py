@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
-from threading import Lock, Thread
+from threading import RLock, Thread
 from typing import Self, TextIO
 
 from rich import box
@@ -79,11 +79,8 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 def legend(shown: Collection[str]) -> str:
     """`low, high: bounds of the clip; …` for those of these metrics whose labels need it."""
-    told = []
-    for keys, meaning in MEANINGS.items():
-        labels = [SHOWN[key][0] for key in keys if key in shown]
-        told += [f"{', '.join(labels)}: {meaning}"] if labels else []
-    return "; ".join(told)
+    labels = {meaning: [SHOWN[key][0] for key in keys if key in shown] for keys, meaning in MEANINGS.items()}
+    return "; ".join(f"{', '.join(some)}: {meaning}" for meaning, some in labels.items() if some)
 
 
 def make_view(
@@ -110,7 +107,7 @@ def summary_table(title: str, rows: Sequence[tuple[str, str, str]], *, stream: T
     stream = stream or sys.stdout
     lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (("", "before", "after"), *rows)]
     if not can_redraw(stream):
-        name, before, after = (max(len(line[column]) for line in lines) for column in range(3))
+        name, before, after = (max(map(len, column)) for column in zip(*lines, strict=True))
         write_line(stream, printable(title))
         for line in lines:
             write_line(stream, f"  {line[0]:<{name}}  {line[1]:>{before}}  {line[2]:>{after}}")
@@ -132,6 +129,7 @@ class View:
         self.now: dict[str, float] = {}
         self.history: dict[str, list[float]] = {}
         self.seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.lock = RLock()
 
     def __enter__(self) -> Self:
         return self
@@ -142,14 +140,15 @@ class View:
     def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Called once per training step, counted from 1."""
         given = {**metrics, **timing}
-        self.current = step
-        self.now = {key: float(given[key]) for key in SHOWN if key in given}
-        if "used_low" in self.now and self.now["used_low"] <= self.now.get("clip_low", 0.0):
-            del self.now["used_low"]
-        for key, value in self.now.items():
-            self.history.setdefault(key, []).append(value)
-        if isfinite(self.now.get("seconds", nan)):
-            self.seconds.append(self.now["seconds"])
+        with self.lock:
+            self.current = step
+            self.now = {key: float(given[key]) for key in SHOWN if key in given}
+            if "used_low" in self.now and self.now["used_low"] <= self.now.get("clip_low", 0.0):
+                del self.now["used_low"]
+            for key, value in self.now.items():
+                self.history.setdefault(key, []).append(value)
+            if isfinite(self.now.get("seconds", nan)):
+                self.seconds.append(self.now["seconds"])
 
     def begin_after(self, step: int) -> None:
         """Count from this step on: a run is resumed there, and may need a while until it goes on."""
@@ -260,7 +259,6 @@ class LiveView(View):
         self.samples = samples
         self.last: tuple[str, str, float] | None = None
         self.crew: Sequence[ActorLine] = ()
-        self.lock = Lock()
         self.work = OnScreen(clock)
         self.progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}", style="bold"),
@@ -284,20 +282,9 @@ class LiveView(View):
         self.live.stop()
         self.keys.close()
 
-    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """Show the numbers of this step from now on."""
-        with self.lock:
-            super().step(step, metrics, timing)
-
-    def recall(self, steps: Iterable[tuple[int, Mapping[str, float], Mapping[str, float]]]) -> None:
-        """Continue the curves of earlier steps."""
-        with self.lock:
-            super().recall(steps)
-
     def sample(self, problem: str, response: str, reward: float) -> None:
         """Show this response from now on."""
-        with self.lock:
-            self.last = (printable(problem), printable(response), float(reward))
+        self.last = (printable(problem), printable(response), float(reward))
 
     def note(self, text: str) -> None:
         """Print the text above the picture."""
@@ -305,8 +292,7 @@ class LiveView(View):
 
     def actors(self, lines: Sequence[ActorLine]) -> None:
         """Show these actors from now on."""
-        with self.lock:
-            self.crew = list(lines)
+        self.crew = list(lines)
 
     def doing(self, what: str) -> AbstractContextManager[Tell]:
         """Watch what may take long: a line in the border."""

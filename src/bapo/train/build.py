@@ -30,8 +30,7 @@ from bapo.tasks.data.problems import within, without_overlap
 from bapo.tasks.task import DataTask, ProblemStream, Task
 from bapo.tasks.verify.scorers import check_answers, open_scorer, overlong_penalty
 from bapo.train.loop import Parts
-from bapo.train.machine import slow_precision
-from bapo.train.resolve import learner_settings, make_policy, on_the_cpu
+from bapo.train.machine import learner_settings, make_policy, on_the_cpu, slow_precision
 from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, make_learner
 from bapo.types import Problem
 
@@ -106,7 +105,7 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
                 f"cluster.rollouts={config.cluster.rollouts}, but torchrun started {team.size} ranks. Start a cluster "
                 "without torchrun: Ray starts its processes."
             )
-        from bapo.train.cluster.start import start_cluster
+        from bapo.train.cluster.loop import start_cluster
 
         policy.model.to("meta")  # this process only needs to know its shape
         return start_cluster(config, policy, task)
@@ -148,7 +147,7 @@ def make_task(config: Config, policy: Policy, data: TaskData | None = None) -> t
             )
         from bapo.tasks.gym import Gym
 
-        gym: Task = Gym(
+        return Gym(
             chosen.gym,
             train_size=chosen.gym_train,
             test_size=chosen.gym_test,
@@ -157,30 +156,29 @@ def make_task(config: Config, policy: Policy, data: TaskData | None = None) -> t
             workers=chosen.reward_workers or None,
             seconds=chosen.reward_seconds,
             memory_mb=chosen.reward_memory_mb,
-        )
-        return gym, []
+        ), []
     return _from_data(config, policy, load_task(chosen) if data is None else data)
 
 
 def _from_data(config: Config, policy: Policy, data: TaskData) -> tuple[Task, list[str]]:
     chosen = config.task
-    notes = list(data.notes)
-    loaded: dict[str, Sequence[Problem]] = {}
-    for name, problems in (("train", data.train), ("test", data.test)):
-        if chosen.max_prompt_tokens is not None:
-            problems, long = within(problems, lambda prompt: len(policy.encode(prompt)), chosen.max_prompt_tokens)
-            if long:
-                told = counted(len(long), "prompt")
-                notes.append(f"task.{name}: left out {told} over {chosen.max_prompt_tokens} tokens")
-        loaded[name] = problems
-    train, shared = without_overlap(loaded["train"], loaded["test"])
+    notes, most = list(data.notes), chosen.max_prompt_tokens
+    loaded: dict[str, Sequence[Problem]] = {"train": data.train, "test": data.test}
+    for name, problems in loaded.items():
+        long: Sequence[Problem] = ()
+        if most is not None:
+            loaded[name], long = within(problems, lambda prompt: len(policy.encode(prompt)), most)
+        if long:
+            notes.append(f"task.{name}: left out {counted(len(long), 'prompt')} over {most} tokens")
+    test = loaded["test"]
+    train, shared = without_overlap(loaded["train"], test)
     if shared:
         notes.append(f"task.train: left out {counted(len(shared), 'problem')} that task.test has too")
-    if not train or not loaded["test"]:
+    if not train or not test:
         empty = "train" if not train else "test"
         remedy = "Give other data to train on." if shared and empty == "train" else "Raise task.max_prompt_tokens."
         raise ValueError(f"task.{empty} has no problem left. {'; '.join(notes)}. {remedy}")
-    check_answers([*train, *loaded["test"]], chosen.reward)
+    check_answers([*train, *test], chosen.reward)
     scorer, _ = open_scorer(
         chosen.reward,
         opens_thinking=policy.opens_thinking,
@@ -188,7 +186,7 @@ def _from_data(config: Config, policy: Policy, data: TaskData) -> tuple[Task, li
         memory_mb=chosen.reward_memory_mb,
         workers=chosen.reward_workers or None,
     )
-    return DataTask(train, loaded["test"], scorer), notes
+    return DataTask(train, test, scorer), notes
 
 
 def engine_notes(engine: Engine) -> list[str]:
@@ -220,8 +218,7 @@ def cluster_notes(config: Config) -> list[str]:
 
 def clip_notes(config: Config) -> list[str]:
     """Say which lower bound used tokens have: the bounds on the screen do not show it."""
-    used_low = config.objective.bound_of_used
-    if used_low is None:
+    if (used_low := config.objective.bound_of_used) is None:
         return []
     told = f"push once: tokens that were trained on before have a lower bound of {used_low:g}"
     return list(idle_push_once(config)) or [told]
@@ -265,10 +262,9 @@ LOOKED_AT = 256
 
 def longest_prompt(policy: Policy, task: Task) -> int:
     """The length of the longest prompt, in tokens."""
-    prompts = heapq.nlargest(
-        LOOKED_AT, (p.prompt for p in (*task.train, *task.test)), key=lambda p: len(prompt_text(p))
-    )
-    return max(len(policy.encode(prompt)) for prompt in prompts)
+    prompts = (problem.prompt for problem in (*task.train, *task.test))
+    longest = heapq.nlargest(LOOKED_AT, prompts, key=lambda prompt: len(prompt_text(prompt)))
+    return max(len(policy.encode(prompt)) for prompt in longest)
 
 
 def misfits(config: Config, policy: Policy, task: Task) -> Iterator[str]:

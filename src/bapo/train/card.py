@@ -14,7 +14,8 @@ from typing import Any
 
 from bapo import __version__
 from bapo.config.numerals import counted
-from bapo.config.run import Config, TaskConfig
+from bapo.config.run import Config
+from bapo.config.sections import LearnConfig, ObjectiveConfig, OffPolicyConfig, TaskConfig
 from bapo.config.sft import SftConfig
 from bapo.runs import files, ledger
 from bapo.screen.terminal import say
@@ -47,14 +48,14 @@ def model_card(
     chat: bool,  # whether prompts were put into the chat template
 ) -> str:
     """The card of a model that was trained by reinforcement learning."""
+    rollout = config.rollout
     facts = {
         "base model": f"`{config.model.path}`, {_trained(config)}",
-        "objective": _objective(config),
-        "off-policy data": _off_policy(config, summary),
-        "updates": f"{summary['updates']}, steps: {config.steps}; {_learning(config)}",
-        "rollout": f"{counted(config.rollout.prompts, 'prompt')} × {counted(config.rollout.responses, 'response')} "
-        f"per step, temperature "
-        f"{config.rollout.temperature:g}, at most {config.rollout.max_tokens} tokens",
+        "objective": objective_in_words(config.objective),
+        "off-policy data": f"{', '.join(sources_in_words(config.offpolicy))}; {_oldest(config, summary)}",
+        "updates": f"{summary['updates']}, steps: {config.steps}; {learning_in_words(config.learn)}",
+        "rollout": f"{counted(rollout.prompts, 'prompt')} × {counted(rollout.responses, 'response')} per step, "
+        f"temperature {rollout.temperature:g}, at most {rollout.max_tokens} tokens",
         "data": _data(config.task),
         "prompts": _prompts(config, chat=chat),
         "seed": str(config.seed),
@@ -124,41 +125,44 @@ def _trained(config: Config | SftConfig) -> str:
     return f"low-rank additions trained and merged: rank {lora.rank}, alpha {alpha:g}, on {where}"
 
 
-def _objective(config: Config) -> str:
-    objective = config.objective
+def objective_in_words(objective: ObjectiveConfig) -> str:
+    """Which rule decides what a token may change."""
     if objective.name != "bapo":
-        told = ", ".join(f"{name}={value:g}" for name, value in objective.all_options.items())
-        return f"{objective.name} ({told})" if told else objective.name
-    clip = objective.clip
-    preset = f"preset {objective.preset}" if objective.preset else "no preset"
-    used = "" if clip.used_low is None else f"; lower bound of tokens that were trained on before: {clip.used_low:g}"
-    low, high = (f"[{start:g}, {end:g}]" for start, end in (clip.low, clip.high))
-    return (
-        f"bapo ({preset}): target share {clip.target_share:g}, lower bound in {low}, upper bound in "
-        f"{high}, {clip.measure} measure{used}{'' if clip.brake is None else f', brake {clip.brake:g}'}"
-    )
+        told = ", ".join([objective.name, *(f"{name} {value:g}" for name, value in objective.all_options.items())])
+    else:
+        clip = objective.clip
+        low, high = (" to ".join(f"{bound:g}" for bound in dict.fromkeys(pair)) for pair in (clip.low, clip.high))
+        told = f"bapo, lower bound {low}, upper bound {high}"
+        if clip.searches:
+            told += f", chosen anew in every update for a share of {clip.target_share:g} ({clip.measure})"
+        told += "" if clip.brake is None else f"; brake {clip.brake:g}"
+        told += f"; preset {objective.preset}" if objective.preset else ""
+    if objective.has_brake:
+        where = "the update before" if objective.sensor == "previous" else "the same update"
+        told += f"; the lower bound of used tokens rises to 1 as far as negative ones have fallen in {where}"
+    if objective.bound_of_used is not None:
+        told += f"; lower bound {objective.bound_of_used:g} for tokens that were trained on before (push once)"
+    return told
 
 
-def _off_policy(config: Config, summary: dict[str, Any]) -> str:
-    off = config.offpolicy
+def sources_in_words(off: OffPolicyConfig) -> list[str]:
+    """Where an update gets its groups from, and how often."""
     sources = [f"each rollout batch used {off.reuse} times" if off.reuse > 1 else "each rollout batch used once"]
     if off.replay_fraction:
         oldest = counted(off.replay_max_age, "update")
         sources.append(f"{off.replay_fraction:.0%} of a batch replayed, up to {oldest} old")
     if off.partial_budget is not None:
-        sources.append(f"partial rollout of {off.partial_budget} tokens per step")
-    return (
-        f"{', '.join(sources)}; no token older than {counted(round(summary['staleness_max']), 'update')} (bound "
-        f"{off.max_staleness})"
-    )
+        sources.append(f"partial rollout of {off.partial_budget:,} tokens per step")
+    return sources
 
 
-def _learning(config: Config) -> str:
-    learn = config.learn
+def learning_in_words(learn: LearnConfig) -> str:
+    """How rewards become one number to learn from, and what else shapes an update if it is asked for."""
+    warmup = f", warm-up {counted(learn.warmup_updates, 'update')}" if learn.warmup_updates else ""
     penalty = f", KL penalty to the initial weights {learn.kl:g}" if learn.kl else ""
     return (
-        f"AdamW, learning rate {learn.lr:g} ({learn.schedule}), {counted(learn.batch_groups, 'group')} per update, "
-        f"{learn.reduction} loss, {learn.advantages} advantages{penalty}"
+        f"AdamW, learning rate {learn.lr:g} ({learn.schedule}{warmup}), {counted(learn.batch_groups, 'group')} per "
+        f"update, {learn.reduction} loss, {learn.advantages} advantages{penalty}"
     )
 
 
@@ -194,7 +198,12 @@ def _scores(config: Config, summary: dict[str, Any]) -> list[str]:
 
 
 def _interval(line: dict[str, Any], key: str) -> str:
-    return f"{line[key]:.3f} [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
+    return f"{line[key]:.3f}  [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
+
+
+def _oldest(config: Config, summary: dict[str, Any]) -> str:
+    oldest = counted(round(summary["staleness_max"]), "update")
+    return f"no token older than {oldest} (bound {config.offpolicy.max_staleness})"
 
 
 def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
@@ -234,26 +243,23 @@ def show_ending(config: Config, summary: dict[str, Any], path: Path, *, drift: s
 
     `drift`: since when sampler and learner have not meant the same policy, in words; empty if they do.
     """
-    k = config.eval.k
     title = f"{counted(config.eval.problems or 0, 'held-out problem')}, temperature {config.eval.temperature:g}"
-    summary_table(title, _rows(summary, k))
+    summary_table(title, _rows(summary, config.eval.k))
     if not summary["updates"] and not summary["skipped"]:
         say(_why_no_update(config, summary["after"]))
     failures = path / "failures.jsonl"
     if failures.exists() and (lines := files.read(failures).splitlines()):
         told = counted(len(lines), "response was", "responses were")
         say(f"{told} left out, because the verifier failed: {failures}")
-    say(
-        f"{counted(summary['updates'], 'update')} in {summary['training_seconds']:.0f} s of training; no token "
-        f"older than {counted(round(summary['staleness_max']), 'update')} (bound {config.offpolicy.max_staleness})"
-    )
+    updates, seconds = counted(summary["updates"], "update"), summary["training_seconds"]
+    say(f"{updates} in {seconds:.0f} s of training; {_oldest(config, summary)}")
     if "restarts" in summary:
         times = ", ".join(f"{who} ({count})" for who, count in summary["restarts"].items())
         say(f"restarts: {times}; history.jsonl says when and why" if times else "restarts: none")
     if drift:
         say(f"sampler and learner differ since {drift}")
-    bound = config.offpolicy.max_staleness
-    found = ledger.balance(ledger.read(path), max_staleness=bound, ended=True, all_used=config.cluster.on)
+    bound, groups = config.offpolicy.max_staleness, ledger.read(path)
+    found = ledger.balance(groups, max_staleness=bound, ended=True, all_used=config.cluster.on)
     say(f"ledger: {found.line()}" + (f" (`bapo ledger {path}` lists them)" if found.wrong else ""))
 
 
@@ -270,13 +276,9 @@ def _why_no_update(config: Config, after: dict[str, Any]) -> str:
 def _rows(summary: dict[str, Any], k: int) -> list[tuple[str, str, str]]:
     """What training changed, as rows of the table: name, before, after."""
     before, after = summary["before"], summary["after"]
-
-    def interval(line: dict[str, Any], key: str) -> str:
-        return f"{line[key]:.3f}  [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
-
     rows = [
-        (f"avg@{k}", interval(before, "eval/avg"), interval(after, "eval/avg")),
-        (f"pass@{k}", interval(before, "eval/pass"), interval(after, "eval/pass")),
+        (f"avg@{k}", _interval(before, "eval/avg"), _interval(after, "eval/avg")),
+        (f"pass@{k}", _interval(before, "eval/pass"), _interval(after, "eval/pass")),
         ("response length", f"{before['eval/length']:.1f}", f"{after['eval/length']:.1f}"),
     ]
     if "eval/entropy" in before and "eval/entropy" in after:  # otherwise the engine does not give entropies
@@ -284,5 +286,5 @@ def _rows(summary: dict[str, Any], k: int) -> list[tuple[str, str, str]]:
     for other in summary["also_at"]:
         samples = 1 if other["temperature"] == 0 else k
         name = f"avg@{samples} at temperature {other['temperature']:g}"
-        rows.append((name, interval(other["before"], "eval/avg"), interval(other["after"], "eval/avg")))
+        rows.append((name, _interval(other["before"], "eval/avg"), _interval(other["after"], "eval/avg")))
     return rows

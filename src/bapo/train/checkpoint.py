@@ -56,8 +56,8 @@ def save(
     team.lead(lambda: _make(partial))
     try:
         learner.save(partial)
-        team.lead(lambda: _write(partial / STATE, state | {"version": learner.version, "ranks": team.size}))
-        team.lead(lambda: _write(partial / CONFIG, config))
+        kept = state | {"version": learner.version, "ranks": team.size}
+        team.lead(lambda: _write(partial, {STATE: kept, CONFIG: config}))
         written = team.lead(lambda: sorted(path.name for path in partial.iterdir()))
         parts = team.share(lambda: {name: _flushed(partial / name) for name in written[team.rank :: team.size]})
         checksums = {name: checksum for part in parts for name, checksum in part.items()}
@@ -78,9 +78,10 @@ def _make(partial: Path) -> None:
     files.flush(partial.parent.parent)  # the directory of all checkpoints may be new
 
 
-def _write(path: Path, value: Any) -> None:
-    with files.made(path) as file:
-        file.write(json.dumps(value).encode())
+def _write(partial: Path, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        with files.made(partial / name) as file:
+            file.write(json.dumps(value).encode())
 
 
 def _flushed(path: Path) -> str:
@@ -106,20 +107,15 @@ def chosen(directory: Path, name: str | None) -> Path:
             f"{directory} holds no checkpoint, so there is nothing to resume, though the run has logs. Put the "
             f"checkpoints back, or start a new run with the recipe {directory.parent / CONFIG}."
         )
-    if name is None:
-        return found[-1]
-    named = [path for path in found if path.name == name]
-    if not named:
-        raise CheckpointError(
-            f"--from {name}: {directory} has no such checkpoint. It has {', '.join(path.name for path in found)}."
-        )
-    return named[0]
+    by_name = {path.name: path for path in found}
+    if name is not None and name not in by_name:
+        raise CheckpointError(f"--from {name}: {directory} has no such checkpoint. It has {', '.join(by_name)}.")
+    return found[-1] if name is None else by_name[name]
 
 
 def set_aside_newer(path: Path) -> list[str]:
     """Rename the checkpoints that are newer than this one, so that their steps are taken and saved again."""
-    found = files.checkpoints(path.parent)
-    aside = []
+    aside, found = [], files.checkpoints(path.parent)
     for other in found[found.index(path) + 1 :]:
         place = other.with_name(f"{other.name}.aside")
         shutil.rmtree(place, ignore_errors=True)
@@ -201,8 +197,7 @@ def _manifest(path: Path) -> dict[str, str]:
         raise _Flaw(f"cannot read {MANIFEST}: {error}") from None
     if strange := [name for name in checksums if Path(name).name != name or "\0" in name]:
         raise _Flaw(f"{MANIFEST} names {strange[0]!r}, which is no file of a checkpoint")
-    unnamed = sorted((present | {STATE, CONFIG}) - checksums.keys())
-    if unnamed:
+    if unnamed := sorted((present | {STATE, CONFIG}) - checksums.keys()):
         raise _Flaw(f"{MANIFEST} has no checksum of {', '.join(unnamed)}")
     return checksums
 

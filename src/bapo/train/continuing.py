@@ -5,15 +5,22 @@
                is refused by name, unless it is one that may change on the way (MAY_CHANGE)
     logs       they must begin with what the run had written when the checkpoint was made
     groups     the ledger must have every group where the state of the checkpoint has it
+    state      it must be one of this run: its values are of the right kind, its problems and tokens are the run's
 
-Nothing is changed before all four are known to be right.
+Nothing is changed before all of these are known to be right. A value of the wrong kind would otherwise stop the run
+somewhere in a later step.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
 
 from bapo.config.errors import CheckpointError
 from bapo.config.recipe import COMMANDS, parse
@@ -24,6 +31,7 @@ from bapo.runs import files, history, ledger
 from bapo.runs.history import Changes
 from bapo.runs.write import RunDirectory
 from bapo.train import checkpoint
+from bapo.types import Group, Problem
 
 Kind = TypeVar("Kind", Config, SftConfig)
 
@@ -146,3 +154,88 @@ def _refusal(run: Path, source: Path, refused: Changes, config: Config | SftConf
         f"Nothing was changed. Put these back, or start a new run with them: `{COMMANDS[type(config)]} "
         f"{run / checkpoint.CONFIG} --out OTHER`. What may change on the way: {', '.join(MAY_CHANGE)}."
     )
+
+
+# The state of a run of reinforcement learning.
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class _Scheduler(BaseModel):
+    version: Count | None
+    next_id: Count
+    totals: dict[str, Count]
+    groups: list[Group]
+
+
+class _Held(BaseModel):
+    group: Group
+    rollout: Count
+    passes: Count
+    replays: Count
+    skipped: Count
+
+
+class _Buffer(BaseModel):
+    version: Count | None
+    open: bool
+    batches_left: list[list[int]]
+    totals: dict[str, Count]
+    held: list[_Held]
+
+
+class _Waiting(BaseModel):
+    id: Count
+    group: Group | None
+
+
+class _State(BaseModel):
+    version: Count
+    cursor: Count
+    scheduler: _Scheduler
+    buffer: _Buffer
+    scoring: list[Group] = []
+    waiting: list[_Waiting] = []
+
+
+def check_state(state: dict[str, Any], problems: Iterable[Problem], vocabulary: int) -> None:
+    """ValueError if it is no state of a run with these problems, whose tokens are below `vocabulary`."""
+    try:
+        found = _State.model_validate_json(json.dumps(state), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    held = [each.group for each in found.buffer.held]
+    others = [*found.scheduler.groups, *found.scoring, *(each.group for each in found.waiting if each.group)]
+    named = {group.problem.id for group in held + others}
+    known = {json.dumps(vars(problem)) for problem in problems if problem.id in named}
+    for group in held + others:
+        if json.dumps(vars(group.problem)) not in known:
+            raise ValueError(f"the problem of group {group.id} is not one of the run")
+        if wrong := _wrong_in(group, newest=found.version, vocabulary=vocabulary):
+            raise ValueError(f"a response of group {group.id} has {wrong}")
+    if unscored := [group.id for group in held if any(trajectory.reward is None for trajectory in group.trajectories)]:
+        raise ValueError(f"the buffer holds group {unscored[0]}, which lacks a reward")
+    if found.scheduler.next_id != state["progress"]["groups"]:
+        made = state["progress"]["groups"]
+        raise ValueError(f"scheduler.next_id is {found.scheduler.next_id}, but {made} groups were made")
+    for name, part in (("scheduler", found.scheduler), ("buffer", found.buffer)):
+        if (part.version or 0) > found.version:
+            raise ValueError(f"{name}.version is newer than the learner's, {found.version}")
+
+
+def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
+    """What cannot be in one of its responses; empty if all of them are possible."""
+    for each in group.trajectories:
+        tokens, versions = each.tokens, each.versions
+        if not len(tokens) == len(each.behavior_logprobs) == len(versions):
+            return "lists of different lengths"
+        if len(each.entropies) > len(tokens):  # some engines give none
+            return "more entropies than tokens"
+        if versions != sorted(versions) or not all(0 <= version <= newest for version in versions):
+            return "versions that are not in order, or newer than the learner's"
+        if not each.prompt or not all(0 <= token < vocabulary for token in each.prompt + tokens):
+            return "no prompt, or tokens that the model does not know"
+        if not (isfinite(each.reward or 0.0) and isfinite(each.shaping)):
+            return "a reward that is not finite"
+    return ""

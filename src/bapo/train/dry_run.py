@@ -33,8 +33,8 @@ from bapo.train.build import (
     misfits,
     unreadable,
 )
-from bapo.train.machine import measured_speed, slow_precision
-from bapo.train.resolve import prompting, resolve, threads_of_actor
+from bapo.train.card import learning_in_words, objective_in_words, sources_in_words
+from bapo.train.machine import measured_speed, prompting, resolve, slow_precision, threads_of_actor
 from bapo.types import Problem
 
 SHOWN = 600
@@ -143,31 +143,33 @@ def _processes(config: Config) -> Iterator[str]:
         return
     ray = "Ray is started on this machine" if cluster.address is None else f"in the Ray cluster at {cluster.address}"
     actors, ranks = counted(cluster.rollouts, "rollout actor"), counted(cluster.learners, "learner rank")
+    on_gpu, processes = config.device == "cuda", cluster.rollouts + cluster.learners
     each = counted(threads_of_actor(config), "CPU thread")
-    on_gpu = config.device == "cuda"
+    of_actor, of_rank = (counted(cluster.gpus_per_rollout, "GPU"), "1 GPU") if on_gpu else (each, each)
     told = [
         f"this one, {actors} and {ranks}; {ray}",
-        f"{_numbered('rollout', cluster.rollouts)}: engine {cluster.engine}, "
-        f"{counted(cluster.gpus_per_rollout, 'GPU') if on_gpu else each}{' each' * (cluster.rollouts > 1)}",
-        f"{_numbered('learner', cluster.learners)}: {'1 GPU' if on_gpu else each}{' each' * (cluster.learners > 1)}",
-        *cluster_notes(config)[1:],
+        f"{_numbered('rollout', cluster.rollouts)}: engine {cluster.engine}, {of_actor}{_each(cluster.rollouts)}",
+        f"{_numbered('learner', cluster.learners)}: {of_rank}{_each(cluster.learners)}",
     ]
     if on_gpu:
         needed = cluster.rollouts * cluster.gpus_per_rollout + cluster.learners
         here = f"; this machine has {torch.cuda.device_count()}" if cluster.address is None else ""
-        told.insert(3, f"{counted(needed, 'GPU')} in all{here}")
-    elif cluster.address is None and 0 < config.threads < cluster.rollouts + cluster.learners:
-        told.insert(
-            3,
-            f"{cluster.rollouts + cluster.learners} processes share {counted(config.threads, 'CPU thread')} and slow "
-            "each other down; lower cluster.rollouts or cluster.learners",
+        told.append(f"{counted(needed, 'GPU')} in all{here}")
+    elif cluster.address is None and 0 < config.threads < processes:
+        told.append(
+            f"{processes} processes share {counted(config.threads, 'CPU thread')} and slow each other down; lower "
+            "cluster.rollouts or cluster.learners"
         )
-    yield _line("processes", "\n".join(told))
+    yield _line("processes", "\n".join([*told, *cluster_notes(config)[1:]]))
 
 
 def _numbered(name: str, count: int) -> str:
     """`rollout 0`, or `rollout 0-3`, as the screen calls them."""
     return f"{name} 0" if count == 1 else f"{name} 0-{count - 1}"
+
+
+def _each(count: int) -> str:
+    return " each" if count > 1 else ""
 
 
 def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[str]) -> Iterator[str]:
@@ -220,49 +222,14 @@ def _steps(config: Config) -> Iterator[str]:
         f"{counted(rollout.responses, 'response')} = {counted(config.steps * responses, 'response')} of up to "
         f"{rollout.max_tokens:,} tokens, temperature {rollout.temperature:g}",
     )
-    yield _line(
-        "updates",
-        f"{per_step} per step, {config.steps * per_step:,} in all, of {counted(config.learn.batch_groups, 'group')} "
-        f"each; learning rate {config.learn.lr:g} ({config.learn.schedule})\n{', '.join(_updated(config))}",
-    )
-    yield _line("clip", _clip(config))
+    in_all = f"{per_step} per step, {config.steps * per_step:,} in all"
+    yield _line("updates", f"{in_all}\n{learning_in_words(config.learn)}")
+    yield _line("clip", objective_in_words(config.objective))
     oldest = per_step - 1 + config.cluster.ahead * per_step * config.cluster.on
-    sources = [f"{counted(off.reuse, 'pass', 'passes')} over each rollout"]
-    sources += [f"{off.replay_fraction:.0%} replay"] if off.replay_fraction else []
-    sources += [f"partial rollout of {off.partial_budget:,} tokens a step"] if off.partial_budget else []
+    sources = sources_in_words(off)
     grows = "" if len(sources) > 1 else f"; tokens grow {counted(oldest, 'update')} old"
     yield _line("staleness", f"at most {counted(off.max_staleness, 'update')}, enforced; {', '.join(sources)}{grows}")
     yield _line("eval", _evaluations(config))
-
-
-def _updated(config: Config) -> Iterator[str]:
-    """How rewards become one number to learn from, and what else shapes an update if it is asked for."""
-    learn = config.learn
-    yield learn.reduction
-    yield f"advantages {learn.advantages}"
-    if learn.warmup_updates:
-        yield f"warm-up {counted(learn.warmup_updates, 'update')}"
-    if learn.kl:
-        yield f"KL penalty {learn.kl:g}"
-
-
-def _clip(config: Config) -> str:
-    """Which rule decides what a token may change."""
-    objective = config.objective
-    if objective.name != "bapo":
-        told = ", ".join([objective.name, *(f"{name} {value:g}" for name, value in objective.all_options.items())])
-    else:
-        clip = objective.clip
-        low, high = (" to ".join(f"{bound:g}" for bound in dict.fromkeys(pair)) for pair in (clip.low, clip.high))
-        told = f"bapo, lower bound {low}, upper bound {high}"
-        told += ", chosen anew in every update" if clip.searches else ""
-        told += f"; preset {objective.preset}" if objective.preset else ""
-    if objective.has_brake:
-        where = "the update before" if objective.sensor == "previous" else "the same update"
-        told += f"; the lower bound of used tokens rises to 1 as far as negative ones have fallen in {where}"
-    if objective.bound_of_used is not None:
-        told += "; used_low is the lower bound of tokens that were trained on before (push once)"
-    return told
 
 
 def _evaluations(config: Config) -> str:
@@ -295,7 +262,8 @@ def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
     else:
         yield _line("memory", _told_memory(config, held))
     yield _line("time", "not estimated: this machine has no GPU to measure" if took is None else _told_time(took))
-    free = _free(Path(config.out))
+    out = Path(config.out)
+    free = shutil.disk_usage(next(place for place in (out, *out.absolute().parents) if place.exists())).free
     yield _line("disk", f"up to about {_bytes(held.disk)} in the run directory; {_bytes(free)} are free there")
     if held.disk > free:
         yield _line(WARNING, "the run directory may not fit on its disk. Lower checkpoint_keep, or choose another out.")
@@ -328,17 +296,10 @@ def _told_time(took: Seconds) -> str:
 
 
 def _place(config: Config) -> Iterator[str]:
-    yield _line(
-        "out",
-        f"{config.out}, a checkpoint {every(config.checkpoint_every, 'step')}, {config.checkpoint_keep} kept",
-    )
+    often = every(config.checkpoint_every, "step")
+    yield _line("out", f"{config.out}, a checkpoint {often}, {config.checkpoint_keep} kept")
     if config.log.to:
         yield _line("log", f"{', '.join(config.log.to)}; project {config.log.project}")
-
-
-def _free(path: Path) -> float:
-    above = next(place for place in (path, *path.absolute().parents) if place.exists())
-    return float(shutil.disk_usage(above).free)
 
 
 def _bytes(size: float) -> str:

@@ -28,8 +28,7 @@ from bapo.models.export import write_model
 from bapo.runs.metrics import check_declared
 from bapo.runs.write import RunDirectory
 from bapo.screen.view import View
-from bapo.train.resolve import make_policy, on_the_cpu
-from bapo.train.torchrun import Team, gather_into
+from bapo.train.torchrun import Team, gathered
 from bapo.train.trackers import Trackers
 
 Summary = dict[str, Any]
@@ -78,6 +77,12 @@ class Job(ABC):
     config: Config | SftConfig
     policy: Policy
     learner: Learns
+    title: str
+    """A few words that say what is trained."""
+    total: int
+    """How many steps the whole run has."""
+    notes: list[str]
+    """What a person should know before training begins."""
     temperature: float = 1.0
     """The temperature at which the trained model is meant to be sampled."""
 
@@ -85,19 +90,6 @@ class Job(ABC):
     @abstractmethod
     def done(self) -> int:
         """How many steps are completed."""
-
-    @property
-    @abstractmethod
-    def total(self) -> int:
-        """How many steps the whole run has."""
-
-    @abstractmethod
-    def title(self) -> str:
-        """A few words that say what is trained."""
-
-    @abstractmethod
-    def notes(self) -> list[str]:
-        """What a person should know before training begins."""
 
     def watched(self, log: Log) -> None:  # noqa: B027 - most jobs have nothing to do
         """Called when there is somewhere to report to, before anything is done."""
@@ -157,9 +149,7 @@ class Job(ABC):
         policy = self.policy
         if team.size > 1:  # the weights are in shards
             assert isinstance(self.learner, Learner)
-            whole = make_policy(on_the_cpu(self.config)) if team.leads else None
-            gather_into(None if whole is None else whole.model, self.learner)
-            policy = whole or policy
+            policy = gathered(self.learner, self.config, leads=team.leads) or policy
         team.lead(lambda: write_model(policy, path, card, self.temperature, base=self.config.model.path))
 
     def close(self) -> None:  # noqa: B027 - most jobs have nothing to do

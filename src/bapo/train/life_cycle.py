@@ -43,8 +43,7 @@ from bapo.train import checkpoint
 from bapo.train.card import UNFINISHED_CARD, with_changes
 from bapo.train.continuing import Continued, examine
 from bapo.train.job import HeldLog, Job, Log, Summary
-from bapo.train.machine import differences, environment
-from bapo.train.resolve import resolve
+from bapo.train.machine import differences, environment, resolve
 from bapo.train.torchrun import Onlooker, Team, check_alike, joined, team_notes
 from bapo.train.trackers import Tracked, tracking
 
@@ -66,14 +65,14 @@ def resume(
     schema: type[Kind],
     path: Path,
     *,
-    plain: bool | None,
+    plain: bool | None = None,
     config: Kind | None = None,
     source: str | None = None,
 ) -> Summary:
-    """Continue a run. For a complete run, only return its summary.
+    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary.
 
     `config`: settings to go on with, where they are others than those in config.json. `source`: the name of the
-    checkpoint to go on from; None for the newest.
+    checkpoint to go on from.
     """
     run = RunDirectory(path)
     kept = run.config(schema)
@@ -96,7 +95,7 @@ def resume(
         if flaw is not None:
             continued.notes.append(f"{flaw}, so what follows the last step is done again")
         job = ending.enter_context(closing(_made(make, wanted, team)))
-        _check_vocabulary(job, checkpoint.read_state(continued.source), path)
+        _check_fits(job, continued.source, path)
         return _live(job, run, team, plain=plain, continued=continued)
 
 
@@ -115,7 +114,7 @@ def _live(
         team.lead(lambda: _write_files(job, run))
         team.lead(lambda: _record(run, job, "start"))
         notes = [*notes, *team_notes(team, team.size)]
-    title = f"{job.title()} · {job.config.model.path} · {run.given}"
+    title = f"{job.title} · {job.config.model.path} · {run.given}"
     stops.advise(f"Continue with: {team.command} resume {run.given}")
     stops.enter(stops.Phase.RAISE)
     shows_nothing = View(job.total, title=title, clock=time.monotonic)
@@ -146,7 +145,7 @@ def _live(
 def _train(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
     """Measure, take the steps that are left, measure again, export the model, and summarise."""
     run, view, every, stopped = log.run, log.view, job.config.eval.every, False
-    for note in (*job.notes(), *notes):
+    for note in (*job.notes, *notes):
         view.note(note)
     measure_later = None
     if job.done:
@@ -237,10 +236,8 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
             f"{flaw}, so the run cannot be summarised. The trained model is in {run.path / 'model'}, without its card. "
             f"Put the file back as it was, then `bapo resume {run.path}` writes both."
         )
-    metrics, timing = (
-        [json.loads(line) for line in files.read(run.path / name).splitlines()]
-        for name in ("metrics.jsonl", "timing.jsonl")
-    )
+    names = ("metrics.jsonl", "timing.jsonl")
+    metrics, timing = ([json.loads(line) for line in files.read(run.path / name).splitlines()] for name in names)
     summary = job.summary(metrics, run.path) | {"training_seconds": sum(line["seconds"] for line in timing)}
     card = with_changes(job.card(summary), job.unit, history.changes_of(run.path))
     for name in ("model", "adapter"):
@@ -269,7 +266,6 @@ def _go_back(job: Job, run: RunDirectory, team: Team, continued: Continued) -> l
     """Take the job and its directory back to a checkpoint. Returns what a person should know about that."""
     state = checkpoint.load(continued.source, job.learner, team=team)
     _restore(job, state, run.path, continued.source)
-    _check_length(job, continued.source)
     team.lead(lambda: _cut_back(run, job.config, continued, state))
     team.lead(lambda: _write_files(job, run))  # nothing else would notice that they were damaged
     team.lead(lambda: _record(run, job, "resume", continued))
@@ -293,35 +289,29 @@ def _restore(job: Job, state: dict[str, Any], path: Path, source: Path) -> None:
         ) from None
 
 
-def _check_vocabulary(job: Job, state: dict[str, Any], path: Path) -> None:
-    """Refuse a model that reads and writes text in other tokens."""
-    if state["vocabulary"] != job.policy.vocabulary():
+def _check_fits(job: Job, source: Path, path: Path) -> None:
+    """Refuse a model that reads and writes text in other tokens, and fewer steps than are taken already."""
+    if checkpoint.read_state(source)["vocabulary"] != job.policy.vocabulary():
         raise CheckpointError(
             f"model.path={job.config.model.path!r} has another tokenizer, chat template or stop token than {path} was "
             "trained with, so its tokens would mean something else. Nothing was changed. Put the tokenizer's files "
             "back, or start a new run."
         )
-
-
-def _check_length(job: Job, source: Path) -> None:
-    """Refuse fewer steps than are taken already."""
-    if job.done > job.total:
+    if (done := checkpoint.step_of(source)) > job.total:
         raise CheckpointError(
-            f"steps={job.total}, but {source.name} has taken {job.done} already. Nothing was changed. Set steps >= "
-            f"{job.done}, or resume from an older checkpoint with --from."
+            f"steps={job.total}, but {source.name} has taken {done} already. Nothing was changed. Set steps >= "
+            f"{done}, or resume from an older checkpoint with --from."
         )
 
 
 def _cut_back(run: RunDirectory, config: Config | SftConfig, continued: Continued, state: dict[str, Any]) -> None:
     """Make the directory what it was at the checkpoint, with the settings to go on with."""
     (run.path / SUMMARY).unlink(missing_ok=True)
-    lost = not run.has_config()
-    if lost:
+    if lost := not run.has_config():
         continued.notes.append(f"{CONFIG} was lost or damaged, and was restored from a checkpoint")
     if lost or continued.changes:
         run.write(CONFIG, config.model_dump(mode="json"))
-    aside = checkpoint.set_aside_newer(continued.source)
-    if aside:
+    if aside := checkpoint.set_aside_newer(continued.source):
         continued.notes.append(f"newer checkpoints were set aside: {', '.join(aside)}. Delete them when you like.")
     run.cut(state)
 
@@ -352,13 +342,11 @@ def _write_files(job: Job, run: RunDirectory) -> None:
 def _record(run: RunDirectory, job: Job, event: str, continued: Continued | None = None) -> None:
     """Write into the history what the run starts or goes on with, and compare it with the time before."""
     now = environment()
-    before: dict[str, Any] = next(
-        (line["environment"] for line in reversed(history.read(run.path)) if "environment" in line), {}
-    )
+    known = [line["environment"] for line in history.read(run.path) if "environment" in line]
     facts: dict[str, Any] = {"id": run.id, "step": job.done}
     if continued is not None:
         facts |= {"from": continued.source.name, "changed": continued.changes}
-        if differs := differences(before, now):
+        if differs := differences(known[-1] if known else {}, now):
             continued.notes.append(
                 f"the run may not go on bit for bit, because the surroundings changed: {'; '.join(differs)}"
             )

@@ -1,4 +1,6 @@
-"""What this machine does to a run: the bits that it computes, and how fast.
+"""What a configuration means on this machine, and what the machine does to a run: its bits and its speed.
+
+Every process of a run decides in the same way what the configuration leaves open, and loads its model in the same way.
 
 `environment` is what decides the bits of a result besides the configuration: threads, switches of torch, versions, the
 machine. It is written into the history of a run each time that the run starts or resumes, and compared with the time
@@ -10,7 +12,6 @@ A CPU without units for 16-bit numbers multiplies bfloat16 matrices hundreds of 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import platform
 import time
@@ -18,13 +19,20 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import bapo
+from bapo.config.base import ModelConfig, OptimizerConfig, refuse_on_cpu
+from bapo.config.placement import placed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.learn.learner_settings import LearnerSettings
+from bapo.models import Policy, hush, load_policy
+from bapo.models.layers import LoraSettings
+
+Kind = TypeVar("Kind", Config, SftConfig)
 
 LIBRARIES = ("torch", "transformers", "safetensors", "numpy", "triton", "peft", "ray", "vllm")
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
@@ -34,6 +42,83 @@ ENOUGH = 0.5
 """Seconds after which no further trial begins."""
 SLOWER = 3
 """How many times slower than float32 a precision must be before a run says so."""
+
+
+def resolve(config: Kind) -> Kind:
+    """Decide everything in the configuration that depends on this machine."""
+    elsewhere = isinstance(config, Config) and config.cluster.address is not None
+    device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
+    refuse_on_cpu(device, config.learn, asked=config.device)
+    model = config.model.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"device": device, "threads": threads, "model": model})
+
+
+def prompting(model: ModelConfig) -> dict[str, Any]:
+    """How prompts become text, for `load_policy` and `outline_policy`."""
+    chat = {"auto": None, "yes": True, "no": False}[model.chat]
+    return {"chat": chat, "system": model.system, "template_options": dict(model.template_options)}
+
+
+def make_policy(config: Config | SftConfig) -> Policy:
+    """Load the model of a run, without the usual messages."""
+    hush()
+    model, lora = config.model, config.model.lora
+    return load_policy(
+        model.path,
+        dtype=model.dtype,
+        device=config.device,
+        attention=model.attention,
+        **prompting(model),
+        lora=LoraSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
+        seed=config.seed,
+    )
+
+
+def on_the_cpu(config: Any) -> Any:
+    """The same configuration for a model that is loaded on the CPU, to be divided from there."""
+    model = config.model
+    if model.attention == "flash_attention_2":  # it does not run there; packed passes bring their own
+        model = model.model_copy(update={"attention": "auto"})
+    return config.model_copy(update={"device": "cpu", "model": model})
+
+
+def threads_of_actor(config: Config) -> int:
+    """Threads of one actor: this machine's cores, shared by as many actors as may be on it."""
+    cluster = config.cluster
+    actors = cluster.rollouts + cluster.learners if cluster.address is None else 1
+    return max(1, config.threads // actors)
+
+
+def learner_settings(config: Config) -> LearnerSettings:
+    """The part of the configuration that the learner needs."""
+    learn, objective = config.learn, config.objective
+    return LearnerSettings(
+        **optimizer_settings(learn),
+        objective=objective.name,
+        clip=objective.clip,
+        scope=objective.scope,
+        sensor=objective.sensor,
+        options=dict(objective.options),
+        reduction=learn.reduction,
+        length=config.rollout.max_tokens,
+        advantages=learn.advantages,
+        temperature=config.rollout.temperature,
+        warmup_updates=learn.warmup_updates,
+        total_updates=config.steps * config.updates_per_step,
+        ess_reference=learn.ess_reference,
+        float32_head=config.model.float32_head,
+        anchor_limit=learn.anchor_limit,
+        kl=learn.kl,
+        kept_caches=config.offpolicy.partial_cache == "keep",
+    )
+
+
+def optimizer_settings(learn: OptimizerConfig) -> dict[str, Any]:
+    """The settings that every learner needs, whatever its loss."""
+    return {name: getattr(learn, name) for name in OptimizerConfig.model_fields}
+
+
+# What decides the bits.
 
 
 def versions() -> dict[str, str | None]:
@@ -74,11 +159,8 @@ def environment() -> dict[str, Any]:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two environments, in words. What only one of them records says nothing."""
-    return [
-        f"{name} is {_in_words(now[name])} and was {_in_words(value)}"
-        for name, value in before.items()
-        if name in now and now[name] != value
-    ]
+    told = [(name, now[name], value) for name, value in before.items() if name in now and now[name] != value]
+    return [f"{name} is {'not set' if a is None else a} and was {'not set' if b is None else b}" for name, a, b in told]
 
 
 def _version(library: str) -> str | None:
@@ -88,8 +170,7 @@ def _version(library: str) -> str | None:
         return None
 
 
-def _in_words(value: Any) -> str:
-    return "not set" if value is None else str(value)
+# How fast it is.
 
 
 def measured_speed(config: Config) -> tuple[float, float]:
@@ -97,8 +178,7 @@ def measured_speed(config: Config) -> tuple[float, float]:
 
     On the CPU they are those of one thread, in time of its own, so that a busy machine does not look slow.
     """
-    device = torch.device(config.device)
-    on_gpu = device.type == "cuda"
+    device, on_gpu = torch.device(config.device), config.device == "cuda"
     flops = _flops(getattr(torch, config.model.dtype), device)
     large = torch.ones(2**28 if on_gpu else 2**22, device=device)
     bandwidth = 2 * 4 * large.numel() / _seconds_of(large.clone, on_gpu=on_gpu)
@@ -132,15 +212,12 @@ def _seconds_of(work: Callable[[], object], *, on_gpu: bool) -> float:
     clock = time.perf_counter if on_gpu else time.thread_time
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    best, spent = math.inf, 0.0
-    for trial in range(TRIALS):
+    took: list[float] = []
+    while len(took) < 2 or (len(took) < TRIALS and sum(took) <= ENOUGH):
         began = clock()
         work()
         if on_gpu:
             torch.cuda.synchronize()
-        took = clock() - began
-        best, spent = min(best, took) if trial else best, spent + took
-        if trial and spent > ENOUGH:
-            break
+        took.append(clock() - began)
     torch.set_num_threads(threads)
-    return best
+    return min(took[1:])

@@ -38,10 +38,10 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.runs import history, ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.tasks.data.problems import fingerprint
-from bapo.train import life_cycle, saved_state
+from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending
-from bapo.train.continuing import check_ledger
+from bapo.train.continuing import check_ledger, check_state
 from bapo.train.job import Job, Log, Summary, When, ends_run, skipped_line, stop_after
 from bapo.train.loop import RunState, StepRecord, load_weights, take_step
 from bapo.train.scoring import ENOUGH_GROUPS, Failing
@@ -59,13 +59,6 @@ def start(config: Config, *, data: TaskData | None = None, plain: bool | None = 
     return life_cycle.start(partial(Training, data=data), config, plain=plain)
 
 
-def resume(
-    path: Path, *, config: Config | None = None, source: str | None = None, plain: bool | None = None
-) -> Summary:
-    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary."""
-    return life_cycle.resume(Training, Config, path, plain=plain, config=config, source=source)
-
-
 class Training(Job):
     """Reinforcement learning: rollouts, updates, evaluations."""
 
@@ -75,7 +68,8 @@ class Training(Job):
     def __init__(self, config: Config, team: Team = ALONE, data: TaskData | None = None) -> None:
         self.parts = build(config, team, data)
         self.config: Config = self.parts.config
-        self.policy, self.learner = self.parts.policy, self.parts.learner
+        self.policy, self.learner, self.notes = self.parts.policy, self.parts.learner, self.parts.notes
+        self.title, self.total = self.config.objective.name, self.config.steps
         self.temperature = self.config.rollout.temperature
         self.run_state = RunState()
         self.asynchronous: AsyncLoop | None = None
@@ -91,19 +85,6 @@ class Training(Job):
     def done(self) -> int:
         """How many steps are completed."""
         return self.run_state.step
-
-    @property
-    def total(self) -> int:
-        """How many steps the whole run has."""
-        return self.config.steps
-
-    def title(self) -> str:
-        """Say which objective is trained with."""
-        return self.config.objective.name
-
-    def notes(self) -> list[str]:
-        """Say how the parts of the run were made."""
-        return self.parts.notes
 
     def watched(self, log: Log) -> None:
         """Say which processes a cluster has, and show what each of them does."""
@@ -193,10 +174,10 @@ class Training(Job):
             written = [_written_by(t, decode) for t in group.trajectories]
             sample = _recorded(group) | {"step": record.step, "responses": responses, "written_by": written}
             log.run.append("rollouts.jsonl", sample)
-            if record.step % every == 1 or every == 1:
-                scored = [(t.reward, text) for t, text in zip(group.trajectories, responses, strict=True)]
-                for reward, text in [(reward, text) for reward, text in scored if reward is not None][:1]:
-                    log.view.sample(prompt_text(group.problem.prompt), text, reward)
+            rewards = [t.reward for t in group.trajectories]
+            scored = [(text, reward) for text, reward in zip(responses, rewards, strict=True) if reward is not None]
+            if scored and (record.step % every == 1 or every == 1):
+                log.view.sample(prompt_text(group.problem.prompt), *scored[0])
 
     def measure(self, log: Log, when: When) -> None:
         """Evaluate on the same problems every time; before and after training also at the other temperatures."""
@@ -283,7 +264,7 @@ class Training(Job):
                 f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
                 "back, or start a new run."
             )
-        saved_state.check(state, self.parts.task.train, self.policy.model.get_input_embeddings().num_embeddings)
+        check_state(state, self.parts.task.train, self.policy.model.get_input_embeddings().num_embeddings)
         check_ledger(path, state, max_staleness=self.config.offpolicy.max_staleness)
         self.parts.stream.cursor = state["cursor"]
         self.parts.scheduler.load_state_dict(state["scheduler"])
@@ -349,6 +330,10 @@ class Training(Job):
         again = eval_command(self.config, str(path / "model"), chat=self.policy.chat)
         further = f"bapo resume {path} --steps {2 * self.config.steps}"
         return [f"bapo report {path}", *([] if again is None else [again]), further]
+
+
+resume = partial(life_cycle.resume, Training, Config)
+"""Continue the run in a directory, as `life_cycle.resume` says."""
 
 
 def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

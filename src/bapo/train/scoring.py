@@ -39,9 +39,12 @@ class Scored:
 
 def together(parts: Sequence[Scored]) -> Scored:
     """What was scored in several parts."""
-    groups, failures = ([each for part in parts for each in getattr(part, name)] for name in ("groups", "failures"))
-    asked = (sum(getattr(part, name) for part in parts) for name in ("asked_groups", "asked_responses"))
-    return Scored(groups, failures, *asked)
+    return Scored(
+        [group for part in parts for group in part.groups],
+        [failure for part in parts for failure in part.failures],
+        sum(part.asked_groups for part in parts),
+        sum(part.asked_responses for part in parts),
+    )
 
 
 ENOUGH_GROUPS = 8
@@ -121,14 +124,14 @@ def _rewarded(group: Group) -> Group | None:
 
 def response_metrics(groups: Sequence[Group], failures: int) -> dict[str, Any]:
     """Rewards and lengths of the finished responses. A mean over no responses has no key."""
-    responses = [t for group in groups for t in group.trajectories if t.reward is not None]
-    right = [len(t.tokens) for t in responses if t.reward is not None and t.reward > 0.5]
-    wrong = [len(t.tokens) for t in responses if t.reward is not None and t.reward <= 0.5]
-    means: dict[str, list[float]] = {
-        "reward": [t.reward for t in responses if t.reward is not None],
+    scored = [(t.reward, t) for group in groups for t in group.trajectories if t.reward is not None]
+    right = [len(t.tokens) for reward, t in scored if reward > 0.5]
+    wrong = [len(t.tokens) for reward, t in scored if reward <= 0.5]
+    means: dict[str, list[Any]] = {
+        "reward": [reward for reward, _ in scored],
         "length": [*right, *wrong],
-        "length_correct": [*right],
-        "length_wrong": [*wrong],
-        "truncated": [float(t.status is Status.TRUNCATED) for t in responses],
+        "length_correct": right,
+        "length_wrong": wrong,
+        "truncated": [t.status is Status.TRUNCATED for _, t in scored],
     }
     return {name: sum(values) / len(values) for name, values in means.items() if values} | {"reward_failures": failures}

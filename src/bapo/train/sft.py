@@ -42,8 +42,7 @@ from bapo.screen.view import summary_table
 from bapo.train import life_cycle
 from bapo.train.card import sft_card
 from bapo.train.job import Job, Log, Summary, When, skipped_line, stop_after
-from bapo.train.machine import slow_precision
-from bapo.train.resolve import make_policy, on_the_cpu, optimizer_settings
+from bapo.train.machine import make_policy, on_the_cpu, optimizer_settings, slow_precision
 from bapo.train.sft_data import Batches, describe, encode_demonstrations
 from bapo.train.torchrun import ALONE, Team, make_learner
 
@@ -56,17 +55,10 @@ def start(config: SftConfig, *, demonstrations: Demonstrations | None = None, pl
     return life_cycle.start(partial(SupervisedTraining, demonstrations=demonstrations), config, plain=plain)
 
 
-def resume(
-    path: Path, *, config: SftConfig | None = None, source: str | None = None, plain: bool | None = None
-) -> Summary:
-    """Continue a run, by default from its newest checkpoint. For a complete run, only return its summary."""
-    return life_cycle.resume(SupervisedTraining, SftConfig, path, plain=plain, config=config, source=source)
-
-
 class SupervisedTraining(Job):
     """Updates on demonstrations, and the loss on held-out ones. The learner's version is the only progress to keep."""
 
-    unit = "update"
+    unit, title = "update", "sft"
     shows_samples = False
     learner: Learner
 
@@ -81,7 +73,9 @@ class SupervisedTraining(Job):
         self.batches = Batches(
             self.data.train, size=config.learn.batch_sequences, epochs=config.epochs, seed=config.seed
         )
-        settings = learner_settings(config, self.batches.total)
+        self.total = self.batches.total
+        self.notes = [describe(self.data.counts), *slow_precision(config)]
+        settings = learner_settings(config, self.total)
         self.learner = make_learner(self.policy.model, settings, config, team)
 
     @property
@@ -89,22 +83,9 @@ class SupervisedTraining(Job):
         """How many updates are taken."""
         return self.learner.version
 
-    @property
-    def total(self) -> int:
-        """How many updates all epochs have."""
-        return self.batches.total
-
-    def title(self) -> str:
-        """Say what is trained: there is only one kind of supervised training."""
-        return "sft"
-
-    def notes(self) -> list[str]:
-        """Say what happened to the data, and whether the precision is slow here."""
-        return [describe(self.data.counts), *slow_precision(self.config)]
-
     def files(self) -> dict[str, Any]:
         """Count what happened to the rows of the data, for data.json."""
-        return {"data.json": self.data.counts | {"updates": self.batches.total}}
+        return {"data.json": self.data.counts | {"updates": self.total}}
 
     def advance(self, log: Log) -> None:
         """Take one update on the next batch, and log it."""
@@ -198,6 +179,10 @@ class SupervisedTraining(Job):
         """Reinforcement learning that starts from the trained model, and the report."""
         warm = f"--model.path {path / 'model'} --model.chat {self.config.model.chat}"
         return [f"bapo train RECIPE {warm}", f"bapo report {path}"]
+
+
+resume = partial(life_cycle.resume, SupervisedTraining, SftConfig)
+"""Continue the run in a directory, as `life_cycle.resume` says."""
 
 
 def learner_settings(config: SftConfig, updates: int) -> LearnerSettings:

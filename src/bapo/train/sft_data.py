@@ -85,16 +85,13 @@ def encode_demonstrations(loaded: Demonstrations, config: SftTaskConfig, policy:
     learned = [(question(d), encoded) for d in train if (encoded := encoder(d))]
     measured = [(question(d), encoded) for d in held_out if (encoded := encoder(d))]
     named = under_one_name(learned + measured)
-    learned, measured = named[: len(learned)], named[len(learned) :]
+    given, measured = named[: len(learned)], named[len(learned) :]
+    names = {name for name, _ in measured} if config.test else smallest({name for name, _ in given}, config.test_share)
+    learned = [pair for pair in given if pair[0] not in names]
     if config.test:
-        apart = {name for name, _ in measured}
-        before = len(learned)
-        learned = [pair for pair in learned if pair[0] not in apart]
-        counts["also_held_out"] = before - len(learned)
+        counts["also_held_out"] = len(given) - len(learned)
     else:
-        apart = smallest({name for name, _ in learned}, config.test_share)
-        measured = [pair for pair in learned if pair[0] in apart]
-        learned = [pair for pair in learned if pair[0] not in apart]
+        measured = [pair for pair in given if pair[0] in names]
     counts |= {"too_long": encoder.too_long, "longest": encoder.limit or 0}
     if not learned or (config.test and not measured):
         kind = "task.test" if learned else "task.train"

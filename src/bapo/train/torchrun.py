@@ -29,7 +29,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar, cast
@@ -45,9 +45,11 @@ from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.ranks import PATIENCE, LostRank, Ranks, failing_together, from_all_texts, join, leave
+from bapo.models import Policy
 from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segment
 from bapo.runs.write import RunDirectory
 from bapo.tasks.task import Task
+from bapo.train.machine import make_policy, on_the_cpu
 from bapo.types import Problem, Score, Status
 
 Result = TypeVar("Result")
@@ -168,16 +170,13 @@ def joined(device: str) -> Iterator[Team]:
 
 def _patience() -> float:
     given = os.environ.get(PATIENCE_VARIABLE, str(PATIENCE))
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(
-            f"{PATIENCE_VARIABLE}={given} is not a time. Give the seconds that a rank waits for the others, such as "
-            f"{PATIENCE:.0f}."
-        )
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(given)) < float("inf"):
+            return seconds
+    raise ConfigError(
+        f"{PATIENCE_VARIABLE}={given} is not a time. Give the seconds that a rank waits for the others, such as "
+        f"{PATIENCE:.0f}."
+    )
 
 
 class SharedEngine:
@@ -209,7 +208,11 @@ class SharedEngine:
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
         """The segments that all engines have sampled."""
         parts = self.team.share(lambda: [(id, vars(segment)) for id, segment in self.engine.collect(timeout)])
-        return [(id, _segment(values)) for part in parts for id, values in part]
+        return [
+            (id, Segment(**values | {"status": values["status"] and Status(values["status"])}))
+            for part in parts
+            for id, values in part
+        ]
 
     def park(self) -> None:
         """Return unfinished requests as parked."""
@@ -231,12 +234,6 @@ class SharedTask:
         return [Score(**parts[index % size][index // size]) for index in range(len(responses))]
 
 
-def _segment(values: dict[str, Any]) -> Segment:
-    """A segment from its fields as JSON data."""
-    status = values["status"]
-    return Segment(**values | {"status": None if status is None else Status(status)})
-
-
 class Onlooker(RunDirectory):
     """The run directory as the other ranks have it. What all ranks would log alike, the first one alone writes."""
 
@@ -256,10 +253,12 @@ def make_learner(model: Any, settings: LearnerSettings, config: Config | SftConf
 
 
 @torch.no_grad()
-def gather_into(model: Any | None, learner: Learner) -> None:
-    """Copy the learner's weights into a whole model. All ranks must call this; one without a model only takes part."""
-    places = {} if model is None else dict(model.named_parameters())
+def gathered(learner: Learner, config: Config | SftConfig, *, leads: bool) -> Policy | None:
+    """The whole policy with the weights of a learner in shards, for the rank that leads. All ranks must call this."""
+    policy = make_policy(on_the_cpu(config)) if leads else None
+    places = {} if policy is None else dict(policy.model.named_parameters())
     for name, tensor in learner.weights():
-        if model is not None:
+        if policy is not None:
             places.pop(name).copy_(tensor)
     assert not places, f"the learner has no weights {sorted(places)}"
+    return policy

@@ -26,14 +26,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from bapo.config.errors import ConfigError
 from bapo.config.words import flat
 from bapo.runs import files
 
-Axis = Literal["step", "update"]
 OF_UPDATES = ("update", "skipped")
 """Kinds of lines that stand at a version."""
 PLACE = ("kind", "step", "version", "eval/temperature")
@@ -45,11 +44,11 @@ MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_
 """How long a server may keep a run waiting, unless the environment says otherwise."""
 
 
-@dataclass(frozen=True)
-class Points:
+class Points(NamedTuple):
     """What one line of a log measured."""
 
-    axis: Axis
+    axis: str
+    """"step" or "update"."""
     at: int
     values: dict[str, float]
 
@@ -87,13 +86,13 @@ class Tracker(Protocol):
 def points(line: Mapping[str, Any]) -> Points:
     """The points in a line of metrics.jsonl, or of timing.jsonl with the kind "timing"."""
     kind = line["kind"]
-    axis: Axis = "update" if kind in OF_UPDATES else "step"
+    axis, at = ("update", line["version"]) if kind in OF_UPDATES else ("step", line["step"])
     numbers = {
         _name(key, kind, line): float(value)
         for key, value in line.items()
         if key not in PLACE and isinstance(value, int | float) and math.isfinite(value)
     }
-    return Points(axis, line["version" if axis == "update" else "step"], numbers)
+    return Points(axis, at, numbers)
 
 
 def _name(key: str, kind: str, line: Mapping[str, Any]) -> str:
@@ -109,8 +108,7 @@ class _TensorBoard:
     def __init__(self, run: Tracked) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = files.folder(run.path / "tensorboard")
-        done: dict[Axis, int] = {"step": run.step, "update": run.version}
+        folder, done = files.folder(run.path / "tensorboard"), {"step": run.step, "update": run.version}
         self._writers = {
             axis: SummaryWriter(str(files.folder(folder / axis)), purge_step=count + 1 if run.step else 0)
             for axis, count in done.items()
@@ -135,20 +133,11 @@ class _WeightsAndBiases:
 
         files.folder(run.path / "wandb")
         mode: Any = os.environ.get("WANDB_MODE", "offline")
-        self._run = wandb.init(
-            project=run.project,
-            id=run.id,
-            name=run.name,
-            dir=str(run.path),
-            config=run.config,
-            mode=mode,
-            resume="allow",
-            reinit="create_new",
-            settings=wandb.Settings(silent=True),
-        )
-        self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("update/*", step_metric="update")
-        self._run.define_metric("skipped/*", step_metric="update")
+        place: dict[str, Any] = {"project": run.project, "id": run.id, "name": run.name, "dir": str(run.path)}
+        place |= {"resume": "allow", "reinit": "create_new", "settings": wandb.Settings(silent=True)}
+        self._run = wandb.init(**place, config=run.config, mode=mode)
+        for name, axis in (("*", "step"), ("update/*", "update"), ("skipped/*", "update")):
+            self._run.define_metric(name, step_metric=axis)
 
     def send(self, points: Points) -> None:
         self._run.log({**points.values, points.axis: points.at})
@@ -265,8 +254,8 @@ def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) ->
                 trackers.open[name] = MAKERS[name](run)
             except Exception as error:
                 raise ConfigError(
-                    f"log.to: {name} cannot start: {_told(error)}. Correct its settings, or leave it "
-                    f"out of log.to; then `bapo resume {run.path}` goes on."
+                    f"log.to: {name} cannot start: {_told(error)}. Correct its settings, or leave it out of log.to; "
+                    f"then `bapo resume {run.path}` goes on."
                 ) from error
         yield trackers
         ok = True

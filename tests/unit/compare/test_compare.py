@@ -13,7 +13,8 @@ import time
 import pytest
 
 from bapo.compare import compare, load_grid
-from bapo.compare.jobs import State, default_parallel, make_plan, threads_for
+from bapo.compare.grid import State
+from bapo.compare.jobs import default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress
 from bapo.compare.results import collect, table_lines
 from bapo.config.errors import ConfigError

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bapo.cli import run
-from bapo.config.recipe import check, parse_config
+from bapo.config.recipe import check, parse
 from bapo.config.run import Config
 from bapo.demo import model_path
 from bapo.preflight.examine import examine
@@ -51,7 +51,7 @@ def place(tmp_path, monkeypatch):
 def of_data(**sections):
     task = {"train": ["train.jsonl"], "test": ["test.jsonl"], "reward": "rewards:right"}
     values = {"task": task | sections.pop("task", {}), **sections}
-    return parse_config(values, source="test")
+    return parse(Config, values, source="test")
 
 
 def test_everything_is_said_at_once_and_without_torch(place):

@@ -19,7 +19,8 @@ import pytest
 
 from bapo.cli import run as cli
 from bapo.compare.results import table_lines
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 from bapo.report import contents, find_arms, serve, write_report
 from bapo.report.arms import arms_of
 from bapo.report.contents import samples
@@ -557,7 +558,7 @@ def test_a_run_of_today_can_be_reported_on(tmp_path):
     from bapo.train.run import start
 
     config = {**TINY, "steps": 1, "out": str(tmp_path / "run"), "eval": {"problems": 2, "k": 1, "every": 0}}
-    start(parse_config(config, source="test"), plain=True)
+    start(parse(Config, config, source="test"), plain=True)
     found = write_report([tmp_path], tmp_path / "r.html")
     assert (len(found.arms), found.defects) == (1, [])
     values = embedded(tmp_path / "r.html")

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 from bapo.config.sections import renamed
 from bapo.report import contents, find_arms
 from tests.compared_runs import COMPARED
@@ -141,9 +142,9 @@ def test_push_once_is_a_fixed_clip_of_its_own():
 
 
 def test_a_stored_preset_of_another_objective_is_not_held_against_it():
-    today = parse_config({"objective": {"name": "grpo"}}, source="test")
+    today = parse(Config, {"objective": {"name": "grpo"}}, source="test")
     stored = today.model_dump(mode="json")
     del stored["objective"]["used_low"]  # which older runs do not state
     stored["objective"]["preset"] = "weak-model"
     stored["objective"] = renamed(stored["objective"])
-    assert parse_config(stored, source="test") == today
+    assert parse(Config, stored, source="test") == today

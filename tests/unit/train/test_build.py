@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from bapo.config.errors import ConfigError
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 from bapo.demo import model_path
 from bapo.models import Policy
 from bapo.train.build import make_task
@@ -32,7 +33,7 @@ def files(tmp_path):
 
 
 def made(policy, **task):
-    return make_task(parse_config({"task": task}, source="test"), policy)
+    return make_task(parse(Config, {"task": task}, source="test"), policy)
 
 
 def test_data_is_loaded_cleaned_of_test_problems_and_scored_by_math_verify(policy, files):
@@ -74,7 +75,7 @@ def test_a_gym(policy):
 )
 def test_what_cannot_be_is_refused(task, message):
     with pytest.raises(ConfigError, match=message):
-        parse_config({"task": task}, source="test")
+        parse(Config, {"task": task}, source="test")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_what_cannot_be_is_refused(task, message):
 )
 def test_keys_that_would_be_ignored_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
-        parse_config(values, source="test")
+        parse(Config, values, source="test")
 
 
 def test_answers_that_math_cannot_read_are_refused_before_anything_runs(policy, tmp_path):

@@ -41,13 +41,16 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
     [
         (
             ("--offpolicy.reuse", "8"),
-            "clip       push_once, low 0.8, high 1.2, used_low 1; used_low is the lower bound of tokens that were",
+            "clip       push_once, low 0.8, high 1.2, used_low 1; lower bound 1 for tokens that were trained on before",
         ),
         (
             ("--objective.name", "push_once", "--offpolicy.reuse", "1"),
             "warning    push once does nothing in this run: no token is trained on twice",
         ),
-        (("--objective.preset", "weak-model"), "upper bound 1.2 to 2, chosen anew in every update; preset weak-m"),
+        (
+            ("--objective.preset", "weak-model"),
+            "upper bound 1.2 to 2, chosen anew in every update for a share of 0.45 (surrogate)",
+        ),
         (
             ("--objective.name", "clip_higher", "--objective.options", "high", "1.3"),
             "clip_higher, low 0.8, high 1.3",
@@ -137,7 +140,7 @@ def test_a_dry_run_that_cannot_say_how_long_responses_may_be_says_why(here, caps
 def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_is_logged(capsys, monkeypatch):
     assert run(["train", "--dry-run", "--device", "cpu", "--steps", "30"]) == 0
     said = capsys.readouterr().out
-    assert "learning rate 3e-05 (constant)\n           sequence_mean, advantages grpo, warm-up 10 updates\n" in said
+    assert "learning rate 3e-05 (constant, warm-up 10 updates), 16 groups per update, sequence_mean" in said
     assert "\neval       before and after training, and every 20 steps; temperature 1\n" in said
     assert "\nlog " not in said
     monkeypatch.setattr("bapo.preflight.examine.find_spec", lambda name: True)  # a plan needs no tracker
@@ -145,7 +148,7 @@ def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_i
     words += ["--eval.also-at", "0", "0.6", "--steps", "20", "--log.to", "wandb", "--log.project", "mine"]
     assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
     said = capsys.readouterr().out
-    assert "           sequence_mean, advantages rloo, KL penalty 0.02\n" in said
+    assert "sequence_mean loss, rloo advantages, KL penalty to the initial weights 0.02\n" in said
     assert "\neval       before and after training; temperature 1, before and after also 0 and 0.6\n" in said
     assert "\nlog        wandb; project mine\n" in said
     assert len(said.splitlines()) <= 24

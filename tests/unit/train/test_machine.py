@@ -8,8 +8,7 @@ import torch
 
 from bapo.cli import run
 from bapo.config.run import Config
-from bapo.train.machine import SLOWER, slow_precision
-from bapo.train.resolve import resolve
+from bapo.train.machine import SLOWER, resolve, slow_precision
 from tests import supervised
 
 NO_STEPS = ["--steps", "1", "--rollout.prompts", "2", "--rollout.responses", "2", "--rollout.max-tokens", "4"]

@@ -6,7 +6,8 @@ from io import StringIO
 
 import pytest
 
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 from bapo.train.run import resume, start
 
 TEST = ["3,4,2=14:", "2,5,3=13:", "6,2,3=15:"]
@@ -37,9 +38,9 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(root))
         with redirect_stdout(StringIO()) as said:
-            start(parse_config(values, source="test"), plain=True)
+            start(parse(Config, values, source="test"), plain=True)
         config = json.loads((root / "run" / "config.json").read_text())
-        longer = parse_config(config | {"steps": 4}, source="test")
+        longer = parse(Config, config | {"steps": 4}, source="test")
         told = []
         patch.setattr("bapo.screen.view.PlainView.recall", lambda self, steps: told.extend(steps))
         resume(root / "run", config=longer, plain=True)

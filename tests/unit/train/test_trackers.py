@@ -10,7 +10,8 @@ from collections import defaultdict
 import pytest
 
 from bapo.config.errors import ConfigError
-from bapo.config.recipe import parse_config
+from bapo.config.recipe import parse
+from bapo.config.run import Config
 from bapo.preflight import examine
 from bapo.train.trackers import MAKERS, Points, Tracked, Trackers, points, tracking
 from tests.processes import bapo
@@ -320,12 +321,12 @@ def test_ctrl_c_during_a_slow_tracker_leaves_it_alone():
 
 
 def test_what_is_not_installed_is_said_before_anything_is_loaded(monkeypatch):
-    config = parse_config({"log": {"to": ["wandb", "mlflow", "wandb"]}}, source="recipe")
+    config = parse(Config, {"log": {"to": ["wandb", "mlflow", "wandb"]}}, source="recipe")
     monkeypatch.setattr(examine, "find_spec", lambda name: None)
     wrong = examine.examine(config).wrong
     assert "log.to='wandb' needs wandb, which is not installed. Install it with: pip install 'bapo[wandb]'" in wrong
     assert any(line.startswith("log.to='mlflow' needs mlflow") for line in wrong)
     assert "log.to names 'wandb' twice. Name it once." in wrong
     with pytest.raises(ConfigError, match=r"log\.to.*choose 'tensorboard', 'wandb', 'trackio' or 'mlflow'"):
-        parse_config({"log": {"to": ["tensorbord"]}}, source="recipe")
+        parse(Config, {"log": {"to": ["tensorbord"]}}, source="recipe")
     assert set(MAKERS) == set(NAMES)

@@ -31,9 +31,9 @@ from bapo.config.numerals import counted
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.runs.history import Restart
 from bapo.screen.watch import ActorLine
+from bapo.train.cluster.hosts import Published
 from bapo.train.cluster.member import DOING, WORK_SECONDS, Member
 from bapo.train.cluster.ray import END_SECONDS, Actor, Lost, Missing, Silent, answered, end
-from bapo.train.cluster.weights import Published
 from bapo.types import Status
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ class Fleet:
         deadline = time.monotonic() + self.start_seconds
         while True:
             self._recall_waiting()
-            busy = [member for member in self.members if member.given]
-            if not busy:
+            if not (busy := [member for member in self.members if member.given]):
                 return
             if time.monotonic() > deadline:
                 names = ", ".join(member.name for member in busy)
@@ -196,10 +195,9 @@ class Fleet:
 
     def take_busy(self) -> float:
         """The share of the time since the last call that members sampled, on average."""
-        now = time.monotonic()
         busy, since = self._busy, self._busy_since
-        self._busy, self._busy_since = 0.0, now
-        return min(1.0, busy / max(1e-9, (now - since) * len(self.members)))
+        self._busy, self._busy_since = 0.0, time.monotonic()
+        return min(1.0, busy / max(1e-9, (self._busy_since - since) * len(self.members)))
 
     def close(self) -> None:
         """End all members."""
@@ -214,12 +212,10 @@ class Fleet:
             if member.call is not None:
                 continue
             published = self.published
-            if published is not None and member.version != published.version:
-                if self.lacking:
-                    member.doing = "nothing"
-                    continue
-                member.load(published)
-            elif member.unfinished:
+            newer = published if published and member.version != published.version else None
+            if newer and not self.lacking:
+                member.load(newer)
+            elif member.unfinished and not newer:
                 member.work(self.sampling)
             else:
                 member.doing = "nothing"
@@ -292,9 +288,7 @@ class Fleet:
 
     def _patience(self, member: Member) -> float:
         """How many seconds a member may take for what it is doing."""
-        if member.doing == "end":
-            return END_SECONDS
-        return self.start_seconds if member.doing == "start" else self.silence_seconds
+        return {"end": END_SECONDS, "start": self.start_seconds}.get(member.doing, self.silence_seconds)
 
     def _take_in(self, member: Member, answer: Any) -> None:
         """Use what a member has answered to its last call."""
@@ -323,9 +317,9 @@ class Fleet:
 
     def _replace(self, member: Member, place: int, error: Exception) -> None:
         """End the actor of a member and start another one. Its requests go to the front of the line."""
-        unfinished = member.unfinished
+        unfinished, cause = member.unfinished, str(error)
         streamed = sum(request.position for request in unfinished)
-        self.restarted(Restart(member.name, str(error), responses=len(unfinished), tokens=streamed))
+        self.restarted(Restart(member.name, cause, responses=len(unfinished), tokens=streamed))
         self.line.extendleft(reversed(unfinished))
         self._faulty = True
         member.end()

@@ -1,7 +1,15 @@
-"""What lives in the actors of a cluster: an engine that samples, or one rank of the learner.
+"""What lives in the actors of a cluster: an engine that samples, or one rank of the learner; and what they exchange.
 
 Both are plain objects: they know that they live in an actor only to say where that is. Each is made from the run's
 configuration, so that it loads the same model in the same way as every other process.
+
+    Parcel      every weight of a version as plain bytes, in shared memory on each machine that needs it; never pickled
+                tensors
+    Published   where the parcel of a version is, the fingerprint of its bits, and what a right engine must say
+
+An engine that has loaded a parcel is used only if all three agree: the fingerprint of what arrived, the names of what
+it loaded, and the log-probs of what it samples. Versions can be told apart by the fingerprint, because one changed bit
+changes it.
 """
 
 from __future__ import annotations
@@ -13,17 +21,21 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from bapo.config.run import Config
 from bapo.learn.learner import Update
 from bapo.learn.ranks import join
-from bapo.models.bits import fingerprint, unpacked
+from bapo.models.bits import Packed, fingerprint, packed, unpacked
 from bapo.models.export import write_model
 from bapo.models.layers import LoraSettings, merging
 from bapo.models.loading import directory_of
@@ -31,9 +43,8 @@ from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.local.engine import engine_for
 from bapo.rollout.worker import Worker, probe
 from bapo.train.cluster.ray import Hello, introduced, node_address, node_name
-from bapo.train.cluster.weights import Parcel, Probe, pack
-from bapo.train.resolve import learner_settings, make_policy, on_the_cpu, resolve, threads_of_actor
-from bapo.train.torchrun import ALONE, Team, gather_into, make_learner
+from bapo.train.machine import learner_settings, make_policy, on_the_cpu, resolve, threads_of_actor
+from bapo.train.torchrun import ALONE, Team, gathered, make_learner
 from bapo.types import Group
 
 PROBE_DRAWS = 16
@@ -46,6 +57,39 @@ TOLERANCES = {"float32": (2e-3, 5e-4), "bfloat16": (1.0, 0.2)}
 """The largest gap between log-probs of an engine and of the learner, and the largest mean gap, that rounding explains.
 
 Measured: float32 up to 9e-5; bfloat16 up to 0.31, in the mean 0.09 (1.5B parameters, large random weights)."""
+
+
+Parcel = list[Packed]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What an engine with the right weights says after a few contexts."""
+
+    contexts: list[list[int]]
+    logprobs: NDArray[np.float32]
+    """[contexts, vocabulary] log-probs of the next token, at temperature 1."""
+    temperature: float
+    """The temperature to sample at."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """The weights of one version, for engines to load. It is handed to `Engine.load` in place of the weights."""
+
+    version: int
+    parcel: Any
+    """A reference to the parcel."""
+    fingerprint: str
+    probe: Probe
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        raise TypeError("published weights go to a fleet of engines, which loads them where the engines are.")
+
+
+def pack(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Parcel:
+    """Copy every weight to the host in this precision, or in its own."""
+    return [packed(name, weight.detach().to(device="cpu", dtype=dtype)) for name, weight in weights]
 
 
 Worked = tuple[list[tuple[int, Segment]], float]
@@ -192,9 +236,7 @@ class LearnerHost:
     def export(self, run: Path, card: str) -> None:
         """Write the model into the directory of the run. All ranks take part in gathering."""
         config = self.config
-        policy = make_policy(on_the_cpu(config)) if self.rank == 0 else None
-        gather_into(None if policy is None else policy.model, self.learner)
-        if policy is not None:
+        if policy := gathered(self.learner, config, leads=self.rank == 0):
             write_model(policy, run, card, config.rollout.temperature, base=config.model.path)
 
 

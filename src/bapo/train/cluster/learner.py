@@ -26,8 +26,8 @@ from bapo.learn.learner import Update
 from bapo.learn.ranks import LostRank
 from bapo.runs.history import LEARNER, Restart
 from bapo.screen.watch import ActorLine
+from bapo.train.cluster.hosts import Published
 from bapo.train.cluster.ray import Actor, Call, Lost, Missing, Silent, answered, end
-from bapo.train.cluster.weights import Published
 from bapo.types import Group
 
 UPDATING = "take update"
@@ -137,14 +137,13 @@ class RemoteLearner:
         for _ in range(TRIES):
             try:
                 answer = self._ask(method, *given, what=what, returns=returns)
+                self.doing = "waiting"
+                return answer
             except (Lost, Silent, Missing) as error:
                 self._restart(error)
             except Exception:
                 self.close()  # the other ranks may wait for the one that failed
                 raise
-            else:
-                self.doing = "waiting"
-                return answer
         raise ClusterError(f"the learner's ranks died {TRIES} times while they were asked to {what}.")
 
     def _answers(self, calls: list[Call], seconds: float) -> list[Any]:
@@ -188,11 +187,9 @@ class RemoteLearner:
             self.close()
             self._ranks, self._greeted = self.spawn(), False
             try:
-                self._repeat()
+                return self._repeat()
             except (Lost, Silent, Missing) as again:
                 error = again
-            else:
-                return
         raise ClusterError(f"the learner's ranks died {TRIES} times in a row. The last one said: {error}") from error
 
     def _repeat(self) -> None:
@@ -202,9 +199,8 @@ class RemoteLearner:
             path, version = self.origin
             self._ask("load", path, version, what=f"load {path.name}")
         self._compare(version)
-        for number, groups in enumerate(self.journal):
-            what = f"repeat update {number + 1} of {len(self.journal)}"
-            version = self._ask("step", groups, what=what).version
+        for number, groups in enumerate(self.journal, 1):
+            version = self._ask("step", groups, what=f"repeat update {number} of {len(self.journal)}").version
             self._compare(version)
         assert version == self.version, f"repeating the journal led to version {version} instead of {self.version}"
 
@@ -212,8 +208,7 @@ class RemoteLearner:
         """If this version was published before the restart, say whether its weights are the same now."""
         if self.last is None or version != self.last[0]:
             return
-        what = f"publish version {version} again"
-        _, (digest, _) = self._ask("publish", self.contexts, what=what, returns=2)
+        _, (digest, _) = self._ask("publish", self.contexts, what=f"publish version {version} again", returns=2)
         if digest != self.last[1]:
             self.say(
                 f"version {version} has other bits than before the learner was restarted (fingerprint {digest} instead "

@@ -35,23 +35,33 @@ twice, that every token has the version that sampled it, and the bound.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bapo.config.run import Config
+from bapo.models import Policy
 from bapo.rollout.engine import NOTHING_LOADED, Sampled
 from bapo.runs import history
 from bapo.screen.view import View
+from bapo.tasks.task import Task
 from bapo.train.cluster.fleet import Fleet
+from bapo.train.cluster.hosts import LearnerHost, RolloutHost
 from bapo.train.cluster.learner import RemoteLearner
+from bapo.train.cluster.ray import Actor, Cluster
 from bapo.train.loop import Parts, RunState, StepRecord, admit, learn, load_weights
 from bapo.train.scoring import Scored, response_metrics, score, together, unscored
 from bapo.types import Group, group_from_state, group_state
 
 PUMP_SECONDS = 0.1
 """How long we listen to the engines before we look at the learner again."""
-
+PROBE_CONTEXTS = 4
+"""How many prompts the probe of an engine continues."""
+PROBE_TOKENS = 128
+"""The longest context of a probe."""
 
 Returned = tuple[int, Group | None]
 """A group that has come back, by its id, with its rewards; None in place of a group that cannot be trained on."""
@@ -223,7 +233,10 @@ class AsyncLoop:
         in which `pump` takes note of it, and of the ledger's lines of that step.
         """
         waiting = [{"id": id, "group": None if group is None else group_state(group)} for id, group in self._returned]
-        return {"waiting": waiting, "scoring": [_without_rewards(group_state(group)) for group in self._in_scoring]}
+        scoring = [group_state(group) for group in self._in_scoring]
+        for trajectory in (trajectory for state in scoring for trajectory in state["trajectories"]):
+            trajectory |= {"reward": None, "shaping": 0.0}  # its verifier is at work; what it has found so far is lost
+        return {"waiting": waiting, "scoring": scoring}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue with the groups that `state_dict` returned. The verifier is asked again for the rewards to come."""
@@ -238,7 +251,44 @@ class AsyncLoop:
         return [group for groups, _ in self._scoring for group in groups]
 
 
-def _without_rewards(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a group whose verifier is at work, without what it has found so far."""
-    trajectories = [trajectory | {"reward": None, "shaping": 0.0} for trajectory in state["trajectories"]]
-    return state | {"trajectories": trajectories}
+# The processes.
+
+
+def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, RemoteLearner, Callable[[], None]]:
+    """Start Ray or join it, reserve places, and start all actors. Returns what ends them as well."""
+    chosen, given = config.cluster, config.model_dump(mode="json")
+    cuda = 1.0 if config.device == "cuda" else 0.0
+    cluster = Cluster(chosen.address, processes=chosen.rollouts + chosen.learners)
+    try:
+        seconds = chosen.start_seconds
+        learning = cluster.places(chosen.learners, {"CPU": 1, "GPU": cuda}, seconds=seconds, what="learner ranks")
+        gpus = {"CPU": 1.0, "GPU": cuda * chosen.gpus_per_rollout}
+        sampling = cluster.places(chosen.rollouts, gpus, seconds=seconds, what="rollout actors")
+        learner = RemoteLearner(
+            lambda: [Actor(LearnerHost, f"learner {r}", place, given, r) for r, place in enumerate(learning)],
+            contexts=probe_contexts(policy, task),
+            start_seconds=seconds,
+            update_seconds=chosen.update_seconds,
+        )
+        fleet = Fleet(
+            lambda place: Actor(RolloutHost, f"rollout {place}", sampling[place], given),
+            chosen.rollouts,
+            slots=config.rollout.slots,
+            even=chosen.ahead == 0,
+            silence_seconds=chosen.silence_seconds,
+            start_seconds=chosen.start_seconds,
+        )
+    except BaseException:
+        cluster.close()
+        raise
+
+    ending = ExitStack()
+    for part in (cluster, learner, fleet):  # the last one ends first, and all of them end
+        ending.callback(part.close)
+    return fleet, learner, ending.close
+
+
+def probe_contexts(policy: Policy, task: Task) -> list[list[int]]:
+    """What probes continue: prompts that are cut at various places, because the ends of prompts are often alike."""
+    prompts = [policy.encode(problem.prompt)[:PROBE_TOKENS] for problem in task.train[:PROBE_CONTEXTS]]
+    return [prompt[: max(1, len(prompt) * (place + 1) // len(prompts))] for place, prompt in enumerate(prompts)]

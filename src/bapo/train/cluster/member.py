@@ -15,8 +15,8 @@ from typing import Any, Literal
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.worker import continued
 from bapo.screen.watch import ActorLine
+from bapo.train.cluster.hosts import Published
 from bapo.train.cluster.ray import Actor, Call, Hello
-from bapo.train.cluster.weights import Published
 
 Doing = Literal["start", "load", "work", "park", "end", "nothing"]
 DOING: dict[Doing, str] = {

@@ -64,10 +64,6 @@ class Silent(ClusterError):  # noqa: N818
     """An actor has not answered in time."""
 
 
-class Unable(ClusterError):  # noqa: N818
-    """An actor cannot start where it was placed."""
-
-
 class Missing(ClusterError):  # noqa: N818
     """What an actor was given is lost with the machine that kept it. The actor itself is well."""
 
@@ -112,16 +108,14 @@ class Call:
             if isinstance(cause, ObjectLostError):
                 raise self._missing(cause) from error
             raise cause from error
-        except RayActorError as error:
-            if error.actor_init_failed:
-                raise Unable(f"{self.who} cannot start on {_address_in(error)}: {_last_line(error)}") from error
-            raise Lost(f"{self.who} died while it was asked to {self.what}: {why_it_died(str(error))}") from error
-        except (OutOfMemoryError, NodeDiedError) as error:
+        except (RayActorError, OutOfMemoryError, NodeDiedError) as error:
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                raise ClusterError(f"{self.who} cannot start on {_address_in(error)}: {_lines(error)[-1]}") from error
             raise Lost(f"{self.who} died while it was asked to {self.what}: {why_it_died(str(error))}") from error
         except ObjectLostError as error:
             raise self._missing(error) from error
         except RayError as error:
-            raise Lost(f"{self.who} was asked to {self.what}, and its answer is lost: {_first_line(error)}") from error
+            raise Lost(f"{self.who} was asked to {self.what}, and its answer is lost: {_lines(error)[0]}") from error
 
     def _missing(self, error: RayError) -> Missing:
         return Missing(
@@ -283,13 +277,13 @@ class Cluster:
                 ray.init(address=address or "local", job_config=_without_paths(), **options)
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ClusterError(
-                f"cluster.address={address!r}: cannot connect to Ray: {_first_line(error)}. Start it with `ray start "
+                f"cluster.address={address!r}: cannot connect to Ray: {_lines(error)[0]}. Start it with `ray start "
                 "--head`, give the address that it prints (and RAY_AUTH_TOKEN, if it asks for a token), or leave "
                 "cluster.address out to start Ray here."
             ) from error
         ray._private.worker.print_to_stdstream = _hush
         if address is None:
-            watchdog = [sys.executable, "-P", "-m", "bapo.train.cluster.watchdog", str(os.getpid())]
+            watchdog = [sys.executable, "-P", "-m", "bapo.process.tree", str(os.getpid())]
             nowhere, env = subprocess.DEVNULL, environment()
             subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere, env=env)  # noqa: S603
 
@@ -382,10 +376,9 @@ def why_it_died(text: str) -> str:
     for pattern, meaning in DEATHS.items():
         if found := re.search(pattern, text):
             return meaning.format(*found.groups())
-    told = [line.strip() for line in text.splitlines() if line.strip()]
-    fields = r"(class_name|actor_id|pid|name|namespace|ip): |The actor died unexpectedly before"
-    said = [line for line in told if not re.match(fields, line)] or ["Ray does not say why"]
-    return said[0].partition(". ")[0].rstrip(".")
+    fields = r"(class_name|actor_id|pid|name|namespace|ip): |The actor died unexpectedly before|$"
+    said = [line.strip() for line in text.splitlines() if not re.match(fields, line.strip())]
+    return (said or ["Ray does not say why"])[0].partition(". ")[0].rstrip(".")
 
 
 def _address_in(error: RayActorError) -> str:
@@ -393,10 +386,7 @@ def _address_in(error: RayActorError) -> str:
     return f"the machine {found[1]}" if found else "the machine where it was placed"
 
 
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[-1].strip().rstrip(".")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+def _lines(error: BaseException) -> list[str]:
+    """The lines that an error has written, without full stops; its name if it says nothing."""
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    return lines or [type(error).__name__]

@@ -14,8 +14,8 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.worker import Worker, WrongWeights
 from bapo.train.cluster import fleet as fleet_module
 from bapo.train.cluster.fleet import Fleet
+from bapo.train.cluster.hosts import Probe, Published
 from bapo.train.cluster.ray import Hello, Lost, Missing, Silent
-from bapo.train.cluster.weights import Probe, Published
 from bapo.train.machine import code_digest
 from bapo.types import Status
 from tests.tiny.models import tiny

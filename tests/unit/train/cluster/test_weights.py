@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bapo.models.bits import BLOCK, fingerprint, unpacked
-from bapo.train.cluster.weights import Published, pack
+from bapo.train.cluster.hosts import Published, pack
 
 
 def weights(dtype=torch.float32):
