@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "bapo"
-RULES = Path(__file__).parents[1] / "tests" / "unit" / "test_architecture.py"
+RULES = Path(__file__).parents[1] / "tests" / "invariant" / "test_architecture.py"
 HEAD = """# Modules
 
 Every module of the package, with the first sentence of its docstring, and at the end [which room may import

@@ -20,13 +20,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bapo.core import kernels
-from bapo.core.brake import DRIFT_SUMS, drift_of, drift_sums, with_brake
+from bapo.core.brake import DRIFT_SUMS, braked, drift_of, drift_sums
 from bapo.core.checks import (
     MAX_LOG_RATIO,
     check_finite,
@@ -335,21 +336,17 @@ def bounds_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) 
     from bapo.core.kernels.bounds import choose_bounds
 
     grids, high_first = grids_of(settings, dtype, table.device), settings.order == "high_first"
-    target = settings.target_share
-    found, brake = choose_bounds(
-        table,
-        grids.low,
-        grids.high,
-        target_share=target,
-        high_first=high_first,
-        dtype=dtype,
-        brake=settings.brake,
-    )
-    bounds = ClipBounds(*found)
+    options: dict[str, Any] = {
+        "target_share": settings.target_share,
+        "high_first": high_first,
+        "dtype": dtype,
+        "brake": settings.brake,
+    }
+    found, brake = choose_bounds(table, grids.low, grids.high, **options)
     if brake is None:
-        return bounds
-    bound, drift = brake
-    return replace(bounds, drift=drift, **{"low" if settings.brake_on == "all" else "used_low": bound})
+        return ClipBounds(*found)
+    raised = "low" if settings.brake_on == "all" else "used_low"
+    return replace(ClipBounds(*found), drift=brake[1], **{raised: brake[0]})
 
 
 def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
@@ -380,6 +377,13 @@ def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) ->
         stop=stop.squeeze(0),
     )
     return bounds if settings.brake is None else with_brake(bounds, settings, drift_of(brake_sums) + bad, low + bad)
+
+
+def with_brake(bounds: ClipBounds, settings: ClipSettings, drift: Tensor, low: Tensor) -> ClipBounds:
+    """The bounds with the brake on at this drift. `low`: the lower one before it was rounded."""
+    assert settings.brake is not None
+    dtype, raised = bounds.low.dtype, "low" if settings.brake_on == "all" else "used_low"
+    return replace(bounds, drift=drift.to(dtype), **{raised: braked(low, drift, settings.brake).to(dtype)})
 
 
 def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:

@@ -18,15 +18,8 @@ rises.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from bapo.core.bounds import ClipBounds
-    from bapo.core.settings import ClipSettings
 
 DRIFT_SUMS = 2
 """Entries of a signal table for the brake: the sum of -log r over the tokens it looks at, and their number."""
@@ -54,17 +47,3 @@ def braked(low: Tensor | float, drift: Tensor, delta: float) -> Tensor:  # 0-d
     """The lower bound at this drift: low where nothing has fallen, exactly 1 from delta on."""
     strength = (drift / delta).clamp(0, 1)
     return torch.where(strength == 1, 1.0, low + (1 - low) * strength)
-
-
-def with_brake(
-    bounds: ClipBounds,
-    settings: ClipSettings,
-    drift: Tensor,  # 0-d float64
-    low: Tensor | float,  # the lower bound of `bounds` before it was rounded
-) -> ClipBounds:
-    """The bounds with the brake on at this drift."""
-    assert settings.brake is not None
-    bound = braked(low, drift, settings.brake).to(bounds.low.dtype)
-    if settings.brake_on == "all":
-        return replace(bounds, low=bound, drift=drift.to(bounds.low.dtype))
-    return replace(bounds, used_low=bound, drift=drift.to(bounds.low.dtype))

@@ -28,8 +28,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds, bounds_from_table
-from bapo.core.brake import with_brake
+from bapo.core.bounds import ClipBounds, bounds_from_table, with_brake
 from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES

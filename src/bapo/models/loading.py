@@ -147,9 +147,8 @@ def _shapes(path: str, directory: Path) -> dict[str, list[int]]:
             with safe_open(file, "pt") as tensors:
                 shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise _refusal(
-                path, f"{file.name} is damaged or incomplete ({error}). Copy or download it again."
-            ) from error
+            told = f"{file.name} is damaged or incomplete ({error}). Copy or download it again."
+            raise _refusal(path, told) from error
     return shapes
 
 
