@@ -137,13 +137,13 @@ def test_files_that_stand_in_for_others_are_refused_unread(model, tmp_path):
     """What is checked is what is read."""
     torch.save({"a": Touch(tmp_path / "ran")}, model / "adapter_model.bin")
     shutil.copy(model / "config.json", model / "config.4.0.0.json")
-    changed_json(model / "config.4.0.0.json", transformers_weights="adapter_model.bin", num_hidden_layers=300_000)
+    changed_json(model / "config.4.0.0.json", transformers_weights="adapter_model.bin")
     changed_json(model / "config.json", configuration_files=["config.4.0.0.json"])
     assert "its config.json names other files in place of the usual ones (configuration_files)" in refused(model)
     with pytest.raises(ValueError, match="configuration_files"):
         outline_policy(str(model))
     shutil.copy(model / "config.4.0.0.json", model / "config.json")
-    changed_json(model / "config.json", transformers_weights=None, num_hidden_layers=2)
+    changed_json(model / "config.json", transformers_weights=None)
     (model / "tokenizer.json").rename(tmp_path / "tokenizer.4.0.0.json")
     changed_json(model / "tokenizer_config.json", fast_tokenizer_files=["../tokenizer.4.0.0.json"])
     assert "its tokenizer_config.json names other files" in refused(model)
