@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.unit.core.test_uses import stale
 
 from bapo import ClipSettings, policy_loss
 from tests.unit.core.test_brake import (
@@ -11,6 +10,7 @@ from tests.unit.core.test_brake import (
     test_the_kernel_of_the_loss_takes_a_bound_from_the_device,
     test_the_kernels_have_the_bounds_of_the_torch_path,
 )
+from tests.unit.core.test_loss_uses import stale
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
