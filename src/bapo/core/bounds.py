@@ -255,7 +255,7 @@ def summed_signal(
     settings: ClipSettings,
     behavior_logprobs: Tensor | None,  # only where they are weights
     uses: Tensor | None,
-    log_ratio: Tensor | None = None,  # log of the ratios, where it is known better than from them
+    both: tuple[Tensor, Tensor] | None = None,  # log-probs under the learner and the sampler, where they are known
 ) -> Tensor:  # [settings.table_size], float64
     """The signal table in torch operations."""
     on_cpu = mask.device.type == "cpu"
@@ -297,16 +297,16 @@ def summed_signal(
         table = compared_sums(chunks(DEVICE_CHUNK), *candidates, surrogate=surrogate)
     if settings.brake is None:
         return table
-    return torch.cat([table, _drift_sums_of(flat_ratio, log_ratio, negative & flat_mask)])
+    return torch.cat([table, _drift_sums_of(flat_ratio, both, negative & flat_mask)])
 
 
-def _drift_sums_of(ratio: Tensor, log_ratio: Tensor | None, looked_at: Tensor) -> Tensor:
+def _drift_sums_of(ratio: Tensor, both: tuple[Tensor, Tensor] | None, looked_at: Tensor) -> Tensor:
     """The brake's sums over these tokens, without those past the ratio limit."""
-    if log_ratio is None:
-        log_ratio = torch.where(looked_at, ratio, 1.0).double().log()
-        looked_at = looked_at & ~(log_ratio.abs() >= MAX_LOG_RATIO)
-        log_ratio = torch.where(looked_at, log_ratio, 0.0)
-    return drift_sums(log_ratio.detach().flatten(), looked_at)
+    if both is not None:
+        return drift_sums(both[0].detach().flatten(), both[1].flatten(), looked_at)
+    log_ratio = torch.where(looked_at, ratio, 1.0).double().log()
+    looked_at = looked_at & ~(log_ratio.abs() >= MAX_LOG_RATIO)
+    return drift_sums(torch.where(looked_at, log_ratio, 0.0), torch.zeros_like(log_ratio), looked_at)
 
 
 @torch.no_grad()

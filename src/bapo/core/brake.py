@@ -27,15 +27,21 @@ DRIFT_SUMS = 2
 
 @torch.no_grad()
 def drift_sums(
-    log_ratio: Tensor,  # any shape: log r, 0 where it means nothing
+    logprobs: Tensor,  # any shape; finite where they mean nothing
+    behavior_logprobs: Tensor,  # same shape
     looked_at: Tensor,  # same shape, bool: negative tokens that count
 ) -> Tensor:  # [2] float64
-    """The sum of -log r, and the number of tokens it is over."""
-    if looked_at.device.type == "cpu":  # where a product is several times faster than a select
-        fallen = (log_ratio * looked_at.view(torch.int8)).sum(dtype=torch.float64)
-    else:
-        fallen = torch.where(looked_at, log_ratio, 0.0).sum(dtype=torch.float64)
-    return torch.stack([0.0 - fallen, looked_at.sum(dtype=torch.float64)])
+    """The sum of -log r, and the number of tokens it is over.
+
+    Both log-probs are summed by themselves, in float64: the difference of two of them would be rounded first.
+    """
+
+    def total(values: Tensor) -> Tensor:
+        if looked_at.device.type == "cpu":  # where a product is several times faster than a select
+            return (values * looked_at.view(torch.int8)).sum(dtype=torch.float64)
+        return torch.where(looked_at, values, 0.0).sum(dtype=torch.float64)
+
+    return torch.stack([total(behavior_logprobs) - total(logprobs), looked_at.sum(dtype=torch.float64)])
 
 
 def drift_of(sums: Tensor) -> Tensor:  # 0-d

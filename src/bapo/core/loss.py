@@ -182,7 +182,8 @@ def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
         return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
     chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
     weights = None if settings.weight == "none" else tokens.behavior_logprobs
-    return summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses, tokens.log_ratio)
+    both = tokens.logprobs, tokens.behavior_logprobs
+    return summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses, both)
 
 
 def weigh_negatives(tokens: Tokens, weight: Tensor | None) -> Tokens:

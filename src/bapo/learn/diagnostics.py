@@ -80,7 +80,7 @@ def update_metrics(
         looked_at = tokens.negative & tokens.within
         if asked.clip.brake_on == "used":
             looked_at &= cast(Tensor, tokens.uses).bool()
-        scalars["drift"] = drift_of(drift_sums(tokens.log_ratio.detach(), looked_at))
+        scalars["drift"] = drift_of(drift_sums(tokens.logprobs, tokens.behavior_logprobs, looked_at))
         if "used_low" in settings.options:
             scalars["used_low"] = torch.tensor(settings.options["used_low"], dtype=torch.float64, device=every.device)
     scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}

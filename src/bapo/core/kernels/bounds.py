@@ -187,7 +187,7 @@ def _signal_kernel(
         if LOG_RATIO_LIMIT is not None:
             behavior = tl.load(behavior_ptr + token, mask=inside, other=0.0).to(WORKING)
             behavior = tl.where(chosen, behavior, 0.0)
-            difference = ratio - behavior
+            given, difference = ratio, ratio - behavior
             ratio = limited_ratio(difference, LOG_RATIO_LIMIT)
             if WEIGHTED:
                 signal = signal * tl.exp(behavior.to(tl.float64))
@@ -203,7 +203,7 @@ def _signal_kernel(
             if COUNTED:
                 falls = falls & (tl.load(uses_ptr + token, mask=inside, other=0) != 0)
             if LOG_RATIO_LIMIT is not None:
-                log_ratio = difference.to(tl.float64)
+                log_ratio = given.to(tl.float64) - behavior.to(tl.float64)
             else:
                 log_ratio = tl.log(tl.where(falls, counted, 1.0))
             falls = falls & ~(tl.abs(log_ratio) >= LARGEST)
