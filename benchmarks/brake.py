@@ -34,13 +34,14 @@ LEARNERS = {
 def measure(shape: str, cuts: int, device: str, rounds: int) -> list[str]:
     longest = (8, 24, 64) if device == "cpu" else (64, 256, 1024)
     sizes = replace(workload.TINY, learner_shape=shape, learner_lengths=longest, sequences=128, group=8)
-    model = workload.make_model(shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     fresh = workload.ragged_groups(sizes, workload.SHAPES[shape][5])
     used = [replace(group, uses=1) for group in fresh]
     places = sum(len(t.prompt) + len(t.tokens) for group in fresh for t in group.trajectories)
     micro_tokens = places + 1 if cuts == 1 else -(-places // cuts) + 64
     candidates = {}
     for name, how in LEARNERS.items():
+        model = workload.make_model(shape, device, dtype)
         learner = Learner(model, LearnerSettings(lr=1e-9, micro_tokens=micro_tokens, **how))
         groups = fresh if name == "new" else used
         candidates[name] = lambda learner=learner, groups=groups: learner.step(groups)
