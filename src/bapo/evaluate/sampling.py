@@ -138,7 +138,7 @@ def sample(
         raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
     for problem, score in zip(asked, scores, strict=True):
         if score.reward is not None and not isfinite(score.reward):
-            raise ValueError(f"the verifier gave {score.reward}, which is not finite, for problem {problem.id!r}.")
+            raise ValueError(f"the verifier gave {score.reward} for problem {problem.id!r}, which is not finite.")
     responses = [Response(*parts) for parts in zip(segments, texts, scores, strict=True)]
     return [responses[i : i + k] for i in range(0, len(responses), k)]
 
