@@ -114,7 +114,8 @@ def engine_for(
             return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens, float32_head=float32_head)
     if parked == "keep":
         raise ValueError(
-            f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run it: {reason}. Set it to 'rebuild'."
+            f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. "
+            "Set it to 'rebuild'."
         )
     if on_gpu:
         warnings.warn(
