@@ -12,7 +12,7 @@ For several GPUs: python tools/cluster_sizes.py.
     head          one block of the vocabulary at a time: below 1 GiB
 
 Sampling and learning take turns, but the engine keeps its keys and values while the learner works unless it is closed,
-so both are counted. One point was measured: 0.5B parameters take 10.5 GiB with checkpointing (docs/performance.md); for
+so both are counted. Measured: 0.5B parameters take 10.5 GiB with checkpointing (docs/notes/performance.md); for
 them this script gives 8.3 GiB of states.
 """
 

@@ -180,7 +180,7 @@ def test_memory_is_the_arithmetic_of_the_page():
         "learn": {"activation_checkpointing": True, "batch_groups": 64},
     }
     found = memory(Config.model_validate(values), shape, longest_prompt=1024)
-    assert round(found.states / GIB, 1) == 8.3  # docs/hardware.md, Qwen2.5-0.5B
+    assert round(found.states / GIB, 1) == 8.3  # docs/reference/sizes.md, Qwen2.5-0.5B
     assert round(found.sampler / GIB, 1) == 0.9
     assert round(found.cache / GIB, 1) == 6.8
     assert round(found.activations / GIB, 1) == 1.8
