@@ -30,7 +30,8 @@ run: $(READY)  ## set up, then train the embedded model off-policy: offline, CPU
 example: $(READY)  ## set up, then the whole idea in one file: a toy policy on stale data (seconds)
 	$(BIN)/python examples/minimal_loop.py
 
-test: lint types unit  ## set up, lint, type-check, run the CPU tests
+test: lint  ## set up, lint, type-check, run the CPU tests
+	$(MAKE) --jobs 2 types unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

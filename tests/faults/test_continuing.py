@@ -18,8 +18,8 @@ from tests.processes import bapo, bapo_anew
 
 RUN = [
     *("--device", "cpu", "--steps", "4", "--threads", "1", "--checkpoint-every", "2"),
-    *("--rollout.prompts", "4", "--rollout.responses", "4", "--learn.batch-groups", "4"),
-    *("--eval.problems", "2", "--eval.k", "2", "--eval.every", "3"),
+    *("--rollout.prompts", "4", "--rollout.responses", "4", "--rollout.max-tokens", "48", "--learn.batch-groups", "4"),
+    *("--offpolicy.reuse", "2", "--eval.problems", "2", "--eval.k", "2", "--eval.every", "3"),
 ]
 
 
@@ -28,6 +28,7 @@ def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     result = bapo_anew("train", *RUN, "--out", out)
     assert result.returncode == 0, result.stderr
+    assert json.loads((out / "summary.json").read_text())["updates"] > 4
     return out
 
 

@@ -17,8 +17,8 @@ from tests.processes import bapo, bapo_anew
 # All off-policy sources in play: parked responses, replay, reuse.
 RUN = [
     *("--device", "cpu", "--steps", "5", "--threads", "1", "--checkpoint-every", "2"),
-    *("--rollout.prompts", "4", "--rollout.responses", "4", "--learn.batch-groups", "4"),
-    *("--offpolicy.reuse", "2", "--offpolicy.replay-fraction", "0.3", "--offpolicy.partial-budget", "500"),
+    *("--rollout.prompts", "4", "--rollout.responses", "4", "--rollout.max-tokens", "48", "--learn.batch-groups", "4"),
+    *("--offpolicy.reuse", "2", "--offpolicy.replay-fraction", "0.3", "--offpolicy.partial-budget", "400"),
     *("--objective.name", "brake"),  # a resumed run must know how often each group was used, and the last drift
     *("--eval.problems", "2", "--eval.k", "2", "--eval.every", "3"),
 ]
@@ -58,6 +58,7 @@ def test_the_run_has_parked_and_replayed_responses(uninterrupted):
     lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("rollout/parked", 0) > 0 for line in lines)
     assert max(line.get("buffer/replayed", 0) for line in lines) > 0
+    assert len({line["step"] for line in lines if line["kind"] == "update"}) > 1
 
 
 @pytest.mark.parametrize("attempt", [0, 1])

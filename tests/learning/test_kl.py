@@ -17,7 +17,7 @@ from bapo.train.run import resume, start
 from bapo.train.torchrun import Team
 from tests.tiny.runs import configured
 
-OFF_POLICY = {"reuse": 2, "replay_fraction": 0.3, "partial_budget": 900}
+OFF_POLICY = {"reuse": 2, "replay_fraction": 0.3, "partial_budget": 600}
 GENTLE = {"lr": 5e-5, "warmup_updates": 8}
 
 

@@ -133,7 +133,7 @@ def test_the_card_says_what_the_run_did(with_lora):
         assert f"| 1 | {name} | {before} | {after} |" in body
     assert f"| 0.6 | avg@2 | {summary['also_at'][0]['before']['eval/avg']:.3f} [" in body
     assert f"| 0 | avg@1 | {summary['also_at'][1]['before']['eval/avg']:.3f} [" in body
-    assert "bapo eval --model MODEL --data countdown --k 2 --temperature 1 --max-tokens 64" in body
+    assert "bapo eval --model MODEL --data countdown --k 2 --temperature 1 --max-tokens 48" in body
     assert card == (with_lora / "adapter" / "README.md").read_text()
 
 

@@ -22,7 +22,7 @@ from tests.tiny.runs import configured
 
 SECRET = b"# a file of another program\n"
 SECONDS = 60.0
-OFF_POLICY = {"reuse": 2, "partial_budget": 800, "replay_fraction": 0.3}
+OFF_POLICY = {"reuse": 2, "partial_budget": 600, "replay_fraction": 0.3}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The configuration of a tiny run: the embedded model, four steps, sixteen responses in each."""
+"""The configuration of a tiny run: the embedded model, four steps, sixteen short responses in each."""
 
 import shutil
 
@@ -9,7 +9,7 @@ SMALL = {
     "steps": 4,
     "threads": 1,
     "device": "cpu",
-    "rollout": {"prompts": 4, "responses": 4},
+    "rollout": {"prompts": 4, "responses": 4, "max_tokens": 48},
     "learn": {"batch_groups": 4},
     "eval": {"problems": 4, "k": 2, "every": 0},
 }
@@ -28,7 +28,7 @@ def assert_resumes_bit_for_bit(place, **sections):
     from bapo.train.run import resume, start
 
     whole, killed = place / "whole", place / "killed"
-    off_policy = {"reuse": 2, "partial_budget": 800, "replay_fraction": 0.3}
+    off_policy = {"reuse": 2, "partial_budget": 600, "replay_fraction": 0.3}
     start(configured(whole, steps=4, checkpoint_every=2, offpolicy=off_policy, **sections), plain=True)
     shutil.copytree(whole, killed)
     (killed / "summary.json").unlink()

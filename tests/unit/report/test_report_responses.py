@@ -108,7 +108,7 @@ def watched_run(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("watched") / "run"
     sections = {
-        "rollout": {"prompts": 2},
+        "rollout": {"prompts": 2, "max_tokens": 64},
         "objective": {"name": "grpo"},
         "learn": {"batch_groups": 1},
         "offpolicy": {"reuse": 1, "partial_budget": 150, "partial_max_age": 2, "partial_over_age": "drop"},
