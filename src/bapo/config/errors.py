@@ -31,14 +31,12 @@ _SHORT_OF_MEMORY = re.compile(
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, whatever a library made of it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):
-            return True
-        if isinstance(seen, RuntimeError | ImportError | OSError) and _SHORT_OF_MEMORY.search(str(seen)):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    if isinstance(error, RuntimeError | ImportError | OSError) and _SHORT_OF_MEMORY.search(str(error)):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and ran_out_of_memory(before)
 
 
 def failed_at(error: OSError) -> str:

@@ -251,9 +251,10 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
 def _show(job: Job, run: RunDirectory, summary: Summary) -> None:
     """Print the summary below the screen, and what a person can do next."""
     job.show(summary, run.given)
-    if summary["skipped"]:
-        told = counted(summary["skipped"], "update was", "updates were")
-        say(f"{told} skipped, because the loss or the gradient was not finite")
+    if skipped := summary["skipped"]:
+        say(
+            f"{counted(skipped, 'update was', 'updates were')} skipped, because the loss or the gradient was not finite"
+        )
     say(f"run directory   {run.given}\ntrained model   {run.given / 'model'}")
     for title, command in zip(("next", *[""] * 9), job.next_steps(run.given), strict=False):
         say(f"{title:<16}{command}")
@@ -318,13 +319,10 @@ def _cut_back(run: RunDirectory, config: Config | SftConfig, continued: Continue
 
 def _say_what_it_brings(config: Config | SftConfig) -> None:
     """Say which code a run brings with it, before that code is run: the run may be somebody else's."""
-    if not isinstance(config, Config):
-        return
-    reward, address = config.task.reward, config.cluster.address
-    if config.task.name == "data" and reward != MATH:
+    if isinstance(config, Config) and config.task.name == "data" and (reward := config.task.reward) != MATH:
         say(f"the run's reward function {reward} is imported from {file_of(reward) or 'an unknown place'}")
-    if config.cluster.on and address is not None:
-        say(f"the run joins the Ray cluster at {address}, which can run code here")
+    if isinstance(config, Config) and config.cluster.on and config.cluster.address is not None:
+        say(f"the run joins the Ray cluster at {config.cluster.address}, which can run code here")
 
 
 def _made(make: Callable[[Kind, Team], Job], config: Kind, team: Team) -> Job:

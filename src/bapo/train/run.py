@@ -99,8 +99,7 @@ class Training(Job):
             record = take_step(self.parts, self.run_state, log.view.doing)
         else:
             record = self.asynchronous.take_step(log.view)
-        version = self.learner.version
-        rollout = {"kind": "rollout", "step": record.step, "version": version} | record.rollout
+        rollout = {"kind": "rollout", "step": record.step, "version": self.learner.version} | record.rollout
         log.metrics(rollout, *(self._update_line(record.step, update) for update in record.updates))
         log.timing({"step": record.step} | record.timing)
         log.run.append(ledger.FILE, *self.parts.ledger.take())
@@ -211,8 +210,7 @@ class Training(Job):
         engine.load(_exchanged(learner.weights(), aside), version=learner.version)
 
     def _evaluate_fully(self, log: Log, *, step: int) -> None:
-        config = self.config.eval
-        for temperature in (config.temperature, *config.also_at):
+        for temperature in (self.config.eval.temperature, *self.config.eval.also_at):
             self._evaluate(log, temperature, step=step)
 
     def _evaluate(self, log: Log, temperature: float, *, step: int) -> dict[str, Any]:
@@ -329,7 +327,7 @@ class Training(Job):
         """The report, an evaluation of the trained model, and more steps."""
         again = eval_command(self.config, str(path / "model"), chat=self.policy.chat)
         further = f"bapo resume {path} --steps {2 * self.config.steps}"
-        return [f"bapo report {path}", *([] if again is None else [again]), further]
+        return [command for command in (f"bapo report {path}", again, further) if command]
 
 
 resume = partial(life_cycle.resume, Training, Config)

@@ -104,8 +104,9 @@ class SupervisedTraining(Job):
         log.timing({"step": step} | timing)
         if self.skipped >= self.config.learn.skip_limit:
             stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, sampled=False)
-        shown = {key: value for key, value in update.metrics.items() if not isinstance(value, list)}
-        log.view.step(step, shown, timing)
+        log.view.step(
+            step, {key: value for key, value in update.metrics.items() if not isinstance(value, list)}, timing
+        )
 
     def measure(self, log: Log, when: When) -> None:
         """Measure the held-out loss of the current weights, if anything is held out."""
@@ -133,8 +134,7 @@ class SupervisedTraining(Job):
     def restore(self, state: dict[str, Any], path: Path) -> None:
         """Continue after the learner's version, if the data is the same."""
         if state["examples"] != self.data.fingerprint:
-            task = self.config.task
-            named = ", ".join((*task.train, *task.test))
+            named = ", ".join((*self.config.task.train, *self.config.task.test))
             raise CheckpointError(
                 f"{named} or the tokenizer of {self.config.model.path} changed since {path} began, so the run "
                 "cannot be continued. Restore them, or start a new run."
