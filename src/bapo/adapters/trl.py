@@ -50,8 +50,8 @@ from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
 from bapo.core.entropy_rule import entropy_statistics
 from bapo.core.loss import update_table
-from bapo.core.objectives import Tokens, retained_by
 from bapo.core.settings import CLIP_OPTIONS, ClipSettings, refuse_weighing, require_choice
+from bapo.core.tokens import Tokens, retained_by
 
 TESTED_VERSIONS = "1.16"
 """TRL versions the tests ran with; others are let in as long as `check_trl` finds what it needs."""

@@ -111,6 +111,22 @@ def check_uses(uses: Tensor | None, mask: Tensor, rule: str | None) -> None:
         )
 
 
+def check_bounds(low: float, high: float) -> None:
+    """Two bounds on the ratio, with 1 between them."""
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(
+            f"low={low}, high={high} do not enclose 1. They are bounds on the ratio, not epsilons: an epsilon of 0.2 "
+            "is low=0.8, high=1.2."
+        )
+
+
+def check_positive(**options: float) -> None:
+    """Options of an objective that have to be positive."""
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be positive. Leave it out for the default.")
+
+
 def check_not_empty(mask: Tensor, remedy: str) -> None:
     """At least one token is selected (CPU only)."""
     if mask.device.type == "cpu" and not mask.count_nonzero():

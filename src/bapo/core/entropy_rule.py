@@ -24,8 +24,9 @@ from torch import Tensor
 
 from bapo.core.bounds import ClipBounds
 from bapo.core.checks import holds
-from bapo.core.objectives import Tokens, clip, low_of_each, share_of
+from bapo.core.objectives import low_of_each, share_of
 from bapo.core.settings import ClipSettings, Measure
+from bapo.core.tokens import Tokens, clip
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 QUADRANTS = ("high_prob_high_adv", "high_prob_low_adv", "low_prob_high_adv", "low_prob_low_adv")

@@ -36,9 +36,10 @@ from bapo.core.checks import (
     zero_outside,
 )
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
-from bapo.core.objectives import OBJECTIVES, Clipped, Objective, TokenLoss, Tokens, bapo
+from bapo.core.objectives import OBJECTIVES, Clipped, Objective, bapo
 from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.settings import ClipSettings, require_choice, rule_of_used
+from bapo.core.tokens import TokenLoss, Tokens
 
 DEFAULT_SETTINGS = ClipSettings()
 REDUCTIONS = get_args(Reduction)
@@ -84,7 +85,7 @@ def policy_loss(
     reduction      token_mean, sequence_mean or fixed_length (with length=)
     denominator    of the whole update; otherwise that of these tokens. See reduction.denominator_of
     entropy        per token, of the learner's own distribution at that token: adds the Entropy-Clip Rule to the metrics
-    sequence_ids   [tokens] the response of each packed token, where sequences matter (gspo, topr, sequence_mean)
+    sequence_ids   [tokens] the response of each packed token, where sequences matter (gspo, sequence_mean, …)
     uses           integers, same shape: how often each token was trained on before; needed by brake, push_once and
                    wherever used_low is set
     process_group  solve the bounds over these ranks, with one all-reduce
@@ -101,7 +102,7 @@ def policy_loss(
         if chosen.settings is not None:
             clip, options = chosen.settings(**options), {}
         if not chosen.solves_bounds:
-            rule = _named_used_low({**chosen.options, **options}.get("used_low"))
+            rule = rule_of_used(objective, options)
         else:
             rule = clip.rule_of_used if bounds is None else _named_used_low(bounds.used_low)
         require_choice("reduction", reduction, REDUCTIONS)

@@ -35,6 +35,9 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, float | None]] = {
     "asymre": {"shift": -0.1},
     "m2po": {"threshold": 0.04, "low": 0.7, "high": 1.5},
     "dppo": {"delta": 0.15},
+    "opsm": {"low": 0.8, "high": 1.2, "delta": 0.1, "used_only": 0},
+    "dis": {"low": 0.7, "high": 6.0},
+    "vespo": {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
 }
 """The keys of OBJECTIVES in objectives.py, which needs torch, with the keyword arguments of each function."""
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
@@ -209,6 +212,14 @@ NOT_PRESETS = {"fixed": "grpo", "push-once": "push_once"}
 def used_low_of(objective: str, options: Mapping[str, float | None]) -> float | None:
     """The lower bound of used tokens that an objective has with these options, or by default; None: that of all."""
     return {**OBJECTIVE_OPTIONS.get(objective, {}), **options}.get("used_low")
+
+
+def rule_of_used(objective: str, options: Mapping[str, float | None]) -> str | None:
+    """The option for tokens that were trained on before, if there is one: then every token needs its uses."""
+    values = {**OBJECTIVE_OPTIONS.get(objective, {}), **options}
+    if values.get("used_only"):
+        return f"used_only={values['used_only']}"
+    return None if values.get("used_low") is None else f"used_low={values['used_low']}"
 
 
 def require_choice(argument: str, value: object, choices: Any) -> None:

@@ -26,8 +26,9 @@ from bapo.core.bounds import StopReason
 from bapo.core.checks import LOGPROB_SLACK
 from bapo.core.entropy_rule import quadrant_masses, ratio_statistics
 from bapo.core.loss import policy_loss
-from bapo.core.objectives import OBJECTIVES, Tokens, retained_by
+from bapo.core.objectives import OBJECTIVES
 from bapo.core.settings import PRESETS, ClipSettings
+from bapo.core.tokens import Tokens, retained_by
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import LoggedUpdate
 from bapo.diagnose.uses import HIGH, LOW, Pushes, joined, pushes_by_use

@@ -18,8 +18,8 @@ from bapo.core.bounds import ClipBounds
 from bapo.core.brake import drift_of, drift_sums
 from bapo.core.entropy_rule import ratio_profile, staleness_histogram, update_statistics, use_profile
 from bapo.core.loss import PolicyLoss, weigh_negatives
-from bapo.core.objectives import Tokens
 from bapo.core.reduction import sequence_lengths, sequence_sums
+from bapo.core.tokens import Tokens
 from bapo.learn.health import anchor_metrics, fresh_tokens
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import empty_batch

@@ -13,7 +13,7 @@ from bapo.core.brake import braked
 from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
-from bapo.core.settings import BRAKES, ClipSettings, used_low_of
+from bapo.core.settings import BRAKES, ClipSettings, rule_of_used
 
 Schedule = Literal["constant", "linear", "cosine"]
 MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
@@ -117,7 +117,7 @@ class LearnerSettings:
         """Whether the loss asks how often each token was trained on."""
         if self.solves_bounds:
             return self.clip.rule_of_used is not None
-        return used_low_of(self.objective, self.options) is not None
+        return rule_of_used(self.objective, self.options) is not None
 
     def at_drift(self, drift: float) -> LearnerSettings:
         """The same with the brake where a drift puts it: a fixed clip, if there is no search beside it."""

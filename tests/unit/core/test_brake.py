@@ -16,8 +16,9 @@ from bapo.core.checks import MAX_LOG_RATIO
 from bapo.core.kernels.bounds import choose_bounds, signal_partials
 from bapo.core.kernels.clipped import clipped_loss
 from bapo.core.loss import update_table
-from bapo.core.objectives import Tokens, grpo
+from bapo.core.objectives import grpo
 from bapo.core.settings import BRAKES
+from bapo.core.tokens import Tokens
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack

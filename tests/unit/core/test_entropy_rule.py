@@ -18,7 +18,7 @@ from bapo.core.entropy_rule import (
     staleness_histogram,
     update_statistics,
 )
-from bapo.core.objectives import Tokens, clipped_surrogate, retained_by
+from bapo.core.tokens import Tokens, clipped_surrogate, retained_by
 from bapo.types import LOG_RATIO_EDGES
 from tests.reference import exact_entropy_change
 

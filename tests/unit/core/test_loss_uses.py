@@ -16,8 +16,9 @@ from bapo.core.checks import MAX_LOG_RATIO
 from bapo.core.entropy_rule import use_profile
 from bapo.core.kernels.clipped import clipped_loss
 from bapo.core.loss import clipped_at, update_table
-from bapo.core.objectives import OBJECTIVES, Tokens
+from bapo.core.objectives import OBJECTIVES
 from bapo.core.sums import rounded_down
+from bapo.core.tokens import Tokens
 from bapo.types import USE_EDGES
 from tests.reference import search
 from tests.unit.core.kernels.test_bounds import DEVICE, kernel_bounds, parts_of, tokens_near_the_grid

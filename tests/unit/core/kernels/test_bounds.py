@@ -14,7 +14,7 @@ from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solv
 from bapo.core.bounds import bounds_by_kernel, parts_by_kernel
 from bapo.core.checks import MAX_LOG_RATIO
 from bapo.core.kernels.bounds import BLOCK_TOKENS, MAX_PROGRAMS, kinds_of
-from bapo.core.objectives import Tokens
+from bapo.core.tokens import Tokens
 from tests.precisions import PRECISIONS
 from tests.reference import search
 

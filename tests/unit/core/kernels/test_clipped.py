@@ -13,8 +13,9 @@ from bapo.core.bounds import ClipBounds
 from bapo.core.checks import MAX_LOG_RATIO
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.kernels.clipped import BLOCK_TOKENS, clipped_loss
-from bapo.core.objectives import Tokens, bapo, dual_clip, grpo
+from bapo.core.objectives import bapo, dual_clip, grpo
 from bapo.core.reduction import denominator_of, reduce_tokens, token_weights
+from bapo.core.tokens import Tokens
 from tests.precisions import COARSE, PRECISIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
