@@ -169,7 +169,11 @@ class Grading(Watched):
         return logprobs, self._update.parts[-1].columns
 
 
-@pytest.mark.parametrize("options", [{}, CAPPED, {"bapo_used_low": 1.0}], ids=["no delta", "delta", "push once"])
+@pytest.mark.parametrize(
+    "options",
+    [{"bapo_preset": "paper"}, CAPPED, {"bapo_used_low": 1.0}, {}, {"bapo_objective": "brake_all"}],
+    ids=["no delta", "delta", "push once", "brake", "brake on all"],
+)
 def test_what_is_retained_is_what_has_a_gradient_in_trls_loss(tmp_path, options):
     run = trained(tmp_path, Grading, num_iterations=4, max_steps=6, **options)
     assert blocked_without_a_gradient(run.calls)[-1] > 0
