@@ -257,6 +257,9 @@ def test_two_processes_choose_the_bounds_of_one(tmp_path):
     assert_close(torch.tensor(one["share"]), torch.tensor(two["share"]))
     assert_close(one["weights"], two["weights"])
     assert max(two["clipped"]) > 0
+    for name in ("drift", "used_low"):
+        assert_close(torch.tensor(one[name]), torch.tensor(two[name]), rtol=0, atol=1e-6)
+        assert len(set(one[name])) > 1
     for seen in (one, two):
         theirs, *ours = seen["fixed"]  # at fixed bounds: TRL's own trainer, then ours at both scopes
         for loss, norm, moved in ours:
