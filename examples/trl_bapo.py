@@ -4,7 +4,7 @@ A small Llama with random weights learns to add one from the reward alone (the a
 is used for four optimizer steps. It runs offline, on CPU, in about half a minute:
 
     pip install -c constraints/base.txt -c constraints/trl.txt '.[trl]'
-    python examples/trl_bapo.py [--max_steps 100] [--bapo_preset weak-model] [--bapo_used_low 1]
+    python examples/trl_bapo.py [--max_steps 100] [--bapo_objective grpo] [--bapo_preset paper]
 
 Every option of GRPOConfig is an option here too. On several devices, start the script with `accelerate launch`.
 """

@@ -12,6 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from bapo import ClipSettings
+from bapo.adapters.shared import settings_of
 from bapo.core.bounds import StopReason
 from tests.adapters.logged import core, in_float64, logged, some_unmoved
 
@@ -119,7 +120,7 @@ def through_areal(batch, options, uses=None):
             return {}
 
     class Engine(WithinBounds, OneBatch):
-        clip_settings = ClipSettings.from_options(**options)
+        clip_settings = settings_of(**options)
 
     data = {"logprobs": batch[1], "prox_logp": batch[1], "advantages": batch[2], "loss_mask": batch[3]}
     if uses is not None:
@@ -236,6 +237,62 @@ def test_used_tokens_are_clipped_as_in_the_core(framework, settings):
     assert (gradient[at_the_bound] == 0).all()
 
 
+BRAKED = {"half": (5, 0.1), "fully": (5, 0.03), "not": (1, 0.03)}
+"""How far the brake goes -> the seed of the batch, whose negative tokens have fallen by 0.05 or risen, and delta."""
+
+
+@pytest.mark.parametrize("how_far", BRAKED)
+@pytest.mark.parametrize("framework", HONOURING)
+def test_the_brake_on_used_tokens_is_the_cores(framework, how_far):
+    seed, delta = BRAKED[how_far]
+    batch = some_unmoved(logged(seed))
+    loss, metrics = FRAMEWORKS[framework](batch, {"objective": "brake", "brake": delta}, uses=1)
+    used = torch.ones_like(batch[3], dtype=torch.int64)
+    out = assert_the_cores(batch, loss, metrics, objective="brake", delta=delta, uses=used)
+    assert metrics["bapo/clip_low"] == pytest.approx(0.8)
+    assert metrics["bapo/used_low"] == pytest.approx(out.bounds.used_low.item(), abs=1e-6)
+    assert_as_far(how_far, out.bounds.used_low.item())
+
+
+@pytest.mark.parametrize("how_far", BRAKED)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_brake_on_all_tokens_is_the_cores(framework, how_far):
+    seed, delta = BRAKED[how_far]
+    batch = some_unmoved(logged(seed))
+    loss, metrics = FRAMEWORKS[framework](batch, {"objective": "brake_all", "brake": delta})
+    out = assert_the_cores(batch, loss, metrics, objective="brake_all", delta=delta)
+    assert metrics["bapo/clip_low"] == pytest.approx(out.bounds.low.item(), abs=1e-6)
+    assert_as_far(how_far, out.bounds.low.item())
+
+
+def assert_the_cores(batch, loss, metrics, **options):
+    """Loss, gradient, share and drift are those of the core in float64, which is given back."""
+    [gradient] = torch.autograd.grad(loss, batch[0])
+    out, expected = core(in_float64(batch), **options)
+    assert metrics["bapo/share"] == pytest.approx(out.bounds.share.item(), abs=1e-6)
+    assert metrics["bapo/drift"] == pytest.approx(out.bounds.drift.item(), abs=1e-6)
+    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
+    assert_close(gradient.double(), expected, rtol=0, atol=1e-6)
+    return out
+
+
+def assert_as_far(how_far, low):
+    assert {"half": 0.85 < low < 0.95, "fully": low == 1, "not": low == pytest.approx(0.8)}[how_far]
+
+
+@pytest.mark.parametrize("framework", HONOURING)
+def test_the_brake_on_fresh_tokens_is_grpo_bit_for_bit(framework):
+    results = []
+    for objective, uses in (("brake", 0), ("grpo", None)):
+        batch = some_unmoved(logged())
+        loss, metrics = FRAMEWORKS[framework](batch, {"objective": objective}, uses=uses)
+        for name, expected in {"bapo/drift": 0.0, "bapo/used_low": pytest.approx(0.8)}.items():
+            if objective == "brake":
+                assert metrics.pop(name) == expected
+        results.append((loss.item(), torch.autograd.grad(loss, batch[0])[0].tolist(), metrics))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("framework", HONOURING)
 def test_fresh_tokens_are_clipped_as_without_the_rule_bit_for_bit(framework):
     results = []
@@ -246,9 +303,10 @@ def test_fresh_tokens_are_clipped_as_without_the_rule_bit_for_bit(framework):
     assert results[0] == results[1]
 
 
-def test_areal_clips_fresh_and_used_tokens_of_one_micro_batch():
+@pytest.mark.parametrize("rule", [{"used_low": 1.0}, {"brake": 0.2}], ids=str)
+def test_areal_clips_fresh_and_used_tokens_of_one_micro_batch(rule):
     batch, uses = some_unmoved(logged()), torch.arange(6)[:, None] % 3
-    options = {"target_share": 0.5, "used_low": 1.0}
+    options = {"target_share": 0.5, **rule}
     loss, metrics = through_areal(batch, options, uses=uses)
     [gradient] = torch.autograd.grad(loss, batch[0])
     out, expected = core(in_float64(batch), settings=ClipSettings(**options), uses=uses.expand(6, 9))
@@ -257,6 +315,9 @@ def test_areal_clips_fresh_and_used_tokens_of_one_micro_batch():
 
 
 @pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name not in HONOURING])
-def test_frameworks_that_do_not_tell_the_uses_refuse_the_rule(framework):
-    with pytest.raises(ValueError, match=r"used_low=1\.0 is a bound for tokens that were trained on before, but"):
-        FRAMEWORKS[framework](logged(), {"used_low": 1.0})
+@pytest.mark.parametrize(
+    ("options", "rule"), [({"used_low": 1.0}, r"used_low=1\.0"), ({"objective": "brake"}, r"brake=0\.03")]
+)
+def test_frameworks_that_do_not_tell_the_uses_refuse_the_rule(framework, options, rule):
+    with pytest.raises(ValueError, match=f"{rule} sets a bound for tokens that were trained on before, but.*brake_all"):
+        FRAMEWORKS[framework](logged(), options)

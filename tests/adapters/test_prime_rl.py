@@ -63,6 +63,18 @@ def test_loss_weights_multiply_loss_and_signal():
     assert_close(metrics["bapo/share"], out.bounds.share.expand(6))
 
 
+def test_the_brake_on_all_tokens():
+    batch, kwargs = logged(4), {"window": 6, "objective": "brake_all", "brake": 0.2}
+    update(batch, **kwargs)
+    loss, metrics = update(batch, **kwargs)
+    loss.backward()
+    out, gradient = core(batch, objective="brake_all", delta=0.2)
+    assert 0.82 < out.bounds.low < 1
+    assert_close(metrics["bapo/clip_low"], out.bounds.low.expand(6))
+    assert_close(metrics["bapo/drift"], out.bounds.drift.expand(6))
+    assert_close(batch[0].grad, gradient, rtol=0, atol=1e-6)
+
+
 def test_the_authors_settings():
     batch, kwargs = logged(), {"window": 6, "preset": "released-script", "dual_clip": 3.0}
     update(batch, **kwargs)
@@ -76,3 +88,5 @@ def test_refuses_what_it_does_not_know():
         update(logged(), ratio_high=2.0)
     with pytest.raises(ValueError, match=r"used_low=1\.0 .* prime-rl trains on every rollout once"):
         update(logged(), used_low=1.0)
+    with pytest.raises(ValueError, match=r"brake=0\.03 .* prime-rl trains on every rollout once.*brake_all"):
+        update(logged(), objective="brake")

@@ -124,6 +124,27 @@ def test_bounds_loss_and_gradient_are_the_cores(options, settings):
     assert (args.eps_clip, args.eps_clip_high) == (0.2, 0.2)  # slime's own arguments are left as they were
 
 
+@pytest.mark.parametrize("delta", [0.03, 0.5])
+def test_the_brake_on_all_tokens_is_the_cores(delta):
+    """With a third of the tokens exactly at a ratio of 1, where `clamp` alone lets a negative token pass."""
+    logits, batch = micro_batch()
+    for sampled, now in zip(batch["rollout_log_probs"], batch["log_probs"], strict=True):
+        sampled.add_(0.2).clamp_(max=-0.01)
+        sampled[::3] = now[::3]
+    loss, reported = bapo_loss(arguments(bapo_objective="brake_all", bapo_brake=delta), batch, logits, token_sum(batch))
+    tokens = flat(logits, batch)
+    tokens[3] = tokens[3].bool()
+    count = tokens[3].sum()
+    [gradient] = torch.autograd.grad(loss / count, logits)
+    out, token_gradient = core(tokens, objective="brake_all", delta=delta)
+    [expected] = torch.autograd.grad(tokens[0], logits, token_gradient)
+    assert (out.bounds.low == 1) == (delta == 0.03)
+    assert out.bounds.low > 0.82
+    assert (reported["bapo/clip_low"] / count).item() == pytest.approx(out.bounds.low.item(), abs=1e-6)
+    assert (reported["bapo/drift"] / count).item() == pytest.approx(out.bounds.drift.item(), abs=1e-6)
+    assert_close(gradient, expected, rtol=0, atol=1e-6)
+
+
 def test_the_search_of_the_parity_test_is_a_real_one():
     tokens = flat(*micro_batch())
     out, _ = core([*tokens[:3], tokens[3].bool()], settings=ClipSettings(target_share=0.5))
@@ -150,7 +171,11 @@ def test_refusals_say_what_to_set():
         ({"use_score_centering": True}, "use_score_centering=True has no clip"),
         ({"use_opsm": True}, "--use-opsm masks tokens"),
         ({"bapo_remainder": "weigh"}, "remainder='weigh' would be ignored: slime's own loss"),
-        ({"bapo_used_low": 1.0}, r"used_low=1\.0 is a bound for tokens .* slime trains on every response once"),
+        ({"bapo_used_low": 1.0}, r"used_low=1\.0 sets a bound for tokens .* slime trains on every response once"),
+        (
+            {"bapo_objective": "brake"},
+            r"brake=0\.03 sets a bound for tokens .*brake_all is a brake that needs no counts",
+        ),
         ({"bapo_clip": 1}, "clip=1 is not a clip setting"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -9,9 +9,9 @@ that collects tables; then, after one all-reduce over the data-parallel group, `
 bounds in place of the configured ones. That is exactly scope `update`, however AReaL splits the step. No code of AReaL
 is copied or imported here. Its statistics stay, and the bounds join them through what `train_batch` returns.
 
-With `used_low`, tokens that were trained on before have another lower bound. AReaL's own trainer uses every rollout
-once. A loop that calls `ppo_update` several times with the same data knows how often it did, and says so in the data:
-`uses`, shaped like `loss_mask`. AReaL splits and packs it with the rest.
+With the brake and with `used_low`, tokens that were trained on before have another lower bound. AReaL's own trainer
+uses every rollout once. A loop that calls `ppo_update` several times with the same data knows how often it did, and
+says so in the data: `uses`, shaped like `loss_mask`. AReaL splits and packs it with the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WithinBounds:
 
     clip_settings: ClipSettings = ClipSettings()
     """Where the bounds may be. Set it in the class that combines this one with an engine of AReaL; `settings_of` of
-    `bapo.adapters.shared` makes it for an objective that does not search, such as push_once."""
+    `bapo.adapters.shared` makes it for an objective that does not search, such as brake."""
 
     def train_batch(
         self,
@@ -71,20 +71,23 @@ class WithinBounds:
         )
         numbers = as_numbers(bounds.metrics(ends=False))
         refuse_nan(numbers["bapo/share"], "log-probs or advantages")
-        chosen = {"eps_clip": 1 - numbers["bapo/clip_low"], "eps_clip_higher": numbers["bapo/clip_high"] - 1}
+        low = numbers["bapo/clip_low"]
+        low = just_above(low, torch.float32) if low == 1 else low
+        chosen = {"eps_clip": 1 - low, "eps_clip_higher": numbers["bapo/clip_high"] - 1}
         within: Callable[..., Tensor] = functools.partial(loss_fn, **chosen)
-        if bounds.used_low is not None:
-            within = _by_use(loss_fn, float(bounds.used_low), **chosen)
+        used_low = numbers.get("bapo/used_low", self.clip_settings.used_low)
+        if used_low is not None:
+            within = _by_use(loss_fn, used_low, **chosen)
         return {**super().train_batch(input_, within, loss_weight_fn), **numbers}  # type: ignore[misc]
 
 
 def _uses(data: dict[str, Any], settings: ClipSettings) -> Tensor | None:
     """How often each token of a micro-batch was trained on before, if the batch says so."""
-    if settings.used_low is not None and USES not in data:
+    if settings.rule_of_used is not None and USES not in data:
         raise ValueError(
-            f"clip_settings.used_low={settings.used_low} is a bound for tokens that were trained on before, but this "
-            f"batch has no {USES!r}. AReaL's PPOTrainer uses every rollout once: leave used_low out. In a loop of your "
-            f"own that calls ppo_update several times with the same data, set data[{USES!r}] to the number of calls so "
+            f"clip_settings.{settings.rule_of_used} sets a bound for tokens that were trained on before, but this "
+            f"batch has no {USES!r}. AReaL's PPOTrainer uses every rollout once: leave it out. In a loop of your own "
+            f"that calls ppo_update several times with the same data, set data[{USES!r}] to the number of calls so "
             "far, in the shape of loss_mask."
         )
     return data.get(USES)
@@ -93,7 +96,7 @@ def _uses(data: dict[str, Any], settings: ClipSettings) -> Tensor | None:
 def _by_use(
     loss_fn: Callable[..., Tensor], used_low: float, eps_clip: float, eps_clip_higher: float
 ) -> Callable[..., Tensor]:
-    """AReaL's loss with an epsilon for each token: that of `used_low` where it was trained on before."""
+    """AReaL's loss with an epsilon for each token: that of used tokens where it was trained on before."""
 
     def within(logprobs: Tensor, entropy: Tensor, data: dict[str, Any], **options: Any) -> Tensor:
         again = logprobs.new_full((), 1 - just_above(used_low, logprobs.dtype))

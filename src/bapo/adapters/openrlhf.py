@@ -7,8 +7,9 @@ the bounds, sets the epsilons and calls OpenRLHF's own. Averaging, dual clip, KL
 The actor calls its loss once per micro-batch and follows every call by a collective, so ranks are in step and tables
 can be summed over them (`all_ranks`); over an update's micro-batches `window` keeps them (`bapo.core.controller`).
 
-With `used_low`, the lower bound is another one from the second epoch on. The actor trains on its whole buffer in every
-epoch and then clears it, so the number of the epoch is how often each token was trained on: the patch sets `uses`.
+With the brake and with `used_low`, the lower bound is another one from the second epoch on. The actor trains on its
+whole buffer in every epoch and then clears it, so the number of the epoch is how often each token was trained on: the
+patch sets `uses`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, just_above, not_importable, settings_of
+from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, for_clamp, ignored_epsilons, not_importable, settings_of
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import refuse_weighing, require_choice
 
@@ -42,7 +43,7 @@ class BapoPolicyLoss(PolicyLoss):
     metrics: dict[str, Tensor]
     """The last call's bounds and share under `bapo/`, because OpenRLHF's fixed return value has no place for them."""
     uses: int | None
-    """How often the tokens of the next calls were trained on before; only read with `used_low`."""
+    """How often the tokens of the next calls were trained on before; only read with the brake and `used_low`."""
 
     def __init__(
         self,
@@ -86,9 +87,11 @@ class BapoPolicyLoss(PolicyLoss):
             old_log_probs = rollout_log_probs
         mask = action_mask.bool()
         bounds = self.controller.bounds_of(log_probs, old_log_probs, advantages, mask, uses=self._uses_of(mask))
-        self.clip_eps_low, self.clip_eps_high = 1 - bounds.low, bounds.high - 1
-        if bounds.used_low is not None and self.uses:
-            self.clip_eps_low = torch.full_like(bounds.low, 1 - just_above(float(bounds.used_low), log_probs.dtype))
+        low = bounds.low
+        if used := bounds.used_low is not None and bool(self.uses):
+            low = torch.zeros_like(low) + bounds.used_low
+        self.clip_eps_low = 1 - for_clamp(low, used=used, dtype=log_probs.dtype)
+        self.clip_eps_high = bounds.high - 1
         self.metrics = averageable(bounds.metrics(ends=False))
         return super().forward(
             log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **kwargs
@@ -96,12 +99,12 @@ class BapoPolicyLoss(PolicyLoss):
 
     def _uses_of(self, mask: Tensor) -> Tensor | None:
         """The uses of each token, if there is a bound that needs them."""
-        used_low = self.controller.settings.used_low
-        if used_low is None:
+        rule = self.controller.settings.rule_of_used
+        if rule is None:
             return None
         if self.uses is None:
             raise ValueError(
-                f"policy_loss(used_low={used_low}) has to know the epoch, but nobody has set `uses`. Apply the whole "
+                f"policy_loss({rule}) has to know the epoch, but nobody has set `uses`. Apply the whole "
                 "patch of docs/adapters/openrlhf.md, which sets it in the actor's loop over epochs."
             )
         return torch.full_like(mask, self.uses, dtype=torch.int64)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bapo.adapters.shared import as_key, refuse_used_low, settings_of
+from bapo.adapters.shared import as_key, refuse_uses, settings_of
 from bapo.core.controller import BoundController, averageable
 
 
@@ -54,5 +54,5 @@ def bapo_loss(
 def _controller(window: int, options: tuple[tuple[str, Any], ...]) -> BoundController:
     """One per process and configuration: prime-rl hands over a function, so the window lives here."""
     settings = settings_of(**dict(options))
-    refuse_used_low(settings, "prime-rl trains on every rollout once, and its LossInputs do not say otherwise")
+    refuse_uses(settings, "prime-rl trains on every rollout once, and its LossInputs do not say otherwise")
     return BoundController(settings, window)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from bapo.core.bounds import StopReason
-from bapo.core.settings import ClipSettings, require_choice
+from bapo.core.settings import BRAKES, ClipSettings, require_choice
 
 SCOPES = ("update", "microbatch")
 """What one pair of bounds is solved from: the whole optimizer step, or each loss call on its own."""
@@ -26,36 +27,50 @@ DEFAULT_EPSILON = 0.2
 """The default of every framework here. Somebody who set another value expects it to be used."""
 
 
-FIXED: dict[str, dict[str, Any]] = {
-    "grpo": {"low": (0.8, 0.8), "high": (1.2, 1.2)},
-    "push_once": {"low": (0.8, 0.8), "high": (1.2, 1.2), "used_low": 1.0},
+FIXED: dict[str, ClipSettings] = {
+    "grpo": ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2)),
+    "push_once": ClipSettings(low=(0.8, 0.8), high=(1.2, 1.2), used_low=1.0),
+    **{name: build() for name, build in BRAKES.items()},
 }
 """Objectives that do not search for their bounds -> the bounds, as settings of a search with one candidate."""
 
 
-def settings_of(objective: str = "bapo", preset: str | None = None, **options: Any) -> ClipSettings:
+def settings_of(objective: str | None = "bapo", preset: str | None = None, **options: Any) -> ClipSettings:
     """The bounds of an objective as clip settings. An option that is None has the preset's or the objective's value.
 
-    objective   bapo searches. grpo and push_once do not: their options are low and high, each a pair of equal numbers,
-                and used_low.
+    objective   bapo searches. The others do not: their options are low and high, each a pair of equal numbers, and
+                used_low (grpo, push_once) or brake, its delta (brake, brake_all). None: bapo if a preset or an option
+                other than brake is given, else brake
     """
+    given = {name: value for name, value in {"preset": preset, **options}.items() if value is not None}
+    if objective is None:
+        objective = "brake" if given.keys() <= {"brake"} else "bapo"
     require_choice("objective", objective, ("bapo", *FIXED))
     if objective == "bapo":
-        return ClipSettings.from_options(preset, **options)
-    given = {name: value for name, value in {"preset": preset, **options}.items() if value is not None}
+        return ClipSettings.from_options(**given)
+    taken = ("low", "high", "brake" if objective in BRAKES else "used_low")
     for name, value in given.items():
-        if name not in FIXED["push_once"]:
+        if name not in taken:
             raise ValueError(
-                f"{name}={value!r} is of objective='bapo', which searches, but objective={objective!r} does not. Leave "
-                "it out."
+                f"{name}={value!r} is of objective='bapo', which searches, but objective={objective!r} does not: it "
+                f"takes {', '.join(taken)}. Leave it out."
             )
-    settings = ClipSettings.from_options(**{**FIXED[objective], **given})
-    if settings.depends_on_tokens:
+    settings = replace(FIXED[objective], **given)
+    if settings.searches:
         raise ValueError(
             f"low={settings.low} and high={settings.high} are ranges to search, but objective={objective!r} does not "
             "search. Give two equal numbers for each, or objective='bapo'."
         )
     return settings
+
+
+def depends_on_tokens_of(settings: ClipSettings, *, used: bool) -> bool:
+    """Whether the bounds of an update depend on its tokens; `used`: whether some of them were trained on before.
+
+    A brake on used tokens does nothing in an update that has none.
+    """
+    acts = used or settings.brake_on == "all"
+    return (settings if acts else replace(settings, brake=None)).depends_on_tokens
 
 
 def not_importable(adapter: str, framework: str, tested: str, install: str, error: ImportError) -> ImportError:
@@ -86,26 +101,26 @@ def refuse_nan(share: float, inputs: str) -> None:
         )
 
 
-def refuse_used_low(settings: ClipSettings, why: str) -> None:
-    """Raise if the settings have a bound for used tokens, but the loss cannot know which tokens those are (`why`)."""
-    if settings.used_low is not None:
+def refuse_uses(settings: ClipSettings, why: str) -> None:
+    """Raise if the settings have a rule for used tokens, but the loss cannot know which tokens those are (`why`)."""
+    if settings.rule_of_used is not None:
         raise ValueError(
-            f"used_low={settings.used_low} is a bound for tokens that were trained on before, but {why}. Leave out "
-            "used_low, and the objective push_once, which sets it. In a training loop of your own, "
-            "bapo.policy_loss(..., uses=...) takes the counts."
+            f"{settings.rule_of_used} sets a bound for tokens that were trained on before, but {why}. Leave it out, "
+            "and the objectives brake and push_once, which set it: brake_all is a brake that needs no counts. In a "
+            "training loop of your own, bapo.policy_loss(..., uses=...) takes the counts."
         )
 
 
 def warn_never_used(settings: ClipSettings, prefix: str, passes: str) -> None:
-    """Warn if the settings have a bound for used tokens, but `passes`, an option with its value, allows one pass.
+    """Warn if the settings have a rule for used tokens, but `passes`, an option with its value, allows one pass.
 
     `prefix`: what the framework's options have before our names.
     """
-    if settings.used_low is not None:
+    if settings.rule_of_used is not None:
         warnings.warn(
-            f"{prefix}used_low={settings.used_low} (which {prefix}objective=push_once sets, too) does nothing with "
-            f"{passes}: it is a bound for tokens that were trained on before, and no token is trained on twice. Raise "
-            "that option, or leave the bound out.",
+            f"{prefix}{settings.rule_of_used} (which {prefix}objective=brake, the default, or push_once sets, too) "
+            f"does nothing with {passes}: it is for tokens that were trained on before, and no token is trained on "
+            f"twice. Raise that option, or set {prefix}objective=grpo.",
             stacklevel=3,
         )
 
@@ -123,6 +138,14 @@ def _next(bound: float, toward: float, dtype: torch.dtype) -> float:
     working = torch.float64 if dtype == torch.float64 else torch.float32
     nearest = torch.tensor(bound, dtype=working, device="cpu")
     return float(torch.nextafter(nearest, torch.full_like(nearest, toward)))
+
+
+def for_clamp(low: Tensor, *, used: bool, dtype: torch.dtype) -> Tensor:
+    """A lower bound, 0-d, where `torch.clamp` must clip to treat a token as the core does; `used`: it is the used
+    tokens'. See `just_above`, which is for every bound of 1, too."""
+    low = low.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    above = torch.nextafter(low, torch.full_like(low, math.inf))
+    return above if used else torch.where(low == 1, above, low)
 
 
 def clamped_at(

@@ -22,7 +22,7 @@ from bapo.adapters.shared import (
     RatioTo,
     ignored_epsilons,
     not_importable,
-    refuse_used_low,
+    refuse_uses,
     settings_of,
 )
 from bapo.core.controller import BoundController, as_numbers
@@ -60,7 +60,7 @@ class BapoPolicyLoss:
     ) -> None:
         require_choice("ratio_to", ratio_to, get_args(RatioTo))
         clip_settings = settings_of(preset=preset, **settings)
-        refuse_used_low(clip_settings, "SkyRL does not tell a loss which of its update_epochs_per_batch it is in")
+        refuse_uses(clip_settings, "SkyRL does not tell a loss which of its update_epochs_per_batch it is in")
         self.controller = BoundController(clip_settings, window, all_ranks=all_ranks)
         self.ratio_to = ratio_to
         self.dual_clip = dual_clip

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import DEFAULT_EPSILON, as_key, ignored_epsilons, refuse_used_low, settings_of
+from bapo.adapters.shared import DEFAULT_EPSILON, as_key, for_clamp, ignored_epsilons, refuse_uses, settings_of
 from bapo.core.controller import BoundController, averageable
 from bapo.core.settings import refuse_weighing
 
@@ -50,7 +50,8 @@ def bapo_loss(
     tokens = _tokens(args, batch, found["log_probs"])
     bounds = _controller(*_options(args)).bounds_of(*tokens)
     clipped = Namespace(**vars(args))
-    clipped.eps_clip, clipped.eps_clip_high = 1 - bounds.low, bounds.high - 1
+    low = for_clamp(bounds.low, used=False, dtype=tokens[0].dtype)
+    clipped.eps_clip, clipped.eps_clip_high = 1 - low, bounds.high - 1
     loss, reported = slime_loss.policy_loss_function(clipped, batch, logits, sum_of_sample_mean)
     # slime adds up what losses report, over micro-batches and ranks, and divides by the samples or by the tokens
     weight = tokens[-1].sum() if args.calculate_per_token_loss else len(batch["response_lengths"])
@@ -88,7 +89,7 @@ def _controller(*options: tuple[str, Any]) -> BoundController:
     window = given.pop("window", 1)
     settings = settings_of(**given)
     refuse_weighing(settings, "slime")
-    refuse_used_low(settings, "slime trains on every response once, and its batches do not say otherwise")
+    refuse_uses(settings, "slime trains on every response once, and its batches do not say otherwise")
     return BoundController(settings, window)
 
 

@@ -26,7 +26,7 @@ TESTED_VERSIONS = "0.36.0"
 INPUTS = ("logprobs", "advantages", "mask")
 """What every datum's `loss_fn_inputs` must hold besides `target_tokens`, one value per target token each."""
 USES = "uses"
-"""The same for `used_low`: how often the token was trained on before. Only the caller knows, who keeps the data."""
+"""The same for the brake and `used_low`: how often the token was trained on before. Only the caller knows."""
 
 CustomLoss = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -50,7 +50,7 @@ def bapo_loss(
             return torch.cat([_input(datum, i, name, len(logprobs[i])) for i, datum in enumerate(data)])
 
         behavior, advantages, mask = (column(name) for name in INPUTS)
-        counted = clip_settings.used_low is not None or any(USES in datum.loss_fn_inputs for datum in data)
+        counted = clip_settings.rule_of_used is not None or any(USES in datum.loss_fn_inputs for datum in data)
         out = policy_loss(
             torch.cat(list(logprobs)),
             behavior,
@@ -70,8 +70,8 @@ def _input(datum: Any, index: int, name: str, targets: int) -> Tensor:
     """One of a datum's inputs as a tensor, with a value for each of its target tokens."""
     if name not in datum.loss_fn_inputs and name == USES:
         raise ValueError(
-            f"data[{index}].loss_fn_inputs has no {USES!r}, which used_low needs: for each target token, the number of "
-            "optim_steps that trained on it before. For new data that is 0."
+            f"data[{index}].loss_fn_inputs has no {USES!r}, which brake and used_low need: for each target token, "
+            "the number of optim_steps that trained on it before. For new data that is 0."
         )
     if name not in datum.loss_fn_inputs:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bapo.adapters.shared import not_importable, refuse_used_low, settings_of
+from bapo.adapters.shared import not_importable, refuse_uses, settings_of
 from bapo.core.controller import BoundController, averageable, floats_of
 from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clipped_at, update_table
@@ -44,7 +44,7 @@ class BapoPolicyLossFn(PolicyLossFn):
         super().__init__(backend=backend)
         try:
             clip_settings = settings_of(**settings)
-            refuse_used_low(clip_settings, "Trinity tells a policy loss neither the epoch nor the use_count")
+            refuse_uses(clip_settings, "Trinity tells a policy loss neither the epoch nor the use_count")
         except ValueError as error:
             raise ValueError(f"policy_loss_fn_args: {error}") from None
         self.controller = BoundController(clip_settings, window)

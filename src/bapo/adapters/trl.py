@@ -12,12 +12,13 @@ rest of that call. Generation, rewards, advantages, reduction, logging and hub r
     scope update        one pair of bounds for the whole optimizer step, over all its micro-batches and processes, with
                         one collective. With gradient accumulation a search needs every log-prob before the first
                         backward pass: one more forward pass, without gradients, per micro-batch after the first.
-                        Fixed bounds need none; their share is summed up as the micro-batches come.
+                        The brake needs it only in updates that train on tokens again, and fixed bounds never do; the
+                        share is then summed up as the micro-batches come.
     scope microbatch    each loss call on its own; no collective and no further pass, but bounds from fewer tokens.
 
-With `bapo_used_low`, tokens that were trained on before have another lower bound. TRL visits a generation once per
-iteration, in the same slices, so all tokens of a loss call were used equally often, and TRL's count of steps says how
-often (`_uses`). The two epsilons of a call are then enough.
+With the brake, the default, and with `bapo_used_low`, tokens that were trained on before have another lower bound. TRL
+visits a generation once per iteration, in the same slices, so all tokens of a loss call were used equally often, and
+TRL's count of steps says how often (`_uses`). The two epsilons of a call are then enough.
 
 Evaluation is left to TRL: there the policy that sampled is the one that is scored, every ratio is 1, and no clip acts.
 """
@@ -35,38 +36,23 @@ import torch
 from torch import Tensor
 
 from bapo.adapters.shared import (
-    DEFAULT_EPSILON,
-    SCOPES,
     averaged,
     clamped_at,
-    ignored_epsilons,
-    not_importable,
+    depends_on_tokens_of,
     refuse_nan,
-    settings_of,
     warn_never_used,
 )
+from bapo.adapters.trl_config import LOSS_TYPES, TESTED_VERSIONS, BapoConfig, GRPOTrainer, check_trl, trl_version
 from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.checks import check_mask
 from bapo.core.controller import averageable
 from bapo.core.entropy_rule import entropy_statistics
 from bapo.core.loss import update_table
-from bapo.core.settings import CLIP_OPTIONS, ClipSettings, refuse_weighing, require_choice
 from bapo.core.tokens import Tokens, retained_by
-
-TESTED_VERSIONS = "1.16"
-"""TRL versions the tests ran with; others are let in as long as `check_trl` finds what it needs."""
-
-try:
-    from trl import GRPOConfig, GRPOTrainer
-    from trl import __version__ as trl_version
-except ImportError as error:
-    raise not_importable("trl", "TRL", TESTED_VERSIONS, "'bapo[trl]'", error) from error
 
 __all__ = ["LOSS_TYPES", "TESTED_VERSIONS", "BapoConfig", "BapoTrainer", "check_trl"]
 
 FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""TRL's losses with PPO's two-sided clip of token ratios; the others clip otherwise, or not at all."""
 PAPER = "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with \
 Adaptive Clipping"
 CITATION = f"""\
@@ -77,132 +63,6 @@ CITATION = f"""\
     eprint       = {{arXiv:2510.18927}},
 }}"""
 """For the model card."""
-
-
-def check_trl(trainer: type, version: str) -> None:
-    """Raise an ImportError unless this `GRPOTrainer` still has every place where the bounds go in."""
-    uses = {
-        "_compute_loss": {"epsilon_low", "epsilon_high", "_get_per_token_logps_and_entropies", "old_per_token_logps"},
-        "_prepare_inputs": {"_step", "steps_per_generation", "num_iterations", "_buffered_inputs"},
-        # From TRL 1.7 on it also returns the auxiliary loss; earlier versions return two values.
-        "_get_per_token_logps_and_entropies": {"compute_entropy", "logits_to_keep", "compute_aux_loss"},
-        "get_high_entropy_mask": {"entropies", "mask", "threshold"},
-        "get_off_policy_mask": {"advantages", "per_token_logps", "sampling_per_token_logps", "off_policy_threshold"},
-        "get_batch_samples": {"num_batches"},
-    }
-    for method, names in uses.items():
-        code = getattr(inspect.unwrap(getattr(trainer, method, None)), "__code__", None)  # type: ignore[arg-type]
-        if code is None or not names <= {*code.co_names, *code.co_varnames, *code.co_consts}:
-            raise ImportError(
-                f"bapo.adapters.trl was tested with TRL {TESTED_VERSIONS}, but TRL {version} is installed and its "
-                f"{trainer.__name__}.{method} has changed (expected it to use {', '.join(sorted(names))}). Install a "
-                "tested version: pip install 'trl==1.16.*'."
-            )
-
-
-check_trl(GRPOTrainer, trl_version)
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass
-class BapoConfig(GRPOConfig):
-    """`GRPOConfig` plus where the clip bounds may be. An option left at None has the preset's value."""
-
-    bapo_objective: str = _option(
-        "bapo",
-        "'bapo' searches for the bounds in every update. 'grpo' and 'push_once' clip at (0.8, 1.2), or where bapo_low "
-        "and bapo_high say, and 'push_once' has bapo_used_low=1.",
-    )
-    bapo_preset: str | None = _option(
-        None,
-        "Settings of the search to start from: 'paper', 'weak-model' or 'released-script'. Without one: the paper's "
-        "numbers with the measure 'gradient'.",
-    )
-    bapo_target_share: float | None = _option(
-        None, "Share of the signal that positive tokens should hold, in [0, 1]. 0.4 without a preset."
-    )
-    bapo_low: list[float] | None = _option(  # noqa: RUF009
-        None,
-        "Start and end of the lower bound on the ratio, such as 0.6 0.9. Two equal numbers fix it. A bound, not an "
-        "epsilon: an epsilon of 0.2 is 0.8.",
-    )
-    bapo_high: list[float] | None = _option(  # noqa: RUF009
-        None, "Start and end of the upper bound on the ratio, such as 1.2 3.0. Two equal numbers fix it."
-    )
-    bapo_low_step: float | None = _option(None, "Distance between candidate lower bounds. 0.02 without a preset.")
-    bapo_high_step: float | None = _option(None, "Distance between candidate upper bounds. 0.05 without a preset.")
-    bapo_measure: str | None = _option(
-        None,
-        "How a clipped token counts in the share: 'gradient' (not at all) or 'surrogate' (at its bound, the paper's "
-        "Eq. 8 literally).",
-    )
-    bapo_weight: str | None = _option(
-        None, "Weight of a token in the share: 'none', or 'rollout_prob', the probability it was sampled with."
-    )
-    bapo_order: str | None = _option(None, "Which bound moves first: 'high_first' (paper) or 'low_first'.")
-    bapo_remainder: str | None = _option(
-        None,
-        "What to do where no candidate reaches the target. Only 'leave' is possible: TRL's loss cannot weigh negative "
-        "tokens.",
-    )
-    bapo_used_low: float | None = _option(
-        None,
-        "Lower bound for tokens that an earlier update was trained on. With 1.0 a negative token is pushed down again "
-        "only while it is more likely than when it was sampled. Without it, the bound that the search finds.",
-    )
-    bapo_scope: str = _option(
-        "update",
-        "What one pair of bounds is solved from: 'update', all micro-batches and processes of an optimizer step (with "
-        "gradient accumulation one more forward pass without gradients), or 'microbatch', each loss call on its own.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("bapo_scope", self.bapo_scope, SCOPES)
-        _ = self.clip_settings
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(
-                f"loss_type={self.loss_type!r} has no two-sided clip of token ratios, so there are no bounds to choose."
-                f" Use one of {', '.join(LOSS_TYPES)}, or GRPOTrainer."
-            )
-        if self.importance_sampling_level != "token":
-            raise ValueError(
-                f"importance_sampling_level={self.importance_sampling_level!r}: BAPO balances tokens by their own "
-                "ratios, which a sequence-level ratio does not have. Set importance_sampling_level='token'."
-            )
-        if self.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss"):
-            raise ValueError(
-                f"use_liger_kernel=True is not supported with TRL {trl_version}, whose Liger loss clips inside its own "
-                "kernel, where no bounds can be given. Leave it out, or install TRL 1.15 or later, which applies only "
-                "Liger's layers."
-            )
-        if self.epsilon != DEFAULT_EPSILON or self.epsilon_high is not None:
-            given = f"epsilon={self.epsilon}, epsilon_high={self.epsilon_high}"
-            high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-            low, high = round(1 - self.epsilon, 9), round(1 + high, 9)
-            same = f"bapo_low=[{low}, {low}], bapo_high=[{high}, {high}]"
-            raise ignored_epsilons(given, "bapo_low and bapo_high", same)
-        highest = self.clip_settings.high[1]
-        if self.delta is not None and self.delta < highest:
-            raise ValueError(
-                f"delta={self.delta} caps every ratio, of positive tokens too, below {highest}, the end of bapo_high: "
-                f"bounds above delta would pass tokens that have no gradient. Set delta >= {highest}, or end bapo_high "
-                "at delta."
-            )
-
-    @property
-    def clip_settings(self) -> ClipSettings:
-        """These options as the core's ClipSettings."""
-        options = {name: getattr(self, f"bapo_{name}") for name in CLIP_OPTIONS}
-        try:
-            settings = settings_of(self.bapo_objective, self.bapo_preset, **options)
-            refuse_weighing(settings, "TRL")
-            return settings
-        except ValueError as error:
-            raise ValueError(f"BapoConfig, options bapo_*: {error}") from None
 
 
 class _Part(NamedTuple):
@@ -261,12 +121,14 @@ class BapoTrainer(GRPOTrainer):
     @property
     def _solves_ahead(self) -> bool:
         """Whether the bounds of this update need log-probs that its first loss call does not have."""
-        return self.args.bapo_scope == "update" and self._settings.depends_on_tokens and len(self._update.batches) > 1
+        return self.args.bapo_scope == "update" and len(self._update.batches) > 1 and not self._sums_afterwards
 
     @property
     def _sums_afterwards(self) -> bool:
         """Whether the bounds are known without the tokens, so that only the share of the update waits for all of it."""
-        return self.args.bapo_scope == "update" and not self._settings.depends_on_tokens
+        first, count = self._update.first, max(1, len(self._update.batches))
+        used = any(self._uses(step) for step in range(first, first + count))
+        return self.args.bapo_scope == "update" and not depends_on_tokens_of(self._settings, used=used)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of one optimizer step: the moment an update begins."""
@@ -321,10 +183,11 @@ class BapoTrainer(GRPOTrainer):
         uses = self._uses(self._step)
         bounds = self._bounds_for(inputs, arguments, uses)
         # The one host read of a solve, as TRL reads its metrics. 1 - (1 - low) is low again: float32 in float64.
-        low, high, share = torch.stack([bounds.low, bounds.high, bounds.share]).tolist()
+        used_low = bounds.low if bounds.used_low is None else torch.zeros_like(bounds.low) + bounds.used_low
+        low, high, share, used_low = torch.stack([bounds.low, bounds.high, bounds.share, used_low]).tolist()
         refuse_nan(share, "log-probs, advantages or importance ratios")
         if used := bounds.used_low is not None and uses > 0:
-            low = float(bounds.used_low)
+            low = used_low
         lower, upper = clamped_at(low, high, used=used, advantages=arguments[2], dtype=logprobs.dtype)
         self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
         tokens = Tokens(*arguments[:3], check_mask(arguments[3]))
@@ -402,7 +265,7 @@ class BapoTrainer(GRPOTrainer):
         if self.args.delta is not None and self._settings.measure == "gradient":
             tokens = Tokens(logprobs, behavior_logprobs, advantages, check_mask(mask))
             mask = tokens.mask & ~self._capped(tokens)
-        counted = None if self._settings.used_low is None else torch.full_like(mask, uses, dtype=torch.int64)
+        counted = None if self._settings.rule_of_used is None else torch.full_like(mask, uses, dtype=torch.int64)
         return update_table(logprobs, behavior_logprobs, advantages, mask, self._settings, uses=counted)
 
     def _capped(self, tokens: Tokens) -> Tensor:
@@ -433,11 +296,11 @@ class BapoTrainer(GRPOTrainer):
 
     def _log_update(self) -> None:
         """The update's bounds, share and Entropy-Clip quadrants, into TRL's metrics: one collective, one host read."""
-        parts, tables, self._update = self._update.parts, self._update.tables, _Update()
-        solved = [part.bounds for part in parts]
+        parts, solved = self._update.parts, [part.bounds for part in self._update.parts]
         if self._sums_afterwards:
-            solved = [self._solve(tables)]
+            solved = [self._solve(self._update.tables)]
             refuse_nan(float(solved[0].share), "log-probs, advantages or importance ratios")
+        self._update = _Update()
         *tokens, entropy, retained = (
             torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)
         )

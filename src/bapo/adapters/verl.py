@@ -12,16 +12,17 @@ verl's. We choose the two bounds at which the loss of each token is clipped.
                         ranks, with one all-reduce. verl's engine runs every micro-batch inside one method,
                         `BaseEngine.train_batch`. Before it we run the same micro-batches once without gradients, with
                         the same loss function, which then collects tables instead. If the step is one micro-batch,
-                        its own log-probs suffice and no further pass is made.
+                        its own log-probs suffice and no further pass is made; nor is it where the bounds are known
+                        without the tokens: fixed ones, and those of the brake in the first epoch.
     scope microbatch    each loss call on its own; no collective and no further pass, but bounds from fewer tokens.
 
 We make two passes rather than carry tables over from the last step, because the bounds are then those of the tokens
 that they clip: the same numbers as `bapo.policy_loss` on the whole update, however it is split.
 
-With `used_low`, tokens that were trained on before have another lower bound. verl's worker trains on what it is sent in
-`ppo_epochs` passes, all in one call of `TrainingWorker.train_mini_batch`; every pass covers all rows, so the rows that
-were trained on since that call began say how often each of them was. We count them there, and nowhere else: a trainer
-of verl sends a sample once.
+With the brake, the default, and with `used_low`, tokens that were trained on before have another lower bound. verl's
+worker trains on what it is sent in `ppo_epochs` passes, all in one call of `TrainingWorker.train_mini_batch`; every
+pass covers all rows, so the rows that were trained on since that call began say how often each of them was. We count
+them there, and nowhere else: a trainer of verl sends a sample once.
 
 In verl's bypass mode (fully-async training's default) ratios are to the policy that sampled, which is what BAPO wants;
 verl then renames the loss to `bypass_mode`, so that name leads here too where the configuration is ours.
@@ -43,6 +44,7 @@ from torch import Tensor
 from bapo.adapters.shared import (
     DEFAULT_EPSILON,
     SCOPES,
+    depends_on_tokens_of,
     ignored_epsilons,
     not_importable,
     refuse_nan,
@@ -77,14 +79,16 @@ RETURNS_FOUR = "dict" not in str(inspect.signature(POLICY_LOSS_REGISTRY["vanilla
 
 @dataclass
 class BapoPolicyLossConfig(PolicyLossConfig):
-    """verl's `PolicyLossConfig` plus where the clip bounds may be. An option left at None has the preset's value.
+    """verl's `PolicyLossConfig` plus where the clip bounds may be.
 
-    The fields are those of the core's ClipSettings, plus `objective`, `preset`, `scope` and `dual_clip`.
+    An option left at None has the value of the preset, or of the objective. The fields are those of the core's
+    ClipSettings, plus `objective`, `preset`, `scope` and `dual_clip`.
     """
 
     loss_mode: str = NAME
-    objective: str = "bapo"
-    """`bapo`, which searches for the bounds in every update, or `grpo` or `push_once`, which do not."""
+    objective: str | None = None
+    """`bapo`, which searches for the bounds in every update, or `brake`, `brake_all`, `grpo` or `push_once`, which do
+    not. None: `bapo` if a preset or an option of the search is given, otherwise `brake`."""
     preset: str | None = None
     """Of the search: `paper`, `weak-model`, `released-script`. Without one: the paper's numbers, measure `gradient`."""
     target_share: float | None = None
@@ -98,6 +102,11 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     remainder: str | None = None
     used_low: float | None = None
     """The lower bound in every epoch of `ppo_epochs` after the first; None: the one that the search finds."""
+    brake: float | None = None
+    """Delta of the brake, the mean fall of used negative tokens at which their lower bound is 1: 0.03 in `brake` and
+    `brake_all`, none in `bapo`."""
+    brake_on: str | None = None
+    """With `bapo` and `brake`: the tokens that the brake acts on, `used` (the default) or `all`."""
     scope: str = "update"
     """What one pair of bounds is solved from: `update` or `microbatch`."""
     dual_clip: float | None = None
@@ -116,17 +125,17 @@ class BapoPolicyLossConfig(PolicyLossConfig):
                 f"rollout_correction.loss_type={correction.get('loss_type')!r} has no clip, so there are no bounds to "
                 "choose. Set algorithm.rollout_correction.loss_type=ppo_clip."
             )
-        used_low = self.clip_settings.used_low
-        if used_low is not None:
+        rule = self.clip_settings.rule_of_used
+        if rule is not None:
             try:
                 count_epochs()
             except ImportError as error:
                 raise ValueError(
-                    f"actor_rollout_ref.actor.policy_loss.used_low={used_low} needs the epoch, which we count in "
-                    f"TrainingWorker.train_mini_batch. This version of verl does not have it ({error}). Leave used_low "
-                    "out, or use verl 0.8 or newer."
+                    f"actor_rollout_ref.actor.policy_loss.{rule} needs the epoch, which we count in "
+                    f"TrainingWorker.train_mini_batch. This version of verl does not have it ({error}). Set "
+                    "policy_loss.objective=brake_all or grpo, which do not need it, or use verl 0.8 or newer."
                 ) from None
-        if self.scope == "update" or used_low is not None:
+        if self.scope == "update" or rule is not None:
             hook_engine()
 
     @property
@@ -162,6 +171,7 @@ class _Update:
 
     group: dist.ProcessGroup
     uses: int | None  # how often its rows were trained on before; None where nobody counts
+    known: bool = False  # whether the bounds are the same whatever the tokens
     tables: list[Tensor] = field(default_factory=list)  # of the micro-batches seen so far
     collecting: bool = False  # the pass before the bounds are known
     bounds: ClipBounds | None = None
@@ -217,10 +227,11 @@ def hook_engine() -> None:
         one_micro_batch = _is_one_micro_batch(data)
         if options.scope == "update" and options.clip_settings.depends_on_tokens:
             _check_engine(getattr(engine, "engine_config", None), one_micro_batch)
-        update = _Update(engine.get_data_parallel_group(), uses)
+        known = not depends_on_tokens_of(options.clip_settings, used=bool(uses))
+        update = _Update(engine.get_data_parallel_group(), uses, known)
         reset = _update_under_way.set(update)
         try:
-            if options.scope == "update" and not one_micro_batch:
+            if options.scope == "update" and not one_micro_batch and not known:
                 update.collecting = True
                 engine.infer_batch(data, loss_function)
                 update.collecting = False
@@ -300,7 +311,7 @@ def bapo_policy_loss(
     settings, update = options.clip_settings, _update_under_way.get()
     uses = _uses_of(mask, settings, update)
     table = update_table(log_prob, old_log_prob, advantages, mask, settings, uses=uses)
-    if options.scope == "microbatch":
+    if options.scope == "microbatch" or (update is not None and update.known):
         bounds = bounds_from_table(table, settings)
     elif update is None:
         raise ValueError(
@@ -346,13 +357,14 @@ if verl_bypass_mode is not None:
 
 def _uses_of(mask: Tensor, settings: ClipSettings, update: _Update | None) -> Tensor | None:
     """How often each token was trained on before this optimizer step, if there is a bound that needs it."""
-    if settings.used_low is None:
+    if settings.rule_of_used is None:
         return None
     if update is None or update.uses is None:
         raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.used_low={settings.used_low} needs the epoch, which we count in "
-            "verl's TrainingWorker.train_mini_batch, but this loss was called from elsewhere. Leave used_low out, or "
-            "train through that method (verl 0.8 and newer do)."
+            f"actor_rollout_ref.actor.policy_loss.{settings.rule_of_used} needs the epoch, which we count in verl's "
+            "TrainingWorker.train_mini_batch, but this loss was called from elsewhere. Set "
+            "policy_loss.objective=brake_all or grpo, which do not need it, or train through that method (verl 0.8 and "
+            "newer do)."
         )
     return torch.full_like(mask, update.uses, dtype=torch.int64)
 

@@ -16,12 +16,12 @@ for package in bapo verl vllm; do
     }
 done
 
-# Bounds act on stale tokens: raise ppo_epochs, or let ppo_mini_batch_size divide a batch into several updates. From
-# eight epochs on, use objective=push_once.
+# The brake pushes negative tokens of earlier epochs down less, the further they have fallen; the first of ppo_epochs is
+# GRPO's.
 python -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.policy_loss._target_=bapo.adapters.verl.BapoPolicyLossConfig \
     actor_rollout_ref.actor.policy_loss.loss_mode=bapo \
-    +actor_rollout_ref.actor.policy_loss.objective=grpo \
+    +actor_rollout_ref.actor.policy_loss.objective=brake \
     \
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
     actor_rollout_ref.actor.ppo_epochs=4 \

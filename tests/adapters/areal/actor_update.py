@@ -116,6 +116,7 @@ def main(model, out):
         "fixed": update(model, bapo_actor.Fixed),
         "areal": update(model, AREALS_OWN),
         "push once": update(model, bapo_actor.PushOnce, passes=[(0, 1), (1, 2), (2, 3)]),
+        "brake": update(model, bapo_actor.Brake, passes=[(0, 1), (1, 2), (2, 3)]),
         "first pass": update(model, bapo_actor.PushOnce, passes=[(0, 0)]),
         "off": update(model, bapo_actor.BapoActor, passes=[None] * 3),
     }

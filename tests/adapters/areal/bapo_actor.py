@@ -4,6 +4,7 @@ from areal.engine import FSDPPPOActor
 
 from bapo import ClipSettings
 from bapo.adapters.areal import WithinBounds
+from bapo.adapters.shared import settings_of
 
 
 class BapoActor(WithinBounds, FSDPPPOActor):
@@ -12,6 +13,10 @@ class BapoActor(WithinBounds, FSDPPPOActor):
 
 class PushOnce(WithinBounds, FSDPPPOActor):
     clip_settings = ClipSettings(target_share=0.42, used_low=1.0)
+
+
+class Brake(WithinBounds, FSDPPPOActor):
+    clip_settings = settings_of("brake", brake=0.3)
 
 
 class Fixed(WithinBounds, FSDPPPOActor):

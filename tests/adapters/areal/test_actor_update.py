@@ -71,21 +71,31 @@ def test_bounds_loss_and_weights_are_those_of_the_whole_update(model, two):
     assert_close(result["weights"], weights, rtol=0, atol=1e-6)
 
 
-def test_several_passes_are_those_of_the_core(model, two):
+RULES = {
+    "push once": {"settings": ClipSettings(target_share=0.42, used_low=1.0)},
+    "brake": {"objective": "brake", "delta": 0.3},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_several_passes_are_those_of_the_core(model, two, rule):
     """In float64. Rows of different uses are in one update, as a replay buffer would mix them."""
     from transformers import Qwen2ForCausalLM
 
-    result, settings = two["push once"], ClipSettings(target_share=0.42, used_low=1.0)
+    result, options, braked = two[rule], RULES[rule], []
     network = Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa").double()
     tokens = {name: x.double() if x.is_floating_point() else x for name, x in result["tokens"].items()}
     extra = torch.arange(len(tokens["loss_mask"]))[:, None].expand_as(tokens["loss_mask"]) % 2
     for uses, found in enumerate([result["stats"], *result["later stats"]]):
-        out, weights = one_step(network, tokens, settings=settings, uses=uses + extra)
+        out, weights = one_step(network, tokens, **options, uses=uses + extra)
         stats = {name.removeprefix(STATS): value for name, value in found.items()}
-        for name in ("clip_low", "clip_high", "share"):
+        for name in ("clip_low", "clip_high", "share", *(("drift", "used_low") if rule == "brake" else ())):
             assert stats[f"bapo/{name}"] == pytest.approx(out.metrics[name].item(), abs=1e-5)
+        braked.append(float(out.bounds.used_low))
         assert stats["actor_loss/avg"] == pytest.approx(out.loss.item(), abs=1e-5)
         assert stats["clip_ratio/avg"] == pytest.approx(out.metrics["clip_fraction"].item(), abs=1e-5)
+    assert max(braked) > 0.82
+    assert rule != "brake" or any(0.8 < low < 1 for low in braked)
     assert all(torch.equal(two["first pass"]["weights"][name], value) for name, value in two["bapo"]["weights"].items())
     ours = {name: value.double() for name, value in result["weights"].items()}
     assert_close(ours, weights, rtol=0, atol=1e-5)

@@ -83,9 +83,10 @@ def test_a_window_solves_from_the_last_calls():
     assert loss_fn.metrics["bapo/clip_high"] == out.bounds.high
 
 
-def test_several_epochs_are_those_of_the_core():
+@pytest.mark.parametrize("rule", [{"used_low": 1.0}, {"brake": 0.1}, {"brake": 0.03}], ids=str)
+def test_several_epochs_are_those_of_the_core(rule):
     """The learner moves between epochs; from the second one on, every token was trained on before."""
-    loss_fn = policy_loss(target_share=0.5, used_low=1.0)(is_correction_level="token")
+    loss_fn = policy_loss(target_share=0.5, **rule)(is_correction_level="token")
     plain = policy_loss(target_share=0.5)(is_correction_level="token")
     drift = torch.Generator().manual_seed(1)
     for epoch in range(3):
@@ -96,13 +97,31 @@ def test_several_epochs_are_those_of_the_core():
         loss, *_ = called(loss_fn, batch)
         [gradient] = torch.autograd.grad(loss, batch[0])
         uses = torch.full_like(batch[3], epoch, dtype=torch.int64)
-        settings = ClipSettings(target_share=0.5, used_low=1.0)
+        settings = ClipSettings(target_share=0.5, **rule)
         out, expected = core(in_float64(batch), settings=settings, uses=uses)
         assert loss.item() == pytest.approx(out.loss.item(), abs=1e-6)
         assert_close(gradient.double(), expected, rtol=0, atol=1e-6)
         assert loss_fn.metrics["bapo/share"].item() == pytest.approx(out.bounds.share.item(), abs=1e-6)
         [without] = torch.autograd.grad(called(plain, batch)[0], batch[0])
         assert torch.equal(gradient, without) == (epoch == 0)
+
+
+def test_the_brake_looks_at_the_whole_window():
+    """An update of two micro-batches: the second one's bounds are those of both together, in float64."""
+    loss_fn, seeds = policy_loss(objective="brake", brake=0.2, window=2)(is_correction_level="token"), (5, 4)
+    loss_fn.uses = 1
+    for seed in seeds:
+        batch = some_unmoved(logged(seed))
+        loss, *_ = called(loss_fn, batch)
+    [gradient] = torch.autograd.grad(loss, batch[0])
+    pairs = zip(*(some_unmoved(logged(seed)) for seed in seeds), strict=True)
+    together = in_float64([torch.cat(pair) for pair in pairs])
+    uses = torch.ones_like(together[3], dtype=torch.int64)
+    out, expected = core(together, objective="brake", delta=0.2, uses=uses)
+    assert 0.82 < out.bounds.used_low < 1
+    assert loss_fn.metrics["bapo/used_low"].item() == pytest.approx(out.bounds.used_low.item(), abs=1e-6)
+    share = together[3].sum() / batch[3].sum()  # each loss is divided by its own tokens
+    assert_close(gradient.double(), expected[6:] * share, rtol=0, atol=1e-6)
 
 
 def test_refusals_say_what_to_set():
@@ -118,6 +137,8 @@ def test_refusals_say_what_to_set():
         policy_loss(remainder="weigh")()
     with pytest.raises(ValueError, match=r"used_low=1\.0\) has to know the epoch, but nobody has set `uses`"):
         called(policy_loss(used_low=1.0)(is_correction_level="token"), logged())
+    with pytest.raises(ValueError, match=r"policy_loss\(brake=0\.03\) has to know the epoch"):
+        called(policy_loss(objective="brake")(is_correction_level="token"), logged())
 
 
 @pytest.fixture

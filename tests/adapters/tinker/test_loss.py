@@ -134,10 +134,11 @@ def with_uses(data, counts):
     ]
 
 
-def test_several_passes_are_those_of_the_core(client):
+@pytest.mark.parametrize("rule", [{"used_low": 1.0}, {"brake": 0.3}], ids=str)
+def test_several_passes_are_those_of_the_core(client, rule):
     """The first three responses are used again in every pass; the last two count as fresh each time."""
-    data, loss = sampled(client), bapo_loss(target_share=0.17, used_low=1.0)
-    settings, differs = ClipSettings(target_share=0.17, used_low=1.0), []
+    data, loss = sampled(client), bapo_loss(target_share=0.17, **rule)
+    settings, differs = ClipSettings(target_share=0.17, **rule), []
     for step in range(3):
         counts = [step, step, step, 0, 0]
         uses = torch.tensor(counts).repeat_interleave(torch.tensor(LENGTHS))
@@ -156,7 +157,7 @@ def test_several_passes_are_those_of_the_core(client):
 
 def test_says_what_is_wrong_with_the_uses(client):
     data, loss = sampled(client), bapo_loss(used_low=1.0)
-    with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs has no 'uses', which used_low needs"):
+    with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs has no 'uses', which brake and used_low need"):
         client.step(data, loss)
     counted = with_uses(data, [0, 1, 0, -1, 0])
     with pytest.raises(ValueError, match=r"data\[3\].loss_fn_inputs\['uses'\] holds \[-1"):

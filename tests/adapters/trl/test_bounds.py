@@ -169,7 +169,11 @@ class Grading(Watched):
         return logprobs, self._update.parts[-1].columns
 
 
-@pytest.mark.parametrize("options", [{}, CAPPED, {"bapo_used_low": 1.0}], ids=["no delta", "delta", "push once"])
+@pytest.mark.parametrize(
+    "options",
+    [{"bapo_preset": "paper"}, CAPPED, {"bapo_used_low": 1.0}, {}, {"bapo_objective": "brake_all"}],
+    ids=["no delta", "delta", "push once", "brake", "brake on all"],
+)
 def test_what_is_retained_is_what_has_a_gradient_in_trls_loss(tmp_path, options):
     run = trained(tmp_path, Grading, num_iterations=4, max_steps=6, **options)
     assert blocked_without_a_gradient(run.calls)[-1] > 0
@@ -253,6 +257,9 @@ def test_two_processes_choose_the_bounds_of_one(tmp_path):
     assert_close(torch.tensor(one["share"]), torch.tensor(two["share"]))
     assert_close(one["weights"], two["weights"])
     assert max(two["clipped"]) > 0
+    for name in ("drift", "used_low"):
+        assert_close(torch.tensor(one[name]), torch.tensor(two[name]), rtol=0, atol=1e-6)
+        assert len(set(one[name])) > 1
     for seen in (one, two):
         theirs, *ours = seen["fixed"]  # at fixed bounds: TRL's own trainer, then ours at both scopes
         for loss, norm, moved in ours:

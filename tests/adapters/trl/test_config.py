@@ -13,13 +13,20 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo import ClipSettings
 from bapo.adapters.trl import BapoConfig, BapoTrainer, check_trl
-from bapo.core.settings import CLIP_OPTIONS
+from bapo.core.settings import CLIP_OPTIONS, brake_settings
 from tests.adapters.trl.tiny import config, digits, model, prompts, tokenizer
 
 
 def test_defaults_are_the_cores(tmp_path):
-    assert config(tmp_path).clip_settings == ClipSettings()
-    assert (config(tmp_path).bapo_objective, config(tmp_path).bapo_scope) == ("bapo", "update")
+    """The brake, or the search if one of its options is given."""
+    assert config(tmp_path).clip_settings == brake_settings()
+    assert config(tmp_path, bapo_brake=0.1).clip_settings == brake_settings(delta=0.1)
+    assert config(tmp_path, bapo_objective="bapo").clip_settings == ClipSettings()
+    assert config(tmp_path, bapo_order="high_first").clip_settings == ClipSettings()
+    assert config(tmp_path, bapo_target_share=0.5, bapo_brake=0.1).clip_settings == ClipSettings(
+        target_share=0.5, brake=0.1
+    )
+    assert config(tmp_path).bapo_scope == "update"
 
 
 @pytest.mark.parametrize("name", ["paper", "weak-model", "released-script"])
@@ -37,8 +44,8 @@ def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
         ({"loss_type": "cispo"}, "Use one of grpo, bnpo, dr_grpo, dapo"),
         ({"epsilon": 0.3}, "BAPO chooses both bounds"),
         ({"epsilon_high": 0.28}, r"To clip at these epsilons, write bapo_low=\[0.8, 0.8\], bapo_high=\[1.28, 1.28\]"),
-        ({"delta": 2.9}, r"Set delta >= 3\.0, or end bapo_high at delta"),
-        ({"delta": 1.1, "bapo_high": [1.2, 1.2]}, r"delta=1\.1 caps every ratio"),
+        ({"delta": 2.9, "bapo_preset": "paper"}, r"Set delta >= 3\.0, or end bapo_high at delta"),
+        ({"delta": 1.1}, r"delta=1\.1 caps every ratio"),
         ({"bapo_scope": "batch"}, "bapo_scope='batch' is not known"),
         ({"bapo_preset": "papr"}, "Did you mean 'paper'"),
         ({"bapo_preset": "push-once"}, "does not search for bounds. It is an objective: 'push_once'"),
@@ -54,6 +61,8 @@ def test_presets_are_the_cores_and_single_options_go_on_top(tmp_path, name):
         ({"bapo_measure": "loss"}, "Choose one of: gradient, surrogate"),
         ({"bapo_remainder": "weigh"}, r"options bapo_\*: remainder='weigh' would be ignored: TRL's own loss"),
         ({"bapo_remainder": "keep"}, "Choose one of: leave, weigh"),
+        ({"bapo_objective": "brake", "bapo_used_low": 1.0}, r"objective='brake' does not: it takes low, high, brake"),
+        ({"bapo_brake": -1.0}, r"options bapo_\*: brake=-1\.0 must be a finite number of at least 1e-6"),
         ({"bapo_used_low": 1.2}, r"options bapo_\*: used_low=1\.2 must be a number between 0 and 1"),
     ],
     ids=str,
@@ -74,6 +83,9 @@ def test_every_clip_setting_is_an_option(tmp_path):
     ours = {field.name for field in dataclasses.fields(BapoConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
     assert ours == {f"bapo_{name}" for name in ("objective", "preset", *CLIP_OPTIONS, "scope")}
     assert config(tmp_path, bapo_remainder="leave").clip_settings == ClipSettings()
+    assert config(tmp_path, bapo_objective="bapo", bapo_brake=0.1, bapo_brake_on="all").clip_settings == ClipSettings(
+        brake=0.1, brake_on="all"
+    )
 
 
 def test_a_grpo_config_is_refused(tmp_path):

@@ -213,7 +213,7 @@ def test_a_reward_that_verifies_is_learned(tmp_path):
     rewards = log_of(run, "reward")
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-3:]) / 3 > 0.6
-    assert len(set(log_of(run, "bapo/clip_high"))) > 3
+    assert len(set(log_of(run, "bapo/used_low"))) > 3
 
 
 def test_the_example_learns(tmp_path):

@@ -127,12 +127,23 @@ SEARCH = {"bapo_target_share": 0.55, "bapo_high": [1.1, 3.0]}
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("bounds", "ahead"),
-    [(FIXED, 0), ({"bapo_objective": "push_once"}, 0), ({"bapo_scope": "microbatch", **SEARCH}, 0), (SEARCH, 1)],
-    ids=["fixed", "push once", "microbatch", "search"],
+    ("bounds", "updates"),
+    [
+        (FIXED, 0),
+        ({"bapo_objective": "push_once"}, 0),
+        ({"bapo_scope": "microbatch", **SEARCH}, 0),
+        ({"bapo_scope": "microbatch"}, 0),
+        ({}, 2),
+        ({"bapo_objective": "brake_all"}, 4),
+        (SEARCH, 4),
+    ],
+    ids=["fixed", "push once", "microbatch", "microbatch, brake", "brake", "brake on all", "search"],
 )
-def test_only_a_search_over_an_update_asks_for_more_logprobs(tmp_path, monkeypatch, bounds, ahead, accumulation):
-    """And not for those of the first micro-batch, which its own loss call has."""
+def test_only_bounds_that_need_the_tokens_of_an_update_ask_for_more_logprobs(
+    tmp_path, monkeypatch, bounds, updates, accumulation
+):
+    """And not for those of the first micro-batch, which its own loss call has. The brake needs none in the first of two
+    iterations. `updates`: in how many of four there is a further pass."""
     calls, compute = [], GRPOTrainer._get_per_token_logps_and_entropies
 
     def counted(self, *args, **kwargs):
@@ -146,7 +157,7 @@ def test_only_a_search_over_an_update_asks_for_more_logprobs(tmp_path, monkeypat
     theirs = len(calls)
     assert theirs == 4 * accumulation + 2  # two generations
     trained(tmp_path / "bapo", **bounds, **options)
-    assert len(calls) - theirs == theirs + ahead * 4 * (accumulation - 1)
+    assert len(calls) - theirs == theirs + updates * (accumulation - 1)
 
 
 def test_the_share_of_fixed_bounds_is_that_of_the_whole_update(tmp_path):

@@ -1,4 +1,4 @@
-"""`bapo_used_low`: the loss knows what an earlier update was trained on, however TRL visits its generations."""
+"""Brake and `bapo_used_low`: the loss knows what an earlier update trained on, however TRL visits its generations."""
 
 import warnings
 
@@ -9,11 +9,25 @@ from torch.testing import assert_close
 pytest.importorskip("trl")
 
 from bapo import ClipSettings, policy_loss
+from bapo.core.bounds import StopReason
 from tests.adapters.trl.test_bounds import ADAPTIVE, Watched, same_run
-from tests.adapters.trl.tiny import FIXED, SMALL, trained, weights
+from tests.adapters.trl.tiny import FIXED, SMALL, log_of, trained, weights
 
 PUSH_ONCE = {**ADAPTIVE, "bapo_used_low": 1.0}
-SETTINGS = ClipSettings(target_share=0.55, low=(0.6, 0.9), high=(1.1, 3.0), used_low=1.0)
+BRAKE = {"bapo_brake": 0.3}
+"""Without further options: the objective."""
+RULES = {
+    "push once": (
+        PUSH_ONCE,
+        {"settings": ClipSettings(target_share=0.55, low=(0.6, 0.9), high=(1.1, 3.0), used_low=1.0)},
+    ),
+    "brake": (BRAKE, {"objective": "brake", "delta": 0.3}),
+    "brake and search": (
+        {**ADAPTIVE, "bapo_brake": 0.3},
+        {"settings": ClipSettings(target_share=0.55, low=(0.6, 0.9), high=(1.1, 3.0), brake=0.3)},
+    ),
+}
+"""Options here, and those of `bapo.policy_loss`."""
 
 
 class Visits(Watched):
@@ -60,7 +74,7 @@ def test_uses_are_the_visits_of_earlier_updates(tmp_path, scope, accumulation, s
         assert (low == pytest.approx(1.0, abs=1e-6)) == (count > 0)
 
 
-def whole(calls, uses):
+def whole(calls, uses, options):
     """An update of `dr_grpo` in float64 through `bapo.policy_loss`: what it computed, and a gradient for each call."""
     columns = [[], [], [], [], []]
     for (_, inputs, _, logprobs, _), count in zip(calls, uses, strict=True):
@@ -72,9 +86,7 @@ def whole(calls, uses):
     logprobs, behavior, advantages, mask, counts = (torch.cat(column) for column in columns)
     leaf = logprobs.double().requires_grad_()
     slots = mask.shape[0] * SMALL["max_completion_length"]
-    out = policy_loss(
-        leaf, behavior.double(), advantages.double(), mask, settings=SETTINGS, uses=counts, denominator=slots
-    )
+    out = policy_loss(leaf, behavior.double(), advantages.double(), mask, **options, uses=counts, denominator=slots)
     out.loss.backward()
     return out, leaf.grad.split([len(logprobs) for _, _, _, logprobs, _ in calls])
 
@@ -82,7 +94,8 @@ def whole(calls, uses):
 @pytest.mark.parametrize(
     ("accumulation", "steps_per_generation"), [(2, 2), (3, 2), (1, 1)], ids=["aligned", "mixed", "single"]
 )
-def test_several_passes_are_those_of_the_core(tmp_path, accumulation, steps_per_generation):
+@pytest.mark.parametrize("rule", RULES)
+def test_several_passes_are_those_of_the_core(tmp_path, rule, accumulation, steps_per_generation):
     """`mixed`: an update holds the last pass over one generation and the first pass over the next."""
     run = trained(
         tmp_path,
@@ -93,20 +106,28 @@ def test_several_passes_are_those_of_the_core(tmp_path, accumulation, steps_per_
         num_iterations=4,
         max_steps=8,
         max_grad_norm=0.0,
-        **PUSH_ONCE,
+        **RULES[rule][0],
     )
-    uses, stopped, together = uses_of(run.calls), 0, set()
+    uses, stopped, together, braked, drifts = uses_of(run.calls), 0, set(), [], []
     for first in range(0, len(run.calls), accumulation):
         part = slice(first, first + accumulation)
-        out, gradients = whole(run.calls[part], uses[part])
+        out, gradients = whole(run.calls[part], uses[part], RULES[rule][1])
+        used_low = float(out.bounds.used_low)
+        braked.append(used_low)
+        if rule != "push once" and out.bounds.stop != StopReason.NO_SIGNAL:
+            drifts.append(out.bounds.drift.item())
         together.add(frozenset(count > 0 for count in uses[part]))
         for (_, inputs, count, logprobs, (low, high)), gradient in zip(run.calls[part], gradients, strict=True):
             assert high == pytest.approx(out.bounds.high.item(), abs=1e-6)
-            assert low == pytest.approx(1.0 if count else out.bounds.low.item(), abs=1e-6)
+            assert low == pytest.approx(used_low if count else out.bounds.low.item(), abs=1e-6)
             assert_close(logprobs.grad.double(), gradient[:, : logprobs.shape[1]], rtol=1e-5, atol=1e-9)
-            below = (logprobs < inputs["old_per_token_logps"]) & (inputs["advantages"][:, None] < 0)
+            ratio = (logprobs - inputs["old_per_token_logps"]).exp()
+            below = (ratio > out.bounds.low) & (ratio < used_low) & (inputs["advantages"][:, None] < 0)
             stopped += int((below & inputs["completion_mask"].bool()).sum()) if count else 0
-    assert stopped > 20  # the rule had something to do
+    assert stopped > 5  # the rule had something to do
+    assert log_of(run, "bapo/drift") == pytest.approx(drifts, abs=1e-6)
+    if rule != "push once":
+        assert any(0.82 < low < 1 for low in braked)
     if accumulation == 3:
         assert frozenset({True, False}) in together
 
@@ -123,14 +144,28 @@ def test_the_first_pass_is_the_one_without_the_rule_bit_for_bit(tmp_path):
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_the_first_pass_with_the_brake_is_grpo_bit_for_bit(tmp_path):
+    first = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 2}
+    brake = trained(tmp_path / "brake", **first)
+    same_run(brake, trained(tmp_path / "grpo", bapo_objective="grpo", **first))
+    assert log_of(brake, "bapo/drift") == [0.0, 0.0]
+    assert log_of(brake, "bapo/used_low") == log_of(brake, "bapo/clip_low") == pytest.approx([0.8, 0.8])
+    first["max_steps"] = 4  # the second pass
+    ours = weights(trained(tmp_path / "two", bapo_brake=1e-6, **first))
+    theirs = weights(trained(tmp_path / "second", bapo_objective="grpo", **first))
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_a_rule_for_used_tokens_without_a_second_pass_is_pointed_out(tmp_path):
     once = {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_steps": 1}
     with pytest.warns(UserWarning, match=r"^bapo_used_low=1\.0 .* does nothing with num_iterations=1"):
         trained(tmp_path / "once", num_iterations=1, bapo_objective="push_once", **once)
+    with pytest.warns(UserWarning, match=r"^bapo_brake=0\.03 \(which bapo_objective=brake, the default.* does nothing"):
+        trained(tmp_path / "brake", num_iterations=1, **once)
     for quiet in ({"num_iterations": 2, "bapo_objective": "push_once"}, {"num_iterations": 1, "bapo_preset": "paper"}):
         with warnings.catch_warnings(record=True) as said:
             trained(tmp_path / "quiet", **quiet, **once)
-        assert not [one for one in said if "used_low" in str(one.message)]
+        assert not [one for one in said if "does nothing" in str(one.message)]
 
 
 def test_a_used_token_at_its_bound_has_no_gradient(tmp_path):

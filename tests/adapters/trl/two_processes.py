@@ -60,11 +60,13 @@ def main(out):
         "max_steps": 6,
     }
     run = trained(f"{out}.run", Counting, bapo_target_share=0.55, bapo_high=[1.1, 3.0], **options)
+    brake = trained(f"{out}.brake", bapo_brake=0.1, **options)
     options["learning_rate"] = 1.0  # so that fixed bounds clip
     fixed = [trained(f"{out}.grpo", GRPOTrainer, GRPOConfig, **options)]
     fixed += [trained(f"{out}.{scope}", bapo_scope=scope, **FIXED, **options) for scope in ("update", "microbatch")]
     if run.accelerator.is_main_process:
         logs = {name: log_of(run, f"bapo/{name}") for name in ("clip_low", "clip_high", "share")}
+        logs |= {name: log_of(brake, f"bapo/{name}") for name in ("drift", "used_low")}
         state = {name.removeprefix("module."): value for name, value in weights(run).items()}
         same = [(log_of(one, "loss"), log_of(one, "grad_norm"), weights(one)) for one in fixed]
         clipped = log_of(fixed[0], "clip_ratio/region_mean")

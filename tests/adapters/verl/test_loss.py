@@ -176,7 +176,7 @@ def test_refusals_say_what_to_set():
     with pytest.raises(ValueError, match=r"_target_=bapo\.adapters\.verl\.BapoPolicyLossConfig"):
         bapo_policy_loss(**given, config=tiny.actor_config("actor_rollout_ref.actor.policy_loss.loss_mode=bapo"))
     with pytest.raises(ValueError, match="scope=microbatch"):
-        bapo_policy_loss(**given, config=tiny.actor_config(*tiny.bapo_options()))
+        bapo_policy_loss(**given, config=tiny.actor_config(*tiny.bapo_options(objective="grpo")))
     epsilons = tiny.actor_config(*tiny.bapo_options(), "actor_rollout_ref.actor.clip_ratio_high=0.28")
     with pytest.raises(ValueError, match=r"clip_ratio_high=0\.28 would be ignored"):
         bapo_policy_loss(**given, config=epsilons)

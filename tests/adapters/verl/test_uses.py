@@ -1,4 +1,4 @@
-"""`used_low` in verl: several epochs of its real actor update are those of `bapo.policy_loss` with `uses`."""
+"""Brake and `used_low` in verl: several epochs of its real actor update are those of `bapo.policy_loss` with `uses`."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tests.adapters.verl.test_actor_update import ACTOR, TARGET, updates
 
 RANKS = 2
 PUSH_ONCE = {"target_share": TARGET, "used_low": 1.0}
+DELTA = 0.3
 FIXED = {"low": "[0.8,0.8]", "high": "[1.2,1.2]"}
 BALANCED = {"target_share": 0.9, "used_low": 1.0, "remainder": "weigh"}
 EPOCHS = {"epochs": 3, "updates": 2}
@@ -27,16 +28,27 @@ CASES = {
         "epochs": 3,
     },
     "microbatch": {"overrides": tiny.bapo_options(used_low=1.0, scope="microbatch", **FIXED), **EPOCHS},
+    "brake": {"overrides": tiny.bapo_options(brake=DELTA), "epochs": 3},
+    "brake, shuffled": {"overrides": tiny.bapo_options(objective="brake", brake=DELTA), "shuffle": True, **EPOCHS},
+    "brake, weighed": {"overrides": tiny.bapo_options(target_share=0.9, brake=DELTA, remainder="weigh"), "epochs": 3},
+    "brake on all": {"overrides": tiny.bapo_options(objective="brake_all", brake=DELTA), "epochs": 3},
+    "grpo": {"overrides": tiny.bapo_options(objective="grpo")},
+    "default": {"overrides": tiny.bapo_options()},
     "off": {"overrides": tiny.bapo_options(target_share=TARGET), **EPOCHS},
     "first epoch": {"overrides": tiny.bapo_options(**PUSH_ONCE), "updates": 2},
     "first epoch, off": {"overrides": tiny.bapo_options(target_share=TARGET), "updates": 2},
 }
+FIXED_PAIR = {"low": (0.8, 0.8), "high": (1.2, 1.2)}
 SETTINGS = {
     "push once": ClipSettings(**PUSH_ONCE),
     "shuffled": ClipSettings(**PUSH_ONCE),
     "weighed": ClipSettings(**BALANCED),
     "one micro-batch": ClipSettings(**PUSH_ONCE),
-    "microbatch": ClipSettings(used_low=1.0, low=(0.8, 0.8), high=(1.2, 1.2)),
+    "microbatch": ClipSettings(used_low=1.0, **FIXED_PAIR),
+    "brake": ClipSettings(brake=DELTA, **FIXED_PAIR),
+    "brake, shuffled": ClipSettings(brake=DELTA, **FIXED_PAIR),
+    "brake, weighed": ClipSettings(target_share=0.9, brake=DELTA, remainder="weigh"),
+    "brake on all": ClipSettings(brake=DELTA, brake_on="all", **FIXED_PAIR),
 }
 
 
@@ -88,7 +100,8 @@ def trained(model, tokens, settings, case):
             for parameter in network.parameters():
                 parameter -= tiny.LEARNING_RATE * parameter.grad
         ratio = (logprobs - behavior).exp()
-        stopped += int((mask & (now["advantages"] < 0) & (ratio > out.bounds.low) & ~out.retained).sum())
+        fixed_low = 0.8 if settings.brake_on == "all" else out.bounds.low
+        stopped += int((mask & (now["advantages"] < 0) & (ratio > fixed_low) & ~out.retained).sum())
         results.append(out)
     return results, {name: value.detach() for name, value in network.named_parameters()}, stopped
 
@@ -98,9 +111,15 @@ def test_several_epochs_are_those_of_the_core(model, two, case):
     result = two[case]
     steps, weights, stopped = trained(model, result["tokens"], SETTINGS[case], CASES[case])
     assert stopped > 2
-    for name in ("clip_low", "clip_high", "share") if case != "microbatch" else ():
-        expected = [out.metrics[name].item() for out in steps]
-        assert result["metrics"][f"bapo/{name}"] == pytest.approx(expected, abs=1e-5)
+    for name in ("clip_low", "clip_high", "share", "drift", "used_low") if case != "microbatch" else ():
+        expected = [out.metrics[name].item() for out in steps if name in out.metrics]
+        logged = result["metrics"].get(f"bapo/{name}", [])
+        assert len(logged) == len(expected)
+        start = 1 if (case, name) == ("brake", "share") else 0  # in the first epoch, that of each micro-batch
+        assert logged[start:] == pytest.approx(expected[start:], abs=1e-5)
+    if "brake" in case:
+        lows = result["metrics"]["bapo/clip_low" if case == "brake on all" else "bapo/used_low"]
+        assert any(SETTINGS[case].low[0] + 0.01 < low < 1 for low in lows)
     assert result["metrics"]["actor/pg_loss"] == pytest.approx([out.loss.item() for out in steps], abs=1e-5)
     assert_close({name: value.double() for name, value in result["weights"].items()}, weights, rtol=0, atol=1e-5)
 
@@ -115,11 +134,23 @@ def test_the_first_epoch_is_the_one_without_the_rule_bit_for_bit(two):
     assert any(not torch.equal(several[name], plain[name]) for name in plain)
 
 
+def test_the_brake_needs_no_further_pass_in_the_first_epoch_and_is_grpo_there(two):
+    """Two micro-batches in a step."""
+    assert two["brake"]["forwards"] == [True, True] + [False, False, True, True] * 2
+    assert len(two["brake"]["float64_all_reduces"]) == 2
+    assert two["brake on all"]["forwards"] == [False, False, True, True] * 3
+    assert two["grpo"]["forwards"] == two["default"]["forwards"] == [True, True]
+    grpo, default = two["grpo"]["weights"], two["default"]["weights"]
+    assert all(torch.equal(default[name], grpo[name]) for name in grpo)
+    assert two["default"]["metrics"]["bapo/drift"] == [0.0]
+
+
 def test_a_rule_for_used_tokens_without_a_second_epoch_is_pointed_out(two):
-    said = {case: [line for line in result["warnings"] if "used_low" in line] for case, result in two.items()}
-    assert said["first epoch"][0].startswith("policy_loss.used_low=1.0 ")
-    assert "does nothing with actor.ppo_epochs=1" in said["first epoch"][0]
-    assert [case for case in said if said[case]] == ["first epoch"]
+    said = {case: [line for line in result["warnings"] if "policy_loss." in line] for case, result in two.items()}
+    for case, rule in (("first epoch", "used_low=1.0"), ("default", "brake=0.03")):
+        assert said[case][0].startswith(f"policy_loss.{rule} ")
+        assert "does nothing with actor.ppo_epochs=1" in said[case][0]
+    assert {case for case in said if said[case]} == {"first epoch", "default"}
 
 
 def test_rows_are_counted_epoch_by_epoch():
@@ -133,8 +164,9 @@ def test_a_loss_outside_the_worker_does_not_guess():
     names = ("log_prob", "old_log_prob", "advantages", "response_mask")
     given = dict(zip(names, logged(), strict=True))
     for scope in ("update", "microbatch"):
-        config = tiny.actor_config(*tiny.bapo_options(scope=scope, used_low=1.0))
-        with pytest.raises(ValueError, match=r"policy_loss\.used_low=1\.0 needs the epoch.*called from elsewhere"):
-            bapo_policy_loss(**given, config=config)
+        for options, rule in (({"used_low": 1.0}, r"used_low=1\.0"), ({}, r"brake=0\.03")):
+            config = tiny.actor_config(*tiny.bapo_options(scope=scope, **options))
+            with pytest.raises(ValueError, match=rf"policy_loss\.{rule} needs the epoch.*called from elsewhere"):
+                bapo_policy_loss(**given, config=config)
     with pytest.raises(ValueError, match=r"policy_loss: used_low=1\.5 must be a number between 0 and 1"):
         BapoPolicyLossConfig(used_low=1.5)

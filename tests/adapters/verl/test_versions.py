@@ -69,8 +69,10 @@ def test_bounds_loss_and_gradient_are_the_cores_in_the_order_of_the_authors_code
 @pytest.mark.parametrize(
     ("version", "message"), [("0.6.0", "This version of verl does not have it"), ("0.7.1", "called from elsewhere")]
 )
-def test_a_version_whose_actor_does_not_tell_the_epoch_refuses_used_low(version, message, tmp_path):
-    done = run(version, tmp_path / "returned.pt", used_low=1.0)
+@pytest.mark.parametrize(("options", "rule"), [({"used_low": 1.0}, "used_low=1.0"), ({}, "brake=0.03")])
+def test_a_version_whose_actor_does_not_tell_the_epoch_refuses_the_rule(version, message, options, rule, tmp_path):
+    done = run(version, tmp_path / "returned.pt", **options)
     assert done.returncode != 0
-    assert "policy_loss.used_low=1.0 needs the epoch" in done.stderr
+    assert f"policy_loss.{rule} needs the epoch" in done.stderr
     assert message in done.stderr
+    assert "policy_loss.objective=brake_all or grpo" in done.stderr.replace("\n", " ")

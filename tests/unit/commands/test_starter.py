@@ -145,8 +145,9 @@ def test_data_that_is_there_is_kept(here, capsys):
 def test_a_trl_script_to_start_from_uses_names_that_the_adapter_has(here):
     assert run(["init", "trl"]) == 0
     script = ast.parse((here / "train_trl.py").read_text())
-    adapter = ast.parse((ROOT / "src" / "bapo" / "adapters" / "trl.py").read_text())
-    classes = {node.name: node for node in adapter.body if isinstance(node, ast.ClassDef)}
+    adapters = [ROOT / "src" / "bapo" / "adapters" / f"{name}.py" for name in ("trl", "trl_config")]
+    adapter = [node for path in adapters for node in ast.parse(path.read_text()).body]
+    classes = {node.name: node for node in adapter if isinstance(node, ast.ClassDef)}
     imported = [
         alias.name
         for node in script.body
