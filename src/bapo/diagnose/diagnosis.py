@@ -11,7 +11,7 @@ a bound lets tokens pass. The headline and the advice follow from these cases, i
     it is below, and no bound moves it           ratios are near 1: look at lengths and at the averaging of the loss
     it is below, and the bounds move it          BAPO, with the setting that reaches the target most often
 
-Beside it stands what push once would do, if the dump says which tokens were trained on before (uses.py).
+Beside it stands what the brake and push once would do, if the dump says which tokens were trained on before (uses.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 from bapo.diagnose.dumps import NAMES, Dump
 from bapo.diagnose.measure import SETTINGS, Fate, Numbers, measure, total
 from bapo.diagnose.problems import FEW_RESPONSES, LOW_ESS, Finding, find_problems
-from bapo.diagnose.uses import UNKNOWN, Uses, first, later, of_uses, with_uses
+from bapo.diagnose.uses import UNKNOWN, Pushes, Uses, first, later, of_uses, with_uses
 from bapo.runs.files import strict
 
 RAISES_ENTROPY = ("low_prob_high_adv", "high_prob_low_adv")
@@ -37,10 +37,10 @@ MOST = 2 / 3  # a case applies if at least this share of the updates with a sign
 MOVES = 0.02  # adaptive bounds are worth it only if the whole path raises the share by at least this much
 NOTABLE = 0.01  # blocking is mentioned only if it affects at least this share of the gradient
 NOTHING_USABLE = "No token is usable, so nothing can be said about the clip."
-HOW_TO_PUSH_ONCE = (
-    "To set it: in this trainer, objective.name = 'push_once' (the default from eight passes on); in policy_loss, "
-    "objective='push_once' with uses=; in TRL, bapo_objective='push_once'; in verl, policy_loss.objective=push_once "
-    "(docs/adapters)."
+HOW_TO_BRAKE = (
+    "To set the brake: in this trainer, objective.name = 'brake' (the default); in policy_loss, objective='brake' with "
+    "uses=; in TRL, bapo_objective='brake'; in verl, policy_loss.objective=brake (docs/adapters). For push once, "
+    "write 'push_once'."
 )
 MOST_LINES = 10  # a recommendation is read only if it is short
 
@@ -138,8 +138,8 @@ def _about_the_clip(numbers: Numbers, uses: Uses) -> tuple[Headline, list[str]]:
         )
         lines = [reduce, *lines]
     elif _push_once_matters(numbers, uses):
-        then = of_uses(numbers.pushes).shares["share_push_once"]
-        headline = Headline(f"{text} Push once alone would take it to {then:.2f}.", "decided")
+        brake, once = (of_uses(pushes).shares["share_kept"] for pushes in (numbers.braked, numbers.pushes))
+        headline = Headline(f"{text} The brake alone would take it to {brake:.2f}, push once to {once:.2f}.", "decided")
     return headline, [line for line in lines if line]
 
 
@@ -201,34 +201,49 @@ def _push_once_matters(numbers: Numbers, uses: Uses) -> bool:
 
 
 def _about_uses(numbers: Numbers, uses: Uses) -> list[str]:
-    """What push once would do; nothing if uses are unknown, if no token is negative, or if every ratio is 1."""
+    """What rules of used tokens would do; nothing if uses are unknown, no token is negative, or every ratio is 1."""
     fresh, used, whole = first(numbers.pushes), later(numbers.pushes), of_uses(numbers.pushes)
     if uses.source == "unknown" or not whole.negative or not numbers.pooled.log_ratio.any():
         return []
     if not any(use > 0 for use in numbers.pushes):
         if uses.source == "logged":
-            return ["Every token is used for the first time, so push once (used_low = 1) would change nothing."]
+            return ["Every token is used for the first time, so the brake and push once would change nothing."]
         return [
-            "No response appears in two of these updates, so push once (used_low = 1) would change nothing in them. "
-            "If the dump leaves updates out, log uses to be sure."
+            "No response appears in two of these updates, so the brake and push once would change nothing in them. If "
+            "the dump leaves updates out, log uses to be sure."
         ]
     if not used.gradient:
-        return ["(0.8, 1.2) lets no negative token pass that was used before, so push once would change nothing."]
+        none = "(0.8, 1.2) lets no negative token pass that was used before"
+        return [f"{none}, so the brake and push once would change nothing."]
     shares, kept = used.shares, whole.shares["kept_of_gradient"]
     if not _push_once_matters(numbers, uses):
         blocks = f"it blocks {1 - kept:.1%} of the negative gradient that (0.8, 1.2) lets pass"
-        return [f"Push once (used_low = 1) would change little: {blocks}."]
+        return [f"Push once (used_low = 1) would change little: {blocks}. The brake blocks no more than that."]
     inferred = " (uses inferred)" if uses.source == "inferred" else ""
+    braked, braked_share = later(numbers.braked).shares, of_uses(numbers.braked).shares["share_kept"]
+    drift, low = braking(numbers)
     before = f"; in their first use, {fresh.shares['below']:.0%} are" if fresh.negative else ""
     return [
         f"Of the negative tokens in their second or later use{inferred}, {shares['below']:.0%} are already less likely "
         f"than when they were sampled{before}. A fixed clip of (0.8, 1.2) pushes {shares['pushed']:.0%} down further, "
         f"and these hold {shares['pushed_of_gradient']:.0%} of the gradient of negative tokens in later uses.",
-        f"Push once (used_low = 1) would stop that and keep {shares['kept']:.0%} of the negative tokens in later uses, "
-        f"those that have become more likely. The positive share would go from {whole.shares['share']:.2f} to "
-        f"{whole.shares['share_push_once']:.2f}. docs/results.md says where that helped.",
-        HOW_TO_PUSH_ONCE,
+        f"The brake would stop that as far as they have fallen: their mean of -log r, {drift}, makes used_low {low}. "
+        f"It would keep {braked['kept']:.0%} of the negative tokens in later uses, and the positive share would go "
+        f"from {whole.shares['share']:.2f} to {braked_share:.2f}. Push once (used_low = 1) is stricter: it would keep "
+        f"{shares['kept']:.0%}, those that have become more likely, and the share would be "
+        f"{whole.shares['share_kept']:.2f}. docs/results.md says where that helped.",
+        HOW_TO_BRAKE,
     ]
+
+
+def braking(numbers: Numbers) -> list[str]:
+    """The drift and used_low of the brake: each as its mean over updates, and its range if they differ."""
+    words = []
+    for name, digits in (("drift", ".3f"), ("used_low", ".2f")):
+        values = [getattr(brake, name) for brake in numbers.brakes]
+        mean, least, most = (format(value, digits) for value in (fmean(values), min(values), max(values)))
+        words.append(mean if least == most else f"{mean} ({least} to {most})")
+    return words
 
 
 def _about_entropy(numbers: Numbers) -> list[str]:
@@ -271,8 +286,8 @@ def _unknowns(dump: Dump, uses: Uses) -> list[str]:
             update.entropy is None
         ),
         "How old the tokens are: log staleness, or versions and the learner's version.": update.staleness is None,
-        "Which tokens were trained on before, and so what push once (used_low = 1) would do: log uses. They cannot be "
-        f"inferred from this dump, because {uses.words}.": uses.source == "unknown",
+        "Which tokens were trained on before, and so what the brake and push once would do (brake_all needs no uses): "
+        f"log uses. They cannot be inferred from this dump, because {uses.words}.": uses.source == "unknown",
         "Lengths of correct and wrong responses: log rewards.": update.rewards is None,
         "Lengths, gspo, topr and the error of the share: log sequence_ids with packed tokens.": (
             update.sequence_ids is None
@@ -314,7 +329,8 @@ def _numbers(numbers: Numbers) -> dict[str, Any]:
         "objectives": {name: _fate(fate) for name, fate in numbers.fates.items()},
         "bounds": {name: [asdict(bounds) for bounds in found] for name, found in numbers.bounds.items()},
         "ratio": numbers.ratios,
-        "push_once": _push_once(numbers),
+        "push_once": _rule_of_used(numbers.pushes, "push_once"),
+        "brake": {"updates": list(map(asdict, numbers.brakes)), **_rule_of_used(numbers.braked, "brake")},
     }
 
 
@@ -328,16 +344,16 @@ def _fate(fate: Fate) -> dict[str, float]:
     }
 
 
-def _push_once(numbers: Numbers) -> dict[str, Any]:
-    """Shares over all tokens and by use, and the sums they are made of. What push once does is null without uses."""
-    pushes, known = numbers.pushes, set(numbers.pushes) != {UNKNOWN}
+def _rule_of_used(pushes: Mapping[int, Pushes], rule: str) -> dict[str, Any]:
+    """Shares over all tokens and by use, and the sums they are made of. What the rule does is null without uses."""
+    known = set(pushes) != {UNKNOWN}
     chosen = {"all": of_uses(pushes)} | ({"first": first(pushes), "later": later(pushes)} if known else {})
-    unknown = {} if known else dict.fromkeys(("kept", "kept_of_gradient", "share_push_once"))
+    unknown = {} if known else dict.fromkeys(("kept", "kept_of_gradient", "share_kept"))
     parts = {name: {"negative_tokens": part.negative, **part.shares, **unknown} for name, part in chosen.items()}
-    share, then = ({name: part.pop(key) for name, part in parts.items()} for key in ("share", "share_push_once"))
+    share, then = ({name: part.pop(key) for name, part in parts.items()} for key in ("share", "share_kept"))
     return {
         "share": share["all"],
-        "share_push_once": then["all"],
+        f"share_{rule}": then["all"],
         **parts,
         "by_use": {str(use): asdict(part) for use, part in pushes.items() if use != UNKNOWN},
     }

@@ -27,6 +27,7 @@ FIXED = "(0.8, 1.2)"  # what a page calls GRPO's clip
 SHARES: dict[str, Callable[[Numbers], Signal | None]] = {
     "unclipped": lambda update: update.shares["gradient"]["unclipped"],
     FIXED: lambda update: update.fates["grpo"].gradient,
+    "brake": lambda update: update.fates["brake"].gradient if "brake" in update.fates else None,
     "push once": lambda update: update.fates["push_once"].gradient if "push_once" in update.fates else None,
     "bapo": lambda update: update.fates["bapo"].gradient,
 }

@@ -99,6 +99,16 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class Brake:
+    """What the objective brake finds in the used negative tokens of one update."""
+
+    drift: float
+    """How far they have fallen since they were sampled: their mean of -log r."""
+    used_low: float
+    """The lower bound that this gives to used tokens."""
+
+
+@dataclass(frozen=True)
 class Pooled:
     """What quantiles and errors need to know about every token or response."""
 
@@ -135,7 +145,12 @@ class Numbers:
     staleness: Counter[int] | None
     """updates between sampling and use -> tokens."""
     pushes: dict[int, Pushes]
-    """how often tokens were trained on before, or UNKNOWN -> how many negative ones are pushed down further."""
+    """how often tokens were trained on before, or UNKNOWN -> how many negative ones are pushed down further,
+    and what push once keeps."""
+    braked: dict[int, Pushes]
+    """The same with what the brake keeps."""
+    brakes: list[Brake]
+    """One entry per update with used negative tokens."""
     pooled: Pooled = field(repr=False)
 
     @cached_property
@@ -197,7 +212,7 @@ def measure(update: LoggedUpdate) -> Numbers | None:
         None if update.uses is None else _tensor(update.uses[good].clip(min=0)),
     )
     entropy = None if update.entropy is None else _tensor(update.entropy[good]).to(tokens.logprobs.dtype)
-    fates, bounds, quadrants = _outcomes(tokens, entropy)
+    fates, bounds, quadrants, brakes = _outcomes(tokens, entropy)
     rewards = None if update.rewards is None or present is None else update.rewards[present]
     drift = np.empty(0)
     if update.anchor is not None:
@@ -205,6 +220,8 @@ def measure(update: LoggedUpdate) -> Numbers | None:
     pooled = _pool(tokens, rewards, drift[np.isfinite(drift)])
     signal = tokens.advantages * tokens.within  # a token past the limit of log-ratios does not count
     unclipped = FIXED["unclipped"]
+    uses = None if update.uses is None else update.uses[good]
+    of_tokens = update.logprobs[good], update.behavior_logprobs[good], update.advantages[good], uses
     return Numbers(
         name=update.name,
         updates=1,
@@ -221,12 +238,9 @@ def measure(update: LoggedUpdate) -> Numbers | None:
         quadrants=quadrants,
         entropy=None if entropy is None else float(entropy.double().mean()),
         staleness=None if update.staleness is None else Counter(np.sort(update.staleness[good]).tolist()),
-        pushes=pushes_by_use(
-            update.logprobs[good],
-            update.behavior_logprobs[good],
-            update.advantages[good],
-            None if update.uses is None else update.uses[good],
-        ),
+        pushes=pushes_by_use(*of_tokens),
+        braked=pushes_by_use(*of_tokens, brakes[0].used_low if brakes else LOW),
+        brakes=brakes,
         pooled=pooled,
     )
 
@@ -237,7 +251,7 @@ def total(parts: Sequence[Numbers]) -> Numbers:
         return parts[0]
     errors = [p.share_error for p in parts if p.share_error is not None]
     with_entropy = [p for p in parts if p.entropy is not None]
-    sums = ("updates", "tokens", "sequences", "shares", "sequence_mean", "fates", "bounds", "staleness")
+    sums = ("updates", "tokens", "sequences", "shares", "sequence_mean", "fates", "bounds", "staleness", "brakes")
     return Numbers(
         name="all updates",
         **{name: _added([getattr(p, name) for p in parts]) for name in sums},
@@ -245,17 +259,19 @@ def total(parts: Sequence[Numbers]) -> Numbers:
         quadrants=_mean_quadrants(with_entropy) if with_entropy else None,
         entropy=_weighted([(p.entropy or 0.0, p.tokens) for p in with_entropy]) if with_entropy else None,
         pushes=joined([p.pushes for p in parts]),
+        braked=joined([p.braked for p in parts]),
         pooled=Pooled(*(np.concatenate([getattr(p.pooled, one.name) for p in parts]) for one in fields(Pooled))),
     )
 
 
 def _outcomes(
     tokens: Tokens, entropy: Tensor | None
-) -> tuple[dict[str, Fate], dict[str, list[Bounds]], dict[str, dict[str, float]] | None]:
+) -> tuple[dict[str, Fate], dict[str, list[Bounds]], dict[str, dict[str, float]] | None, list[Brake]]:
     """What every objective, and BAPO under each of SETTINGS, does to the tokens."""
     fates: dict[str, Fate] = {}
     bounds: dict[str, list[Bounds]] = {}
     quadrants: dict[str, dict[str, float]] = {}
+    brakes: list[Brake] = []
     for name, objective, settings in _tried(tokens):
         logprobs = tokens.logprobs.detach().requires_grad_()
         uses = tokens.uses if OBJECTIVES[objective].needs_uses else None
@@ -273,22 +289,24 @@ def _outcomes(
             keys = ("low", "high", "share", "share_at_start", "share_at_end", "stop")
             low, high, share, start, end, stop = (float(getattr(out.bounds, key)) for key in keys)
             bounds[name] = [Bounds(low, high, share, start, end, StopReason(int(stop)).name)]
+        if name == "brake" and uses is not None and (tokens.negative & tokens.within & uses.bool()).any():
+            brakes = [Brake(*(float(getattr(out.bounds, key)) for key in ("drift", "used_low")))]
         if entropy is not None and (settings is not None or name in ("grpo", "clip_higher")):
             masses = quadrant_masses(tokens, entropy, out.retained)
             quadrants[name] = {key: float(value) for key, value in masses.items()}
-    return fates, bounds, quadrants or None
+    return fates, bounds, quadrants or None, brakes
 
 
 def _tried(tokens: Tokens) -> Iterator[tuple[str, str, ClipSettings | None]]:
     """Label, objective and settings of everything that is tried: what these tokens have all inputs for.
 
-    An objective that solves bounds is tried under each of SETTINGS.
+    An objective that takes settings is tried under each of SETTINGS.
     """
     for name, objective in OBJECTIVES.items():
         inputs = (objective.needs_sequences, tokens.sequence_ids), (objective.needs_uses, tokens.uses)
         if any(needed and given is None for needed, given in inputs):
             continue
-        if objective.solves_bounds:
+        if objective.solves_bounds and objective.settings is None:
             yield from ((label, name, settings) for label, settings in SETTINGS.items())
         else:
             yield name, name, None

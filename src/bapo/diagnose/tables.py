@@ -22,7 +22,8 @@ from rich.text import Text
 
 from bapo.config.numerals import counted
 from bapo.core.entropy_rule import QUADRANTS
-from bapo.diagnose.diagnosis import Diagnosis
+from bapo.core.settings import OBJECTIVE_OPTIONS
+from bapo.diagnose.diagnosis import Diagnosis, braking
 from bapo.diagnose.measure import SETTINGS, Numbers
 from bapo.diagnose.problems import Finding
 from bapo.diagnose.uses import UNKNOWN, Pushes, later, of_uses
@@ -61,7 +62,7 @@ def parts(diagnosis: Diagnosis) -> list[Part]:
     if overall is None:
         return []
     pushed = [uses] if of_uses(overall.pushes).negative else []
-    tables = [shares, objectives, bounds, *pushed, quadrants, distance, lengths, staleness, engine]
+    tables = [shares, objectives, bounds, *pushed, rules_of_used, quadrants, distance, lengths, staleness, engine]
     found = [*(table(overall) for table in tables), by_update(diagnosis.updates)]
     return [part for part in found if part is not None]
 
@@ -165,8 +166,27 @@ def _pushed(label: str, part: Pushes) -> list[str]:
 
 
 def _kept(part: Pushes, shared: bool = True) -> list[str]:
-    shares = [_share(part.shares[name]) if shared else "" for name in ("share", "share_push_once")]
+    shares = [_share(part.shares[name]) if shared else "" for name in ("share", "share_kept")]
     return [_percent(part.shares["kept"]), _percent(part.shares["kept_of_gradient"]), *shares]
+
+
+def rules_of_used(numbers: Numbers) -> Part | None:
+    """What the brake leaves of negative tokens in later uses, between the fixed clip and push once."""
+    if not numbers.brakes:
+        return None
+    (drift, low), rows = braking(numbers), []
+    for rule, bound, pushes in (("brake", low, numbers.braked), ("push once", "1.00", numbers.pushes)):
+        kept = (_percent(later(pushes).shares[name]) for name in ("kept", "kept_of_gradient"))
+        rows.append([rule, bound, *kept, _share(of_uses(pushes).shares["share_kept"])])
+    return Part(
+        "Negative tokens in later uses",
+        f"The drift d of an update is how far they have fallen, their mean of -log r: {drift}. The brake gives them "
+        f"the lower bound used_low = 0.8 + 0.2 clip(d / {OBJECTIVE_OPTIONS['brake']['delta']}, 0, 1), push once 1. "
+        "Both are shown as the mean over updates, and the range. kept: their tokens that pass; of gradient: how much "
+        "passes of what (0.8, 1.2) lets pass; share: the positive share of the gradient of all tokens.",
+        ["rule", "used_low", "kept", "of gradient", "share"],
+        rows,
+    )
 
 
 def quadrants(numbers: Numbers) -> Part | None:

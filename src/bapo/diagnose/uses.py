@@ -1,4 +1,4 @@
-"""How often each token was trained on before its update, and what push once would do to those that were.
+"""How often each token was trained on before its update, and what two rules would do to those that were.
 
 The dump says how often, or it shows responses twice. A response that is trained on again has the behaviour log-probs of
 the first time, bit for bit. The converse holds if chance cannot produce the same response twice. A second sample is the
@@ -14,10 +14,11 @@ trainer recomputes from update to update, and if the learner's are from the upda
 
 A negative token with r < 1 is already less likely than when it was sampled. If the clip lets it pass, the update pushes
 it down further. A fixed clip stops that at its lower bound only, whether the token is used for the first or for the
-eighth time. Push once gives tokens that were trained on before a lower bound of 1: of the negative ones, only those
-that have become more likely keep their gradient. `Pushes` counts both in float64 at the fixed clip (0.8, 1.2) that most
-trainers start from, because a dump does not say which clip was in use. If only noise moves the learner, about half of
-the ratios lie below 1, so that half by itself shows no push.
+eighth time. Two rules give tokens that were trained on before a lower bound of their own. That of push once is 1: of
+the negative ones, only those that have become more likely keep their gradient. The brake raises it towards 1 as far as
+they have fallen in this update (core/brake.py). `Pushes` counts what a rule does in float64 beside the fixed clip
+(0.8, 1.2) that most trainers start from, because a dump does not say which clip was in use. If only noise moves the
+learner, about half of the ratios lie below 1, so that half by itself shows no push.
 """
 
 from __future__ import annotations
@@ -156,17 +157,17 @@ def _inferred(updates: Sequence[LoggedUpdate], seen: Seen) -> str:
 
 @dataclass(frozen=True)
 class Pushes:
-    """What (LOW, HIGH) and push once do to some tokens. Adds up."""
+    """What (LOW, HIGH) does to some tokens, and a rule that gives used ones a lower bound of their own. Adds up."""
 
     negative: int = 0  # negative tokens, A < 0
     below: int = 0  # those that are less likely than when they were sampled, r < 1
     pushed: int = 0  # those among them that (LOW, HIGH) lets pass: the update pushes them further down
-    kept: int = 0  # negative tokens that push once lets pass
+    kept: int = 0  # negative tokens that the rule lets pass
     log_ratio: float = 0.0  # sum of log r over the negative tokens
     gradient: float = 0.0  # sum of r|A| over the negative tokens that (LOW, HIGH) lets pass
     pushed_gradient: float = 0.0  # the same over those that are pushed further down
-    kept_gradient: float = 0.0  # the same over those that push once lets pass
-    positive_gradient: float = 0.0  # sum of rA over the positive tokens that (LOW, HIGH) lets pass, as does push once
+    kept_gradient: float = 0.0  # the same over those that the rule lets pass
+    positive_gradient: float = 0.0  # sum of rA over the positive tokens that (LOW, HIGH) lets pass, as does the rule
 
     def __add__(self, other: Pushes) -> Pushes:
         return Pushes(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Pushes)))
@@ -176,14 +177,14 @@ class Pushes:
         """The sums as shares of the negative tokens, or of the negative gradient that (LOW, HIGH) lets pass.
 
         log_ratio: how far negative tokens have moved since they were sampled, in nats; below 0 if they are less likely.
-        share, share_push_once: the positive share of the gradient at (LOW, HIGH) and with push once.
+        share, share_kept: the positive share of the gradient at (LOW, HIGH) and with the rule.
         """
         parts = {
             **{name: (getattr(self, name), self.negative) for name in ("log_ratio", "below", "pushed", "kept")},
             "pushed_of_gradient": (self.pushed_gradient, self.gradient),
             "kept_of_gradient": (self.kept_gradient, self.gradient),
             "share": (self.positive_gradient, self.positive_gradient + self.gradient),
-            "share_push_once": (self.positive_gradient, self.positive_gradient + self.kept_gradient),
+            "share_kept": (self.positive_gradient, self.positive_gradient + self.kept_gradient),
         }
         return {name: part / whole if whole > 0 else math.nan for name, (part, whole) in parts.items()}
 
@@ -193,14 +194,15 @@ def pushes_by_use(
     behavior_logprobs: Array,  # [tokens]
     advantages: Array,  # [tokens]
     uses: Array | None,  # [tokens] how often each was trained on before, or UNKNOWN
+    used_low: float = USED_LOW,  # that of push once unless given
 ) -> dict[int, Pushes]:
     """The pushes of tokens that were trained on 0, 1, 2, … times before. Without uses, of all tokens as UNKNOWN.
 
         r = exp(logprob - behavior_logprob)
         (LOW, HIGH): a negative token passes if r > LOW, a positive one if r < HIGH
-        push once:   the same, but a negative token with uses > 0 passes if r > USED_LOW
+        the rule:    the same, but a negative token with uses > 0 passes if r > used_low
 
-    A token beyond the limit of log-ratios never passes. Push once leaves tokens of unknown use alone.
+    A token beyond the limit of log-ratios never passes. The rule leaves tokens of unknown use alone.
     """
     log_ratio = (logprobs.astype(np.float64) - behavior_logprobs).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     advantages = advantages.astype(np.float64)
@@ -209,7 +211,7 @@ def pushes_by_use(
     mass = ratio * np.abs(advantages)
     negative, below = advantages < 0, ratio < 1
     passes = negative & within & (ratio > LOW)
-    kept = negative & within & (ratio > np.where(uses > 0, USED_LOW, LOW))
+    kept = negative & within & (ratio > np.where(uses > 0, used_low, LOW))
     positive = (advantages > 0) & within & (ratio < HIGH)
     kinds = negative, negative & below, passes & below, kept  # both in the order of the fields of Pushes
     terms = (log_ratio, negative), (mass, passes), (mass, passes & below), (mass, kept), (mass, positive)

@@ -48,11 +48,11 @@ def test_the_headline_fits_the_case(update, text, tone):
     assert "ush once" not in result.headline.text  # uses are not known
 
 
-def test_the_headline_says_what_push_once_would_do():
-    """Its share comes from the same sums as the table: at (0.8, 1.2), and with a lower bound of 1 in later uses."""
+def test_the_headline_says_what_rules_of_used_tokens_would_do():
+    """Their shares come from the same sums as the tables."""
     result = diagnosed(again(FAR))
-    expected = as_json(result)["overall"]["push_once"]["share_push_once"]
-    assert result.headline.text.endswith(f"Push once alone would take it to {expected:.2f}.")
+    brake, once = (as_json(result)["overall"][rule][f"share_{rule}"] for rule in ("brake", "push_once"))
+    assert result.headline.text.endswith(f"The brake alone would take it to {brake:.2f}, push once to {once:.2f}.")
     fresh = diagnosed(replace(FAR, uses=np.zeros(len(FAR.logprobs), dtype=np.int64)))
     assert "ush once" not in fresh.headline.text
 
@@ -62,8 +62,8 @@ def test_curves_are_the_shares_and_bounds_of_every_update():
     result = diagnosed(*updates)
     share, upper, lower = charts(result)["figures"][0]["panels"]
     drawn = {RULES[series["arm"]]: series["runs"][0] for series in share["series"]}
-    assert list(drawn) == ["unclipped", "(0.8, 1.2)", "push once", "bapo"]
-    for name, fate in (("(0.8, 1.2)", "grpo"), ("push once", "push_once"), ("bapo", "bapo")):
+    assert list(drawn) == ["unclipped", "(0.8, 1.2)", "brake", "push once", "bapo"]
+    for name, fate in {"(0.8, 1.2)": "grpo", "push once": "push_once", "brake": "brake", "bapo": "bapo"}.items():
         assert drawn[name] == pytest.approx(
             [numbers.fates[fate].gradient.share for numbers in result.updates], rel=1e-5
         )

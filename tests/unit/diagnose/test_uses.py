@@ -1,8 +1,9 @@
-"""Uses in a diagnosis: what push once would do equals a loop and the core; reuse is recognised, and never made up."""
+"""Uses in a diagnosis: what their rules would do equals a loop and the core; reuse is recognised, and never made up."""
 
 import io
 import json
 import math
+import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from bapo.diagnose.diagnosis import as_json, diagnose
 from bapo.diagnose.diagnosis_page import html_page
 from bapo.diagnose.dumps import Dump, LoggedUpdate, read_dump
 from bapo.diagnose.measure import measure, total
-from bapo.diagnose.tables import parts, print_diagnosis, uses
+from bapo.diagnose.tables import parts, print_diagnosis, rules_of_used, uses
 from bapo.diagnose.uses import UNKNOWN, Pushes, first, joined, later, of_uses, pushes_by_use, recognise, with_uses
 from tests.processes import bapo, script
 from tests.unit.diagnose.test_diagnosis import CLEAN, EXAMPLES, batch, changed, only, tensors
@@ -89,7 +90,7 @@ def test_pushes_by_hand():
     assert used.shares["log_ratio"] == pytest.approx(math.log(0.7 * 0.9 * 1.1) / 4)
     assert first(found) == Pushes(1, 1, 1, 1, *(pytest.approx(x) for x in (math.log(0.9), 0.9, 0.9, 0.9, 0.0)))
     assert whole.shares["share"] == pytest.approx(3.3 / (3.3 + 0.9 + 1 + 2.2 + 0.9))
-    assert whole.shares["share_push_once"] == pytest.approx(3.3 / (3.3 + 2.2 + 0.9))
+    assert whole.shares["share_kept"] == pytest.approx(3.3 / (3.3 + 2.2 + 0.9))
 
 
 def test_pushes_are_those_of_the_core():
@@ -106,7 +107,7 @@ def test_pushes_are_those_of_the_core():
         assert retained == int((out.retained & negative & (below if not options else mask)).sum())
         (gradient,) = torch.autograd.grad(out.loss, inputs[0])
         shares.append(float(gradient[~negative].abs().sum() / gradient.abs().sum()))
-    assert [whole.shares["share"], whole.shares["share_push_once"]] == pytest.approx(shares)
+    assert [whole.shares["share"], whole.shares["share_kept"]] == pytest.approx(shares)
 
 
 def test_pushes_add_up():
@@ -130,11 +131,60 @@ def test_the_objective_is_tried_where_uses_are_known():
     keys = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
     assert fate.clipped == pytest.approx([float(out.metrics[key]) for key in keys])
     assert fate.gradient.share == pytest.approx(float(out.bounds.share), abs=1e-6)
-    assert fate.gradient.share == pytest.approx(of_uses(measure(update).pushes).shares["share_push_once"], abs=1e-6)
+    assert fate.gradient.share == pytest.approx(of_uses(measure(update).pushes).shares["share_kept"], abs=1e-6)
     fresh = measure(with_count(CLEAN, 0)).fates
     assert fresh["push_once"] == fresh["grpo"]
     both = total([measure(update), measure(with_count(CLEAN, 0))])
     assert both.fates["push_once"].blocked.negative > both.fates["grpo"].blocked.negative
+
+
+def test_the_brake_is_that_of_the_core():
+    update = replace(CLEAN, uses=np.arange(len(CLEAN.logprobs)) % 3)
+    numbers, given = measure(update), torch.from_numpy(update.uses)
+    log_ratio = (update.logprobs.astype(np.float64) - update.behavior_logprobs)[
+        (update.advantages < 0) & (given > 0).numpy()
+    ]
+    (found,) = numbers.brakes
+    assert found.drift == pytest.approx(-log_ratio.mean(), rel=1e-5)
+    assert found.used_low == pytest.approx(0.8 + 0.2 * found.drift / 0.03)
+    assert 0.81 < found.used_low < 0.99
+
+    out = policy_loss(*tensors(update), objective="brake", uses=given)
+    fate, whole = numbers.fates["brake"], of_uses(numbers.braked)
+    assert fate.blocked.negative == whole.negative - whole.kept
+    assert whole.kept == int(out.retained[tensors(update)[2] < 0].sum())
+    assert fate.gradient.share == pytest.approx(whole.shares["share_kept"], abs=1e-6)
+    kept = [later(pushes).kept_gradient for pushes in (numbers.braked, numbers.pushes)]
+    assert later(numbers.pushes).gradient > 1.01 * kept[0] > 1.02 * kept[1]
+    assert first(numbers.braked) == first(numbers.pushes)
+
+
+def test_without_used_negative_tokens_there_is_no_brake():
+    for update in (with_count(CLEAN, 0), with_count(replace(CLEAN, advantages=np.abs(CLEAN.advantages)), 1)):
+        numbers = measure(update)
+        assert numbers.brakes == []
+        assert numbers.fates["brake"] == numbers.fates["grpo"]
+        assert rules_of_used(numbers) is None
+    numbers = measure(CLEAN)  # uses are not known
+    assert numbers.brakes == []
+    assert "brake" not in numbers.fates
+    assert numbers.fates["brake_all"].blocked.negative > numbers.fates["grpo"].blocked.negative
+
+
+def test_the_brake_of_several_updates_is_solved_in_each():
+    updates = [with_count(moved(CLEAN, seed=seed), 1) for seed in range(2)] + [with_count(pushed_down(CLEAN), 2)]
+    alone = [measure(update) for update in updates]
+    both = total([measure(with_count(CLEAN, 0)), *alone])
+    assert both.brakes == [numbers.brakes[0] for numbers in alone]
+    assert both.brakes[2].used_low == 1 > both.brakes[0].used_low
+    assert later(both.braked).kept == sum(of_uses(numbers.braked).kept for numbers in alone)
+    brake, once = rules_of_used(both).rows
+    lows = [one.used_low for one in both.brakes]
+    assert brake[1] == f"{np.mean(lows):.2f} ({min(lows):.2f} to 1.00)"
+    for row, pushes in ((brake, both.braked), (once, both.pushes)):
+        shares = later(pushes).shares
+        assert row[2:4] == [f"{shares['kept']:.1%}", f"{shares['kept_of_gradient']:.1%}"]
+        assert row[4] == f"{of_uses(pushes).shares['share_kept']:.3f}"
 
 
 def moved(update, drift=0.1, seed=0):
@@ -244,17 +294,20 @@ def test_where_uses_cannot_be_inferred_they_are_unknown(updates, columns, said):
     result = diagnose(Dump(updates, columns))
     assert result.uses.source == "unknown"
     assert said in " ".join(result.unknown)
-    assert "Push once" not in " ".join(result.advice)
+    assert not re.search("Push once|brake", " ".join(result.advice))
     assert set(result.overall.pushes) == {UNKNOWN}
     plain = as_json(result)
     push_once = plain["overall"]["push_once"]
     assert (plain["uses"], set(push_once)) == ("unknown", {"share", "share_push_once", "all", "by_use"})
     assert push_once["share_push_once"] is push_once["all"]["kept"] is None
     assert push_once["all"]["pushed"] > 0.3
+    assert plain["overall"]["brake"]["updates"] == []
+    assert plain["overall"]["brake"]["share_brake"] is None
     table = uses(result.overall)
     assert table.title == "Negative tokens"
     assert [row[0] for row in table.rows] == ["not known"]
-    assert "push_once" not in result.overall.fates
+    assert not {"push_once", "brake"} & set(result.overall.fates)
+    assert "brake_all" in result.overall.fates
 
 
 @pytest.mark.parametrize("columns", [RECOMPUTED, BEFORE_THE_FIRST_STEP])
@@ -296,7 +349,7 @@ def pushed_down(update, by=0.1):
 def test_advice_on_later_uses_says_what_the_numbers_say():
     again = pushed_down(moved(CLEAN))
     result = diagnose(Dump([CLEAN, again], OWN))
-    pushes = result.overall.pushes
+    pushes, braked, (brake,) = result.overall.pushes, result.overall.braked, result.overall.brakes
     used, whole = later(pushes), of_uses(pushes)
     assert used.shares["below"] > 0.7 > 0.6 > first(pushes).shares["below"]
     text = " ".join(result.advice)
@@ -305,10 +358,13 @@ def test_advice_on_later_uses_says_what_the_numbers_say():
         f"in their first use, {first(pushes).shares['below']:.0%} are",
         f"pushes {used.shares['pushed']:.0%} down further, and these hold "
         f"{used.shares['pushed_of_gradient']:.0%} of the gradient",
-        f"keep {used.shares['kept']:.0%} of the negative tokens in later uses",
-        f"from {whole.shares['share']:.2f} to {whole.shares['share_push_once']:.2f}",
-        "objective.name = 'push_once'",
-        "bapo_objective='push_once'",
+        f"their mean of -log r, {brake.drift:.3f}, makes used_low {brake.used_low:.2f}",
+        f"keep {later(braked).shares['kept']:.0%} of the negative tokens in later uses",
+        f"from {whole.shares['share']:.2f} to {of_uses(braked).shares['share_kept']:.2f}",
+        f"stricter: it would keep {used.shares['kept']:.0%}, those",
+        f"the share would be {whole.shares['share_kept']:.2f}",
+        "objective.name = 'brake'",
+        "bapo_objective='brake'",
     ):
         assert part in text
     assert "inferred" not in advice(with_count(CLEAN, 0), with_count(again, 1))
@@ -318,8 +374,8 @@ def test_advice_on_later_uses_says_what_the_numbers_say():
 @pytest.mark.parametrize(
     ("updates", "said"),
     [
-        ([with_count(CLEAN, 0)], "Every token is used for the first time, so push once (used_low = 1) would change no"),
-        ([CLEAN, batch(seed=1)], "No response appears in two of these updates, so push once (used_low = 1) would chan"),
+        ([with_count(CLEAN, 0)], "Every token is used for the first time, so the brake and push once would change no"),
+        ([CLEAN, batch(seed=1)], "No response appears in two of these updates, so the brake and push once would chan"),
         (
             [with_count(replace(CLEAN, logprobs=np.where(CLEAN.advantages < 0, CLEAN.logprobs - 2, -0.5)), 1)],
             "lets no negative token pass that was used before",
@@ -333,7 +389,7 @@ def test_advice_on_later_uses_says_what_the_numbers_say():
 def test_where_push_once_does_nothing_the_advice_says_so(updates, said):
     text = advice(*updates)
     assert said in text
-    assert "To set it" not in text
+    assert "To set the brake" not in text
 
 
 @pytest.mark.parametrize(
@@ -347,7 +403,7 @@ def test_where_push_once_does_nothing_the_advice_says_so(updates, said):
 )
 def test_where_nothing_can_be_pushed_nothing_is_said(update):
     result = diagnose(Dump([update], OWN))
-    assert "ush once" not in " ".join(result.advice)
+    assert not re.search("ush once|brake", " ".join(result.advice))
     titles = [part.title for part in parts(result)]
     assert ("Negative tokens by use" in titles) == bool((update.advantages < 0).any())
     assert "nan" not in json.dumps(as_json(result)).lower()
@@ -370,7 +426,7 @@ def test_the_table_by_use():
     assert [row[0] for row in table.rows] == [*map(str, range(1, 9)), "2 or more", "all"]
     whole, used = of_uses(result.overall.pushes), later(result.overall.pushes)
     assert int(table.rows[-1][1]) == whole.negative == 12 * int((CLEAN.advantages < 0).sum())
-    assert table.rows[-1][-2:] == [f"{whole.shares['share']:.3f}", f"{whole.shares['share_push_once']:.3f}"]
+    assert table.rows[-1][-2:] == [f"{whole.shares['share']:.3f}", f"{whole.shares['share_kept']:.3f}"]
     assert table.rows[-2][2:6] == [
         f"{used.shares['log_ratio']:+.3f}",
         *(f"{used.shares[name]:.1%}" for name in ("below", "pushed", "pushed_of_gradient")),
@@ -407,11 +463,12 @@ def test_text_page_and_data_agree(tmp_path, names):
     found = plain["overall"]["push_once"]
     assert found["later"]["pushed"] == pytest.approx(used.shares["pushed"])
     assert [found["share"], found["share_push_once"]] == pytest.approx(
-        [whole.shares["share"], whole.shares["share_push_once"]]
+        [whole.shares["share"], whole.shares["share_kept"]]
     )
     for text in (" ".join(done.stdout.split()), page):
         assert f"pushes {used.shares['pushed']:.0%} down further" in text
-        assert f"from {whole.shares['share']:.2f} to {whole.shares['share_push_once']:.2f}" in text
+        assert f"from {whole.shares['share']:.2f} to {plain['overall']['brake']['share_brake']:.2f}" in text
+        assert f"the share would be {whole.shares['share_kept']:.2f}" in text
         assert "Negative tokens by use" in text
         assert ("uses inferred" in text) == (names != "bapo")
     assert f"<td>{used.shares['kept']:.1%}</td>" in page
