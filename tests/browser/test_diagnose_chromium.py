@@ -46,7 +46,7 @@ def test_headline_and_charts_are_there(opened, written):
     page = opened(url)
     assert page.locator("#verdict .answer").inner_text() == result.headline.text
     assert page.locator(".plot .main-svg .cartesianlayer").count() == 4
-    assert page.locator("#plot-share-0 .scatterlayer .trace").count() == 5  # the rules, the brake among them, and the target
+    assert page.locator("#plot-share-0 .scatterlayer .trace").count() == 5  # four rules and the target
     assert page.locator("#plot-sides .barlayer .trace").count() == 4
     assert page.locator("#plot-sides .yaxislayer-above .ytick, #plot-sides .ytick").count() == len(result.overall.fates)
     drawn = page.evaluate("Array.from(document.getElementById('plot-share-0').data[1].y)")
