@@ -26,9 +26,10 @@ def concepts():
 
 def test_the_first_picture_is_that_of_the_table(concepts):
     rows = concepts.rows_of_results()
-    assert rows["8x-1e-4", "push-once"] == (0.667, 0.017)
-    assert rows["8x-1e-4", "grpo"] == (0.453, 0.022)
-    assert rows["before training", ""] == (0.419, 0.007)
+    assert rows["8x-1e-4", "brake"] == (0.664, 0.021)
+    assert rows["8x-1e-4", "grpo"] == (0.499, 0.017)
+    assert rows["1x-3e-5", "either"] == (0.715, 0.015)
+    assert len(rows) == 2 + 2 * 7
     assert (DOCS / "pictures" / "passes.svg").read_text() == concepts.passes_picture()
 
 

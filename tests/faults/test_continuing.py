@@ -96,7 +96,7 @@ def test_the_screen_shows_the_step_of_the_checkpoint_before_it_is_loaded(stopped
     [
         ({"learn__lr": 0.5}, "learn.lr is 0.5 now, and was "),
         ({"seed": 3}, "seed is 3 now, and was 0"),
-        ({"objective__name": "gspo"}, "objective.name is 'gspo' now, and was 'grpo'"),
+        ({"objective__name": "gspo"}, "objective.name is 'gspo' now, and was 'brake'"),
     ],
 )
 def test_an_edited_setting_is_refused_by_name(edit, message, stopped):
