@@ -108,7 +108,7 @@ def test_several_passes_are_those_of_the_core(tmp_path, rule, accumulation, step
         max_grad_norm=0.0,
         **RULES[rule][0],
     )
-    uses, stopped, together, braked, drifts = uses_of(run.calls), 0, set(), [], []
+    uses, stopped, by_the_rule, together, braked, drifts = uses_of(run.calls), 0, 0, set(), [], []
     for first in range(0, len(run.calls), accumulation):
         part = slice(first, first + accumulation)
         out, gradients = whole(run.calls[part], uses[part], RULES[rule][1])
@@ -122,9 +122,11 @@ def test_several_passes_are_those_of_the_core(tmp_path, rule, accumulation, step
             assert low == pytest.approx(used_low if count else out.bounds.low.item(), abs=1e-6)
             assert_close(logprobs.grad.double(), gradient[:, : logprobs.shape[1]], rtol=1e-5, atol=1e-9)
             ratio = (logprobs - inputs["old_per_token_logps"]).exp()
-            below = (ratio > out.bounds.low) & (ratio < used_low) & (inputs["advantages"][:, None] < 0)
-            stopped += int((below & inputs["completion_mask"].bool()).sum()) if count else 0
-    assert stopped > 5  # the rule had something to do
+            below = (ratio < used_low) & (inputs["advantages"][:, None] < 0) & inputs["completion_mask"].bool()
+            stopped += int(below.sum()) if count else 0
+            by_the_rule += int((below & (ratio > out.bounds.low)).sum()) if count else 0
+    assert by_the_rule > 2  # it had something to do
+    assert rule != "push once" or stopped > 20
     assert log_of(run, "bapo/drift") == pytest.approx(drifts, abs=1e-6)
     if rule != "push once":
         assert any(0.82 < low < 1 for low in braked)
