@@ -122,7 +122,7 @@ def test_the_card_says_what_the_run_did(with_lora):
     front, _, body = card.removeprefix("---\n").partition("\n---\n")
     assert front.splitlines()[0] == 'base_model: "demo"'
     assert "rank 4, alpha 16, on every linear layer but the head" in body
-    assert "grpo (low=0.8, high=1.2)" in body
+    assert "brake, low 0.8, high 1.2, delta 0.03; the lower bound of used tokens rises to 1" in body
     assert f"| updates | {summary['updates']}, steps: 4; AdamW" in body
     assert "no token older than 3 updates (bound 16)" in body
     for key, name in (("eval/avg", "avg@2"), ("eval/pass", "pass@2")):

@@ -68,4 +68,4 @@ def test_the_schema_explains_every_key():
     found = dict(described(schema))
     assert found.keys() == leaves(Config).keys()
     assert all(found.values())
-    assert schema["definitions"]["ObjectiveConfig"]["properties"]["name"]["enum"][:2] == ["auto", "grpo"]
+    assert schema["definitions"]["ObjectiveConfig"]["properties"]["name"]["enum"][:2] == ["grpo", "clip_higher"]
