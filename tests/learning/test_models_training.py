@@ -127,12 +127,12 @@ def test_the_card_says_what_the_run_did(with_lora):
     assert "no token older than 3 updates (bound 16)" in body
     for key, name in (("eval/avg", "avg@2"), ("eval/pass", "pass@2")):
         before, after = (
-            f"{line[key]:.3f} [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
+            f"{line[key]:.3f}  [{line[f'{key}_low']:.3f}, {line[f'{key}_high']:.3f}]"
             for line in (summary["before"], summary["after"])
         )
         assert f"| 1 | {name} | {before} | {after} |" in body
-    assert f"| 0.6 | avg@2 | {summary['also_at'][0]['before']['eval/avg']:.3f} [" in body
-    assert f"| 0 | avg@1 | {summary['also_at'][1]['before']['eval/avg']:.3f} [" in body
+    assert f"| 0.6 | avg@2 | {summary['also_at'][0]['before']['eval/avg']:.3f}  [" in body
+    assert f"| 0 | avg@1 | {summary['also_at'][1]['before']['eval/avg']:.3f}  [" in body
     assert "bapo eval --model MODEL --data countdown --k 2 --temperature 1 --max-tokens 48" in body
     assert card == (with_lora / "adapter" / "README.md").read_text()
 
