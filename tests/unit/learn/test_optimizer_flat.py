@@ -211,9 +211,9 @@ def test_it_reads_the_checkpoints_of_several_ranks(tmp_path):
     give_gradients(other, 0)
     flat.step(0.01)
     plain.step(0.01)
-    save_sharded(tmp_path, other, plain, None)
+    save_sharded(tmp_path, other, plain, {}, None)
     (model_2, flat_2), _ = pair()
-    load_sharded(tmp_path, model_2, flat_2, None)
+    load_sharded(tmp_path, model_2, flat_2, {}, None)
     same_state(flat_2, plain)
     assert flat_2.tensors().keys() == plain.tensors().keys()
     for one, optimizer in ((model, flat), (model_2, flat_2)):
