@@ -428,9 +428,9 @@ def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, A
     unpacked: Any = transformers.GgufConfig(dequantize=True)  # otherwise some stay packed where kernels exist for that
     with redirect_stderr(StringIO()):  # hides a progress bar that cannot be switched off
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path.parent), **place, dtype=dtype, quantization_config=unpacked
+            **place, dtype=dtype, quantization_config=unpacked
         )
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), **place)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
     marks = ("quantization_config", "_name_or_path", "_model_name_or_path")
     config = type(read.config).from_dict({key: v for key, v in read.config.to_dict().items() if key not in marks})
     model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

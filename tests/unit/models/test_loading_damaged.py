@@ -219,9 +219,9 @@ def test_a_config_that_makes_no_sense_is_quoted(model, key, value):
     [
         ("num_hidden_layers", 10**9, "its config.json has num_hidden_layers="),
         ("num_attention_heads", 10**400, "its config.json has num_attention_heads="),
-        ("vocab_size", 50_000_000_000, "weights, but the files hold"),
-        ("hidden_size", 10**8, "weights, but the files hold"),
-        ("intermediate_size", 10**15, "weights, but the files hold"),
+        ("vocab_size", 50_000_000_000, "its config.json has vocab_size="),
+        ("hidden_size", 10**8, "its config.json has hidden_size="),
+        ("intermediate_size", 10**15, "its config.json has intermediate_size="),
     ],
     ids=["layers", "heads", "vocabulary", "width", "inner"],
 )

@@ -103,7 +103,7 @@ def test_a_sound_run_is_read_once_and_handed_on(place, monkeypatch):
             {"objective": {"name": "grpo", "options": {"hihg": 1.0}}},
             "objective.options.hihg is not an option of 'grpo'",
         ),
-        ({"task": {"reward": "math", "answer_column": "list"}}, "which is neither text nor number"),
+        ({"task": {"reward": "math", "answer_column": "list"}}, "neither text nor number"),
     ],
 )
 def test_what_would_stop_a_run_is_found(place, sections, message):
