@@ -59,7 +59,7 @@ SHOWN = {
 MEANINGS = {
     ("share",): "positive part of the signal",
     ("clip_low", "clip_high"): "bounds of the clip",
-    ("used_low",): "lower bound of tokens that were trained on before, where the brake has raised it",
+    ("used_low",): "lower bound of tokens trained on before",
     ("clip_fraction_positive", "clip_fraction_negative"): "clipped share of positive and negative tokens",
     ("staleness_mean", "staleness_max"): "mean and largest age of tokens, in updates",
 }

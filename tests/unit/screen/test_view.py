@@ -76,6 +76,12 @@ def test_plain_line_shows_every_known_value_once_and_nothing_else():
     )
 
 
+def test_the_bound_of_used_tokens_is_shown_where_the_brake_has_raised_it():
+    for used_low, shown in ((0.8, False), (0.87, True)):
+        lines = screen(lambda view, used_low=used_low: view.step(3, METRICS | {"used_low": used_low}, TIMING))
+        assert bool(re.search(r"used +0\.87 ", "\n".join(lines))) == shown
+
+
 def test_plain_lines_are_aligned_and_keep_the_place_of_what_is_missing():
     clock = Clock()
     view, stream = plain_view(total=100, clock=clock)
@@ -220,7 +226,8 @@ def test_a_supervised_run_shows_its_loss_and_no_empty_place_for_responses():
 def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
     def tell(view):
         for step in range(1, 13):
-            view.step(step, {**METRICS, "reward": METRICS["reward"] - 0.01 * (12 - step)}, TIMING)
+            moved = {"reward": METRICS["reward"] - 0.01 * (12 - step), "used_low": 0.8 + step / 100}
+            view.step(step, METRICS | moved, TIMING)
         view.sample("3,7,2=13:", "3+7+2=12;7+3*2=13." * 40, 1.0)
 
     lines = screen(tell)
@@ -239,8 +246,10 @@ def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
     ]:
         assert value in text
     assert "12345" not in text
-    assert "share: positive part of the signal; low, high: bounds of the clip; clipped+," in text
-    assert "age of tokens, in updates" in text
+    assert "0.92" in text
+    taller = re.sub(r"[│\s]+", " ", "\n".join(screen(tell, height=30)))  # with room for what the labels mean
+    assert "share: positive part of the signal; low, high: bounds of the clip; used:" in taller
+    assert "age of tokens, in updates" in taller
     assert "13. " in lines[-2]  # the end of the response, after the gap
     assert any("…" in line for line in lines)
 

@@ -162,7 +162,7 @@ def test_a_question_that_comes_out_differently_is_a_failure(gym):
         ({"cuntdown": {}}, r"data set 'cuntdown', which reasoning-gym does not have\. Did you mean countdown\?"),
         ({"countdown": {"min_number": 2}}, r"gym\.countdown=.*'min_number'.*The keys of countdown are max_numbers"),
         ({"countdown": {"min_numbers": 0}}, r"gym\.countdown={'min_numbers': 0}: min_numbers must be"),
-        ({"countdown": {"seed": 1}}, r"gym\.countdown\.seed=1 cannot be set: the task sets it"),
+        ({"countdown": {"seed": 1}}, r"gym\.countdown\.seed=1 cannot be set: the task's seed and sizes decide"),
         ({}, "gym names no data set"),
     ],
 )

@@ -28,7 +28,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
         "5 steps of 16 prompts x 8 responses = 640 responses",
         "3 per step, 15 in all",
         "tokens grow 2 updates old",
-        "clip       grpo, low 0.8, high 1.2\n",
+        "clip       brake, low 0.8, high 1.2, delta 0.03; the lower bound of used tokens rises to 1",
         "runs/x, a checkpoint every 10 steps",
         "Nothing is wrong.",
     ):
@@ -41,6 +41,10 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
     [
         (
             ("--offpolicy.reuse", "8"),
+            "clip       brake, low 0.8, high 1.2, delta 0.03; the lower bound of used tokens rises to 1",
+        ),
+        (
+            ("--objective.name", "push_once"),
             "clip       push_once, low 0.8, high 1.2, used_low 1; lower bound 1 for tokens that were trained on before",
         ),
         (
