@@ -19,6 +19,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROWS = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
 
 
+@pytest.fixture(autouse=True)
+def handlers_of_signals():
+    """A command that ends in this process leaves signals as the end of a process wants them: no test inherits that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def one_thread():
     before = torch.get_num_threads()
