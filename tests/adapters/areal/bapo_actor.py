@@ -16,7 +16,7 @@ class PushOnce(WithinBounds, FSDPPPOActor):
 
 
 class Brake(WithinBounds, FSDPPPOActor):
-    clip_settings = settings_of("brake", brake=0.3)
+    clip_settings = settings_of("brake", brake=1.0)
 
 
 class Fixed(WithinBounds, FSDPPPOActor):

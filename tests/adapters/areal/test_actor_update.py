@@ -73,7 +73,7 @@ def test_bounds_loss_and_weights_are_those_of_the_whole_update(model, two):
 
 RULES = {
     "push once": {"settings": ClipSettings(target_share=0.42, used_low=1.0)},
-    "brake": {"objective": "brake", "delta": 0.3},
+    "brake": {"objective": "brake", "delta": 1.0},
 }
 
 
@@ -121,7 +121,7 @@ def test_refusals_say_what_to_set(two):
     assert "use_decoupled_loss=false and recompute_logprob=false" in two["refused"]["decoupled"]
     assert "importance_sampling_level=sequence" in two["refused"]["sequence"]
     assert "no 'uses'. AReaL's PPOTrainer uses every rollout once" in two["refused"]["the rule without uses"]
-    assert "used_low is not set" in two["refused"]["uses without the rule"]
+    assert "uses= is given, but nothing asks for it" in two["refused"]["uses without the rule"]
     with pytest.raises(ValueError, match="AReaL's own engine for other losses"):
         WithinBounds().train_batch({}, lambda: None, lambda: None)
 

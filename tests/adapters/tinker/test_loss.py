@@ -162,7 +162,7 @@ def test_says_what_is_wrong_with_the_uses(client):
     counted = with_uses(data, [0, 1, 0, -1, 0])
     with pytest.raises(ValueError, match=r"data\[3\].loss_fn_inputs\['uses'\] holds \[-1"):
         client.step(counted, loss)
-    with pytest.raises(ValueError, match="used_low is not set"):
+    with pytest.raises(ValueError, match="uses= is given, but nothing asks for it"):
         client.step(with_uses(data, [1, 1, 1, 1, 1]), bapo_loss())
 
 
