@@ -2,7 +2,8 @@
 
 Every sentence has one place:
 
-    one configuration            `_of_one`: from where to where its score got, or how far an unfinished run is
+    one configuration            `_of_one`: from where to where its score got; `_over_seeds`: over several seeds;
+                                 `_so_far`: how far an unfinished run is
     a supervised one             `_of_sft`
     several configurations       `bapo.runs.comparison.judge`, because `bapo compare` says the same
     a sign that a run went wrong a function in SIGNS, which looks at one run and returns a sentence or None
