@@ -34,6 +34,7 @@ CASES = {
     "push once": (replace(SETTINGS, objective="push_once", reduction="token_mean"), tiny),
     "brake": (replace(SETTINGS, objective="brake", sensor="update", options={"delta": 0.5}), tiny),
     "brake, previous": (replace(SETTINGS, objective="brake", options={"delta": 0.5}), tiny),
+    "brake beside a search": (replace(SETTINGS, clip=replace(CLIP, brake=0.5), micro_tokens=4096), tiny),
     "weighed": (replace(SETTINGS, clip=replace(CLIP, target_share=0.9, remainder="weigh")), tiny),
     "one micro-batch": (replace(SETTINGS, micro_tokens=4096), tiny),
     "checkpointed": (replace(SETTINGS, activation_checkpointing=True), tiny),

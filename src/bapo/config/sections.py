@@ -157,8 +157,8 @@ class ObjectiveConfig(Section):
     """Delta of the brake beside the search: the lower bound of used tokens rises from the one found to 1, as far
     as used negative tokens have fallen. The objective brake has it without a search."""
     sensor: Literal["update", "previous"] = "previous"
-    """brake: where it is measured how far used negative tokens have fallen. previous: in the update before, which costs
-    nothing. update: in the update itself, which needs one more forward pass if it has several micro-batches."""
+    """brake: where it is measured how far used negative tokens have fallen. previous: in the last update that had any,
+    which costs nothing. update: in the update itself, which needs one more forward pass if it has several micro-batches."""
     remainder: Remainder | None = None
     """What happens if no bounds reach the target share. leave: nothing. weigh: negative tokens are weighted down until
     it is reached."""

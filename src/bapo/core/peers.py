@@ -148,6 +148,8 @@ def opsm(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, delta: float = 
     """
     check_bounds(low, high)
     check_positive(delta=delta)
+    if used_only not in (0, 1):
+        raise ValueError(f"used_only={used_only!r} must be 0 or 1: with 1, tokens that are new keep their loss.")
     fallen = -tokens.per_sequence(tokens.log_ratio.detach()) / tokens.lengths
     masked = tokens.negative & (fallen > delta)
     if used_only:

@@ -104,6 +104,11 @@ class ClipSettings:
             require_choice(name, getattr(self, name), get_args(kind))
         if self.brake is not None:
             object.__setattr__(self, "brake", _checked_brake(self.brake, self.used_low))
+        elif self.brake_on == "all":
+            raise ValueError(
+                "brake_on='all' says which tokens the brake looks at, but brake is not set. Set brake, e.g. 0.03, or "
+                "leave brake_on out."
+            )
         if self.used_low is not None:
             object.__setattr__(self, "used_low", _checked_used_low(self.used_low))
 
@@ -195,12 +200,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def brake_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.03) -> ClipSettings:
     """One pair of bounds, and the brake on used tokens."""
-    return ClipSettings(low=(low, low), high=(high, high), brake=delta)
+    return ClipSettings(low=(low, low), high=(high, high), brake=_checked_brake(delta, None))
 
 
 def brake_all_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.03) -> ClipSettings:
     """One pair of bounds, and the brake on all tokens."""
-    return ClipSettings(low=(low, low), high=(high, high), brake=delta, brake_on="all")
+    return ClipSettings(low=(low, low), high=(high, high), brake=_checked_brake(delta, None), brake_on="all")
 
 
 BRAKES = {"brake": brake_settings, "brake_all": brake_all_settings}

@@ -72,7 +72,7 @@ def update_metrics(
         tokens,
         retained,
         settings=settings.clip,
-        bounds=bounds and replace(bounds, low=scalars["clip_low"], high=scalars["clip_high"]),
+        bounds=bounds and _named(bounds, scalars),
         entropy=entropy,
         trained=_trained_on(tokens, outputs, settings),
     )
@@ -81,6 +81,7 @@ def update_metrics(
         if asked.clip.brake_on == "used":
             looked_at &= cast(Tensor, tokens.uses).bool()
         scalars["drift"] = drift_of(drift_sums(tokens.logprobs, tokens.behavior_logprobs, looked_at))
+        scalars["looked_at"] = looked_at.sum()
         if "used_low" in settings.options:
             scalars["used_low"] = torch.tensor(settings.options["used_low"], dtype=torch.float64, device=every.device)
     scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
@@ -95,9 +96,17 @@ def update_metrics(
         **use_profile(tokens, retained),
     }
     numbers = _read(scalars | shared, vectors)
+    if not numbers.pop("looked_at", 1.0):  # nothing to measure, and no token that the bound acts on
+        numbers = {name: value for name, value in numbers.items() if name not in ("drift", "used_low")}
     if not numbers["anchor_tokens"]:
         numbers = {name: value for name, value in numbers.items() if not name.startswith("anchor_")}
     return numbers | {"tokens": float(len(every)), "grad_norm": numbers.pop("grad_norm")}
+
+
+def _named(bounds: ClipBounds, found: dict[str, Tensor]) -> ClipBounds:
+    """The bounds as metrics name them: with several pairs in an update, their means."""
+    used_low = found.get("used_low", bounds.used_low)
+    return replace(bounds, low=found["clip_low"], high=found["clip_high"], used_low=used_low)
 
 
 def _read(scalars: dict[str, Tensor], vectors: dict[str, Tensor]) -> Metrics:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from bapo.core.bounds import ClipBounds, bounds_from_table, with_brake
+from bapo.core.brake import DRIFT_SUMS
 from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
@@ -108,7 +109,8 @@ class Learner:
     first_gap: float | None = None
     """The mean gap of the first fresh tokens that this process has compared."""
     drift: Tensor | None = None
-    """[1] float64, how far used negative tokens had fallen in the last update; None where the brake does not ask."""
+    """[1] float64, how far used negative tokens had fallen in the last update that had any; None where the brake does
+    not ask."""
 
     def __init__(self, model: Any, settings: LearnerSettings, *, whole: WholeModel | None = None) -> None:
         """`whole`: the same model, made ready for passes; None to do that here."""
@@ -186,11 +188,11 @@ class Learner:
     def _settings_of(self, batches: Sequence[TokenBatch]) -> LearnerSettings:
         """The settings of this update: with a fixed clip where the brake needs no look at its tokens.
 
-        That is so where the update before decides, and where no token was trained on before. The second is looked for
+        That is so where an earlier update decides, and where no token was trained on before. The second is looked for
         only if it saves a pass.
         """
         settings = self.settings
-        if not settings.has_brake or settings.clip.searches:
+        if settings.objective not in BRAKES:
             return settings
         if self.drift is not None:
             return settings.at_drift(float(self.drift))
@@ -345,10 +347,10 @@ class Learner:
         return update_table(*tokens, settings.clip, uses=batch.uses if settings.needs_uses else None)
 
     def _bounds(self, table: Tensor, settings: LearnerSettings) -> ClipBounds:
-        """The bounds of an update, with the brake where the update before puts it if that decides."""
-        bounds = bounds_from_table(table, settings.clip)
+        """The bounds of an update, with the brake where an earlier update puts it if that decides."""
         if self.drift is None:
-            return bounds
+            return bounds_from_table(table, settings.clip)
+        bounds = bounds_from_table(table[:-DRIFT_SUMS], replace(settings.clip, brake=None, brake_on="used"))
         return with_brake(bounds, settings.clip, self.drift[0].to(table.device), bounds.low)
 
     def _backward(
@@ -362,7 +364,9 @@ class Learner:
         solves = settings.solves_bounds and bounds is None
         logprobs, entropy = predicted or self.finite_logprobs(batch)
         if solves and self.drift is not None:
-            bounds, solves = self._bounds(self._table(batch, logprobs.detach(), settings), settings), False
+            table = self._table(batch, logprobs.detach(), settings)
+            table = summed(table, self.ranks) if settings.solves_over_update else table
+            bounds, solves = self._bounds(table, settings), False
         with deterministic(self.device):
             result = policy_loss(
                 logprobs,

@@ -13,7 +13,7 @@ from bapo.core.brake import braked
 from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
-from bapo.core.settings import BRAKES, ClipSettings, rule_of_used
+from bapo.core.settings import BRAKES, ClipSettings, require_choice, rule_of_used
 
 Schedule = Literal["constant", "linear", "cosine"]
 MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
@@ -29,8 +29,8 @@ class LearnerSettings:
     scope: Literal["update", "microbatch"] = "update"
     """Which tokens share one pair of clip bounds."""
     sensor: Literal["update", "previous"] = "previous"
-    """Whose drift the brake goes by: that of the update's own tokens, or that of the update before, which is known
-    before the update begins."""
+    """Whose drift the brake goes by: that of the update's own tokens, or that of the last update which had any token
+    that the brake looks at. The second is known before the update begins."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the objective, such as low and high of grpo."""
     reduction: Reduction = "token_mean"
@@ -84,6 +84,8 @@ class LearnerSettings:
             raise ValueError(f"anchor_limit={self.anchor_limit} must be above 0: rounding alone makes a gap.")
         if not (self.kl >= 0 and math.isfinite(self.kl)):
             raise ValueError(f"learn.kl={self.kl} must be a finite number, 0 or above. 0 turns the penalty off.")
+        require_choice("scope", self.scope, ("update", "microbatch"))
+        require_choice("sensor", self.sensor, ("update", "previous"))
         for name, option in self.options.items():
             if isinstance(option, float) and not math.isfinite(option):
                 raise ValueError(
@@ -120,8 +122,8 @@ class LearnerSettings:
         return rule_of_used(self.objective, self.options) is not None
 
     def at_drift(self, drift: float) -> LearnerSettings:
-        """The same with the brake where a drift puts it: a fixed clip, if there is no search beside it."""
-        if not self.has_brake or self.clip.searches:
+        """The same with the brake where a drift puts it: a fixed clip, for objectives that are a brake and no more."""
+        if self.objective not in BRAKES:
             return self
         (low, _), (high, _) = self.clip.low, self.clip.high
         bound = float(braked(low, torch.tensor(drift, dtype=torch.float64), cast(float, self.clip.brake)))

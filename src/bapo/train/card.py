@@ -138,7 +138,7 @@ def objective_in_words(objective: ObjectiveConfig) -> str:
         told += "" if clip.brake is None else f"; brake {clip.brake:g}"
         told += f"; preset {objective.preset}" if objective.preset else ""
     if objective.has_brake:
-        where = "the update before" if objective.sensor == "previous" else "the same update"
+        where = "the last update that had any" if objective.sensor == "previous" else "the same update"
         told += f"; the lower bound of used tokens rises to 1 as far as negative ones have fallen in {where}"
     if objective.bound_of_used is not None:
         told += f"; lower bound {objective.bound_of_used:g} for tokens that were trained on before (push once)"

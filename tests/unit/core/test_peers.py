@@ -64,6 +64,8 @@ def test_opsm_asks_for_uses_only_where_they_decide():
     uses = torch.tensor([[0], [1]]).expand(2, 3)
     with pytest.raises(ValueError, match=r"used_only=1.*needs uses="):
         policy_loss(*given, objective="opsm", used_only=1)
+    with pytest.raises(ValueError, match="must be 0 or 1"):
+        policy_loss(*given, objective="opsm", used_only=0.5, uses=uses)
     with pytest.raises(ValueError, match="nothing asks for it"):
         policy_loss(*given, objective="opsm", uses=uses)
     assert not policy_loss(*given, objective="opsm").retained[0].any()
