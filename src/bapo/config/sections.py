@@ -158,7 +158,8 @@ class ObjectiveConfig(Section):
     as used negative tokens have fallen. The objective brake has it without a search."""
     sensor: Literal["update", "previous"] = "previous"
     """brake: where it is measured how far used negative tokens have fallen. previous: in the last update that had any,
-    which costs nothing. update: in the update itself, which needs one more forward pass if it has several micro-batches."""
+    which costs nothing. update: in the update itself, which needs one more forward pass if there are several
+    micro-batches."""
     remainder: Remainder | None = None
     """What happens if no bounds reach the target share. leave: nothing. weigh: negative tokens are weighted down until
     it is reached."""
