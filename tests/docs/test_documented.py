@@ -195,7 +195,7 @@ def wrong_spans(text):
 def wrong_defaults(text, schema):
     """Rows of tables of keys whose default is not that of the code."""
     defaults, known = dict(flat(json.loads(schema().model_dump_json()))), KEYS[schema]
-    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+    for table in re.findall(r"(?:^\|.*\n)+", BLOCK.sub("", text), flags=re.MULTILINE):
         head, _, *rows = table.splitlines()
         titles = [cell.strip() for cell in head.strip("|").split("|")]
         if not titles[0].startswith("key") or "default" not in titles[1:2]:

@@ -8,12 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pydantic import BaseModel
 
 import bapo
-from bapo.config.run import Config
-from bapo.config.sft import SftConfig
-from bapo.core.objectives import OBJECTIVES
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install bapo[docs]")
 ROOT = Path(__file__).parents[2]
@@ -28,44 +24,13 @@ def pages():
     del sys.modules[spec.name]
 
 
-def keys(schema, prefix=""):
-    """Every key of a configuration, by walking through an instance of it."""
-    for name, value in schema:
-        if isinstance(value, BaseModel):
-            yield from keys(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-@pytest.mark.parametrize(("make", "schema"), [("train_keys", Config), ("sft_keys", SftConfig)])
-def test_every_key_is_on_its_page_with_a_meaning(pages, make, schema):
-    rows = dict(re.findall(r"^\| `([\w.]+)` \|.*\| ([^|]*) \|$", getattr(pages, make)(), flags=re.MULTILINE))
-    assert set(rows) == set(keys(schema()))
-    assert [key for key, meaning in rows.items() if not meaning.strip()] == []
-
-
-def test_a_key_shows_type_and_default(pages):
-    page = pages.train_keys()
-    assert "| `steps` | whole number | `60` |" in page
-    assert "| `learn.betas` | number, number |" in page
-    assert "| `task.train` | list of text | empty |" in page
-    assert "| `rollout.cache_tokens` | whole number or none | none |" in page
-
-
-def test_every_objective_is_on_its_page_with_its_options(pages):
-    page = pages.objectives()
-    assert re.findall(r"^## (\w+)$", page, flags=re.MULTILINE) == list(OBJECTIVES)
-    assert "Options: `low = 0.8`, `high = 1.28`, `used_low = none`." in page
-    assert "Options: none." in page.partition("## topr")[2].partition("## ")[0]
-
-
 def test_links_out_of_the_site_become_names(pages):
     def rendered(text, at="adapters/trl.md"):
         return pages.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=at)))
 
     assert rendered("[examples/a.py](../../examples/a.py)") == "`examples/a.py`"
     assert rendered("[one file](../../examples/a.py)") == "one file (`examples/a.py`)"
-    assert rendered("[keys](../../src/bapo/config/sections.py)") == "[keys](../reference/train.md)"
+    assert rendered("[loop](../../src/bapo/train/loop.py)") == "loop (`src/bapo/train/loop.py`)"
     assert rendered("[changes](../CHANGELOG.md#0)", at="versions.md") == "[changes](changelog.md)"
     for kept in ("[a](../algorithm.md#x)", "[b](#here)", "[c](https://example.org/x)", "![d](../live.svg)"):
         assert rendered(kept) == kept

@@ -125,27 +125,27 @@ class OptimizerConfig(Section):
     schedule: Schedule = "constant"
     micro_tokens: int = Field(16384, ge=1)
     """Tokens per forward pass, prompts included. Padding counts too where sequences are padded (on the CPU and in
-    float32). This changes memory and speed, but not the result."""
+    float32). The first key to lower if memory runs out: it changes memory and speed, but not the result."""
     activation_checkpointing: bool = False
-    """Keep only the input of each layer and compute the layer again in the backward pass. This needs less memory and
-    more time."""
+    """Keep only the input of each layer and compute the layer again in the backward pass. This needs less memory, and
+    one more forward pass."""
     compile: bool = False
     """Compile the layers (CUDA only). This takes a minute at the start and makes updates faster; see
     docs/performance.md."""
     offload_optimizer: bool = False
-    """Keep the optimizer's float32 masters and moments in the host's memory, 12 bytes per trained parameter (CUDA and
-    16-bit weights only). The result is the same, but updates are slower; see docs/hardware.md."""
+    """Keep the optimizer's float32 masters and moments in the host's memory, 12 of 18 bytes per trained parameter (CUDA
+    and 16-bit weights only). The result is the same, but updates are slower; see docs/hardware.md."""
 
 
 class LoraConfig(Section):
-    """LoRA: train low-rank additions to the linear layers (through peft) instead of all weights."""
+    """LoRA: train low-rank adapters of the linear layers (through peft) instead of all weights."""
 
     rank: int = Field(0, ge=0)
-    """Rank of the additions. 0 trains all weights."""
+    """Rank of the adapters. 0 trains all weights."""
     alpha: float | None = Field(None, gt=0)
-    """The additions are scaled by alpha / rank. None means twice the rank."""
+    """The adapters are scaled by alpha / rank. None means twice the rank."""
     targets: tuple[str, ...] = ()
-    """Names of the layers that get additions, such as q_proj. Empty: every linear layer except the output head."""
+    """Names of the layers that get adapters, such as q_proj. Empty: every linear layer except the output head."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -174,8 +174,8 @@ class ModelConfig(Section):
     path: Annotated[str, AfterValidator(partial(_path, new=False))] = "demo"
     """A transformers model directory or hub id, a GGUF file, or "demo" for the embedded model."""
     dtype: Precision = "auto"
-    """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA. With bfloat16 the optimizer keeps a float32
-    copy of every weight."""
+    """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA, but both work on both. With bfloat16 the
+    optimizer keeps a float32 copy of every weight."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """The attention implementation of transformers, used where bapo's own kernels are not. auto lets transformers
     choose."""

@@ -111,7 +111,8 @@ class RolloutConfig(Section):
     max_tokens: int = Field(MAX_RESPONSE_TOKENS, ge=1)
     """Length limit of a response. Longer responses are truncated."""
     slots: int = Field(128, ge=1)
-    """How many responses are sampled side by side."""
+    """How many responses are sampled side by side. On a GPU, as many as memory allows: each token of each response
+    takes layers x 2 x key heads x head width x 2 bytes in 16 bits."""
     cache_tokens: int | None = Field(None, ge=1)
     """Most tokens whose keys and values the CUDA engine keeps at a time. If they are too few for all slots, the
     responses that came last wait. None: every slot has room for the longest response."""
@@ -306,7 +307,8 @@ class OffPolicyConfig(Section):
     dropped."""
     partial_cache: Literal["rebuild", "keep"] = "rebuild"
     """What happens to the keys and values of parked responses (CUDA only). rebuild: they are computed again under the
-    new weights. keep: they stay as they are."""
+    new weights. keep: they stay as they are. This is cheaper, but new tokens then depend on old keys, and a resumed run
+    does not repeat them bit for bit."""
 
 
 class LearnConfig(OptimizerConfig):
@@ -380,7 +382,8 @@ class ClusterConfig(Section):
     """How many rollouts sampling may run ahead of learning. 0: sampling and learning take turns. Every rollout ahead
     makes tokens older by the updates of one step, within `offpolicy.max_staleness`."""
     engine: Literal["in-process", "vllm"] = "in-process"
-    """What samples. in-process: bapo's own engine for this device. vllm: vLLM, which must be installed."""
+    """What samples. in-process: bapo's own engine for this device. vllm: vLLM, which must be installed. LoRA is merged
+    into the weights that vLLM is given."""
     address: str | None = None
     """The Ray cluster to join: "auto", or host:port. None starts Ray on this machine, reachable from this machine
     only."""
