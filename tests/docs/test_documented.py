@@ -78,6 +78,23 @@ def commands(text):
                     yield shlex.split(bare)
 
 
+def extras_for(words):
+    """The extras that a command of ours needs besides `pip install .`."""
+    words = [word.rpartition("/")[2] if word.endswith("bapo") else word for word in words]
+    if "bapo" not in words or not {"train", "sft", "doctor"} & set(words):
+        return set()
+    kind = next(word for word in words[words.index("bapo") + 1 :])
+    needed = {"ray"} if "--cluster.rollouts" in words else set()
+    needed |= {"vllm"} if "vllm" in words else set()
+    needed |= {"lora"} if "--model.lora.rank" in words else set()
+    for name in set(words) & shipped(f"bapo {kind}").keys():
+        task = tomllib.loads(shipped()[name].read_text()).get("task", {})
+        sources = [*task.get("train", ()), *task.get("test", ())]
+        needed |= {"data"} if any(not source.endswith(".jsonl") for source in sources) else set()
+        needed |= {"math"} if kind == "train" and sources and task.get("reward", "math") == "math" else set()
+    return needed
+
+
 def placeholder(word):
     return "…" in word or word == "..." or re.fullmatch(r"[A-Z][A-Z0-9_.-]*", word.partition("/")[0]) is not None
 
@@ -275,6 +292,16 @@ def test_commands_are_read_by_the_commands_themselves(path, capsys):
     assert [f"{command}: {wrong}" for command, wrong in found if wrong and not set(own) & set(command.split())] == []
 
 
+@pytest.mark.parametrize("path", [p for p in PAGES if name_of(p) not in MEASURED], ids=name_of)
+def test_a_page_installs_the_extras_that_its_commands_need(path):
+    text = path.read_text()
+    installed = {
+        extra for listed in re.findall(r"pip install [^`\n]*?\[([\w,]+)\]", text) for extra in listed.split(",")
+    }
+    lacking = {" ".join(words): extras_for(words) - installed for words in commands(text)}
+    assert {command: extras for command, extras in lacking.items() if extras} == {}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_keys_files_and_metrics_exist(path):
     assert list(wrong_spans(path.read_text())) == []
@@ -344,6 +371,8 @@ from bapo import nothing
 |---|---|---|
 | `learn.lr` | 1e-6 | |
 """
+    (several,) = commands("`torchrun --nproc-per-node 8 -m bapo train paper_7b --model.lora.rank 8`")
+    assert extras_for(several) == {"data", "math", "lora"}
     wrong = [wrong_with(words) for words in commands(page)]
     assert len(wrong) == 9
     assert None not in wrong
