@@ -37,9 +37,10 @@ def test_pages_of_keys_are_current(name):
     assert stored(name) == printed, f"run: python docs/keys.py {name} > docs/reference/{name}.md"
 
 
-def test_the_page_of_objectives_is_current():
-    printed = runpy.run_path(str(DOCS / "objectives.py"))["page"]()
-    assert stored("objectives") == printed, "run: python docs/objectives.py > docs/reference/objectives.md"
+@pytest.mark.parametrize("name", ["objectives", "problems"])
+def test_pages_of_objectives_and_problems_are_current(name):
+    printed = runpy.run_path(str(DOCS / f"{name}.py"))["page"]()
+    assert stored(name) == printed, f"run: python docs/{name}.py > docs/reference/{name}.md"
 
 
 @pytest.mark.parametrize(("name", "schema"), SCHEMAS.items())
