@@ -56,4 +56,11 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 def test_every_line_of_the_readme_counts():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 175
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 175
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_the_pages_can_be_read_in_an_afternoon():
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "reference" not in path.parts]
+    assert sum(len(path.read_text().split()) for path in pages) <= 36_000
