@@ -330,9 +330,9 @@ class LearnConfig(OptimizerConfig):
     learning rate alone."""
     kl: float = Field(0.0, ge=0)
     """Weight of a penalty for leaving the initial weights, which is added to the policy loss: the k3 estimate of
-    KL(policy || initial weights) at each token, as in GRPO, whose authors used 0.04; verl's default is 0.001. 0 turns it
-    off. Without model.lora, it needs memory for one
-    more copy of the weights. It is for one process: not for torchrun with several ranks, nor for a cluster."""
+    KL(policy || initial weights) at each token, as in GRPO, whose authors used 0.04; verl's default is 0.001. 0 turns
+    it off. Without model.lora, it needs memory for one more copy of the weights. It is for one process: not for
+    torchrun with several ranks, nor for a cluster."""
     skip_limit: SkipLimit = 3
     anchor_limit: float = Field(0.2, gt=0)
     """Tokens that the present weights sampled have two log-probs, the sampler's and the learner's. If their mean
