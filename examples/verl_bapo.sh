@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # GRPO -> BAPO on verl 0.9: fully-async training with partial rollout and a staleness threshold.
+# Every response is used once, so weak-model is a choice for pass@k and entropy, at a cost in avg@k (docs/choose.md).
 # Compared with a GRPO script, only the three policy_loss lines are new. Extra arguments override everything here:
 #   bash examples/verl_bapo.sh trainer.total_epochs=1
 set -euo pipefail

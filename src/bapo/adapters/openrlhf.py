@@ -1,7 +1,7 @@
 """BAPO inside OpenRLHF: its `PolicyLoss`, with two epsilons that are chosen in every call.
 
 OpenRLHF has no registry of losses: its actor builds a `PolicyLoss` by name. docs/adapters/openrlhf.md has the patch
-that puts `policy_loss(preset="weak-model", window=8)` there instead. Nothing of the loss is copied: `forward` solves
+that puts `policy_loss(objective="brake", window=8)` there instead. Nothing of the loss is copied: `forward` solves
 the bounds, sets the epsilons and calls OpenRLHF's own. Averaging, dual clip, KL and entropy stay where they were.
 
 The actor calls its loss once per micro-batch and follows every call by a collective, so ranks are in step and tables

@@ -181,6 +181,15 @@ def test_the_documented_patch_gives_the_actor_our_loss(patched):
     exec(statement("self.actor_loss_fn ="), names)
 
     batch = logged()
+    [epochs] = [
+        node
+        for node in ast.walk(patched)
+        if isinstance(node, ast.For) and ast.unparse(node.body[0]) == "self.actor_loss_fn.uses = epoch"
+    ]
+    assert ast.unparse(epochs).startswith("for epoch in range(self.max_epochs):")
+    exec(compile(ast.Module(epochs.body[:1], []), ACTOR, "exec"), {**names, "epoch": 3})
+    assert actor.actor_loss_fn.uses == 3
+
     experience = SimpleNamespace(action_mask=batch[3].float(), rollout_log_probs=batch[1], info={})
     names |= {"action_log_probs": batch[0], "old_action_log_probs": batch[1] + 0.1, "advantages": batch[2]}
     names |= {"experience": experience, "loss_batch_info": {"dp_size": 1, "batch_num_tokens": batch[3].sum()}}
@@ -192,16 +201,7 @@ def test_the_documented_patch_gives_the_actor_our_loss(patched):
     ]
     exec(compile(ast.Module([report], []), ACTOR, "exec"), names)
 
-    [epochs] = [
-        node
-        for node in ast.walk(patched)
-        if isinstance(node, ast.For) and ast.unparse(node.body[0]) == "self.actor_loss_fn.uses = epoch"
-    ]
-    assert ast.unparse(epochs).startswith("for epoch in range(self.max_epochs):")
-    exec(compile(ast.Module(epochs.body[:1], []), ACTOR, "exec"), {**names, "epoch": 3})
-    assert actor.actor_loss_fn.uses == 3
-
-    out, _ = core(batch, settings=ClipSettings.preset("weak-model"))
+    out, _ = core(batch, objective="brake", uses=torch.full_like(batch[3], 3, dtype=torch.int64))
     assert names["actor_loss"].item() == pytest.approx(out.loss.item(), abs=1e-6)
-    assert experience.info["bapo/clip_high"] == out.bounds.high
+    assert experience.info["bapo/used_low"].item() == pytest.approx(out.bounds.used_low.item(), abs=1e-6)
     assert all(value.dim() == 0 for value in experience.info.values())  # OpenRLHF then averages them over tokens
