@@ -324,10 +324,10 @@ class LearnConfig(OptimizerConfig):
     warmup_updates: int = Field(10, ge=0)
     """Updates during which the learning rate rises linearly to its peak."""
     ess_reference: float | None = Field(None, gt=0, le=1)
-    """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)) (VCPO, arXiv:2602.17616). ESS is the
-    effective sample size of the update's n responses, as a share of them: (sum w)^2 / (n sum w^2), where w is the
-    product of a response's ratios. The authors set 1, or 0.55 where sampler and learner disagree. None leaves the
-    learning rate alone."""
+    """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)). VCPO (arXiv:2602.17616) sets 1, or
+    0.55 where sampler and learner disagree. ESS = (sum w)^2 / (n sum w^2) over n responses, with w the product of a
+    response's ratios, is the
+    effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
     kl: float = Field(0.0, ge=0)
     """Weight of a penalty for leaving the initial weights, which is added to the policy loss: the k3 estimate of
     KL(policy || initial weights) at each token, as in GRPO, whose authors used 0.04; verl's default is 0.001. 0 turns
