@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bapo.process.limited_worker import describe
-from bapo.tasks.task import LARGEST_REWARD, Scorer
+from bapo.tasks.task import LARGEST_REWARD, Following, Scorer, followed
 from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async, unharmed
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Problem, Score, refuse
@@ -124,13 +124,14 @@ class FunctionReward:
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The score that the function gives each response, in order. No response text makes it raise."""
+        follower = followed(len(responses))
         if not self.is_async:
-            return [self._one(problem, response) for problem, response in responses]
+            return [follower.known(self._one(problem, response)) for problem, response in responses]
         found: dict[int, Score] = {}
         stopped = Score(None)
         try:
             with unharmed():
-                self._runner.run(self._all(responses, found))
+                self._runner.run(self._all(responses, found, follower))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # of a task that the function started
@@ -151,13 +152,15 @@ class FunctionReward:
         except BaseException as error:
             return Score(None, failure=describe(error))
 
-    async def _all(self, responses: Sequence[tuple[Problem, str]], found: dict[int, Score]) -> None:
+    async def _all(
+        self, responses: Sequence[tuple[Problem, str]], found: dict[int, Score], follower: Following
+    ) -> None:
         """Put the score of each response into `found`, by its index, as soon as it is known."""
         places = asyncio.Semaphore(self.concurrency)
 
         async def one(index: int, problem: Problem, response: str) -> None:
             async with places:
-                found[index] = await self._one_async(problem, response)
+                found[index] = follower.known(await self._one_async(problem, response))
 
         await asyncio.gather(*(one(index, *asked) for index, asked in enumerate(responses)))
 
