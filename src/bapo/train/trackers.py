@@ -18,6 +18,7 @@ and a note says how many lines were not sent.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import fcntl
 import io
 import logging
@@ -161,23 +162,25 @@ class _WeightsAndBiases:
 
 
 class _Trackio:
-    """The local store of trackio, which its own environment variables move."""
+    """The local store of trackio, which its own environment variables move.
+
+    trackio keeps its run in the context of whoever opens it, and would end it once more at exit. So it has its own.
+    """
 
     def __init__(self, run: Tracked) -> None:
         import trackio
 
-        self._end: Callable[[], Any] = trackio.finish
+        self._context, self._end = contextvars.copy_context(), trackio.finish
+        place = {"project": run.project, "name": f"{run.name} {run.id}", "resume": "allow"}
         with _silent():
-            self._run = trackio.init(
-                project=run.project, name=f"{run.name} {run.id}", resume="allow", config=run.config, auto_log_gpu=False
-            )
+            self._run = self._context.run(trackio.init, **place, config=run.config, auto_log_gpu=False)
 
     def send(self, points: Points) -> None:
         self._run.log(points.values, step=points.at)
 
     def close(self, ok: bool) -> None:
         with _silent():
-            self._end()  # not that of the run, after which trackio would end it again at exit
+            self._context.run(self._end)
 
 
 class _MLflow:
