@@ -327,7 +327,8 @@ class Training(Job):
         others = zip(config.eval.also_at, before[1:], after[1:], strict=True)
         staleness = [line["staleness_max"] for line in lines if line["kind"] == "update"]
         rollouts = [line for line in lines if line["kind"] == "rollout"]
-        warned = warning(rollouts, config.rollout.responses, _causes(path))
+        shaped = config.task.overlong_tokens > 0
+        warned = warning(rollouts, config.rollout.responses, _causes(path), shaped=shaped)
         return {
             "before": before[0],
             "after": after[0],

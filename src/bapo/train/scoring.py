@@ -134,6 +134,8 @@ def warning(
     rollouts: Sequence[Mapping[str, Any]],  # the lines of a run
     responses: int,  # in a group
     causes: Counter[str],  # for which the verifier failed
+    *,
+    shaped: bool,  # whether rewards for learning may differ where rewards do not
 ) -> str:
     """What is wrong with the rewards of a whole run, in a sentence; empty if they could teach something."""
     means = [line["reward"] for line in rollouts if "reward" in line]
@@ -142,10 +144,8 @@ def warning(
     look = "Read some of them in rollouts.jsonl, and ask the reward function about a right answer"
     if causes.total() > asked / 2:
         return f"the verifier failed on {causes.total()} of {asked} responses; {mostly_why(causes)}"
-    if means and set(means) == {0}:
-        return f"the reward was 0 in every step, on {asked} responses. {look}"
-    if means and len(set(means)) == 1 and not kept:
-        return f"the reward was {means[0]:g} for all of {asked} responses, so nothing was learned. {look}"
+    if len(set(means)) == 1 and (not kept or (shaped and means[0] == 0)):
+        return f"the reward was {means[0]:g} for all of {asked} responses. {look}"
     return ""
 
 

@@ -32,6 +32,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bapo.process.limited_worker import describe
+from bapo.process.stops import StopAsked
 from bapo.tasks.task import LARGEST_REWARD, Following, Scorer, followed
 from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async, unharmed
 from bapo.tasks.verify.sandbox import VerifierPool
@@ -105,6 +106,10 @@ def overlong_penalty(
     return -penalty * max(0, length - (max_tokens - buffer)) / buffer
 
 
+class _Stopped(Exception):  # noqa: N818
+    """StopAsked in a coroutine: asyncio lets a KeyboardInterrupt escape from the loop and forgets the other calls."""
+
+
 class FunctionReward:
     """Scores responses with a function of the user's own."""
 
@@ -134,6 +139,9 @@ class FunctionReward:
                 self._runner.run(self._all(responses, found, follower))
         except KeyboardInterrupt:
             raise
+        except _Stopped:
+            self._runner.run(_end_other_tasks())
+            raise StopAsked from None
         except BaseException as error:  # of a task that the function started
             stopped = Score(None, failure=describe(error))
             self._runner.run(_end_other_tasks())
@@ -160,7 +168,11 @@ class FunctionReward:
 
         async def one(index: int, problem: Problem, response: str) -> None:
             async with places:
-                found[index] = follower.known(await self._one_async(problem, response))
+                found[index] = await self._one_async(problem, response)
+                try:
+                    follower.known(found[index])
+                except StopAsked:
+                    raise _Stopped from None
 
         await asyncio.gather(*(one(index, *asked) for index, asked in enumerate(responses)))
 
