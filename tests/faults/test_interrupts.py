@@ -196,6 +196,18 @@ def test_a_stop_acts_between_two_slow_rewards_and_the_run_goes_on_bit_for_bit(un
         assert (place / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes(), name
 
 
+def test_checkpoints_by_time_change_nothing_and_are_resumed_from(undisturbed, place):
+    env = os.environ | {"CALLS": str(place / "calls")}
+    keys = words(**PARTIAL | {"checkpoint_minutes": 1e-9, "checkpoint_keep": 9})
+    for command in (("train", *keys), ("resume", "run", "--from", "step-000002")):
+        done = bapo(*command, cwd=place, env=env)
+        assert done.returncode == 0, done.stderr
+        saved = [path.name for path in sorted((place / "run/checkpoints").iterdir()) if "aside" not in path.name]
+        assert saved == [f"step-00000{step}" for step in range(4)]
+        for name in LOGS:
+            assert (place / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes(), name
+
+
 def test_a_stop_waits_for_quick_rewards_so_that_the_step_counts(place):
     env = os.environ | {"CALLS": str(place / "calls"), "SLOW_FROM": "15"}  # the last one of the first step
     keys = words(task__reward="rewards_of_stops:slow", rollout__prompts=4, steps=9)

@@ -122,7 +122,9 @@ def test_broken_problems_do_not_end_a_run_whose_steps_finish_a_single_group(here
     assert run(["train", "recipe.toml", *asked, "--out", "few"]) == 0
     alone = [line["step"] for line in steps_of(here / "few") if line["reward_failures"] and "reward" not in line]
     assert alone, "no step had a broken problem alone"
-    assert f"step {alone[0]}: no reward, because the verifier failed on all 8 responses" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"step {alone[0]}: no reward, because the verifier failed on all 8 responses; the cause: KeyError" in said
+    assert "step 1: no update. No group is finished, so there are no metrics: 32 responses will be continued" in said
 
 
 def test_a_verifier_that_always_fails_ends_a_run_at_the_same_step_with_and_without_a_stop(here, capsys):

@@ -164,14 +164,18 @@ class FunctionReward:
         self, responses: Sequence[tuple[Problem, str]], found: dict[int, Score], follower: Following
     ) -> None:
         """Put the score of each response into `found`, by its index, as soon as it is known."""
-        places = asyncio.Semaphore(self.concurrency)
+        places, stopped = asyncio.Semaphore(self.concurrency), False
 
         async def one(index: int, problem: Problem, response: str) -> None:
+            nonlocal stopped
             async with places:
+                if stopped:
+                    return
                 found[index] = await self._one_async(problem, response)
                 try:
                     follower.known(found[index])
                 except StopAsked:
+                    stopped = True
                     raise _Stopped from None
 
         await asyncio.gather(*(one(index, *asked) for index, asked in enumerate(responses)))
