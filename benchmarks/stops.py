@@ -22,8 +22,8 @@ from collections import Counter
 from pathlib import Path
 
 PHASES = ("start", "evaluation before", "sampling", "learning", "saving", "evaluation after", "export")
-ADVICE = r"bapo: stopped(\.| after step) .*((begins again: bapo train|Continue with: bapo resume) .*)$"
-OURS = (ADVICE, "stopping after this step; press Ctrl-C again to stop at once$", "  sample  reward ", r"step +\d+/\d+ ")
+ADVICE = r"bapo: stopped(\.| after step| while) .*((begins again: bapo train|Continue with: bapo resume) .*)$"
+OURS = (ADVICE, "stopping after this step, .*Ctrl-C again to stop at once", "  sample  reward ", r"step +\d+/\d+ ")
 """Our lines that a run which nobody stops does not print, or prints with other words every time."""
 PATIENCE = 240.0
 REWARD = """

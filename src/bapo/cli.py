@@ -29,7 +29,8 @@ SHOWN_OF_ERROR = 200
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do next, for each way in which a command can be cut short. {command} is the whole command line."""
+    """What to do next, for each way in which a command can be cut short. {command} is the whole command line, and
+    {advice} what the command itself has advised so far (`stops.advise`)."""
 
     disk: str
     """After an OSError that was not a read: a full disk, or a directory that cannot be written to."""
@@ -163,7 +164,7 @@ def _failed(error: BaseException, command: Command, given: str) -> int:
         if what == "cannot read":
             return _fail(4, f"{said}. Check that it is there and that you may read it. {stops.advice()}")
         said = said if what else f"{command.remedy.failed}: {error}"
-        return _fail(4, f"{said}. {command.remedy.disk.format(command=given)}")
+        return _fail(4, f"{said}. {command.remedy.disk.format(command=given, advice=stops.advice())}")
     if isinstance(error, SystemExit):
         return _fail(1, f"something that bapo calls ended the process with sys.exit({error.code!r}).")
     raise error
@@ -211,12 +212,11 @@ AGAIN = Remedy(
     stopped="The same command begins again.",
 )
 BEGIN = Remedy(
-    memory="Make learn.micro_tokens or rollout.slots smaller, which a resumed run takes, too (`bapo resume RUN "
-    "--rollout.slots 32`), or use a smaller model.",
-    disk="The newest complete checkpoint is intact. Free space or repair the directory, then continue with `bapo "
-    "resume RUN`.",
+    memory="Make learn.micro_tokens or rollout.slots smaller, which a resumed run takes, too (--rollout.slots 32), or "
+    "use a smaller model.",
+    disk="The newest complete checkpoint is intact. Free space or repair the directory. {advice}",
     stopped="No step was taken. The same command begins again: {command}",
-    numbers="`bapo resume RUN` would go back to the newest checkpoint and reach the same update again. To change a "
+    numbers="A resumed run would go back to the newest checkpoint and reach the same update again. To change a "
     "key, start a new run.",
 )
 RESUME = replace(BEGIN, stopped="The same command continues: {command}")
@@ -269,7 +269,7 @@ COMMANDS = {
         Remedy(
             disk="Free space or repair the directory, then give the same command again. Finished runs are kept, and "
             "stopped runs continue.",
-            stopped="The same command continues; finished runs are kept.",
+            stopped="Finished runs are kept. The same command continues: {command}",
         ),
     ),
     "report": Command(

@@ -61,6 +61,17 @@ def never_returns(response, answer):
             pass
     return 1.0
 
+def slow(response, answer):
+    if response != answer:
+        with open(os.environ["CALLS"], "a") as file:
+            file.write(answer + "\\n")
+        if next(calls) >= int(os.environ.get("SLOW_FROM", "1000000")):
+            time.sleep(1)
+    return float(len(response) % 2)
+
+async def slow_async(response, answer):
+    return slow(response, answer)
+
 def moves(response, answer):
     os.makedirs("elsewhere", exist_ok=True)
     os.chdir("elsewhere")
@@ -81,13 +92,19 @@ def switches_off(response, answer):
 """
 
 
-@pytest.fixture
-def place(tmp_path):
-    (tmp_path / "rewards_of_stops.py").write_text(REWARDS)
+def write(path):
+    path = path / "here"  # the data set's name, which is in the logs
+    path.mkdir()
+    (path / "rewards_of_stops.py").write_text(REWARDS)
     for name, first in (("train", 2), ("test", 70)):
         rows = [{"prompt": f"{n},7,2={n + 9}:", "answer": name} for n in range(first, first + 8)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def place(tmp_path):
+    return write(tmp_path)
 
 
 SMALL = {
@@ -129,6 +146,77 @@ def test_the_second_signal_ends_a_run_whose_reward_never_returns(place):
     assert process.exitcode == 130
     assert log.read_text().endswith("bapo: stopped. Continue with: bapo resume run\n")
     assert not children & processes().keys()
+
+
+PARTIAL = {"task.reward": "rewards_of_stops:slow", "steps": 3, "checkpoint-every": 100, "rollout.prompts": 4}
+PARTIAL |= {"eval.every": 1, "eval.k": 8, "offpolicy.partial-budget": 120, "offpolicy.max-staleness": 12}
+LOGS = ("metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "model/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Three steps that leave responses parked, with evaluations on the way. The file `calls` says who was scored."""
+    path = write(tmp_path_factory.mktemp("undisturbed"))
+    done = bapo("train", *words(**PARTIAL), cwd=path, env=os.environ | {"CALLS": str(path / "calls")})
+    assert done.returncode == 0, done.stderr
+    rollouts = [line for line in (path / "run/metrics.jsonl").read_text().splitlines() if '"kind": "rollout"' in line]
+    assert [json.loads(line)["rollout/parked"] > 0 for line in rollouts] == [True] * 3
+    return path
+
+
+def first_call(calls, *, of_step):
+    """Which call of the reward scores the first response of this step, of three with an evaluation after each."""
+    found = [at for at in range(1, len(calls)) if (calls[at - 1], calls[at]) == ("test", "train")]
+    assert len(found) == 2, calls
+    return found[of_step - 2]
+
+
+@pytest.mark.parametrize("where", ["rewards", "evaluation"])
+def test_a_stop_acts_between_two_slow_rewards_and_the_run_goes_on_bit_for_bit(undisturbed, place, where):
+    calls = (undisturbed / "calls").read_text().split()
+    at = first_call(calls, of_step=2) - (16 if where == "evaluation" else 0)
+    log, env = place / "said", os.environ | {"CALLS": str(place / "calls"), "SLOW_FROM": str(at)}
+    process = started("train", *words(**PARTIAL), log=log, cwd=place, env=env)
+    until(lambda: (place / "calls").exists() and len((place / "calls").read_text().split()) > at)
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 130, log.read_text()
+    assert time.monotonic() - began < 5
+    assert len((place / "calls").read_text().split()) <= at + 3
+    stopped = {
+        "rewards": "while the rewards of step 2 were computed; step 1 is saved",
+        "evaluation": "while step 1 was evaluated; the step is saved",
+    }
+    assert log.read_text().endswith(f"bapo: stopped {stopped[where]}. Continue with: bapo resume run\n")
+    assert [path.name for path in sorted((place / "run/checkpoints").iterdir())] == ["step-000000", "step-000001"]
+    again = bapo("resume", "run", cwd=place, env=os.environ | {"CALLS": str(place / "calls")})
+    assert again.returncode == 0, again.stderr
+    for name in LOGS:
+        assert (place / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes(), name
+
+
+def test_checkpoints_by_time_change_nothing_and_are_resumed_from(undisturbed, place):
+    env = os.environ | {"CALLS": str(place / "calls")}
+    keys = words(**PARTIAL | {"checkpoint_minutes": 1e-9, "checkpoint_keep": 9})
+    for command in (("train", *keys), ("resume", "run", "--from", "step-000002")):
+        done = bapo(*command, cwd=place, env=env)
+        assert done.returncode == 0, done.stderr
+        saved = [path.name for path in sorted((place / "run/checkpoints").iterdir()) if "aside" not in path.name]
+        assert saved == [f"step-00000{step}" for step in range(4)]
+        for name in LOGS:
+            assert (place / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes(), name
+
+
+def test_a_stop_waits_for_quick_rewards_so_that_the_step_counts(place):
+    env = os.environ | {"CALLS": str(place / "calls"), "SLOW_FROM": "15"}  # the last one of the first step
+    keys = words(task__reward="rewards_of_stops:slow", rollout__prompts=4, steps=9)
+    process = started("train", *keys, log=place / "said", cwd=place, env=env)
+    until(lambda: (place / "calls").exists() and len((place / "calls").read_text().split()) == 16)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 130
+    assert "stopped after step 1, which was saved. Continue with: bapo resume run" in (place / "said").read_text()
 
 
 @pytest.mark.parametrize("reward", ["moves", "closes", "switches_off"])

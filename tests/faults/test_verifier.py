@@ -6,6 +6,9 @@ import re
 import pytest
 
 from bapo.cli import run
+from bapo.report.arms import arms_of
+from bapo.report.verdict import signs
+from bapo.runs.read import read_run
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 9) for b in range(1, 3)]
 REWARDS = """
@@ -30,6 +33,15 @@ def broken_problems(response, answer):
 def never_in_training(response, answer):
     if response != answer and int(answer) <= 8:
         raise KeyError("never")
+    return 1.0
+
+def nothing(response, answer):
+    return float(response == answer)
+
+def mostly_fails(response, answer):
+    kind = sum(map(ord, response)) % 3
+    if response != answer and kind:
+        raise ValueError("this" if kind == 1 else "that")
     return 1.0
 
 def leaves(response, answer):
@@ -60,10 +72,33 @@ def test_failed_responses_are_logged_with_their_cause_and_not_trained_on(here, c
     failures = [json.loads(line) for line in (here / "some/failures.jsonl").read_text().splitlines()]
     assert all("KeyError" in failure["cause"] and len(failure["response"]) % 2 for failure in failures)
     told = "1 response was" if len(failures) == 1 else f"{len(failures)} responses were"
-    assert f"{told} left out, because the verifier failed: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{told} left out, because the verifier failed: " in said
+    for step in {failure["step"] for failure in failures}:
+        count = sum(failure["step"] == step for failure in failures)
+        of = "1 response" if count == 1 else f"{count} responses"
+        assert f"step {step}: no reward for {of}; the cause: KeyError: 'odd'" in said
     lines = [json.loads(line) for line in (here / "some/metrics.jsonl").read_text().splitlines()]
     told = sum(line["reward_failures"] for line in lines if line["kind"] == "rollout")
     assert told == len(failures) > 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "warning"),
+    [
+        ("nothing", r"the reward was 0 for all of \d+ responses\. Read some of them in rollouts\.jsonl"),
+        ("mostly_fails", r"the verifier failed on \d+ of \d+ responses; the most frequent cause \(\d+ times\): Val"),
+    ],
+)
+def test_a_run_that_could_not_learn_says_so_before_anything_else(here, capsys, reward, warning):
+    assert run(["train", "recipe.toml", "--task.reward", f"own_rewards:{reward}", "--out", "none"]) == 0
+    said = capsys.readouterr().out
+    last = said[said.index("warning: ") :]
+    assert re.match(f"warning: {warning}", last), last
+    assert "4 held-out problems, temperature" in last
+    assert "trained model" in last
+    assert f"Warning: {warning[:15]}" in (here / "none/model/README.md").read_text()
+    assert re.match(warning, signs(arms_of([read_run(here / "none")]))[0])
 
 
 def test_a_verifier_that_always_fails_stops_the_run_and_says_why(here, capsys):
@@ -87,7 +122,9 @@ def test_broken_problems_do_not_end_a_run_whose_steps_finish_a_single_group(here
     assert run(["train", "recipe.toml", *asked, "--out", "few"]) == 0
     alone = [line["step"] for line in steps_of(here / "few") if line["reward_failures"] and "reward" not in line]
     assert alone, "no step had a broken problem alone"
-    assert f"step {alone[0]}: no reward, because the verifier failed on all 8 responses" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"step {alone[0]}: no reward, because the verifier failed on all 8 responses; the cause: KeyError" in said
+    assert "step 1: no update. No group is finished, so there are no metrics: 32 responses will be continued" in said
 
 
 def test_a_verifier_that_always_fails_ends_a_run_at_the_same_step_with_and_without_a_stop(here, capsys):

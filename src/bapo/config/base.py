@@ -95,6 +95,14 @@ Threads = Annotated[
         le=MOST_THREADS,
     ),
 ]
+CheckpointMinutes = Annotated[
+    float,
+    Field(
+        description="Save a checkpoint, too, after the step that ends this many minutes or more after the last one. 0: "
+        "only after every `checkpoint_every` steps. When checkpoints are saved does not change the result.",
+        ge=0,
+    ),
+]
 CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]
 
 LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0, le=1e3)]

@@ -13,7 +13,18 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from bapo.buffer import wrong_settings
-from bapo.config.base import CheckpointKeep, Device, LogConfig, ModelConfig, Out, Section, Seed, Threads, refuse_on_cpu
+from bapo.config.base import (
+    CheckpointKeep,
+    CheckpointMinutes,
+    Device,
+    LogConfig,
+    ModelConfig,
+    Out,
+    Section,
+    Seed,
+    Threads,
+    refuse_on_cpu,
+)
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
 from bapo.config.sections import (
@@ -49,6 +60,7 @@ class Config(Section):
     threads: Threads = 0
     checkpoint_every: int = Field(10, ge=1)
     """Steps between checkpoints."""
+    checkpoint_minutes: CheckpointMinutes = 0.0
     checkpoint_keep: CheckpointKeep = 2
     sample_every: int = Field(5, ge=1)
     """Steps between the sample responses that are shown."""

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from bapo.config.base import (
     CheckpointKeep,
+    CheckpointMinutes,
     Device,
     LearningRate,
     LogConfig,
@@ -89,6 +90,7 @@ class SftConfig(Section):
     threads: Threads = 0
     checkpoint_every: int = Field(100, ge=1)
     """Updates between checkpoints."""
+    checkpoint_minutes: CheckpointMinutes = 0.0
     checkpoint_keep: CheckpointKeep = 2
     model: ModelConfig = ModelConfig()
     task: SftTaskConfig = SftTaskConfig()

@@ -14,9 +14,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, mean, pass_at_k
-from bapo.rollout.engine import Engine, Request, Sampling, Segment, TellSampled, generate
+from bapo.rollout.engine import Engine, Request, Sampling, Segment, generate
 from bapo.rollout.scheduler import new_group
-from bapo.tasks.task import Scorer
+from bapo.screen.watch import Tell
+from bapo.tasks.task import Scorer, following
 from bapo.types import Problem, Score, Status
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def sample(
     sampling: Sampling,
     max_tokens: int,
     seed: int,
-    tell: TellSampled | None = None,
+    tell: Tell | None = None,
 ) -> list[list[Response]]:  # [problems][k]
     """k responses to every problem, sampled with the weights that the engine has, and scored.
 
@@ -133,7 +134,8 @@ def sample(
     asked = [problem for problem in problems for _ in range(k)]
     answered = [_without_stop(*pair, sampling) for pair in zip(segments, asked, strict=True)]
     texts = [policy.decode(tokens) for tokens in answered]
-    scores = scorer(list(zip(asked, texts, strict=True)))
+    with following(len(asked), tell):
+        scores = scorer(list(zip(asked, texts, strict=True)))
     if len(scores) != len(asked):
         raise RuntimeError(f"the verifier returned {len(scores)} scores for {len(asked)} responses.")
     for problem, score in zip(asked, scores, strict=True):

@@ -111,14 +111,17 @@ def _both_parts(
     task: TaskConfig | SftTaskConfig, load: Callable[[tuple[str, ...]], tuple[list[Item], LoadReport | None]]
 ) -> tuple[tuple[list[Item], list[Item]], list[LoadReport | None]]:
     """What is loaded of task.train and of task.test, and the reports."""
-    loaded, wrong = [], []
+    loaded, wrong = [], dict[str, str]()
     for name in PARTS:
         try:
             loaded.append(load(getattr(task, name)))
         except ValueError as error:
-            wrong.append(f"task.{name}: {error}")
+            place = getattr(error, "place", "")
+            alike = str(error).removeprefix(place) if place else f"task.{name}: {error}"  # files without a column
+            before = wrong.get(alike)
+            wrong[alike] = f"{before} So it is with task.{name}: {place}." if before else f"task.{name}: {error}"
     if wrong:
-        raise ValueError("\n".join(wrong))
+        raise ValueError("\n".join(wrong.values()))
     (train, of_train), (test, of_test) = loaded
     return (train, test), [of_train, of_test]
 

@@ -76,7 +76,7 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
     layers = shape.hidden * shape.layers + working_set if again else shape.layers * working_set
     on_device = 6 if config.learn.offload_optimizer else 18
     saved = (14 if width == 2 else 12) * shape.trained
-    checkpoints = -(-config.steps // config.checkpoint_every)
+    checkpoints = config.steps if config.checkpoint_minutes else -(-config.steps // config.checkpoint_every)
     return Memory(
         states=(on_device if width == 2 else 16) * shape.trained + width * (shape.parameters - shape.trained),
         sampler=float(width * shape.parameters) if config.device == "cuda" else 0.0,

@@ -3,7 +3,8 @@
     while                         the first signal                            the second one
     nothing needs tidying         the process ends at once                    -
     something does                KeyboardInterrupt is raised, and it ends    the process ends within END_SECONDS
-    somebody listens (steps)      they are told, and finish what they do      KeyboardInterrupt; it ends within the same
+    somebody listens (steps)      they are told, and finish what they do or   KeyboardInterrupt; it ends within the same
+                                  raise StopAsked where they can leave it
     the work is done              nothing: the process is about to end        the process ends within END_SECONDS
 
 The exit code is 130 and one line says what to do next; if the work was done, it is the code of the work. "Ends" means
@@ -48,6 +49,10 @@ AGAIN_SECONDS = 0.01
 """How long after a Ctrl-C was dropped it is sent again: the destructor that it met has ended by then."""
 
 
+class StopAsked(KeyboardInterrupt):
+    """A stop that was asked for acts here, where the work can be left."""
+
+
 class Phase(Enum):
     """What a signal means now."""
 
@@ -70,6 +75,7 @@ class _State:
     listener: Callable[[int], None] | None = None
     patient = False  # who listens decides about further signals, too
     heard = 0
+    listener_told = False
     ours = 0  # signals that we sent to ourselves
     first = 0.0
     terminal: list[Any] | None = None
@@ -118,7 +124,7 @@ def advice() -> str:
 
 def asked() -> bool:
     """Whether a signal has asked this process to stop."""
-    return _now.heard > 0
+    return _now.heard > 0 or _now.listener_told
 
 
 def stopping() -> bool:
@@ -141,13 +147,14 @@ def listening(listener: Callable[[int], None], *, patient: bool = False) -> Iter
     """Inside, signals are told to the listener. `patient`: it also decides about the second one and those after it."""
     before = _now.phase, _now.listener, _now.patient
     handlers = {} if _now.watched else {number: signal.signal(number, _handle) for number in SIGNALS}
-    _now.phase, _now.listener, _now.patient = Phase.LISTEN, listener, patient
+    _now.phase, _now.listener, _now.patient, _now.listener_told = Phase.LISTEN, listener, patient, False
     try:
         yield
     finally:
         if _now.phase is Phase.LISTEN:
             _now.phase = before[0]
         _now.listener, _now.patient = before[1:]
+        _now.listener_told = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if handlers:
@@ -222,6 +229,7 @@ def _handle(number: int, _frame: object) -> None:
     if _now.phase is Phase.RAISE:
         at_once()
     if _now.phase is Phase.LISTEN and _now.listener is not None:
+        _now.listener_told = True
         _now.listener(number)
 
 

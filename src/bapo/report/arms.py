@@ -21,7 +21,9 @@ from bapo.runs.read import Defect, Run, find_runs, is_set_aside, read_run
 from bapo.runs.statistics import mean
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
-NOT_THE_EXPERIMENT = {"seed", "out", "device", "threads", "checkpoint_every", "checkpoint_keep", "sample_every"}
+NOT_THE_EXPERIMENT = {
+    *("seed", "out", "device", "threads", "checkpoint_every", "checkpoint_minutes", "checkpoint_keep", "sample_every"),
+}
 """Keys in which the runs of one arm may differ: the seed, and keys that do not change what is trained."""
 BINNED: tuple[tuple[tuple[str, ...], int | None], ...] = (
     (("staleness_histogram",), None),

@@ -233,11 +233,17 @@ def signs(arms: Sequence[Arm]) -> list[str]:
     return found
 
 
+def warned(run: Run) -> str | None:
+    """The run itself ended with a warning about its rewards."""
+    said = run.summary.get("warning")
+    return said if isinstance(said, str) else None
+
+
 def unrewarded(run: Run) -> str | None:
     """The reward was zero in nearly every step."""
     rewards, (kept, filtered) = logged(run.rollouts, "reward"), _groups(run)
     empty = rewards.count(0.0)
-    if not rewards or _sampled(run) < FEW_RESPONSES or empty < UNREWARDED * len(rewards):
+    if warned(run) or not rewards or _sampled(run) < FEW_RESPONSES or empty < UNREWARDED * len(rewards):
         return None
     if min(rewards) < 0 or kept > (1 - UNREWARDED) * (kept + filtered):  # 0 may be the best, or a mean of both signs
         return None
@@ -251,7 +257,7 @@ def unrewarded(run: Run) -> str | None:
 def no_signal(run: Run) -> str | None:
     """All responses of most groups have the same reward, so these groups teach nothing."""
     rewards, (kept, filtered) = logged(run.rollouts, "reward"), _groups(run)
-    if kept + filtered < FEW or filtered <= NO_SIGNAL * (kept + filtered) or unrewarded(run):
+    if kept + filtered < FEW or filtered <= NO_SIGNAL * (kept + filtered) or warned(run) or unrewarded(run):
         return None
     what = "harder problems" if mean(rewards) > 0.5 else "easier problems, or a warm start (docs/sft.md)"
     if not all(0 <= reward <= 1 for reward in rewards):  # on another scale, nobody knows which side is the good one
@@ -367,6 +373,19 @@ def _evaluated(run: Run, when: str, key: str) -> float:
 
 
 SIGNS: tuple[Callable[[Run], str | None], ...] = (
-    *(unrewarded, no_signal, unfinished, collapse, entropy, clipping, spikes, skipped, still, cut_off, failures),
+    *(
+        warned,
+        unrewarded,
+        no_signal,
+        unfinished,
+        collapse,
+        entropy,
+        clipping,
+        spikes,
+        skipped,
+        still,
+        cut_off,
+        failures,
+    ),
 )
 """The signs, in the order in which the report shows them."""

@@ -37,7 +37,7 @@ A run is made of three verbs. A caller that does not wait for its engines can ca
 Nothing here waits or runs in parallel: `run` returns when the engine has done its work.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -297,6 +297,22 @@ class Scheduler:
         """What was done since the totals were these, and what there is now."""
         done = {name: value - getattr(before, name) for name, value in vars(self._totals).items()}
         return SchedulerMetrics(**done | self._levels())
+
+    def bookmark(self) -> Callable[[], None]:
+        """What takes this scheduler and its groups back to where they are now."""
+        version, next_id, totals, groups = self._version, self._next_id, self._totals, dict(self._groups)
+        grown = [(t, len(t.tokens), t.status) for group in groups.values() for t in group.trajectories]
+
+        def back() -> None:
+            self._version, self._next_id, self._totals, self._groups = version, next_id, totals, groups
+            self._run, self._under_way = None, {}
+            for trajectory, length, trajectory.status in grown:
+                for tokens in (trajectory.tokens, trajectory.behavior_logprobs, trajectory.entropies):
+                    del tokens[length:]
+                del trajectory.versions[length:]
+                trajectory.reward, trajectory.shaping = None, 0.0
+
+        return back
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what this scheduler does next, as plain JSON data. Settings are not included."""

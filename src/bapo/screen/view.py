@@ -40,6 +40,7 @@ from bapo.screen.watch import ActorLine, OnScreen, Tell, in_lines
 SHOWN = {
     "imitation/loss": ("loss", 3),
     "reward": ("reward", 3),
+    "reward_failures": ("failed", 0),
     "eval/avg": ("eval", 3),
     "entropy": ("entropy", 3),
     "length": ("length", 1),
@@ -57,6 +58,7 @@ SHOWN = {
 }
 """Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
 MEANINGS = {
+    ("reward_failures",): "responses without a reward",
     ("share",): "positive part of the signal",
     ("clip_low", "clip_high"): "bounds of the clip",
     ("used_low",): "lower bound of tokens trained on before",
@@ -143,6 +145,8 @@ class View:
         with self.lock:
             self.current = step
             self.now = {key: float(given[key]) for key in SHOWN if key in given}
+            if not self.now.get("reward_failures"):
+                self.now.pop("reward_failures", None)
             if "used_low" in self.now and self.now["used_low"] <= self.now.get("clip_low", 0.0):
                 del self.now["used_low"]
             for key, value in self.now.items():

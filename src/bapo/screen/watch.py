@@ -63,7 +63,7 @@ class ActorLine:
 
 
 class Told(Protocol):
-    """Anything that can say how far it is."""
+    """Anything that can say how far it is. With a number `every`, a log has a line about it as often as that."""
 
     def line(self, what: str, seconds: float) -> str:
         """One line of words, this many seconds after the start."""
@@ -83,7 +83,7 @@ def in_lines(what: str, say: Callable[[str], None], clock: Callable[[], float]) 
     def watch(told: Told) -> None:
         nonlocal said
         now = clock()
-        if now - said >= LINE_SECONDS:
+        if now - said >= getattr(told, "every", LINE_SECONDS):
             said = now
             say(told.line(what, now - began))
 

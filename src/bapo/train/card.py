@@ -7,6 +7,7 @@ model is, how it was trained, what it scores and how to check the scores. Licenc
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ def model_card(
         f"trained with {config.objective.name}",
         "The base model after reinforcement learning on problems whose answers a program checks"
         + ("" if summary["updates"] else ". No update was taken, so the weights did not change")
+        + (f". Warning: {summary['warning']}" if "warning" in summary else "")
         + ". Licence and terms are the base model's.",
         facts,
         "## Scores",
@@ -113,7 +115,17 @@ def _card(
     front = ["---", f"base_model: {json.dumps(config.model.path)}", "library_name: transformers"]
     front += ["pipeline_tag: text-generation", f"tags: {tags}", "---"]
     table = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items())]
-    return "\n\n".join(["\n".join(front), f"# {config.model.path}, {how}", what, "\n".join(table), *sections]) + "\n"
+    shared = ["To share it, with this directory as MODEL:", f"    {upload(config, Path('MODEL'))}"]
+    parts = ["\n".join(front), f"# {config.model.path}, {how}", what, "\n".join(table), *sections, *shared]
+    return "\n\n".join(parts) + "\n"
+
+
+def upload(config: Config | SftConfig, path: Path) -> str:
+    """The command that puts a model on the hub, in the account of whoever gives it."""
+    base = Path(config.model.path)
+    name = base.parent.name if base.name == "model" and base.parent.name else base.name.removesuffix(".gguf")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+    return f"hf upload {name}-{'sft' if isinstance(config, SftConfig) else 'bapo'} {shlex.quote(str(path))}"
 
 
 def _trained(config: Config | SftConfig) -> str:
@@ -243,6 +255,8 @@ def show_ending(config: Config, summary: dict[str, Any], path: Path, *, drift: s
 
     `drift`: since when sampler and learner have not meant the same policy, in words; empty if they do.
     """
+    if "warning" in summary:
+        say(f"warning: {summary['warning']}.")
     title = f"{counted(config.eval.problems or 0, 'held-out problem')}, temperature {config.eval.temperature:g}"
     summary_table(title, _rows(summary, config.eval.k))
     if not summary["updates"] and not summary["skipped"]:

@@ -36,7 +36,8 @@ from bapo.types import Group, Problem
 Kind = TypeVar("Kind", Config, SftConfig)
 
 MAY_CHANGE = (
-    *("steps", "out", "threads", "checkpoint_every", "checkpoint_keep", "sample_every", "eval.every"),
+    *("steps", "out", "threads", "checkpoint_every", "checkpoint_minutes", "checkpoint_keep", "sample_every"),
+    "eval.every",
     *("learn.micro_tokens", "learn.activation_checkpointing", "learn.compile", "learn.offload_optimizer"),
     *("rollout.slots", "rollout.cache_tokens", "learn.anchor_limit"),
     *("model.path", "task.train", "task.test", "cluster.address", "log.to", "log.project"),

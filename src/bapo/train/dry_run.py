@@ -297,6 +297,7 @@ def _told_time(took: Seconds) -> str:
 
 def _place(config: Config) -> Iterator[str]:
     often = every(config.checkpoint_every, "step")
+    often += f" or {config.checkpoint_minutes:g} minutes" if config.checkpoint_minutes else ""
     yield _line("out", f"{config.out}, a checkpoint {often}, {config.checkpoint_keep} kept")
     if config.log.to:
         yield _line("log", f"{', '.join(config.log.to)}; project {config.log.project}")

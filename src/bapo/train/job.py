@@ -83,6 +83,8 @@ class Job(ABC):
     """How many steps the whole run has."""
     notes: list[str]
     """What a person should know before training begins."""
+    unmeasured: bool = False
+    """Whether a measurement is due after the last step: a stop has cut it short."""
     temperature: float = 1.0
     """The temperature at which the trained model is meant to be sampled."""
 

@@ -12,9 +12,9 @@ the first step is saved: a run that is killed in between begins again.
 
 The `Job` (job.py) decides what a step is, what is measured and what a checkpoint must keep besides the learner. It is
 either reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every
-`checkpoint_every` steps, after the last step, and when the run is asked to stop. The model is exported before anything
-is computed from the logs, so a damaged log cannot cost it. `summary.json` is written last, so its presence means that
-the run is complete.
+`checkpoint_every` steps, after `checkpoint_minutes`, after the last step, and when the run is asked to stop. The model
+is exported before anything is computed from the logs, so a damaged log cannot cost it. `summary.json` is written last,
+so its presence means that the run is complete.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _live(
 
 def _train(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
     """Measure, take the steps that are left, measure again, export the model, and summarise."""
-    run, view, every, stopped = log.run, log.view, job.config.eval.every, False
+    run, view, every = log.run, log.view, job.config.eval.every
     for note in (*job.notes, *notes):
         view.note(note)
     measure_later = None
@@ -152,22 +152,26 @@ def _train(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
         view.recall(logged_steps(run.path))
     elif (measure_later := job.measure_later()) is None:
         job.measure(log, "before")
-    with _stops_between_steps(team, view) as signals:
-        while job.done < job.total and not stopped:
-            if measure_later is None:
-                job.advance(log)
-            else:
-                _advance_first(job, log, measure_later)
-                measure_later = None
-            last = job.done == job.total
-            if every and job.done % every == 0 and not last:
-                job.measure(log, "during")
-            stopped = team.any(bool(signals))
-            if job.done % job.config.checkpoint_every == 0 or last or stopped:
+    saved, where = time.monotonic(), ""
+    with _stops_between_steps(job, team, view) as signals:
+        while job.done < job.total and not where:
+            try:
+                if not job.unmeasured:
+                    _advance(job, log, measure_later)
+                    measure_later, last = None, job.done == job.total
+                    job.unmeasured = bool(every) and job.done % every == 0 and not last
+                if job.unmeasured:
+                    job.measure(log, "during")
+                    job.unmeasured = False
+                where = f"after {job.unit} {job.done}, which was saved" if team.any(bool(signals)) else ""
+            except stops.StopAsked:
+                where = _in_words(job)
+            if _checkpoint_due(job, team, saved) or where:
                 _save(job, run, team)
-    if stopped:
+                saved = time.monotonic()
+    if where:
         stops.enter(stops.Phase.ENDING)
-        raise Interrupted(f"stopped after {job.unit} {job.done}, which was saved. {stops.advice()}")
+        raise Interrupted(f"stopped {where}. {stops.advice()}")
     job.measure(log, "after")
     job.export(run.path, UNFINISHED_CARD, team)
     summary = team.lead(lambda: _summarized(job, run))
@@ -175,8 +179,28 @@ def _train(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
     return summary
 
 
-def _advance_first(job: Job, log: Log, measure: Callable[[Log], None]) -> None:
-    """Take the first step, and log it after the measurement of what was there before it."""
+def _in_words(job: Job) -> str:
+    """Where a run stopped whose rewards would have taken long."""
+    if job.unmeasured:
+        return f"while {job.unit} {job.done} was evaluated; the {job.unit} is saved"
+    before = f"{job.unit} {job.done} is saved" if job.done else "the run begins anew"
+    return f"while the rewards of {job.unit} {job.done + 1} were computed; {before}"
+
+
+def _checkpoint_due(job: Job, team: Team, saved: float) -> bool:
+    """Whether it is time for the next checkpoint. The first rank's clock decides. `saved`: when the last one was."""
+    config = job.config
+    if job.done % config.checkpoint_every == 0 or job.done == job.total:
+        return True
+    minutes = config.checkpoint_minutes
+    return bool(minutes) and team.lead(lambda: time.monotonic() - saved >= 60 * minutes)
+
+
+def _advance(job: Job, log: Log, measure: Callable[[Log], None] | None) -> None:
+    """Take a step. The first one may be logged after the measurement of what was there before it."""
+    if measure is None:
+        job.advance(log)
+        return
     held = HeldLog(log.run, log.view, log.trackers)
     try:
         job.advance(held)
@@ -188,8 +212,11 @@ def _advance_first(job: Job, log: Log, measure: Callable[[Log], None]) -> None:
 
 
 @contextmanager
-def _stops_between_steps(team: Team, view: View) -> Iterator[list[float]]:
+def _stops_between_steps(job: Job, team: Team, view: View) -> Iterator[list[float]]:
     """The first Ctrl-C or SIGTERM lets the current step finish and saves it; the second one stops at once.
+
+    If rewards are computed that would take long, the first one acts between two of them (`tasks/task.py:Following`). A
+    step is then undone, and a resumed run takes it again. An evaluation is made again.
 
     Yields a list that is empty until the first signal comes. A signal on one rank stops all of them after the same
     step. torchrun passes a Ctrl-C on, which the ranks have heard already, so what follows at once counts as the same
@@ -207,7 +234,9 @@ def _stops_between_steps(team: Team, view: View) -> Iterator[list[float]]:
             stops.at_once()
         signals.append(time.monotonic())
         if team.leads:
-            view.interrupt("stopping after this step; press Ctrl-C again to stop at once")
+            sooner = ", or between two rewards that take long" if job.shows_samples else ""
+            what = f"stopping after this {job.unit}{sooner}; press Ctrl-C again to stop at once"
+            view.interrupt(f"{what}. {stops.advice()}".rstrip())
 
     with stops.listening(ask):
         yield signals

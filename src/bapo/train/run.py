@@ -19,6 +19,8 @@ lock             held by the process at work
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -35,16 +37,18 @@ from bapo.models import prompt_text
 from bapo.preflight.examine import TaskData
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
-from bapo.runs import history, ledger
+from bapo.runs import files, history, ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
+from bapo.screen.terminal import shortened
 from bapo.tasks.data.problems import fingerprint
+from bapo.tasks.task import mostly_why, told_failures
 from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
-from bapo.train.card import eval_command, model_card, show_ending
+from bapo.train.card import eval_command, model_card, show_ending, upload
 from bapo.train.continuing import check_ledger, check_state
 from bapo.train.job import Job, Log, Summary, When, ends_run, skipped_line, stop_after
 from bapo.train.loop import RunState, StepRecord, load_weights, take_step
-from bapo.train.scoring import ENOUGH_GROUPS, Failing
+from bapo.train.scoring import ENOUGH_GROUPS, Failing, warning
 from bapo.train.torchrun import ALONE, Team
 from bapo.types import Group, Trajectory
 
@@ -105,8 +109,8 @@ class Training(Job):
         log.run.append(ledger.FILE, *self.parts.ledger.take())
         self._log_samples(record, log)
         self._look_at_failures(record, log)
-        if not record.updates and "reward" in record.rollout:
-            log.view.note(f"step {record.step}: no update. A group teaches only if its rewards differ, and none did.")
+        if not record.updates and ("reward" in record.rollout or not record.scored.failures):
+            log.view.note(f"step {record.step}: no update. {self._why_nothing_is_learned(record)}")
         self._tell_of_fragments(record, log)
         self._tell_of_drift(record, log)
         self._stop_if_diverged(record, log)
@@ -124,9 +128,20 @@ class Training(Job):
             raise VerifierFailed(failing.responses, failing.cause, f"of {steps}")
         if failing.groups and failures:
             log.view.note(
-                f"step {record.step}: no reward, because the verifier failed on all {len(failures)} responses "
-                f"(failures.jsonl says why). The run ends if it does so for {ENOUGH_GROUPS} groups in a row."
+                f"step {record.step}: no reward, because the verifier failed on all {len(failures)} responses; "
+                f"{mostly_why(record.scored.causes)}. The run ends if it fails so on {ENOUGH_GROUPS} groups in a row."
             )
+        elif failures:
+            log.view.note(f"step {record.step}: {told_failures(record.scored.causes)}")
+
+    def _why_nothing_is_learned(self, record: StepRecord) -> str:
+        if "reward" in record.rollout:
+            mean = f"mean reward {record.rollout['reward']:.3g}"
+            return f"A group teaches only if its rewards differ, and none did ({mean})."
+        left = record.rollout["rollout/parked"] + record.rollout["rollout/waiting"]
+        budget = self.config.offpolicy.partial_budget
+        why = f"; offpolicy.partial_budget={budget} tokens per step finish few" if budget else ""
+        return f"No group is finished, so there are no metrics: {counted(left, 'response')} will be continued{why}."
 
     def _update_line(self, step: int, update: Update) -> dict[str, Any]:
         """The line of metrics.jsonl, counting updates that were skipped in a row."""
@@ -231,6 +246,9 @@ class Training(Job):
             )
         if result.failures == result.problems * result.k:
             raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {step}")
+        if result.failures:
+            of, cause = counted(result.problems * result.k, "held-out response"), shortened(result.first_failure, 100)
+            log.view.note(f"no reward for {result.failures} of {of}, which count 0; the first cause: {cause}")
         line = {"kind": "eval", "step": step, "version": parts.engine.version}
         line |= result.summary() | {"eval/problems": result.problems, "eval/temperature": temperature}
         log.metrics(line)
@@ -246,6 +264,7 @@ class Training(Job):
             "scheduler": self.parts.scheduler.state_dict(),
             "buffer": self.parts.buffer.state_dict(),
             **self._reference(),
+            **({"unmeasured": True} if self.unmeasured else {}),
             **({} if self.asynchronous is None else self.asynchronous.state_dict()),
         }
 
@@ -268,6 +287,7 @@ class Training(Job):
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
         self.run_state = _progress(state["progress"])
+        self.unmeasured = bool(state.get("unmeasured"))
         if self.asynchronous is not None:
             self.asynchronous.state = self.run_state
             self.asynchronous.load_state_dict(state)
@@ -306,6 +326,9 @@ class Training(Job):
         before, after = full[:asked], full[-asked:]
         others = zip(config.eval.also_at, before[1:], after[1:], strict=True)
         staleness = [line["staleness_max"] for line in lines if line["kind"] == "update"]
+        rollouts = [line for line in lines if line["kind"] == "rollout"]
+        shaped = config.task.overlong_tokens > 0
+        warned = warning(rollouts, config.rollout.responses, _causes(path), shaped=shaped)
         return {
             "before": before[0],
             "after": after[0],
@@ -313,7 +336,9 @@ class Training(Job):
             "updates": len(staleness),
             "skipped": sum(line["kind"] == "skipped" for line in lines),
             "staleness_max": max(staleness, default=0.0),
-        } | ({"restarts": history.restarts(path)} if config.cluster.on else {})
+            **({"warning": warned} if warned else {}),
+            **({"restarts": history.restarts(path)} if config.cluster.on else {}),
+        }
 
     def card(self, summary: Summary) -> str:
         """The README.md of the trained model."""
@@ -324,14 +349,22 @@ class Training(Job):
         show_ending(self.config, summary, path, drift=self.run_state.drift)
 
     def next_steps(self, path: Path) -> list[str]:
-        """The report, an evaluation of the trained model, and more steps."""
+        """The report, the trained model's place on a hub, its evaluation, and more steps."""
         again = eval_command(self.config, str(path / "model"), chat=self.policy.chat)
         further = f"bapo resume {path} --steps {2 * self.config.steps}"
-        return [command for command in (f"bapo report {path}", again, further) if command]
+        commands = (f"bapo report {path}", upload(self.config, path / "model"), again, further)
+        return [command for command in commands if command]
 
 
 resume = partial(life_cycle.resume, Training, Config)
 """Continue the run in a directory, as `life_cycle.resume` says."""
+
+
+def _causes(path: Path) -> Counter[str]:
+    """How often the verifier failed for which reason in the run so far."""
+    failures = path / "failures.jsonl"
+    lines = files.read(failures).splitlines() if failures.exists() else []
+    return Counter(json.loads(line)["cause"] for line in lines)
 
 
 def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

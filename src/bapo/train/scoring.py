@@ -7,11 +7,12 @@ than two responses left has nothing to compare and is left out as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bapo.tasks.task import Task
+from bapo.tasks.task import Rewarded, Task, following, mostly_why
 from bapo.types import Group, Status, Trajectory
 
 
@@ -35,6 +36,11 @@ class Scored:
     """How many groups the verifier was asked about."""
     asked_responses: int = 0
     """How many responses they have."""
+
+    @property
+    def causes(self) -> Counter[str]:
+        """How often the verifier failed for which reason."""
+        return Counter(failure.cause for failure in self.failures)
 
 
 def together(parts: Sequence[Scored]) -> Scored:
@@ -89,11 +95,13 @@ def score(
     task: Task,
     decode: Callable[[list[int]], str],
     overlong: Callable[[int], float],  # length in tokens -> what it adds to the reward for learning; at most 0
+    tell: Callable[[Rewarded], None] | None = None,  # is told how far it is
 ) -> Scored:
-    """Score every response by its text without the stop token."""
+    """Score every response by its text without the stop token. Raises StopAsked if a stop should not wait for it."""
     asked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     texts = [decode(_without_stop(trajectory)) for _, trajectory in asked]
-    scores = task.scores([(group.problem, text) for (group, _), text in zip(asked, texts, strict=True)])
+    with following(len(asked), tell):
+        scores = task.scores([(group.problem, text) for (group, _), text in zip(asked, texts, strict=True)])
     failures = []
     for (group, trajectory), text, result in zip(asked, texts, scores, strict=True):
         trajectory.reward = result.reward
@@ -120,6 +128,25 @@ def _rewarded(group: Group) -> Group | None:
     if len(left) == len(group.trajectories):
         return group
     return replace(group, trajectories=left) if len(left) > 1 else None
+
+
+def warning(
+    rollouts: Sequence[Mapping[str, Any]],  # the lines of a run
+    responses: int,  # in a group
+    causes: Counter[str],  # for which the verifier failed
+    *,
+    shaped: bool,  # whether rewards for learning may differ where rewards do not
+) -> str:
+    """What is wrong with the rewards of a whole run, in a sentence; empty if they could teach something."""
+    means = [line["reward"] for line in rollouts if "reward" in line]
+    asked = responses * sum(line["rollout/finished_groups"] for line in rollouts)
+    kept = rollouts[-1]["buffer/added"] if rollouts else 0
+    look = "Read some of them in rollouts.jsonl, and ask the reward function about a right answer"
+    if causes.total() > asked / 2:
+        return f"the verifier failed on {causes.total()} of {asked} responses; {mostly_why(causes)}"
+    if len(set(means)) == 1 and (not kept or (shaped and means[0] == 0)):
+        return f"the reward was {means[0]:g} for all of {asked} responses. {look}"
+    return ""
 
 
 def response_metrics(groups: Sequence[Group], failures: int) -> dict[str, Any]:

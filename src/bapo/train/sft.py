@@ -40,7 +40,7 @@ from bapo.preflight.examine import Demonstrations, load_sft
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
 from bapo.train import life_cycle
-from bapo.train.card import sft_card
+from bapo.train.card import sft_card, upload
 from bapo.train.job import Job, Log, Summary, When, skipped_line, stop_after
 from bapo.train.machine import make_policy, on_the_cpu, optimizer_settings, slow_precision
 from bapo.train.sft_data import Batches, describe, encode_demonstrations
@@ -178,7 +178,7 @@ class SupervisedTraining(Job):
     def next_steps(self, path: Path) -> list[str]:
         """Reinforcement learning that starts from the trained model, and the report."""
         warm = f"--model.path {path / 'model'} --model.chat {self.config.model.chat}"
-        return [f"bapo train RECIPE {warm}", f"bapo report {path}"]
+        return [f"bapo train RECIPE {warm}", f"bapo report {path}", upload(self.config, path / "model")]
 
 
 resume = partial(life_cycle.resume, SupervisedTraining, SftConfig)

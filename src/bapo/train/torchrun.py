@@ -46,6 +46,7 @@ from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.ranks import PATIENCE, LostRank, Ranks, failing_together, from_all_texts, join, leave
 from bapo.models import Policy
+from bapo.process.stops import StopAsked
 from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segment
 from bapo.runs.write import RunDirectory
 from bapo.tasks.task import Task
@@ -227,10 +228,19 @@ class SharedTask:
         self.train, self.test = task.train, task.test
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
-        """The scores of all responses, of which this rank finds out its part."""
+        """The scores of all responses, of which this rank finds out its part. A stop of one rank is one of all."""
         rank, size = self.team.rank, self.team.size
         mine = responses[rank::size]
-        parts = self.team.share(lambda: [vars(score) for score in self.task.scores(mine)] if mine else [])
+
+        def part() -> list[dict[str, Any]] | None:
+            try:
+                return [vars(score) for score in self.task.scores(mine)] if mine else []
+            except StopAsked:
+                return None
+
+        parts = [found for found in self.team.share(part) if found is not None]
+        if len(parts) < size:
+            raise StopAsked
         return [Score(**parts[index % size][index // size]) for index in range(len(responses))]
 
 

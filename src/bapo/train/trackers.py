@@ -9,19 +9,27 @@ unless the tracker's own environment variables say so (WANDB_MODE, MLFLOW_TRACKI
 The files of the run are the record. So a tracker that fails on the way is named once and gets nothing more, and the run
 goes on. A resumed run continues its curves under the same identity. The steps after its checkpoint are repeated, so
 their points are sent again, with the same values.
+
+Each tracker has a thread that sends, and a queue before it, so a run never waits for a server. What finds the queue
+full is not sent. At the end, the threads have END_SECONDS for what is left, or STOP_SECONDS if the run was cut short,
+and a note says how many lines were not sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import fcntl
 import io
 import logging
 import math
 import os
+import queue
 import re
 import stat
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +38,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from bapo.config.errors import ConfigError
+from bapo.config.numerals import counted
 from bapo.config.words import flat
 from bapo.runs import files
 
@@ -40,8 +49,14 @@ PLACE = ("kind", "step", "version", "eval/temperature")
 MLFLOW_TAG = "bapo.run"
 SECRET = ("PASSWORD", "TOKEN", "SECRET", "API_KEY", "ACCESS_KEY")
 """How the names of environment variables end whose values nobody should see."""
+MOST_WAITING = 4096
+"""Lines that may wait to be sent to one tracker."""
+END_SECONDS, STOP_SECONDS = 60.0, 5.0
+"""How long all of them may take to send what is left at the end of a run, and of one that was cut short."""
+QUIET_SECONDS = 2.0
+"""How long a run waits at its end before it says so."""
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""How long a server may keep a run waiting, unless the environment says otherwise."""
+"""How long a server may keep a thread waiting, unless the environment says otherwise."""
 
 
 class Points(NamedTuple):
@@ -147,23 +162,25 @@ class _WeightsAndBiases:
 
 
 class _Trackio:
-    """The local store of trackio, which its own environment variables move."""
+    """The local store of trackio, which its own environment variables move.
+
+    trackio keeps its run in the context of whoever opens it, and would end it once more at exit. So it has its own.
+    """
 
     def __init__(self, run: Tracked) -> None:
         import trackio
 
-        self._end: Callable[[], Any] = trackio.finish
+        self._context, self._end = contextvars.copy_context(), trackio.finish
+        place = {"project": run.project, "name": f"{run.name} {run.id}", "resume": "allow"}
         with _silent():
-            self._run = trackio.init(
-                project=run.project, name=f"{run.name} {run.id}", resume="allow", config=run.config, auto_log_gpu=False
-            )
+            self._run = self._context.run(trackio.init, **place, config=run.config, auto_log_gpu=False)
 
     def send(self, points: Points) -> None:
         self._run.log(points.values, step=points.at)
 
     def close(self, ok: bool) -> None:
         with _silent():
-            self._end()  # not that of the run, after which trackio would end it again at exit
+            self._context.run(self._end)
 
 
 class _MLflow:
@@ -210,48 +227,84 @@ MAKERS: dict[str, Callable[[Tracked], Tracker]] = {
 }
 
 
+class Sender:
+    """Sends to one tracker, in a thread of its own."""
+
+    def __init__(self, name: str, tracker: Tracker, tell: Callable[[str], None]) -> None:
+        self.name, self.tracker, self.tell = name, tracker, tell
+        self._waiting: queue.SimpleQueue[Points | bool] = queue.SimpleQueue()
+        self._put = self._sent = 0
+        self._failed = False
+        self._thread = threading.Thread(target=self._work, name=f"log.to {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, points: Points) -> None:
+        """Let the thread send these points, unless too much is waiting already. Returns at once."""
+        self._put += 1
+        if self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put(points)
+
+    def end(self, ok: bool) -> None:
+        """Let the thread close the tracker after all that is waiting. `ok`: whether the run came to its end."""
+        self._waiting.put(ok)
+
+    def join(self, until: float) -> None:
+        """Wait until it is closed, but not longer than this, and say what was not sent."""
+        self._thread.join(min(QUIET_SECONDS, max(0.0, until - time.monotonic())))
+        if self._thread.is_alive() and (left := until - time.monotonic()) > 0:
+            self.tell(f"log.to: waiting for {self.name}, at most {left:.0f} s")
+            self._thread.join(left)
+        unsent = self._put - self._sent
+        if not self._failed and (unsent or self._thread.is_alive()):
+            told = f"{counted(unsent, 'line')} did not reach it" if unsent else "its end may be missing there"
+            self.tell(f"log.to: {self.name} is too slow, so {told}. The run's own files have everything.")
+        self._failed = True  # whatever happens to the thread from now on is no news
+
+    def _work(self) -> None:
+        try:
+            while not isinstance(points := self._waiting.get(), bool):
+                self.tracker.send(points)
+                self._sent += 1
+            self.tracker.close(points)
+        except BaseException as error:  # whatever another library raises must not end the run
+            known, self._failed = self._failed, True
+            if not known:
+                self.tell(
+                    f"log.to: {self.name} failed, so it gets nothing more: {_told(error)}. The run goes on, "
+                    "and its own files have everything."
+                )
+
+
 @dataclass
 class Trackers:
     """All trackers of a run."""
 
-    tell: Callable[[str], None] = lambda text: None
-    """Shows a sentence to the person who watches."""
-    open: dict[str, Tracker] = field(default_factory=dict)
+    senders: list[Sender] = field(default_factory=list)
 
     def send(self, *lines: Mapping[str, Any]) -> None:
-        """Send the points of these lines."""
-        if not self.open:
-            return
-        for found in map(points, lines):
-            for name in list(self.open):
-                self._try(name, lambda tracker, found=found: tracker.send(found))  # type: ignore[misc]
+        """Send the points of these lines, without waiting for it."""
+        if self.senders:
+            for found in map(points, lines):
+                for sender in self.senders:
+                    sender.put(found)
 
-    def close(self, ok: bool) -> None:
-        """Close all of them. `ok`: whether the run came to its end."""
-        for name in list(self.open):
-            self._try(name, lambda tracker: tracker.close(ok))
-
-    def _try(self, name: str, work: Callable[[Tracker], None]) -> None:
-        try:
-            work(self.open[name])
-        except BaseException as error:  # whatever another library raises must not end the run
-            del self.open[name]
-            if not isinstance(error, Exception):  # a person has waited long enough for it
-                raise
-            self.tell(
-                f"log.to: {name} failed, so it gets nothing more: {_told(error)}. The run goes on, "
-                "and its own files have everything."
-            )
+    def close(self, ok: bool, seconds: float) -> None:
+        """Close all of them within this time. `ok`: whether the run came to its end."""
+        until = time.monotonic() + seconds
+        for sender in self.senders:
+            sender.end(ok)
+        for sender in self.senders:
+            sender.join(until)
 
 
 @contextlib.contextmanager
 def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) -> Iterator[Trackers]:
-    """Open the trackers with these names, and close them at the end, whatever happens."""
-    trackers, ok = Trackers(tell), False
+    """Open the trackers with these names, and close them at the end, whatever happens. `tell`: shows a sentence."""
+    trackers, ok = Trackers(), False
     try:
         for name in names:
             try:
-                trackers.open[name] = MAKERS[name](run)
+                trackers.senders.append(Sender(name, MAKERS[name](run), tell))
             except Exception as error:
                 raise ConfigError(
                     f"log.to: {name} cannot start: {_told(error)}. Correct its settings, or leave it out of log.to; "
@@ -260,7 +313,7 @@ def tracking(names: Iterable[str], run: Tracked, tell: Callable[[str], None]) ->
         yield trackers
         ok = True
     finally:
-        trackers.close(ok)
+        trackers.close(ok, END_SECONDS if ok else STOP_SECONDS)
 
 
 @contextlib.contextmanager
@@ -295,6 +348,20 @@ def _told(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """What trackio prints would tear the live view."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    """What trackio prints in this thread would tear the live view. What other threads print is shown."""
+    shown, thread = sys.stdout, threading.get_ident()
+
+    class Others(io.TextIOBase):
+        encoding = getattr(shown, "encoding", "utf-8")
+
+        def write(self, text: str) -> int:
+            return len(text) if threading.get_ident() == thread else shown.write(text)
+
+        def flush(self) -> None:
+            shown.flush()
+
+        def isatty(self) -> bool:
+            return shown.isatty()
+
+    with contextlib.redirect_stdout(Others()):
         yield

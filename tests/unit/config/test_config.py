@@ -205,8 +205,8 @@ def test_shared_keys_mean_the_same_in_both_configurations():
 
 
 def test_everything_wrong_is_listed_at_once():
-    message = refused({"steps": 0, "learn": {"lr": -1}, "out": 3})
-    assert all(key in message for key in ("steps", "learn.lr", "out"))
+    message = refused({"steps": 0, "learn": {"lr": -1}, "out": 3, "checkpoint_minutes": -1})
+    assert all(key in message for key in ("steps", "learn.lr", "out", "checkpoint_minutes"))
 
 
 def test_recipes_are_toml(tmp_path):

@@ -75,7 +75,9 @@ def test_a_resumed_view_is_told_what_the_first_one_was(finished):
 def test_a_run_ends_with_what_to_do_next(finished):
     run, _, _, said = finished
     lines = said.splitlines()
-    assert lines[-3] == f"next            bapo report {run}"
+    assert lines[-4] == f"next            bapo report {run}"
+    assert lines[-3].strip() == f"hf upload demo-bapo {run / 'model'}"
+    assert "\n    hf upload demo-bapo MODEL\n" in (run / "model" / "README.md").read_text()
     assert lines[-2].strip().startswith(f"bapo eval --model {run / 'model'} --data {run.parent / 'test.jsonl'} --k 2")
     assert "--reward small_reward:score" in lines[-2]
     assert lines[-1].strip() == f"bapo resume {run} --steps 4"

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from bapo.config.errors import ConfigError, RankFailed
 from bapo.learn.ranks import leave
+from bapo.process.stops import StopAsked
 from bapo.rollout.engine import Request, Sampling, generate
 from bapo.rollout.local.engine import LocalEngine
 from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, check_alike, joined
@@ -39,10 +40,13 @@ class Lengths:
     train: list = field(default_factory=list)
     test: list = field(default_factory=list)
     given: int = 0
+    asks_to_stop: bool = False
 
     def scores(self, responses):
         self.given = len(responses)
         assert responses, "nobody asks for nothing"
+        if self.asks_to_stop:
+            raise StopAsked
         if any("bad" in text for _, text in responses):
             raise ValueError("a bad response")
         return [Score(float(len(text)), answer=problem.id) for problem, text in responses]
@@ -85,6 +89,11 @@ def share_all_work(rank, directory):
     with pytest.raises((ValueError, RankFailed)) as caught:
         task.scores([(PROBLEMS[0], "x"), (PROBLEMS[1], "bad")])
     found["failed"] = str(caught.value)
+
+    lengths.asks_to_stop = rank == 1
+    with pytest.raises(StopAsked):
+        task.scores([(p, "x") for p in PROBLEMS])
+    lengths.asks_to_stop = False
 
     found["shared"] = team.share(lambda: rank * 10)
     found["led"] = team.lead(lambda: rank + 7)

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections import defaultdict
 
 import pytest
@@ -13,7 +16,7 @@ from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse
 from bapo.config.run import Config
 from bapo.preflight import examine
-from bapo.train.trackers import MAKERS, Points, Tracked, Trackers, points, tracking
+from bapo.train.trackers import MAKERS, Points, Sender, Tracked, Trackers, points, tracking
 from tests.processes import bapo
 
 NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -208,18 +211,64 @@ class Breaks:
         raise AssertionError("it was left alone")
 
 
+def sent(trackers, *numbers):
+    trackers.send(*({"kind": "timing", "step": step, "seconds": 1.0} for step in numbers))
+
+
 def test_a_tracker_that_fails_is_named_once_and_the_others_go_on():
     said, broken, sound = [], Breaks(), Breaks()
     sound.taken = -10
     sound.close = lambda ok: said.append(f"closed, {ok}")
-    trackers = Trackers(said.append, {"wandb": broken, "mlflow": sound})
-    lines = [{"kind": "timing", "step": step, "seconds": 1.0} for step in (1, 2, 3)]
-    trackers.send(*lines)
-    trackers.close(True)
+    trackers = Trackers([Sender("wandb", broken, said.append), Sender("mlflow", sound, said.append)])
+    sent(trackers, 1, 2, 3)
+    trackers.close(True, 60)
     assert (broken.taken, sound.taken) == (2, -7)
-    assert len(said) == 2
-    assert said[0].startswith("log.to: wandb failed, so it gets nothing more: OSError: [Errno 28] No space left")
-    assert said[1] == "closed, True"
+    assert sorted(said)[0] == "closed, True"
+    (told,) = sorted(said)[1:]
+    assert told.startswith("log.to: wandb failed, so it gets nothing more: OSError: [Errno 28] No space left")
+
+
+class Slow:
+    """A tracker whose server answers when it is told to."""
+
+    def __init__(self):
+        self.answers, self.taken, self.closed = threading.Event(), [], None
+
+    def send(self, points):
+        assert self.answers.wait(60)
+        self.taken.append(points.at)
+
+    def close(self, ok):
+        self.closed = ok
+
+
+def test_a_slow_server_keeps_nobody_waiting_and_gets_all_lines_in_order():
+    said, slow = [], Slow()
+    trackers = Trackers([Sender("mlflow", slow, said.append)])
+    began = time.monotonic()
+    sent(trackers, *range(50))
+    assert time.monotonic() - began < 1
+    assert slow.taken == []
+    threading.Timer(0.2, slow.answers.set).start()
+    trackers.close(True, 60)
+    assert (slow.taken, slow.closed, said) == ([*range(50)], True, [])
+
+
+def test_what_a_server_did_not_take_in_time_is_counted(monkeypatch):
+    said, slow = [], Slow()
+    monkeypatch.setattr("bapo.train.trackers.MOST_WAITING", 3)
+    trackers = Trackers([Sender("mlflow", slow, said.append)])
+    sent(trackers, *range(10))
+    began = time.monotonic()
+    trackers.close(False, 0.3)
+    assert time.monotonic() - began < 5
+    assert said == ["log.to: mlflow is too slow, so 10 lines did not reach it. The run's own files have everything."]
+    slow.answers.set()  # what it does from now on is no news
+    until = time.monotonic() + 10
+    while slow.closed is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (slow.closed, len(said)) == (False, 1)
+    assert 3 <= len(slow.taken) <= 4  # one was taken out of the queue before it was full
 
 
 def test_a_run_whose_tracker_cannot_start_goes_on_without_it(tmp_path):
@@ -258,7 +307,9 @@ def test_no_message_about_a_tracker_holds_a_password(tmp_path, monkeypatch):
         def close(self, ok):
             failing(None)
 
-    Trackers(said.append, {"wandb": Fails()}).send({"kind": "timing", "step": 1, "seconds": 1.0})
+    trackers = Trackers([Sender("wandb", Fails(), said.append)])
+    sent(trackers, 1)
+    trackers.close(True, 60)
     for text in (str(refused.value), *said):
         for secret in ("pass%40word", "pass@word", "hunter2", "0123456789abcdef", ":b", "c/d"):
             assert secret not in text, text
@@ -298,26 +349,26 @@ def test_a_run_that_does_not_come_to_its_end_is_not_called_finished(tmp_path):
 
     def stopped():
         with tracking([], run, print) as trackers:
-            trackers.open["mlflow"] = sound
+            trackers.senders.append(Sender("mlflow", sound, print))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         stopped()
     with tracking([], run, print) as trackers:
-        trackers.open["mlflow"] = sound
+        trackers.senders.append(Sender("mlflow", sound, print))
     assert said == [False, True]
 
 
-def test_ctrl_c_during_a_slow_tracker_leaves_it_alone():
-    class Slow(Breaks):
-        def send(self, points):
-            raise KeyboardInterrupt
-
-    trackers = Trackers(print, {"mlflow": Slow()})
+def test_ctrl_c_ends_the_wait_for_a_slow_server():
+    slow = Slow()
+    trackers = Trackers([Sender("mlflow", slow, print)])
+    sent(trackers, 1)
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        trackers.send({"kind": "timing", "step": 1, "seconds": 1.0})
-    trackers.close(False)
-    assert trackers.open == {}
+        trackers.close(True, 60)
+    assert time.monotonic() - began < 30
+    slow.answers.set()
 
 
 def test_what_is_not_installed_is_said_before_anything_is_loaded(monkeypatch):

@@ -56,7 +56,7 @@ class MissingColumnError(ValueError):
             f"{row.place} has {told}. It has {', '.join(map(str, names)) or 'no columns'}. Name the right "
             f"column{'s' * (len(lacks) > 1)} with {keys} (dots lead into nested columns)."
         )
-        self.lacks = lacks
+        self.lacks, self.place = lacks, row.place
 
 
 def prompt_of(row: Row, column: str | None) -> Prompt | None:

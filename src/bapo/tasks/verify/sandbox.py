@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from bapo.process.limited import CannotStart, Worker
-from bapo.tasks.task import LARGEST_REWARD
+from bapo.tasks.task import LARGEST_REWARD, followed
 from bapo.types import Score, refuse
 
 MAX_DEFAULT_WORKERS = 16
@@ -67,6 +67,7 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
         work: queue.SimpleQueue[tuple[str, tuple[Any, str]]] = queue.SimpleQueue()
         for item in dict(zip(keys, responses, strict=True)).items():
             work.put(item)
+        follower = followed(work.qsize())
         found: dict[str, Score] = {}
         unable = ""
 
@@ -76,12 +77,15 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
                 while True:
                     key, pair = work.get_nowait()
                     try:
-                        found[key] = self._score(worker.call(self.seconds, pair))
+                        score = self._score(worker.call(self.seconds, pair))
                     except CannotStart as error:
                         unable = str(error)
                         work.put((key, pair))  # for another worker, if one is left
                         return
+                    with counting:
+                        found[key] = follower.known(score)
 
+        counting = threading.Lock()
         with self._lock, ThreadPoolExecutor(len(self._workers)) as threads:
             if not self._finalizer.alive:
                 raise ValueError(f"the pool of {self.verifier} was closed and cannot score any more. Make a new one.")

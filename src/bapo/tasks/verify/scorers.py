@@ -32,7 +32,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from bapo.process.limited_worker import describe
-from bapo.tasks.task import LARGEST_REWARD, Scorer
+from bapo.process.stops import StopAsked
+from bapo.tasks.task import LARGEST_REWARD, Following, Scorer, followed
 from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async, unharmed
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Problem, Score, refuse
@@ -105,6 +106,10 @@ def overlong_penalty(
     return -penalty * max(0, length - (max_tokens - buffer)) / buffer
 
 
+class _Stopped(Exception):  # noqa: N818
+    """StopAsked in a coroutine: asyncio lets a KeyboardInterrupt escape from the loop and forgets the other calls."""
+
+
 class FunctionReward:
     """Scores responses with a function of the user's own."""
 
@@ -124,15 +129,19 @@ class FunctionReward:
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The score that the function gives each response, in order. No response text makes it raise."""
+        follower = followed(len(responses))
         if not self.is_async:
-            return [self._one(problem, response) for problem, response in responses]
+            return [follower.known(self._one(problem, response)) for problem, response in responses]
         found: dict[int, Score] = {}
         stopped = Score(None)
         try:
             with unharmed():
-                self._runner.run(self._all(responses, found))
+                self._runner.run(self._all(responses, found, follower))
         except KeyboardInterrupt:
             raise
+        except _Stopped:
+            self._runner.run(_end_other_tasks())
+            raise StopAsked from None
         except BaseException as error:  # of a task that the function started
             stopped = Score(None, failure=describe(error))
             self._runner.run(_end_other_tasks())
@@ -151,13 +160,23 @@ class FunctionReward:
         except BaseException as error:
             return Score(None, failure=describe(error))
 
-    async def _all(self, responses: Sequence[tuple[Problem, str]], found: dict[int, Score]) -> None:
+    async def _all(
+        self, responses: Sequence[tuple[Problem, str]], found: dict[int, Score], follower: Following
+    ) -> None:
         """Put the score of each response into `found`, by its index, as soon as it is known."""
-        places = asyncio.Semaphore(self.concurrency)
+        places, stopped = asyncio.Semaphore(self.concurrency), False
 
         async def one(index: int, problem: Problem, response: str) -> None:
+            nonlocal stopped
             async with places:
+                if stopped:
+                    return
                 found[index] = await self._one_async(problem, response)
+                try:
+                    follower.known(found[index])
+                except StopAsked:
+                    stopped = True
+                    raise _Stopped from None
 
         await asyncio.gather(*(one(index, *asked) for index, asked in enumerate(responses)))
 

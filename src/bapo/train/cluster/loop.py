@@ -44,6 +44,7 @@ from typing import Any
 
 from bapo.config.run import Config
 from bapo.models import Policy
+from bapo.process.stops import StopAsked
 from bapo.rollout.engine import NOTHING_LOADED, Sampled
 from bapo.runs import history
 from bapo.screen.view import View
@@ -52,7 +53,7 @@ from bapo.train.cluster.fleet import Fleet
 from bapo.train.cluster.hosts import LearnerHost, RolloutHost
 from bapo.train.cluster.learner import RemoteLearner
 from bapo.train.cluster.ray import Actor, Cluster
-from bapo.train.loop import Parts, RunState, StepRecord, admit, learn, load_weights
+from bapo.train.loop import Parts, RunState, StepRecord, admit, bookmark, learn, load_weights
 from bapo.train.scoring import Scored, response_metrics, score, together, unscored
 from bapo.types import Group, group_from_state, group_state
 
@@ -84,9 +85,10 @@ class AsyncLoop:
         """What was scored in this step so far."""
 
     def take_step(self, view: View) -> StepRecord:
-        """One rollout and the updates on it, with sampling in parallel."""
+        """One rollout and the updates on it, with sampling in parallel. If it raises StopAsked, the step was undone."""
         parts, state = self.parts, self.state
         began, before = time.perf_counter(), parts.scheduler.totals()
+        undo = self._bookmark()
         self.learner.meanwhile = self.pump if self.ahead else self._fleet.hear
         load_weights(parts)
         admitted = self._open_windows()
@@ -95,6 +97,9 @@ class AsyncLoop:
                 if self._fleet.lacking:
                     self._fleet.load(self.learner.weights(), version=self.learner.version)
                 self.pump()
+                if self._stopped:
+                    undo()
+                    raise StopAsked
                 if tell is not None:
                     tell(self._progress(before.sampled_tokens))
         groups = self._close_rollout()
@@ -126,6 +131,25 @@ class AsyncLoop:
                 "tokens_per_second": tokens / (ended - began),
             },
         )
+
+    def _bookmark(self) -> Callable[[], None]:
+        """What undoes a step whose rollout is not whole yet."""
+        back, waiting = bookmark(self.parts, self.state), (self._returned, self._scoring)
+        self._returned, self._scoring = list(self._returned), list(self._scoring)
+
+        def undo() -> None:
+            self.learner.meanwhile = self._fleet.hear  # the engines go on with what is forgotten here
+            self._verifier.shutdown(cancel_futures=True)  # after the call that it is in
+            back()
+            self._returned, self._scoring = waiting
+
+        return undo
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether a stop has ended the scoring. Its groups count as being scored, and are asked about again."""
+        job = self._scoring[0][1] if self._scoring else None
+        return job is not None and job.done() and isinstance(job.exception(), StopAsked)
 
     def _open_windows(self) -> int:
         """Open every window that may be open during this step, and admit its groups."""
@@ -174,7 +198,7 @@ class AsyncLoop:
         rollout = parts.scheduler.take()
         self._returned += [(group.id, None) for group in rollout.dropped]
         self._score(rollout.groups)
-        while self._scoring and self._scoring[0][1].done():
+        while self._scoring and self._scoring[0][1].done() and not self._stopped:
             self._take_scores()
 
     def _score(self, groups: list[Group]) -> None:

@@ -1,12 +1,15 @@
 import asyncio
 import itertools
 import re
+import signal
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from bapo.process import stops
+from bapo.tasks.task import following
 from bapo.tasks.verify.scorers import FunctionReward
 from bapo.types import Problem, Score
 
@@ -42,6 +45,33 @@ def test_a_function_gets_the_keywords_it_names(written):
     assert scores(reward, "") == [Score(24.0)]
     reward = written("def reward(**given):\n    return {'reward': 1, 'answer': ' '.join(sorted(given))}")
     assert scores(reward, "") == [Score(1.0, answer="answer extra prompt response")]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_whoever_follows_hears_of_every_score_and_of_failures_by_cause(written, kind):
+    reward = written(f"{kind} reward(response):\n    return 1.0 if response != 'x' else 1 / 0")
+    told = []
+    with following(3, lambda how: told.append((how.responses, how.line("scoring", 0.0)))):
+        scores(reward, "a", "x", "x")
+    assert [responses for responses, _ in told] == [0, 1, 2, 3]
+    assert told[0][1] == "scoring: 0 of 3 responses"
+    failed = "no reward for 2 responses; the cause: ZeroDivisionError: division by zero"
+    assert told[-1][1] == f"scoring: 3 of 3 responses, 0.0 s each; {failed}"
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_stop_ends_scoring_between_two_calls_if_the_rest_would_take_long(written, kind):
+    reward = written(
+        f"import signal, time\ncalls = []\n{kind} reward(response):\n    calls.append(response)\n"
+        "    time.sleep(0.1)\n    len(calls) == 2 and signal.raise_signal(signal.SIGTERM)\n    return 1.0"
+    )
+    calls, heard = sys.modules[reward.name.partition(":")[0]].calls, []
+    with stops.listening(heard.append), following(100), pytest.raises(stops.StopAsked):
+        scores(reward, *map(str, range(100)))
+    assert (calls, heard) == (["0", "1"], [signal.SIGTERM])
+    calls.clear()
+    with stops.listening(heard.append), following(5):
+        assert scores(reward, *"abcde") == [Score(1.0)] * 5  # it would be over before anybody minds
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ length, an engine gives every response a token at each call, and an update takes
 """
 
 import json
+import os
 import random
+import signal
 import threading
+import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -16,12 +19,13 @@ from bapo.buffer import Buffer
 from bapo.config.errors import CheckpointError
 from bapo.learn.health import Skipped
 from bapo.learn.learner import Update
+from bapo.process import stops
 from bapo.rollout.engine import NOTHING_LOADED, Sampling, Segment
 from bapo.rollout.scheduler import Scheduler
 from bapo.runs import history
 from bapo.runs.ledger import Ledger, balance
 from bapo.screen.view import View
-from bapo.tasks.task import ProblemStream
+from bapo.tasks.task import ProblemStream, followed
 from bapo.train.cluster import loop as async_loop
 from bapo.train.cluster.loop import AsyncLoop
 from bapo.train.continuing import check_ledger
@@ -327,6 +331,31 @@ def test_a_checkpoint_while_groups_are_scored_fits_the_ledger_and_goes_on(monkey
     found = balance(lines, max_staleness=40, ended=True, all_used=True)
     assert found.wrong == []
     assert found.states["unscored"] > 0
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_stop_undoes_a_step_that_waits_for_slow_rewards(monkeypatch, ahead):
+    def slow(asked):
+        follower = followed(len(asked))
+        for _ in asked:
+            time.sleep(slowly)
+            follower.known(Score(1.0))
+        return [Score(float(place % 2)) for place in range(len(asked))]
+
+    parts, loop = made(monkeypatch, ahead=ahead, staleness=15, length=uneven(5), turns=10)
+    slowly, parts.task.scores, view, heard = 0.0, slow, View(1, title="", clock=lambda: 0.0), []
+    for _ in range(3):
+        loop.take_step(view)
+        parts.ledger.take()
+    before, cursor = state_of(parts, loop), parts.stream.cursor
+    slowly = 4.0
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    with stops.listening(heard.append), pytest.raises(stops.StopAsked):
+        loop.take_step(view)
+    loop.learner.meanwhile()  # while a checkpoint is written
+    assert state_of(parts, loop) == before
+    assert (parts.stream.cursor, parts.ledger.take(), heard) == (cursor, [], [signal.SIGTERM])
+    loop.close()
 
 
 def problem_of(group):
