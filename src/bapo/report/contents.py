@@ -126,7 +126,7 @@ def _task(config: dict[str, Any]) -> str:
     task = config["task"]
     files = (Path(re.split("[=:]", source)[0]).name.partition(".")[0] for source in task.get("train", ()))
     names = _unique([*files, *task.get("gym", ())]) or [str(task.get("name"))]
-    return ", ".join(names[:3]) + (", …" if names[3:] else "")
+    return " + ".join(names[:3]) + (" + …" if names[3:] else "")
 
 
 def _unique(values: Iterable[str]) -> list[str]:

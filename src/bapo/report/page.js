@@ -4,7 +4,7 @@
   const POLL_MILLISECONDS = 2000;
   const FOLDED = "details:not(.meaning, .figure)";  // tables and figures remember theirs
   const main = document.getElementById("page");
-  const folded = ({ id }) => document.getElementById(`plot-${id}`).closest("details:not([open])");
+  const folded = ({ id }) => document.getElementById(`plot-${id}`)?.closest("details:not([open])");
   const draw = () => charts.drawAll(view.panels().filter((panel) => !folded(panel)), view);
 
   function render() {

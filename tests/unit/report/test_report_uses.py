@@ -114,7 +114,7 @@ def test_the_brake_is_no_fixed_clip(tmp_path):
     (braked / "config.json").write_text(json.dumps(config | {"objective": {"name": "brake"}}))
     values, figure = drawn_figure([braked, PUSH_ONCE, CLIP_HIGHER], "fixed-clips")
     drawn = {values["arms"][series["arm"]]["objective"] for panel in figure["panels"] for series in panel["series"]}
-    assert drawn == {"push_once", "clip_higher"}
+    assert drawn == {"push-once", "clip_higher"}
 
 
 def use_once(line):
