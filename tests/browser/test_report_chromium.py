@@ -64,7 +64,7 @@ def unfolded(page):
     if page.locator("details.figure:not([open])").count():
         open_all = "document.querySelectorAll('details.figure').forEach((one) => { one.open = true; })"
         redrawn(page, lambda: page.evaluate(open_all))
-        page.wait_for_function("[...document.querySelectorAll('.plot')].every((one) => one.querySelector('.main-svg'))")
+        page.wait_for_selector(".plot:not(:has(.main-svg))", state="detached", timeout=PATIENCE)
 
 
 def plot(page, name, what):
