@@ -51,8 +51,8 @@ const lines = (() => {
     });
   }
 
-  /* What is drawn of a series: each seed as logged, and the mean, the range, the standard deviation and the number of the smoothed seeds. `counts` has the
-     sampled responses of every seed, or is null to draw over the x of the series. */
+  /* What is drawn of a series: each seed as logged; of the smoothed seeds the mean, the range, the standard deviation and
+     the number. `counts` has the sampled responses of every seed, or is null to draw over the x of the series. */
   function drawn(series, window, counts) {
     if (counts === null) {
       const seeds = series.runs.map((y) => ({ x: series.x, y }));

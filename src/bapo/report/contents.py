@@ -105,10 +105,11 @@ def _title(arms: Sequence[Arm]) -> str:
     named = {"models": _unique(_model(arm.config) for arm in arms), "tasks": _unique(_task(arm.config) for arm in arms)}
     about = " on ".join(f"{len(names)} {kind}" if names[2:] else " and ".join(names) for kind, names in named.items())
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
+    record = grid_record(arms)
     if len(arms) == len(arms[0].runs) == 1:
-        how = "supervised" if arms[0].sft else f"{objectives[0]}, {settings[0]}"
-        return f"{run_name(arms[0].runs[0])}: {about}, {how}"
-    grid = (grid_record(arms) or {}).get("name") if len(arms) > 1 else None
+        how = "supervised" if arms[0].sft else f"{objectives[0]}, {settings[0]}"  # its place in a grid says it, too
+        return f"{run_name(arms[0].runs[0])}: {about}{f', {how}' if record is None else ''}"
+    grid = (record or {}).get("name") if len(arms) > 1 else None
     if isinstance(grid, str) and grid:
         return f"{grid}: {about}"
     if len(objectives) == 1:

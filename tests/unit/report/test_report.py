@@ -553,7 +553,7 @@ def test_the_title_names_the_run_the_model_and_the_task(compared, tmp_path):
         return contents(find_arms([run]))["title"]
 
     one = contents(find_arms([compared / "reuse-4/bapo/seed-0"]))["title"]
-    assert one == "reuse-4/bapo/seed-0: demo on countdown, bapo, reuse-4"
+    assert one == "reuse-4/bapo/seed-0: demo on countdown"
     assert titled("small", "demo", {"name": "countdown"}) == "small: demo on countdown, bapo, reuse 4"
     data = {"name": "data", "train": ["gsm8k:train", "data/mine.jsonl"], "test": ["gsm8k"]}
     assert titled("mine", "Qwen/Qwen2.5-7B", data) == "mine: Qwen2.5-7B on gsm8k + mine, bapo, reuse 4"
