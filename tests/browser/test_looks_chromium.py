@@ -16,6 +16,7 @@ from bapo.runs.history import Restart, record_restart
 from tests.browser.conftest import PATIENCE
 from tests.browser.looks import PHONE, WIDE, flaws
 from tests.browser.test_eval_chromium import IDENTITY, ROWS
+from tests.browser.test_report_chromium import unfolded
 from tests.compared_runs import COMPARED
 from tests.unit.diagnose.test_diagnosis import batch
 
@@ -53,6 +54,7 @@ def test_a_page_looks_right_in_both_themes(watched, write, viewport, tmp_path):
         (tmp_path / "page.html").as_uri(), ("file:", "data:", "blob:"), viewport=viewport, color_scheme="light"
     )
     page.wait_for_selector("html[data-theme=light][data-drawn]", timeout=PATIENCE)
+    unfolded(page)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     assert flaws(page) == []
     if write is not evaluation:  # it has no plots to draw again

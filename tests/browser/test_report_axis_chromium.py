@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bapo.report import write_report
-from tests.browser.test_report_chromium import ALLOWED, drawn, embedded, plot, redrawn
+from tests.browser.test_report_chromium import ALLOWED, embedded, plot, redrawn, unfolded
 from tests.compared_runs import COMPARED
 
 BOLD = "plot.data.filter(trace => trace.showlegend).map(({name, x, y}) => ({name, x: [...x], y: [...y]}))"
@@ -21,7 +21,7 @@ RESPONSES = 4
 @pytest.fixture(scope="module")
 def switched(lasting, report):
     page = lasting.open(f"{report}#x=responses", ALLOWED)
-    drawn(page)
+    unfolded(page)
     return page
 
 
@@ -37,7 +37,7 @@ def opened(watched):
 
     def open_page(url):
         page = watched(url, ALLOWED)
-        drawn(page)
+        unfolded(page)
         return page
 
     return open_page

@@ -11,6 +11,7 @@ import pytest
 from bapo.report import serve, write_report
 from tests.browser.conftest import PATIENCE
 from tests.compared_runs import COMPARED
+from tests.unit.report.test_report import with_scores
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def pages(lasting, report):
     @cache
     def shown(scheme):
         page = lasting.open(report, ALLOWED, color_scheme=scheme)
-        drawn(page)
+        unfolded(page)
         return page
 
     return shown
@@ -37,7 +38,7 @@ def opened(watched):
 
     def open_page(url, **options):
         page = watched(url, ALLOWED, **options)
-        drawn(page)
+        unfolded(page)
         return page
 
     return open_page
@@ -55,6 +56,15 @@ def redrawn(page, action):
     page.evaluate("delete document.documentElement.dataset.drawn")
     action()
     drawn(page)
+
+
+def unfolded(page):
+    """Open every figure for experts, whose plots are drawn then."""
+    drawn(page)
+    if page.locator("details.figure:not([open])").count():
+        open_all = "document.querySelectorAll('details.figure').forEach((one) => { one.open = true; })"
+        redrawn(page, lambda: page.evaluate(open_all))
+        page.wait_for_selector(".plot:not(:has(.main-svg))", state="detached", timeout=PATIENCE)
 
 
 def plot(page, name, what):
@@ -166,14 +176,14 @@ def test_a_picture_needs_no_caption(page):
     }"""
     title, below, legend, names = page.evaluate(saved, "Share of tokens that the clip blocks")
     assert title == "Share of tokens that the clip blocks"
-    assert below == "compared · mean over seeds, band from lowest to highest"
+    assert below == "compared: demo on countdown · mean over seeds, band from lowest to highest"
     assert legend
     assert "bapo · reuse-2" in names
     _, below, _, _ = page.evaluate(saved, "Entropy of trained tokens, nats per token")
-    assert below == "compared · mean over seeds"  # the bands would cover each other
+    assert below == "compared: demo on countdown · mean over seeds"  # the bands would cover each other
     _, below, _, _ = page.evaluate(saved, "avg@2 on held-out problems")
     assert below.split("<br>") == [
-        "compared · mean over seeds, bars from lowest to highest",
+        "compared: demo on countdown · mean over seeds",
         page.locator("#held-out .overlaps").first.text_content()[:117] + "…",
     ]
 
@@ -206,6 +216,71 @@ def test_evaluations_on_other_problems_are_hollow_and_unconnected(page):
     assert (hollow["mode"], hollow["symbol"].endswith("-open")) == ("markers", True)
     assert (joined["mode"], joined["symbol"].endswith("-open")) == ("lines+markers", False)
     assert "Hollow points" in page.locator("#held-out").inner_text()
+
+
+ENDS = """plot.data.filter((trace) => trace.showlegend || trace.meta?.apart).map(({ x, y, error_y }) =>
+    [...x].map((at, place) => [at, y[place] - error_y.arrayminus[place], y[place] + error_y.array[place]])).flat()"""
+
+
+def whiskers(page, key):
+    """x -> the ends of the bar there, in the plot of an evaluation of one arm."""
+    name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == key)
+    return {x: (low, high) for x, low, high in plot(page, name, ENDS)}
+
+
+@pytest.mark.parametrize("axis", ["", "#x=responses"])
+def test_bars_of_one_run_are_the_intervals_that_it_logged(opened, tmp_path, axis):
+    write_report([COMPARED / "reuse-4/bapo/seed-0"], tmp_path / "r.html")
+    page = opened((tmp_path / "r.html").as_uri() + axis)
+    log = (COMPARED / "reuse-4/bapo/seed-0/metrics.jsonl").read_text().splitlines()
+    kept = {line["version"]: line for line in map(json.loads, log) if line["kind"] == "eval"}
+    for key in ("eval/avg", "eval/pass"):
+        logged = [(line[f"{key}_low"], line[f"{key}_high"]) for line in kept.values()]
+        assert len(logged) > 2
+        found = whiskers(page, key)
+        assert len(found) == len(logged)
+        assert sorted(found.values()) == [pytest.approx(ends, abs=1e-5) for ends in sorted(logged)]
+    name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "eval/avg")
+    low, high = plot(page, name, "plot._fullLayout.yaxis.range")
+    assert low <= min(end for end, _ in whiskers(page, "eval/avg").values())  # so that no small change fills the axis
+    assert high >= max(end for _, end in whiskers(page, "eval/avg").values())
+
+
+def test_bars_over_seeds_are_those_of_the_table(opened, tmp_path):
+    """avg .1 .2 .3: .2 ± 4.3027 · .1 / √3 = .248. pass .9 1 1: .967 ± .143, which ends at 1."""
+    with_scores(COMPARED, tmp_path / "three", **{"avg": (0.1, 0.2, 0.3), "pass": (0.9, 1.0, 1.0)})
+    write_report([tmp_path / "three"], tmp_path / "r.html")
+    page = opened((tmp_path / "r.html").as_uri())
+    cells = embedded(page)["table"]["rows"][0]["cells"]
+    assert (cells["avg"]["text"], cells["pass"]["text"]) == ("0.200 ± 0.248", "0.967 [0.823, 1.000]")
+    for key, ends in (("eval/avg", (-0.0484, 0.4484)), ("eval/pass", (0.8232, 1.0))):
+        found = whiskers(page, key)
+        assert found[max(found)] == pytest.approx(ends, abs=1e-4)
+    dots = "plot.data.filter((trace) => trace.meta?.detail).map(({x, y}) => [x.at(-1), y.at(-1)])"
+    name = next(p["id"] for f in embedded(page)["figures"] for p in f["panels"] if p.get("key") == "eval/avg")
+    assert [y for _, y in plot(page, name, dots)] == [0.1, 0.2, 0.3]
+
+
+def test_figures_for_experts_are_drawn_when_they_are_opened(watched, report):
+    page = watched(report, ALLOWED)
+    drawn(page)
+    folded = [figure for figure in embedded(page)["figures"] if figure["folded"]]
+    assert len(folded) == page.locator("details.figure").count() == 7
+    assert page.locator("details.figure[open], details.figure .main-svg").count() == 0
+    assert page.locator("#bounds h2").is_visible()
+    assert not page.locator("#bounds .plot").first.is_visible()
+    redrawn(page, lambda: page.locator("#bounds summary").click())
+    assert page.locator("#bounds .main-svg .cartesianlayer").count() == 2
+    width = "(one) => one.clientWidth - one.querySelector('.main-svg').clientWidth"
+    widths = page.evaluate(f"[...document.querySelectorAll('#bounds .plot')].map({width})")
+    assert widths == [0, 0]  # a plot that is drawn while it is hidden has another width
+    redrawn(page, lambda: page.get_by_role("link", name="Entropy-Clip Rule").click())
+    assert page.locator("#quadrants .plot").first.is_visible()
+    redrawn(page, lambda: page.locator("#theme").click())
+    assert page.locator("details.figure[open]").count() == 2
+    there = watched(f"{report}#by-use", ALLOWED)
+    drawn(there)
+    assert there.locator("#by-use .plot").first.is_visible()
 
 
 @pytest.fixture(scope="module")
@@ -414,7 +489,8 @@ def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed
     paths = [supervised, COMPARED / "reuse-2"] if mixed else [supervised]
     write_report(paths, tmp_path / "report.html")
     page = opened((tmp_path / "report.html").as_uri())
-    assert page.locator("h1").inner_text() == ("compared, with supervised runs" if mixed else "sft, model")
+    title = "compared: demo on countdown, with supervised runs" if mixed else "run: model on sums, supervised"
+    assert page.locator("h1").inner_text() == title
     facts = "4 runs, 2 objectives, 1 setting, 1 supervised run ·" if mixed else "1 supervised run ·"
     assert page.locator(".top p").inner_text().startswith(facts)
     assert page.locator("#sft-overview tbody tr").count() == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.test_report_chromium import ALLOWED, drawn, embedded, plot, redrawn
+from tests.browser.test_report_chromium import ALLOWED, embedded, plot, redrawn, unfolded
 
 WIDTHS = "plot.data.filter(trace => trace.showlegend).map(trace => [trace.name, trace.line.width])"
 GROUPS = "([lines, log]) => overlaps.groups(lines.map(([x, y]) => ({type: 'scatter', mode: 'lines', x, y})), log)"
@@ -11,7 +11,7 @@ GROUPS = "([lines, log]) => overlaps.groups(lines.map(([x, y]) => ({type: 'scatt
 @pytest.fixture(scope="module")
 def shown(lasting, report):
     page = lasting.open(report, ALLOWED)
-    drawn(page)
+    unfolded(page)
     return page
 
 

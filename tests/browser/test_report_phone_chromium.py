@@ -4,7 +4,7 @@ import pytest
 
 from bapo.report import write_report
 from tests.browser.looks import PHONE
-from tests.browser.test_report_chromium import ALLOWED, drawn
+from tests.browser.test_report_chromium import ALLOWED, drawn, unfolded
 from tests.compared_runs import COMPARED
 
 TOUCH = {"viewport": PHONE, "is_mobile": True, "has_touch": True}
@@ -18,14 +18,14 @@ IN_SIGHT = """(element) => {
 @pytest.fixture(scope="module")
 def shown(lasting, report):
     page = lasting.open(report, ALLOWED, **TOUCH)
-    drawn(page)
+    unfolded(page)
     return page
 
 
 @pytest.fixture
 def phone(shown, watched):
-    """The report on a phone, as it opens: at its top, with everything folded. Tests share it."""
-    shown.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = false; })")
+    """The report on a phone at its top, with everything folded but the figures. Tests share it."""
+    shown.evaluate("document.querySelectorAll('details:not(.figure)').forEach((one) => { one.open = false; })")
     shown.evaluate("scrollTo(0, 0)")
     return shown
 
@@ -40,7 +40,7 @@ def test_every_section_can_be_reached(phone):
     links = contents.locator("a")
     assert contents.is_visible()
     assert not links.first.is_visible()  # folded, so that the page begins with its answer
-    sections = phone.locator("main > section:has(> h2):not(#undrawn)").evaluate_all("all => all.map(({id}) => id)")
+    sections = phone.locator("main > section:has(h2):not(#undrawn)").evaluate_all("all => all.map(({id}) => id)")
     assert [link.get_attribute("href") for link in links.all()] == [f"#{name}" for name in sections]
     for name in sections:
         if not links.first.is_visible():
@@ -66,7 +66,7 @@ def test_the_legend_and_the_way_back_stay_beside_every_figure(phone):
 
 def test_the_way_back_stays_if_there_are_more_chips_than_fit(watched, report):
     phone = watched(report, ALLOWED, **TOUCH)
-    drawn(phone)
+    unfolded(phone)
     chip = phone.locator(".chip").first
     chip.evaluate("chip => { for (let at = 0; at < 20; at++) chip.parentElement.append(chip.cloneNode(true)); }")
     off = "chips => chips.forEach(chip => chip.setAttribute('aria-pressed', 'false'))"
@@ -96,7 +96,7 @@ def test_the_headings_of_the_overview_are_explained_without_a_pointer(phone):
 def test_the_page_of_one_run_has_no_legend_but_the_way_back(watched, tmp_path):
     write_report([COMPARED / "reuse-2/bapo/seed-0"], tmp_path / "r.html")
     page = watched((tmp_path / "r.html").as_uri(), ALLOWED, **TOUCH)
-    drawn(page)
+    unfolded(page)
     page.locator("#staleness .plot").scroll_into_view_if_needed()
     assert page.locator(".chip").count() == 0
     assert in_sight(page.locator(".up")) == [True]

@@ -31,13 +31,19 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The address of the built site. A warning of mkdocs is an error."""
+def folder(tmp_path_factory):
+    """The built site. A warning of mkdocs is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     surroundings = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src")}
     built = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(folder):
+    """The address of the site on a server."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -85,10 +91,23 @@ def test_keys_objectives_and_functions_are_there(site, watched):
     assert page.locator("#bapo\\.core\\.loss\\.policy_loss").count() == 1
 
 
-def test_search_finds_a_page(site, watched):
-    page = watched(f"{site}index.html", (site, "data:"), viewport=WIDE)
+def found(page, words):
+    """The list of pages that a search for these words finds."""
     query = page.locator("[data-md-component=search-query]")
     query.click()
-    query.press_sequentially("partial_budget")
+    query.press_sequentially(words)
     page.locator(".md-search-result__item").first.wait_for(timeout=120_000)
-    assert "configuration of bapo train" in page.locator(".md-search-result__list").inner_text().lower()
+    return page.locator(".md-search-result__list").inner_text().lower()
+
+
+def test_search_finds_a_page(site, watched):
+    page = watched(f"{site}index.html", (site, "data:"), viewport=WIDE)
+    assert "configuration of bapo train" in found(page, "partial_budget")
+
+
+def test_search_finds_a_page_in_files_without_a_server(folder, watched):
+    page = watched((folder / "tutorials" / "own_data.html").as_uri(), ("file:", "data:"), viewport=WIDE)
+    assert "configuration of bapo train" in found(page, "partial_budget")
+    page.locator(".md-search-result__link", has_text="Configuration of bapo train").first.click()
+    page.wait_for_url("**/reference/train.html*")
+    assert page.locator("h1").inner_text().startswith("Configuration of bapo train")

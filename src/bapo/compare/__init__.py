@@ -39,6 +39,8 @@ class Arguments:
 
     grid: Annotated[Positional[Path | None], arg(metavar="GRID", help_behavior_hint="(required)")] = None
     """The objectives, settings and seeds: a TOML file, or the name of a grid that comes with bapo, such as quick."""
+    steps: Annotated[int | None, option(default="those of the grid", metavar="N")] = None
+    """Steps of every run."""
     parallel: Annotated[int | None, option(default="one per core; 4 on a GPU", metavar="N")] = None
     """How many runs at a time."""
     only: Annotated[tuple[str, ...], UseAppendAction, option(default="all runs", metavar="PATTERN")] = ()
@@ -59,13 +61,14 @@ def run(arguments: Arguments) -> int:
         return 0
     if arguments.grid is None:
         raise ConfigError("no grid given. Try `bapo compare quick`; `bapo compare --list` shows all of them.")
-    chosen = {name: getattr(arguments, name) for name in ("parallel", "only", "retry", "dry_run")}
+    chosen = {name: getattr(arguments, name) for name in ("steps", "parallel", "only", "retry", "dry_run")}
     return compare(arguments.grid, **chosen)
 
 
 def compare(
     path: str | Path,
     *,
+    steps: int | None = None,
     parallel: int | None = None,
     only: Sequence[str] = (),
     retry: bool = False,
@@ -78,7 +81,7 @@ def compare(
     0: every run asked for is finished. 1: some failed or are damaged. 130: stopped by the user.
     """
     stream = stream or sys.stdout
-    grid = load_grid(path)
+    grid = load_grid(path, steps=steps)
     if parallel is not None and parallel < 1:
         raise ConfigError(f"--parallel {parallel}: give at least one run at a time, or leave it out for the default.")
     jobs = _chosen(make_plan(grid), only)
@@ -114,7 +117,8 @@ def compare(
         _say(stream, "damaged runs are left alone; repair them as described above, or start them again with --retry")
     _say(stream, f"results   {grid.out / 'results.json'}", f"next      bapo report {grid.out}")
     if stopped:
-        _say(stream, f"stopped; the same command continues: bapo compare {path}")
+        again = f"bapo compare {path}" + ("" if steps is None else f" --steps {steps}")
+        _say(stream, f"stopped; the same command continues: {again}")
         return 130
     return 1 if bad else 0
 

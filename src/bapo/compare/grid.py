@@ -16,8 +16,8 @@
     label = "reuse-16"
     offpolicy.reuse = 16
 
-The configuration of a cell is base, then setting, then objective, then seed; later keys override earlier ones. All
-cells are validated, and one error lists everything that is wrong with any of them.
+The configuration of a cell is base, then setting, then objective, then seed; later keys override earlier ones, and
+--steps overrides all. All cells are validated, and one error lists everything that is wrong with any of them.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Job:
         return told.get(self.state, f"{self.state}: {self.note}")
 
 
-def load_grid(path: str | Path) -> Grid:
-    """The grid in a TOML file, or one ConfigError that lists all that is wrong with it."""
+def load_grid(path: str | Path, *, steps: int | None = None) -> Grid:
+    """The grid in a TOML file, or one ConfigError that lists all that is wrong with it. `steps`: of every run."""
     values, path = read_recipe(path), Path(path)
     right = command_for(values)
     if right not in (None, "bapo compare"):
@@ -147,7 +147,7 @@ def load_grid(path: str | Path) -> Grid:
     settings = _entries(values.get("setting", [{"label": "default"}]), "setting", wrong)
     objectives = _entries(values.get("objective", []), "objective", wrong)
     base = _base(values.get("base", {}), path.parent, wrong)
-    configs = _configs(base, settings, objectives, wrong)
+    configs = _configs(base, settings, objectives, {} if steps is None else {"steps": steps}, wrong)
     if wrong:
         raise listed(f"{path}: nothing was started", wrong)
     cells = tuple(_cells(Path(out), configs, seeds))
@@ -219,13 +219,14 @@ def _configs(
     base: Mapping[str, Any],
     settings: Mapping[str, Mapping[str, Any]],
     objectives: Mapping[str, Mapping[str, Any]],
+    own: Mapping[str, Any],  # keys that override all others
     wrong: list[str],
 ) -> dict[tuple[str, str], Config]:
     """The configuration of every pair of a setting and an objective; adds what is wrong with any of them."""
     errors: dict[str, list[str]] = {}  # message -> cells that have it
     configs: dict[tuple[str, str], Config] = {}
     for setting, objective in product(settings, objectives):
-        config, mistakes = check(Config, merged(merged(base, settings[setting]), objectives[objective]))
+        config, mistakes = check(Config, merged(merged(merged(base, settings[setting]), objectives[objective]), own))
         if config is not None:
             configs[setting, objective] = config
         for line in mistakes:

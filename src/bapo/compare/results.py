@@ -15,7 +15,6 @@ from typing import Any
 from bapo.compare.grid import Cell, Grid
 from bapo.runs import files
 from bapo.runs.comparison import (
-    FEWEST_SEEDS,
     Rows,
     compare_arms,
     difference_cells,
@@ -26,11 +25,11 @@ from bapo.runs.comparison import (
     shared,
 )
 from bapo.runs.read import STOP_REASONS, Run, read_run
-from bapo.runs.statistics import measures
+from bapo.runs.statistics import FEWEST_SEEDS, estimate, measures
 
 WIDTH = 110
 """Characters in a line of the verdict."""
-Row = Mapping[str, Any]  # measure -> {"mean", "half_width"}
+Row = Mapping[str, Any]  # seeds, and measures -> {"mean", "half_width"}
 
 
 def collect(grid: Grid) -> dict[str, Any]:
@@ -72,8 +71,8 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
         columns = _columns(k, measure_names(rows))
         cells = [["", "seeds", *columns]]
         for objective, row in rows.items():
-            cells.append([objective, str(row["seeds"]), *(_text(row["measures"], name) for name in columns.values())])
-        lines += ["", f"{results['name']}, {setting}: mean over seeds ± half width of its 95% interval"]
+            cells.append([objective, str(row["seeds"]), *(_text(row, name) for name in columns.values())])
+        lines += ["", f"{results['name']}, {setting}: {_means(max(row['seeds'] for row in rows.values()))}"]
         lines += _aligned(cells)
         lines += _difference_lines(rows, k)
     for objective, rows in (results["across_settings"] or {}).items():
@@ -92,9 +91,17 @@ def _difference_lines(rows: Rows, k: int | str) -> list[str]:
     cells = difference_cells(rows, k)
     if not cells:
         return []
-    title = f"difference from {next(iter(rows))}, seed by seed, ± half width of its 95% interval"
-    title += f"; * if the interval excludes 0 ({FEWEST_SEEDS} seeds or more)"
+    title = f"difference from {next(iter(rows))}, seed by seed"
+    if max(int(seeds) for _, seeds, *_ in cells[1:]) >= FEWEST_SEEDS:
+        title += ", ± half width of its 95% interval; * if the interval excludes 0"
     return ["", f"  {title}", *_aligned(cells)]
+
+
+def _means(seeds: int) -> str:
+    """What the numbers of a table are, whose rows have at most so many seeds."""
+    if seeds >= FEWEST_SEEDS:
+        return f"mean over seeds ± half width of its 95% interval, from {FEWEST_SEEDS} seeds on"
+    return f"mean over seeds; an interval needs {FEWEST_SEEDS}"
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -120,12 +127,11 @@ def _columns(k: int | str, names: set[str]) -> dict[str, str]:
 
 
 def _text(row: Row, name: str) -> str:
+    measured = row["measures"]
     if name == "stop":
-        shares = [row[f"stop_{reason}"]["mean"] for reason in STOP_REASONS if f"stop_{reason}" in row]
+        shares = [measured[f"stop_{reason}"]["mean"] for reason in STOP_REASONS if f"stop_{reason}" in measured]
         return " ".join(f"{100 * share:.0f}" for share in shares) or "–"
-    if name not in row:
+    if name not in measured:
         return "–"
-    mean, half = row[name]["mean"], row[name]["half_width"]
-    if name == "responses":
-        return f"{mean:.0f}"
-    return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"
+    mean, half = measured[name]["mean"], measured[name]["half_width"]
+    return f"{mean:.0f}" if name == "responses" else estimate(name, mean, half, row["seeds"])

@@ -33,6 +33,8 @@ LOWERS_ENTROPY = ("high_prob_high_adv", "low_prob_low_adv")
 SPELLED = {"bapo weak-model": 'ClipSettings.preset("weak-model")', "bapo": "ClipSettings()"}
 """The settings that may be advised, and how they are written. If both reach their target equally often, the first is
 advised: it starts at (0.8, 1.2)."""
+NAMED = {"bapo weak-model": "BAPO with the preset weak-model", "bapo": "BAPO with its default settings"}
+"""What a headline calls them."""
 MOST = 2 / 3  # a case applies if at least this share of the updates with a signal agree
 MOVES = 0.02  # adaptive bounds are worth it only if the whole path raises the share by at least this much
 NOTABLE = 0.01  # blocking is mentioned only if it affects at least this share of the gradient
@@ -101,10 +103,11 @@ def _about_the_clip(numbers: Numbers, uses: Uses) -> tuple[Headline, list[str]]:
     start, end = (fmean(getattr(b, f"share_at_{side}") for b in numbers.searched("bapo")) for side in ("start", "end"))
     weak = numbers.searched("bapo weak-model")
     at_start = sum(bounds.stop == "START" for bounds in weak)
-    headline, lines = Headline("", "decided"), []
+    headline, lines, bapo = Headline("", "decided"), [], f"{NAMED[best]} to {reached:.2f}"
     if at_start >= MOST * len(weak):
         hold = f"positive tokens hold {share:.2f} of the gradient at (0.8, 1.2)"
-        text = f"A fixed clip will do: {hold}, and BAPO's bounds would stay where they start."
+        bapo = "BAPO's bounds would stay where they start"
+        text = f"A fixed clip will do: {hold}, and {bapo}."
         lines = [
             f"A fixed clip will do. The positive share is {signal:.2f}, and in {at_start} of {_updates(numbers)} "
             f"BAPO's target of {SETTINGS['bapo weak-model'].target_share:.2f} is met at (0.8, 1.2), where its search "
@@ -115,7 +118,7 @@ def _about_the_clip(numbers: Numbers, uses: Uses) -> tuple[Headline, list[str]]:
     elif end - start < MOVES:
         text = (
             f"BAPO's bounds cannot repair the balance: positive tokens hold {share:.2f} of the gradient at (0.8, 1.2), "
-            f"and the bounds of {best} get it to {reached:.2f}, with a target of {SETTINGS[best].target_share:.2f}."
+            f"and {NAMED[best]} gets it to {reached:.2f}, with a target of {SETTINGS[best].target_share:.2f}."
         )
         lines = [
             f"BAPO's bounds cannot repair the balance. The positive share is {signal:.2f}, and their whole path moves "
@@ -125,8 +128,8 @@ def _about_the_clip(numbers: Numbers, uses: Uses) -> tuple[Headline, list[str]]:
         ]
         headline = Headline("", "open")
     else:
-        moved = f"from {share:.2f} to {reached:.2f} with {best}, whose target is {SETTINGS[best].target_share:.2f}"
-        text = f"BAPO would move the positive share of the gradient {moved}."
+        moved = f"from {share:.2f} to {reached:.2f}, with a target of {SETTINGS[best].target_share:.2f}"
+        text = f"{NAMED[best]} would move the positive share of the gradient {moved}."
         lines = _about_bapo(numbers, best)
     headline = headline._replace(text=text)
     if (ess := numbers.ratios["ess"]) < LOW_ESS:
@@ -138,9 +141,20 @@ def _about_the_clip(numbers: Numbers, uses: Uses) -> tuple[Headline, list[str]]:
         )
         lines = [reduce, *lines]
     elif _push_once_matters(numbers, uses):
-        brake, once = (of_uses(pushes).shares["share_kept"] for pushes in (numbers.braked, numbers.pushes))
-        headline = Headline(f"{text} The brake alone would take it to {brake:.2f}, push once to {once:.2f}.", "decided")
+        headline = Headline(f"{_of_used(numbers)}, and {bapo}.", "decided")
     return headline, [line for line in lines if line]
+
+
+def _of_used(numbers: Numbers) -> str:
+    """What the brake, the default of this library, would make of the share, and push once, which is stricter."""
+    share, brake = (of_uses(numbers.braked).shares[key] for key in ("share", "share_kept"))
+    kept, once = later(numbers.braked).shares["kept"], of_uses(numbers.pushes).shares["share_kept"]
+    what = "the positive share of the gradient"
+    if f"{share:.2f}" == f"{brake:.2f}":
+        moved = f"The brake would leave {what} at {share:.2f}"
+    else:
+        moved = f"The brake would move {what} from {share:.2f} to {brake:.2f}"
+    return f"{moved} and keep {kept:.0%} of the used negative tokens. Push once would move it to {once:.2f}"
 
 
 def _about_bapo(numbers: Numbers, best: str) -> list[str]:
@@ -293,7 +307,7 @@ def _unknowns(dump: Dump, uses: Uses) -> list[str]:
             update.sequence_ids is None
         ),
         "Whether each file is a whole update or a part of one: without an `update` number, every part counts as an "
-        "update.": True,
+        "update.": "update" not in dump.columns,
     }
     return [line for line, holds in missing.items() if holds]
 

@@ -62,7 +62,9 @@ def html_page(diagnosis: Diagnosis) -> str:
         '<div id="charts"></div>',
         "<noscript>A script inside this file draws the charts. The tables have the same numbers.</noscript>",
         *map(_section, parts(diagnosis)),
-        f'<section><h2>What this dump cannot tell</h2><ul class="advice">{_items(diagnosis.unknown)}</ul></section>',
+        f'<section><h2>What this dump cannot tell</h2><ul class="advice">{_items(diagnosis.unknown)}</ul></section>'
+        if diagnosis.unknown
+        else "",
         "</main>",
     ]
     return document(

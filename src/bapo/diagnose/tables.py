@@ -344,7 +344,8 @@ def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
         _heading(console, part.title)
         console.print(Padding(Text(part.reading, "dim"), (0, 0, 0, 2)))
         console.print(_table(part, plain))
-    _heading(console, "What this dump cannot tell")
+    if diagnosis.unknown:
+        _heading(console, "What this dump cannot tell")
     _items(console, map(Text, diagnosis.unknown))
     write_drawn(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
 

@@ -65,7 +65,8 @@ const charts = (() => {
     const apart = series.apart ?? [];
     const part = (wanted) => {
       const keep = (values) => values.filter((_, at) => Boolean(apart[at]) === wanted);
-      return { series: { x: keep(series.x), runs: series.runs.map(keep) }, counts: counts && counts.map(keep) };
+      const kept = { x: keep(series.x), runs: series.runs.map(keep), problems: series.problems?.map(keep) };
+      return { series: kept, counts: counts && counts.map(keep) };
     };
     return apart.some(Boolean) ? [part(false), part(true)] : [{ series, counts }, null];
   }
@@ -79,7 +80,7 @@ const charts = (() => {
       if (!view.visible(arm) || counts === undefined) continue;
       const [joined, apart] = separated(series, counts);
       list.push(...armCurves(panel, view, mode, series.arm, joined, detail));
-      if (apart) list.push(...apartPoints(view, mode, series.arm, apart));
+      if (apart) list.push(...apartPoints(panel, view, mode, series.arm, apart));
     }
     return list;
   }
@@ -88,7 +89,7 @@ const charts = (() => {
     const arm = view.arms[index];
     const shade = colorOf(view, arm.objective, mode), dash = dashOf(view, arm), name = label(view, arm);
     const window = windowOf(panel, view);
-    const { seeds, x, mean, low, high } = lines.drawn(series, window, counts);
+    const { seeds, x, mean, low, high, spread, count } = lines.drawn(series, window, counts);
     const base = { x, type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false, meta: { arm: index, detail: true }, opacity: detail };
     const list = [];
     if (seeds.length > 1 && !panel.markers) {
@@ -100,12 +101,15 @@ const charts = (() => {
     if (hasDetail(panel, view, series) && !panel.markers) {
       for (const seed of seeds) list.push({ ...base, ...seed, connectgaps: true, line: { width: 0.8, color: faded(shade, 0.35), dash } });
     }
+    if (seeds.length > 1 && panel.markers) {
+      for (const seed of seeds) list.push({ ...base, ...seed, mode: "markers", marker: { size: 4, color: faded(shade, 0.45) } });
+    }
     list.push({
       ...base, y: mean, name, showlegend: true, hoverinfo: undefined, connectgaps: true, meta: { arm: index }, opacity: 1,
       mode: panel.markers || panel.kind === "profile" || x.length < 2 ? "lines+markers" : "lines",
       line: { width: 2.2, color: shade, dash }, cliponaxis: false,
       marker: { size: 6, color: shade, symbol: symbolOf(view, arm.setting) },
-      ...(panel.markers && seeds.length > 1 ? { error_y: reach(mean, low, high, shade) } : {}),
+      ...(panel.markers ? { error_y: bars(panel, series, counts, { mean, spread, count }, shade) } : {}),
       hovertemplate: `%{y:.4g}${counts ? " after %{x:,.0f}" : ""}<extra>${dom.escaped(name)}</extra>`,
       ...(panel.kind === "profile" ? { customdata: panel.bins, hovertemplate: `%{customdata}: %{y:.3g}<extra>${dom.escaped(name)}</extra>` } : {}),
     });
@@ -114,18 +118,28 @@ const charts = (() => {
 
   const band = (shade, detail) => ({ fillcolor: detail ? shade : "rgba(0,0,0,0)" });  // opacity does not reach a fill
 
-  /* Evaluations are few and far between, so bars at them show the seeds instead of a band between them. */
-  const reach = (mean, low, high, shade) => ({
-    type: "data", symmetric: false, color: faded(shade, 0.6), thickness: 1, width: 3,
-    array: mean.map((y, at) => high[at] - y), arrayminus: mean.map((y, at) => y - low[at]),
+  /* How far from each point its 95% interval reaches: over seeds if there are enough, or over problems. */
+  function bars(panel, series, counts, { mean, spread, count }, shade) {
+    const within = (y) => Math.min(panel.ends[1] ?? Infinity, Math.max(panel.ends[0] ?? -Infinity, y));
+    const ends = series.problems
+      ? series.problems.map((end) => lines.drawn({ x: series.x, runs: [end] }, 1, counts).mean)
+      : [-1, 1].map((side) => mean.map((y, at) => panel.reach[count[at]] ? within(y + side * panel.reach[count[at]] * spread[at]) : null));
+    return whiskers(mean, ...ends, faded(shade, 0.6));
+  }
+
+  /* Bars from low to high at each y; none where these are null. */
+  const whiskers = (ys, low, high, color) => ({
+    type: "data", symmetric: false, color, thickness: 1, width: 3, visible: high.some((end) => end !== null),
+    array: ys.map((y, at) => (high[at] ?? y) - y), arrayminus: ys.map((y, at) => y - (low[at] ?? y)),
   });
 
-  function apartPoints(view, mode, index, { series, counts }) {
-    const arm = view.arms[index];
-    const { x, mean } = lines.drawn(series, 1, counts);
+  function apartPoints(panel, view, mode, index, { series, counts }) {
+    const arm = view.arms[index], shade = colorOf(view, arm.objective, mode);
+    const { x, mean, spread, count } = lines.drawn(series, 1, counts);
     return [{
       type: "scatter", mode: "markers", x, y: mean, cliponaxis: false, showlegend: false, name: label(view, arm), meta: { arm: index, apart: true },
-      marker: { size: 6, color: colorOf(view, arm.objective, mode), symbol: `${symbolOf(view, arm.setting)}-open`, line: { width: 1.4 } },
+      marker: { size: 6, color: shade, symbol: `${symbolOf(view, arm.setting)}-open`, line: { width: 1.4 } },
+      error_y: bars(panel, series, counts, { mean, spread, count }, shade),
       hovertemplate: `%{y:.4g}, fewer problems<extra>${dom.escaped(label(view, arm))}</extra>`,
     }];
   }
@@ -137,7 +151,7 @@ const charts = (() => {
   /* A line that stays where it is, but for rounding, would get an axis too short for ticks. */
   function stillRange(panel, view) {
     const shown = panel.series.filter((series) => view.visible(view.arms[series.arm]));
-    const values = [...shown.flatMap((series) => series.runs.flat()), ...(panel.marks ?? []).map((mark) => mark.value)].filter((value) => value !== null);
+    const values = [...shown.flatMap((series) => [...series.runs, ...(series.problems ?? [])].flat()), ...(panel.marks ?? []).map((mark) => mark.value)].filter((value) => value !== null);
     const low = least(values), high = most(values), size = Math.max(Math.abs(low), Math.abs(high));
     if (!values.length || high - low > STILL * size) return null;
     return size ? [low - size / 10, high + size / 10] : [-0.05, 1];
@@ -190,7 +204,8 @@ const charts = (() => {
      lines lie on each other. */
   function subtitle(panel, view, note) {
     const several = ["curves", "profile"].includes(panel.kind) && panel.series.some((series) => view.visible(view.arms[series.arm]) && series.runs.length > 1);
-    const said = [view.title, several ? `mean over seeds${crowded(panel, view) ? "" : `, ${panel.markers ? "bars" : "band"} from lowest to highest`}` : null,
+    const band = crowded(panel, view) || panel.markers ? "" : ", band from lowest to highest";
+    const said = [view.title, several ? `mean over seeds${band}` : null, panel.bars,
       windowOf(panel, view) > 1 ? `moving mean of ${windowOf(panel, view)} points` : null].filter(Boolean).join(" · ");
     return [said, note].filter(Boolean).map((line) => line.length > 118 ? `${line.slice(0, 117)}…` : line);
   }
@@ -254,5 +269,5 @@ const charts = (() => {
       dom.make("p", { class: "overlaps", hidden: "" }));
   }
 
-  return { kinds, curves, color, colorOf, settingOf, symbolOf, label, faded, dotted, overResponses, drawAll, card };
+  return { kinds, curves, color, colorOf, settingOf, symbolOf, label, faded, dotted, whiskers, overResponses, drawAll, card };
 })();

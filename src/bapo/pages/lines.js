@@ -3,6 +3,12 @@ const lines = (() => {
   "use strict";
   const mean = (ys) => ys.reduce((sum, y) => sum + y, 0) / ys.length;
 
+  /* The standard deviation of a sample; 0 of a single value. */
+  function spread(ys) {
+    const middle = mean(ys);
+    return Math.sqrt(ys.reduce((sum, y) => sum + (y - middle) ** 2, 0) / Math.max(1, ys.length - 1));
+  }
+
   function smooth(ys, window) {
     const half = Math.floor(window / 2);
     return ys.map((y, at) => y === null ? null : mean(ys.slice(Math.max(0, at - half), at + half + 1).filter((value) => value !== null)));
@@ -11,7 +17,7 @@ const lines = (() => {
   function acrossSeeds(runs) {
     const columns = runs[0].map((_, at) => runs.map((run) => run[at]).filter((value) => value !== null));
     const over = (of) => columns.map((here) => here.length ? of(here) : null);
-    return { mean: over(mean), low: over((here) => Math.min(...here)), high: over((here) => Math.max(...here)) };
+    return { mean: over(mean), low: over((here) => Math.min(...here)), high: over((here) => Math.max(...here)), spread: over(spread), count: over((here) => here.length) };
   }
 
   /* The updates of one step were taken after the same responses, so they have the same place. They become their mean. */
@@ -45,15 +51,15 @@ const lines = (() => {
     });
   }
 
-  /* What is drawn of a series: each seed as logged, and the mean and the range of the smoothed seeds. `counts` has the
-     sampled responses of every seed, or is null to draw over the x of the series. */
+  /* What is drawn of a series: each seed as logged; of the smoothed seeds the mean, the range, the standard deviation and
+     the number. `counts` has the sampled responses of every seed, or is null to draw over the x of the series. */
   function drawn(series, window, counts) {
     if (counts === null) {
       const seeds = series.runs.map((y) => ({ x: series.x, y }));
       return { seeds, x: series.x, ...acrossSeeds(series.runs.map((y) => smooth(y, window))) };
     }
     const seeds = series.runs.map((y, run) => overResponses(counts[run], y)).filter(({ x }) => x.length);
-    if (!seeds.length) return { seeds, x: [], mean: [], low: [], high: [] };
+    if (!seeds.length) return { seeds, x: [], mean: [], low: [], high: [], spread: [], count: [] };
     const x = commonPlaces(seeds);
     return { seeds, x, ...acrossSeeds(seeds.map((seed) => readOff({ x: seed.x, y: smooth(seed.y, window) }, x))) };
   }

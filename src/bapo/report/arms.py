@@ -171,6 +171,12 @@ def _from_directory(run: Run) -> tuple[str, str] | None:
     return path.parts[-3], path.parts[-2]
 
 
+def run_name(run: Run) -> str:
+    """The name of its directory; in a grid, its place there."""
+    path = run.path.resolve()
+    return "/".join(path.parts[-3:]) if _from_directory(run) else path.name
+
+
 def _grid_file(run: Run) -> Path | None:
     above = run.path.resolve().parents
     file = above[2] / "grid.json" if len(above) > 2 else None

@@ -8,6 +8,7 @@ If the log is missing or cannot be parsed, a note says so.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -18,7 +19,7 @@ import bapo
 from bapo.config.errors import PlaceError
 from bapo.config.words import flat
 from bapo.pages import CHARTS, document, number
-from bapo.report.arms import Arm, Found, grid_record
+from bapo.report.arms import Arm, Found, grid_record, run_name
 from bapo.report.figures import figures, sft_figures
 from bapo.report.panels import shared_counts
 from bapo.report.tables import cluster_tables, overview, sft_overview
@@ -92,17 +93,41 @@ def _shown(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _title(arms: Sequence[Arm]) -> str:
-    """The name of the grid, or what is compared. Supervised runs are not compared, so the title only mentions them."""
+    """Which runs these are, and of which model on which task: `quick: demo on countdown`.
+
+    Supervised runs are not compared, so the title only mentions them.
+    """
     compared = [arm for arm in arms if not arm.sft]
     if compared and len(compared) < len(arms):
         return f"{_title(compared)}, with supervised runs"
-    grid = (grid_record(arms) or {}).get("name") if len(arms) > 1 else None
-    if isinstance(grid, str) and grid:
-        return grid
+    if not arms:
+        return "No runs"
+    named = {"models": _unique(_model(arm.config) for arm in arms), "tasks": _unique(_task(arm.config) for arm in arms)}
+    about = " on ".join(f"{len(names)} {kind}" if names[2:] else " and ".join(names) for kind, names in named.items())
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
+    record = grid_record(arms)
+    if len(arms) == len(arms[0].runs) == 1:
+        how = "supervised" if arms[0].sft else f"{objectives[0]}, {settings[0]}"  # its place in a grid says it, too
+        return f"{run_name(arms[0].runs[0])}: {about}{f', {how}' if record is None else ''}"
+    grid = (record or {}).get("name") if len(arms) > 1 else None
+    if isinstance(grid, str) and grid:
+        return f"{grid}: {about}"
     if len(objectives) == 1:
-        return f"{objectives[0]} in {len(settings)} settings" if settings[1:] else f"{objectives[0]}, {settings[0]}"
-    return (" against " if len(objectives) == 2 else ", ").join(objectives) or "No runs"
+        which = f"{objectives[0]} in {len(settings)} settings" if settings[1:] else f"{objectives[0]}, {settings[0]}"
+        return f"{which}: {about}"
+    return f"{(' against ' if len(objectives) == 2 else ', ').join(objectives)}: {about}"
+
+
+def _model(config: dict[str, Any]) -> str:
+    return Path(config["model"]["path"]).name
+
+
+def _task(config: dict[str, Any]) -> str:
+    """The name of the task; that of its data if it is what these are."""
+    task = config["task"]
+    files = (Path(re.split("[=:]", source)[0]).name.partition(".")[0] for source in task.get("train", ()))
+    names = _unique([*files, *task.get("gym", ())]) or [str(task.get("name"))]
+    return " + ".join(names[:3]) + (" + …" if names[3:] else "")
 
 
 def _unique(values: Iterable[str]) -> list[str]:

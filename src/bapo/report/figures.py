@@ -9,6 +9,7 @@ from bapo.report.arms import Arm, samples_per_problem
 from bapo.report.panels import (
     FEW_TOKENS,
     Figure,
+    Panel,
     age_bars,
     bars,
     curves,
@@ -34,7 +35,8 @@ SHARES = {
 
 def figures(arms: Sequence[Arm]) -> list[Figure]:
     """Every figure, in the order of the page. One arm has no figures that set arms against each other."""
-    return [make(arms) for make in FIGURES if len(arms) > 1 or make not in OF_SEVERAL]
+    chosen = [make for make in FIGURES if len(arms) > 1 or make not in OF_SEVERAL]
+    return [make(arms) | {"folded": make in FOR_EXPERTS} for make in chosen]
 
 
 def held_out(arms: Sequence[Arm]) -> Figure:
@@ -51,9 +53,16 @@ def held_out(arms: Sequence[Arm]) -> Figure:
     return figure(
         "held-out",
         ("Success on held-out problems", "figure 9"),
-        f"Evaluations before, during and after training.{hollow}",
+        f"Evaluations before, during and after training.{_how_sure(arms, panels[0])}{hollow}",
         panels,
     )
+
+
+def _how_sure(arms: Sequence[Arm], panel: Panel) -> str:
+    """What the bars and the small dots at evaluations are, as far as there are any."""
+    dots = " Small dots are seeds." if any(len(arm.runs) > 1 for arm in arms) else ""
+    said = panel["bars"]
+    return (f" {said[:1].upper()}{said[1:]}." if said else "") + dots
 
 
 def dynamics(arms: Sequence[Arm]) -> Figure:
@@ -237,10 +246,12 @@ def staleness(arms: Sequence[Arm]) -> Figure:
 
 
 FIGURES: tuple[Callable[[Sequence[Arm]], Figure], ...] = (
-    *(held_out, dynamics, by_staleness, under_partial, balance, bounds),
-    *(ratio_profile, by_use, quadrants, lengths, fixed_clips, staleness),
+    *(held_out, dynamics, lengths, by_staleness, under_partial),
+    *(balance, bounds, ratio_profile, by_use, quadrants, fixed_clips, staleness),
 )
 OF_SEVERAL = (by_staleness, under_partial, fixed_clips)  # those that set arms against each other
+FOR_EXPERTS = (balance, bounds, ratio_profile, by_use, quadrants, fixed_clips, staleness)
+"""Those that say how a rule works rather than what came of it. The page shows their headings only, until one opens."""
 
 
 def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
@@ -254,7 +265,8 @@ def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
             "sft",
             ("Supervised training", None),
             "Mean negative log-prob of response tokens: those of each update, just before the update, and those of "
-            "held-out demonstrations. If the first falls while the second rises, the model is learning by heart.",
+            "held-out demonstrations. If the first falls while the second rises, the model is learning by heart."
+            f"{_how_sure([arms[index] for index in chosen], held_out)}",
             [
                 curves(arms, "imitation/loss", "Training loss, nats per token", only=chosen),
                 held_out,
@@ -263,6 +275,7 @@ def sft_figures(arms: Sequence[Arm]) -> list[Figure]:
             ],
             note=None if held_out["series"] else "Nothing was held out, so there is no held-out loss.",
         )
+        | {"folded": False}
     ]
 
 
@@ -273,9 +286,10 @@ def _fixed_clip(arm: Arm) -> tuple[float, float, float | None] | None:
         for run in arm.runs
         for low, high in zip(run.series("clip_low"), run.series("clip_high"), strict=False)
     }
-    if len(pairs) != 1 or _searches(arm):
+    objective = Config.model_validate(arm.config).objective
+    if len(pairs) != 1 or _searches(arm) or objective.has_brake:
         return None
-    return *pairs.pop(), Config.model_validate(arm.config).objective.bound_of_used
+    return *pairs.pop(), objective.bound_of_used
 
 
 def _said(low: float, high: float, used_low: float | None) -> str:

@@ -2,9 +2,10 @@
 (() => {
   "use strict";
   const POLL_MILLISECONDS = 2000;
-  const FOLDED = "details:not(.meaning)";  // tables remember theirs
+  const FOLDED = "details:not(.meaning, .figure)";  // tables and figures remember theirs
   const main = document.getElementById("page");
-  const draw = () => charts.drawAll(view.panels(), view);
+  const folded = ({ id }) => document.getElementById(`plot-${id}`)?.closest("details:not([open])");
+  const draw = () => charts.drawAll(view.panels().filter((panel) => !folded(panel)), view);
 
   function render() {
     const scroll = window.scrollY;
@@ -62,5 +63,7 @@
   theme.onchange(render);
   view.onchange(draw);
   render();
+  sections.unfold(location.hash.slice(1));
+  document.getElementById(location.hash.slice(1))?.scrollIntoView();
   if (sections.live) setTimeout(poll, POLL_MILLISECONDS);
 })();

@@ -51,7 +51,7 @@
         type: "scatter", mode: "lines+markers", name: objective, x: mine.map((s) => s.x), y: mine.map((s) => s.y),
         customdata: mine.map((s) => dom.escaped(s.setting)),
         line: { width: 2.2, color }, marker: { size: 9, color, symbol: mine.map((s) => charts.symbolOf(view, s.setting)) },
-        error_y: { type: "data", array: mine.map((s) => s.half ?? 0), visible: mine.some((s) => s.half !== null), color, thickness: 1.4, width: 4 },
+        error_y: { ...charts.whiskers(mine.map((s) => s.y), mine.map((s) => s.ends?.[0] ?? null), mine.map((s) => s.ends?.[1] ?? null), color), thickness: 1.4, width: 4 },
         hovertemplate: `%{y:.4g}, %{customdata}<extra>${dom.escaped(objective)}</extra>`,
       });
     }
@@ -59,7 +59,7 @@
   }
 
   function pointsLayout(result, panel, view) {
-    const reach = panel.series.filter(view.visible).flatMap((s) => [...s.runs, s.y - (s.half ?? 0), s.y + (s.half ?? 0)]);
+    const reach = panel.series.filter(view.visible).flatMap((s) => [...s.runs, s.y, ...(s.ends ?? [])]);
     const room = 0.1 * (Math.max(...reach) - Math.min(...reach)) || 0.05;
     if (reach.length) result.yaxis.range = [Math.max(-0.02, Math.min(...reach) - room), Math.min(1.02, Math.max(...reach) + room)];
     result.hovermode = "closest";

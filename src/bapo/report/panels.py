@@ -3,12 +3,13 @@
 A panel is one plot, of one of four kinds:
 
     curves   one line per arm over updates or steps, or over sampled responses; the values of every seed, so that the
-             page can average and smooth; `apart` marks evaluations on other problems, which no line joins
+             page can average and smooth; `apart` marks evaluations on other problems, which no line joins, and bars at
+             evaluations are 95% intervals: over seeds if there are enough, over problems if every arm is one run
     profile  one line per arm over fixed bins
     bars     one bar per arm and category
     points   one point per arm at its staleness, joined by objective
 
-A figure is a dict: id, title, paper (the number of the figure there), caption, note (why something is missing), panels.
+A figure is a dict: id, title, caption, note (why something is missing), panels, and folded: whether it is for experts.
 Values are rounded to six significant digits, and those that are not finite become null. The scripts
 pages/charts.js and report/panels.js decide how they look.
 """
@@ -24,7 +25,15 @@ from typing import Any, Literal
 from bapo.pages import number, numbers, panel
 from bapo.report.arms import Arm
 from bapo.runs.read import Run, logged
-from bapo.runs.statistics import aggregate, mean, measures, sampled_responses
+from bapo.runs.statistics import (
+    FEWEST_SEEDS,
+    aggregate,
+    interval,
+    mean,
+    measures,
+    sampled_responses,
+    student_quantile,
+)
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 Panel = dict[str, Any]
@@ -54,11 +63,11 @@ def figure(
 ) -> Figure:
     """A figure of the panels that have anything in them; if none has, the reason."""
     drawn = [one for one in panels if one["series"]]
+    title, paper = heading
     return {
         "id": name,
-        "title": heading[0],
-        "paper": heading[1],
-        "caption": caption,
+        "title": title,
+        "caption": caption + (f" The BAPO paper (arXiv:2510.18927) shows this in its {paper}." if paper else ""),
         "note": note if drawn else reason,
         "panels": [{"id": f"{name}-{index}"} | one for index, one in enumerate(drawn)],
     }
@@ -75,8 +84,10 @@ def curves(
 ) -> Panel:
     """One metric over training: the x of all runs of an arm, and each run's values and sampled responses there."""
     axis = "step" if lines == "rollouts" else "version"
+    chosen = sorted(range(len(arms)) if only is None else only)
+    single = all(len(arms[index].runs) == 1 for index in chosen)
     series = []
-    for index in sorted(range(len(arms)) if only is None else only):
+    for index in chosen:
         arm = arms[index]
         found = [[line for line in _lines(run, lines) if isinstance(line.get(key), int | float)] for run in arm.runs]
         points = [{line[axis]: (line["step"], float(line[key])) for line in listed} for listed in found]
@@ -84,9 +95,12 @@ def curves(
             few = lines == "evals" and max(map(len, points)) <= MAX_POINTS
             sampled = [sampled_responses(run) for run in arm.runs]
             aligned = _aligned(points, sampled, width=1 if few else None)
-            series.append({"arm": index} | aligned | (_apart(found, aligned) if lines == "evals" else {}))
+            series.append({"arm": index} | aligned)
+            if lines == "evals":
+                series[-1] |= _apart(found, aligned) | (_over_problems(found[0], key, aligned) if single else {})
     x = "step" if lines == "rollouts" else "update"
-    return panel("curves", title, x, series, key=key, markers=lines == "evals", marks=list(marks))
+    bars = _bars(series, key) if lines == "evals" else {}
+    return panel("curves", title, x, series, key=key, markers=lines == "evals", marks=list(marks), **bars)
 
 
 def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
@@ -97,6 +111,24 @@ def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
     # Of several evaluations at one version, the last of those on the most problems stays.
     kept = {line["version"]: line for line in sorted(found, key=lambda line: sum(logged([line], "eval/problems")))}
     return [kept[version] for version in sorted(kept)]
+
+
+def _over_problems(logged: Sequence[dict[str, Any]], key: str, aligned: dict[str, Any]) -> dict[str, Any]:
+    """`problems`: both ends of a run's interval over problems at each x, if it has logged them."""
+    ends, at = (f"{key}_low", f"{key}_high"), {line["version"]: line for line in logged}
+    if aligned["stretch"] > 1 or not all(isinstance(line.get(end), int | float) for line in logged for end in ends):
+        return {}
+    return {"problems": [numbers(at[x][end] for x in aligned["x"]) for end in ends]}
+
+
+def _bars(series: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+    """`bars`: what the bars at evaluations are. `reach`: how many standard deviations over n seeds, the place in this
+    list, their interval reaches to each side. `ends`: what its ends cannot pass."""
+    most = max((len(one["runs"]) for one in series), default=0)
+    reach = [number(student_quantile(n - 1) / math.sqrt(n)) if n >= FEWEST_SEEDS else None for n in range(most + 1)]
+    over = "seeds" if most >= FEWEST_SEEDS else "problems" if any("problems" in one for one in series) else None
+    ends = interval(key.rpartition("/")[2], 0.0, math.inf)
+    return {"bars": f"bars: 95% intervals over {over}" if over else "", "reach": reach, "ends": numbers(ends)}
 
 
 def _apart(logged: Sequence[Sequence[dict[str, Any]]], aligned: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +275,9 @@ def scores(arms: Sequence[Arm], k: str, when: str) -> list[Panel]:
         for arm in arms:
             values = [measures(run)[key] for run in arm.runs if run.summary]
             middle, half = aggregate(values)
-            point = {"x": number(arm.staleness), "y": number(middle), "half": number(half) if len(values) > 2 else None}
+            sure = half is not None and len(values) >= FEWEST_SEEDS
+            ends = numbers(interval(key, middle, half or 0.0)) if sure else None
+            point = {"x": number(arm.staleness), "y": number(middle), "ends": ends}
             named = {"setting": arm.setting, "objective": arm.objective}
             series += [{**named, **point, "runs": numbers(values)}] if values else []
         title = f"{key}@{k} {when}, by staleness"

@@ -37,7 +37,7 @@ const sections = (() => {
       ...(view.values.differences.length ? [["differences", "Differences"]] : []), ...tables.links(),
       ...view.values.figures.map((figure) => [figure.id, figure.title]), ["samples", "Responses"], ["configuration", "Configuration"],
     ];
-    const list = (onclick = () => {}) => make("nav", { "aria-label": "contents" }, ...links.map(([id, text]) => make("a", { href: `#${id}`, onclick }, text)));
+    const list = (onclick = () => {}) => make("nav", { "aria-label": "contents" }, ...links.map(([id, text]) => make("a", { href: `#${id}`, onclick: () => { unfold(id); onclick(); } }, text)));
     const folded = make("details", { id: "contents", class: "contents" }, make("summary", {}, "Contents"), list(() => { folded.open = false; }));
     return [list(), folded];  // style shows the first on a wide page, and the second on a phone
   }
@@ -50,12 +50,27 @@ const sections = (() => {
       make("ul", {}, ...listed.map((defect) => make("li", {}, make("b", {}, defect.kind), ` ${defect.path}: ${defect.message}`))));
   }
 
+  /* A figure for experts opens with its heading; only then are its plots drawn. */
+  const opened = new Set();
+
   function figure(spec) {
     const layout = spec.panels.length === 1 ? "panels single" : spec.panels.length === 3 ? "panels triple" : "panels";
-    return make("section", { id: spec.id },
-      make("h2", {}, spec.title, spec.paper ? make("span", { class: "paper", title: "the corresponding figure of arXiv:2510.18927" }, `paper ${spec.paper}`) : null),
-      make("p", {}, spec.caption), spec.note ? make("div", { class: "note" }, spec.note) : null,
-      make("div", { class: layout }, ...spec.panels.map((panel) => charts.card(panel, view, spec.title))));
+    const heading = make("h2", {}, spec.title);
+    const body = [make("p", {}, spec.caption), spec.note ? make("div", { class: "note" }, spec.note) : null,
+      make("div", { class: layout }, ...spec.panels.map((panel) => charts.card(panel, view, spec.title)))];
+    if (!spec.folded) return make("section", { id: spec.id }, heading, ...body);
+    const toggled = ({ currentTarget: { open } }) => {
+      if (open === opened.has(spec.id)) return;
+      opened[open ? "add" : "delete"](spec.id);
+      if (open) view.redraw();
+    };
+    return make("section", { id: spec.id }, make("details", { class: "figure", open: opened.has(spec.id) ? "" : null, ontoggle: toggled }, make("summary", {}, heading), ...body));
+  }
+
+  /* Whoever follows a link to a figure wants to see it. */
+  function unfold(id) {
+    const folded = document.getElementById(id)?.querySelector("details.figure");
+    if (folded) folded.open = true;
   }
 
   function undrawn() {
@@ -109,14 +124,14 @@ const sections = (() => {
     const widest = Math.max(1, ...series.map((one) => one.stretch ?? 1));
     const seeds = view.arms.some((arm) => arm.runs.length > 1);
     return make("footer", {}, [
-      seeds ? "Bold lines are means over seeds, bands and the bars at evaluations reach from the lowest to the highest seed, and thin lines show each seed as logged. In a plot with more than two arms, or with two bands that cover each other, bands and thin lines appear for the arm under the pointer." : "",
+      seeds ? "Bold lines are means over seeds, bands reach from the lowest to the highest seed, and thin lines show each seed as logged. In a plot with more than two arms, or with two bands that cover each other, bands and thin lines appear for the arm under the pointer." : "",
       "Smoothing is a centred moving mean; thin lines are not smoothed.",
       widest > 1 ? `Long curves are drawn as means of up to ${widest} consecutive updates.` : "",
       view.counts.length ? "Sampled responses are those of all groups that were finished or dropped so far, whether or not filtering kept them. Over them, the updates of one step are drawn as their mean, because they were taken after the same responses." : "",
       view.counts.length && seeds ? "Seeds are averaged at equal numbers of responses, on the straight lines between their points, and the mean ends where the first seed ends." : "",
-      "The paper is arXiv:2510.18927; the curves are from the runs given here. Drag in a plot to zoom, double-click to reset.",
+      "All curves are from the runs given here. Drag in a plot to zoom, double-click to reset.",
     ].filter(Boolean).join(" "));
   }
 
-  return { live, header, progress, contents, defects, figure, undrawn, responses, configuration, footer };
+  return { live, header, progress, contents, defects, figure, unfold, undrawn, responses, configuration, footer };
 })();

@@ -24,7 +24,7 @@ const tables = (() => {
   function differences() {
     if (!view.values.differences.length) return null;
     return make("section", { id: "differences" }, make("h2", {}, "Differences"),
-      make("p", {}, "Taken within each seed, ± half width of the 95% interval over seeds. Bold with a star: the interval excludes zero, and there are three seeds or more."),
+      make("p", {}, "Taken within each seed; from three seeds on with ± half width of the 95% interval over seeds. Bold with a star: the interval excludes zero."),
       ...view.values.differences.map(({ headings, rows }) => make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "table of differences" },
         make("table", { class: "plain" }, make("thead", {}, make("tr", {}, ...headings.map((text) => make("th", { scope: "col" }, text)))),
           make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((text) => make("td", {}, text.endsWith("*") ? make("b", {}, text) : text)))))))));

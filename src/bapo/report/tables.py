@@ -18,7 +18,9 @@ from bapo.report.arms import Arm, samples_per_problem
 from bapo.runs import history
 from bapo.runs.read import STOP_REASONS, Run, logged
 from bapo.runs.statistics import (
+    FEWEST_SEEDS,
     aggregate,
+    estimate,
     first_and_last,
     mean,
     measures,
@@ -109,9 +111,7 @@ def _make_table(columns: Mapping[str, str], arms: Mapping[int, Arm]) -> Table:
     """
     told = {key: text.partition(": ") for key, text in columns.items()}
     before = {key: "" if key in CELLS else " Small print: before training." for key in columns}
-    several = any(len(arm.runs) > 1 for arm in arms.values())
-    over_seeds = "Mean over seeds ± half width of its 95% interval (Student's t; wide with two seeds)."
-    caption = [over_seeds] * several + ["Click a heading to sort."] * (len(arms) > 1)
+    caption = [*_of_seeds([len(arm.runs) for arm in arms.values()]), *["Click a heading to sort."] * (len(arms) > 1)]
     rows = []
     for index, arm in arms.items():
         facts = [_facts(run) for run in arm.runs]
@@ -125,6 +125,16 @@ def _make_table(columns: Mapping[str, str], arms: Mapping[int, Arm]) -> Table:
         "rows": rows,
         "caption": " ".join(caption),
     }
+
+
+def _of_seeds(counts: Sequence[int]) -> list[str]:
+    """What the numbers of arms with so many seeds are."""
+    said = []
+    if max(counts, default=0) >= FEWEST_SEEDS:
+        said.append("Mean over seeds ± half width of its 95% interval (Student's t), or its ends in brackets.")
+    if 2 in counts:
+        said.append("Two seeds are too few for an interval, so they have a mean only.")
+    return said
 
 
 def _facts(run: Run) -> dict[str, float]:
@@ -226,8 +236,8 @@ def _cell(value: Any, text: str, below: str = "") -> Cell:
 def _estimate_cell(facts: Facts, key: str, *, before: str = "", digits: int = 3) -> Cell:
     """Mean and interval over runs; below them the same of the number `before`."""
     values, first = _of(facts, key), _of(facts, before)
-    below = f"from {estimate(first, digits)}" if first else ""
-    return _cell(number(aggregate(values)[0]), estimate(values, digits), below)
+    below = f"from {_estimate(before, first, digits)}" if first else ""
+    return _cell(number(aggregate(values)[0]), _estimate(key, values, digits), below)
 
 
 def _mean_cell(facts: Facts, key: str, say: Callable[[float], str]) -> Cell:
@@ -237,12 +247,9 @@ def _mean_cell(facts: Facts, key: str, say: Callable[[float], str]) -> Cell:
     return _cell(number(middle), say(middle) if math.isfinite(middle) else "nan" if values else "–")
 
 
-def estimate(values: Sequence[float], digits: int = 3) -> str:
-    """Mean ± half width of its 95% interval; a single value has no interval. "nan" if a value is not finite."""
-    if not values:
-        return "–"
-    middle, half = aggregate(values)
-    return f"{middle:.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else "")
+def _estimate(measure: str, values: Sequence[float], digits: int) -> str:
+    """Mean and interval of these values; "nan" if one is not finite."""
+    return estimate(measure, *aggregate(values), len(values), digits) if values else "–"
 
 
 def _count(value: float) -> str:

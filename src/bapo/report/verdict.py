@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from bapo.config.sections import ObjectiveConfig
 from bapo.config.words import flat
 from bapo.report.arms import Arm, grid_record, samples_per_problem
 from bapo.runs.comparison import (
@@ -304,12 +305,15 @@ def entropy(run: Run) -> str | None:
 
 
 def clipping(run: Run) -> str | None:
-    """The clip blocks much of the data."""
-    _, last = first_and_last(run.series("clip_fraction"))
-    push_once = run.config.get("objective", {}).get("name") == "push_once"  # it blocks used tokens by design
-    if len(run.updates) < FEW or not last > CLIPPED or push_once:
+    """The clip blocks much of the data. It is meant to block negative tokens where used ones have their own bound."""
+    if len(run.updates) < FEW or not run.series("clip_fraction"):
         return None
-    return f"the clip blocked {last:.0%} of the tokens in the last tenth of updates"
+    objective = ObjectiveConfig.model_validate(run.config["objective"])
+    only = "positive" if objective.has_brake or objective.bound_of_used is not None else ""
+    _, last = first_and_last(run.series(f"clip_fraction_{only}" if only else "clip_fraction"))
+    if not last > CLIPPED:
+        return None
+    return f"the clip blocked {last:.0%} of the {only}{' ' * bool(only)}tokens in the last tenth of updates"
 
 
 def spikes(run: Run) -> str | None:

@@ -25,6 +25,7 @@ const view = (() => {
     counted: () => counted,
     panels, controls, withoutCounts,
     onchange: (act) => { changed = act; },
+    redraw: () => changed(),
   };
 
   function defaultSmoothing() {

@@ -23,15 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bapo.config.numerals import counted
-from bapo.runs.statistics import aggregate
+from bapo.runs.statistics import FEWEST_SEEDS, aggregate
 
 Measures = Mapping[str, float]
 Value = Mapping[str, Any]  # mean, half_width
 Rows = dict[str, Any]  # arm -> seeds, measures (name -> Value), and differences from the first arm: seeds, measures
 Kind = Literal["ahead", "behind", "open", "few", "one", "missing", "apart", "not a number", "not measured"]
 
-FEWEST_SEEDS = 3
-"""An interval decides only over at least this many seeds: two that happen to agree have an interval of width zero."""
 MANY = 10  # from so many judged differences on, the verdict says that some stand out by chance
 FEW_PROBLEMS = 100
 """Fewer problems are few. From 100, the 95% interval of a mean of rewards from 0 to 1 reaches at most 0.1 to each side:
@@ -128,8 +126,9 @@ def difference_cells(rows: Rows, k: int | str) -> list[list[str]]:
 def _difference(value: Value | None, seeds: int) -> str:
     if value is None or value["half_width"] is None:
         return "–"
-    mark = "*" if seeds >= FEWEST_SEEDS and _excludes_zero(value) else " "
-    return f"{value['mean']:+.3f} ± {value['half_width']:.3f}{mark}"
+    if seeds < FEWEST_SEEDS:
+        return f"{value['mean']:+.3f}"
+    return f"{value['mean']:+.3f} ± {value['half_width']:.3f}{'*' if _excludes_zero(value) else ' '}"
 
 
 def _excludes_zero(value: Value) -> bool:

@@ -11,6 +11,11 @@ from typing import Any
 from bapo.runs.read import STOP_REASONS, Run
 
 FEW_RESPONSES = 100  # fewer responses say little about a share of them
+FEWEST_SEEDS = 3
+"""An interval over fewer seeds is not shown and decides nothing: of two seeds that happen to agree it has no width, and
+of two that do not, it is wider than all that can happen."""
+PROPORTIONS = ("pass", "share", "accuracy", "clip_fraction")
+"""Measures that lie between 0 and 1 whatever the rewards are; those of another time or temperature begin like them."""
 MOSTLY_CUT_OFF = 0.75
 """If the length limit cuts off more than this share of the responses, the reward is mostly one of fragments."""
 
@@ -117,6 +122,23 @@ def aggregate(values: Sequence[float]) -> tuple[float, float | None]:
     if len(values) == 1:
         return float(values[0]), None
     return fmean(values), student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+def interval(measure: str, middle: float, half: float) -> tuple[float, float]:
+    """The ends of a measure's interval. One of a proportion ends at 0 and 1, where all that it can hold ends."""
+    low, high = middle - half, middle + half
+    return (max(low, 0.0), min(high, 1.0)) if measure.startswith(PROPORTIONS) else (low, high)
+
+
+def estimate(measure: str, middle: float, half: float | None, seeds: int, digits: int = 3) -> str:
+    """`0.594 ± 0.021`, mean and half width; from fewer than three seeds the mean alone. If only a part of the interval
+    is possible, its ends: `0.960 [0.912, 1.000]`."""
+    said = f"{middle:.{digits}f}"
+    if half is None or seeds < FEWEST_SEEDS:
+        return said
+    if interval(measure, middle, half) == (middle - half, middle + half):
+        return f"{said} ± {half:.{digits}f}"
+    return f"{said} [{', '.join(f'{end:.{digits}f}' for end in interval(measure, middle, half))}]"
 
 
 @lru_cache

@@ -215,9 +215,22 @@ def test_bad_grids_say_what_to_do(tmp_path, text, parts):
         assert part in message
 
 
-def test_the_grid_in_recipes_is_two_by_two_by_two(tmp_path):
+def test_the_first_grid_can_decide_something():
+    """One setting, so that every minute goes into its seeds, of which three are the least that decide."""
     grid = load_grid("quick")
-    assert (len(grid.objectives), len(grid.settings), len(grid.seeds), len(grid.cells)) == (2, 2, 2, 8)
+    assert (len(grid.objectives), len(grid.settings), len(grid.seeds)) == (2, 1, 3)
+
+
+def test_steps_can_be_given_for_every_run(tmp_path):
+    path = write_grid(tmp_path / "grid.toml", tmp_path / "out", more=f"steps = 5\n{FAILS}")  # its objective says 5
+    assert [cell.config.steps for cell in load_grid(path).cells] == [5, 1]
+    assert [cell.config.steps for cell in load_grid(path, steps=3).cells] == [3, 3]
+    stream = io.StringIO()
+    assert compare(path, steps=3, dry_run=True, stream=stream) == 0
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError) as error:
+        load_grid(path, steps=0)
+    assert "every run: steps = 0: give 1 or more" in str(error.value)
 
 
 def test_cores_are_shared_out(tmp_path):
@@ -504,7 +517,12 @@ def test_differences_are_taken_within_a_seed(first, tmp_path):
     assert any(line.startswith("  bapo - grpo") and "3  +0.117 ± 0.072*" in line for line in lines)
     shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 4)))
     assert collect(grid)["settings"]["reuse-2"]["bapo"]["differences"]["seeds"] == [3, 5]
-    assert any("2  +0.100 ± 0.000 " in f"{line} " for line in table_lines(collect(grid)))  # .1 and .1: no mark for two
+    lines = table_lines(collect(grid))
+    assert any(line.startswith("  bapo - grpo") and "2  +0.100  " in line for line in lines)  # no interval of two
+    assert "  difference from grpo, seed by seed" in lines
+    assert any(
+        line.endswith("reuse-2: mean over seeds ± half width of its 95% interval, from 3 seeds on") for line in lines
+    )
     shutil.rmtree(next(cell.path for cell in grid.cells if (cell.objective, cell.seed) == ("grpo", 5)))
     assert not any("difference" in line for line in table_lines(collect(grid)))  # one seed has no interval
 

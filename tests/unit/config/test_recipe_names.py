@@ -31,7 +31,7 @@ def test_a_name_is_found_from_anywhere_and_a_file_beside_the_data_does_not_take_
     monkeypatch.chdir(tmp_path)
     assert read_recipe("offpolicy")["offpolicy"]["partial_budget"] == 5000
     assert read_recipe("on-policy")["name"] == "on-policy"
-    assert len(load_grid("quick").cells) == 8
+    assert len(load_grid("quick").cells) == 6
     (tmp_path / "offpolicy").write_text("steps = 3")
     assert read_recipe("offpolicy")["offpolicy"]["partial_budget"] == 5000
     assert read_recipe("./offpolicy") == {"steps": 3}

@@ -375,7 +375,10 @@ def test_what_is_not_known_is_said():
     for part in said:
         assert part in unknown
     complete = replace(CLEAN, uses=CLEAN.staleness)
-    assert len(diagnose(Dump([complete], {"behavior_logprobs": "rollout_log_probs"})).unknown) == 1
+    (parts,) = diagnose(Dump([complete], {"behavior_logprobs": "rollout_log_probs"})).unknown
+    assert "without an `update` number" in parts
+    numbered = {"behavior_logprobs": "rollout_log_probs", "update": "global_steps"}
+    assert diagnose(Dump([complete], numbered)).unknown == []
 
 
 def test_text_is_plain_where_it_is_no_terminal():
@@ -393,6 +396,9 @@ def test_command(tmp_path):
     done = bapo("diagnose", tmp_path / "dump", "--html", tmp_path / "a.html", "--json", tmp_path / "a.json")
     assert (done.returncode, done.stderr) == (0, "")
     assert "names of verl: logprobs = log_prob, behavior_logprobs = rollout_log_probs" in done.stdout
+    assert "update = global_steps" in done.stdout
+    assert "without an `update` number" not in done.stdout
+    assert "What this dump cannot tell" not in done.stdout + (tmp_path / "a.html").read_text()
     assert "Problems: none found" in done.stdout
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
     result = json.loads((tmp_path / "a.json").read_text())

@@ -36,8 +36,12 @@ FAR = batch(drift=0.4, longer=2.0)
         (replace(CLEAN, logprobs=CLEAN.behavior_logprobs), "^Every ratio is 1", "open"),
         (batch(drift=1.5), "^The data is too stale for any clip: the effective sample size is 0", "wrong"),
         (CLEAN, r"^A fixed clip will do: positive tokens hold 0\.\d\d of the gradient at \(0.8, 1.2\)", "decided"),
-        (batch(drift=0.01, longer=2.0), r"^BAPO's bounds cannot repair the balance: .* get it to 0\.\d\d", "open"),
-        (FAR, r"^BAPO would move the positive share of the gradient from 0\.\d\d to 0\.\d\d with bapo", "decided"),
+        (batch(drift=0.01, longer=2.0), r"^BAPO's bounds cannot repair the balance: .* gets it to 0\.\d\d", "open"),
+        (
+            FAR,
+            r"^BAPO with its default settings would move the positive share .* from 0\.\d\d to 0\.\d\d, with",
+            "decided",
+        ),
     ],
 )
 def test_the_headline_fits_the_case(update, text, tone):
@@ -52,7 +56,15 @@ def test_the_headline_says_what_rules_of_used_tokens_would_do():
     """Their shares come from the same sums as the tables."""
     result = diagnosed(again(FAR))
     brake, once = (as_json(result)["overall"][rule][f"share_{rule}"] for rule in ("brake", "push_once"))
-    assert result.headline.text.endswith(f"The brake alone would take it to {brake:.2f}, push once to {once:.2f}.")
+    share, kept = (as_json(result)["overall"]["brake"][key] for key in ("share", "later"))
+    bapo = result.overall.fates["bapo"].gradient.share
+    assert result.headline.text == (
+        f"The brake would move the positive share of the gradient from {share:.2f} to {brake:.2f} and keep "
+        f"{kept['kept']:.0%} of the used negative tokens. Push once would move it to {once:.2f}, and BAPO with its "
+        f"default settings to {bapo:.2f}."
+    )
+    still = diagnosed(again(batch(drift=0.3, seed=4)))  # at its target without BAPO
+    assert still.headline.text.endswith(", and BAPO's bounds would stay where they start.")
     fresh = diagnosed(replace(FAR, uses=np.zeros(len(FAR.logprobs), dtype=np.int64)))
     assert "ush once" not in fresh.headline.text
 

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from math import inf, nan
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -25,8 +26,8 @@ from bapo.report import contents, find_arms, serve, write_report
 from bapo.report.arms import arms_of
 from bapo.report.contents import samples
 from bapo.report.figures import figures
-from bapo.report.panels import MAX_POINTS, curves
-from bapo.report.tables import estimate, overview
+from bapo.report.panels import MAX_POINTS, curves, scores
+from bapo.report.tables import overview
 from bapo.runs.comparison import compare_arms as by_seed
 from bapo.runs.history import Restart, record_restart
 from bapo.runs.metrics import METRICS
@@ -82,8 +83,9 @@ def test_the_table_is_the_mean_of_the_summaries(report, compared):
     row = values["table"]["rows"][arm_number(values, "reuse-2", "grpo")]["cells"]
     summaries = [json.loads((compared / f"reuse-2/grpo/seed-{s}/summary.json").read_text()) for s in (0, 1)]
     assert row["avg"]["value"] == pytest.approx(fmean(s["after"]["eval/avg"] for s in summaries), rel=1e-5)
-    assert row["avg"]["text"] == estimate([s["after"]["eval/avg"] for s in summaries])
-    assert row["avg"]["below"] == f"from {estimate([s['before']['eval/avg'] for s in summaries])}"
+    assert row["avg"]["text"] == f"{fmean(s['after']['eval/avg'] for s in summaries):.3f}"
+    assert row["avg"]["below"] == f"from {fmean(s['before']['eval/avg'] for s in summaries):.3f}"
+    assert values["table"]["caption"].startswith("Two seeds are too few for an interval, so they have a mean only.")
     assert row["staleness"]["value"] == max(s["staleness_max"] for s in summaries) == 1
     assert row["staleness"]["below"] == "bound 16"
     updates = [lines(compared / f"reuse-2/grpo/seed-{s}", "update") for s in (0, 1)]
@@ -117,7 +119,7 @@ def test_the_positive_share_is_the_one_that_compare_prints(report, compared):
     values = embedded(report)
     row = values["table"]["rows"][arm_number(values, "reuse-2", "bapo")]["cells"]
     shares = [[line["share"] for line in lines(compared / f"reuse-2/bapo/seed-{s}", "update")] for s in (0, 1)]
-    assert row["share"]["text"] == estimate([fmean(run) for run in shares])
+    assert row["share"]["text"] == f"{fmean(fmean(run) for run in shares):.3f}"
     first, last = (fmean(run[at] for run in shares) for at in (0, -1))
     assert row["share"]["below"] == f"{first:.3f} → {last:.3f}"
     runs = [
@@ -176,10 +178,67 @@ def test_only_runs_on_a_cluster_have_a_section_about_it(compared, tmp_path):
     assert len(actor[5]) == 240
 
 
-def test_an_interval_needs_two_seeds():
-    assert estimate([0.5]) == "0.500"
-    assert estimate([0.4, 0.6]) == "0.500 ± 1.271"  # t(0.975, 1) = 12.706, s / sqrt(2) = 0.1
-    assert estimate([]) == "–"
+def with_scores(compared, root, **scores):
+    """A run directory per seed, with these values of `eval/KEY` after training: KEY=(one per seed)."""
+    for seed, values in enumerate(zip(*scores.values(), strict=True)):
+        run = shutil.copytree(compared / "reuse-4/bapo/seed-0", root / f"run{seed}")
+        for name, change in (("config.json", {"seed": seed}), ("summary.json", {})):
+            held = json.loads((run / name).read_text())
+            for key, value in zip(scores, values, strict=True):
+                held.get("after", {})[f"eval/{key}"] = value
+            (run / name).write_text(json.dumps(held | change))
+        logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        logged[-1] |= {f"eval/{key}": value for key, value in zip(scores, values, strict=True)}
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged))
+    return root
+
+
+def test_three_seeds_have_an_interval_and_that_of_a_share_ends_at_one(compared, tmp_path):
+    """avg .1 .2 .3: ± 4.3027 · .1 / √3 = .248. pass .9 1 1: .967 ± 4.3027 · .057735 / √3 = .143, from .823 to 1.110."""
+    avg, passed = (0.1, 0.2, 0.3), (0.9, 1.0, 1.0)
+    values = contents(find_arms([with_scores(compared, tmp_path / "three", **{"avg": avg, "pass": passed})]))
+    cells = values["table"]["rows"][0]["cells"]
+    assert (cells["avg"]["text"], cells["pass"]["text"]) == ("0.200 ± 0.248", "0.967 [0.823, 1.000]")
+    assert values["table"]["caption"].startswith("Mean over seeds ± half width of its 95% interval (Student's t)")
+    points = [one["series"][0]["ends"] for one in scores(find_arms([tmp_path / "three"]).arms, "2", "after training")]
+    assert points == [pytest.approx([-0.0484, 0.4484], abs=1e-4), pytest.approx([0.8232, 1.0], abs=1e-4)]
+
+
+def test_bars_at_evaluations_are_the_intervals_of_the_table_over_seeds(compared, tmp_path):
+    """Half a width is 4.3027 / √3 = 2.4841 standard deviations of three seeds."""
+    values = contents(find_arms([with_scores(compared, tmp_path / "three", **{"avg": (0.1, 0.2, 0.3)})]))
+    drawn = panel(values, "eval/avg")
+    (series,) = drawn["series"]
+    assert [run[-1] for run in series["runs"]] == [0.1, 0.2, 0.3]
+    assert drawn["reach"] == [None, None, None, pytest.approx(2.48414, abs=1e-5)]
+    assert (drawn["bars"], drawn["ends"]) == ("bars: 95% intervals over seeds", [None, None])
+    assert panel(values, "eval/pass")["ends"] == [0, 1]
+    assert "problems" not in series
+    assert "Bars: 95% intervals over seeds. Small dots are seeds." in values["figures"][0]["caption"]
+    two = contents(find_arms([compared / "reuse-2"]))
+    assert (panel(two, "eval/avg")["bars"], panel(two, "eval/avg")["reach"]) == ("", [None] * 3)
+    assert "Bars" not in two["figures"][0]["caption"]
+
+
+def test_bars_of_single_runs_are_their_intervals_over_problems(compared):
+    one, other = (compared / f"reuse-4/{name}/seed-0" for name in ("bapo", "push-once"))
+    for paths in ([one], [one, other]):
+        values = contents(find_arms(paths))
+        drawn = panel(values, "eval/avg")
+        for series in drawn["series"]:
+            directory = values["arms"][series["arm"]]["runs"][0]
+            kept = {line["version"]: line for line in lines(Path(directory), "eval")}
+            logged = [kept[version] for version in series["x"]]
+            assert len(logged) > 2
+            assert series["problems"] == [
+                pytest.approx([line[f"eval/avg_{end}"] for line in logged], rel=1e-5) for end in ("low", "high")
+            ]
+        assert drawn["bars"] == "bars: 95% intervals over problems"
+        assert "Bars: 95% intervals over problems." in values["figures"][0]["caption"]
+        assert not any("problems" in series for series in panel(values, "eval/entropy")["series"])
+    mixed = panel(contents(find_arms([compared / "reuse-2", one])), "eval/avg")
+    assert not any("problems" in series for series in mixed["series"])  # bars of two kinds in one plot mislead
+    assert mixed["bars"] == ""
 
 
 def test_profiles_weigh_by_tokens(report, compared):
@@ -219,9 +278,10 @@ def test_every_curve_is_a_declared_metric_and_every_figure_says_something(report
         assert figure["caption"].endswith(".")
         assert figure["panels"] or figure["note"]
         assert all(p["key"] in METRICS for p in figure["panels"] if p["kind"] in ("curves", "profile"))
-    assert {f["paper"] for f in values["figures"]} == {
-        *(f"figure {n}" for n in (2, 4, 6, 7, 8, 9, 11, 12)),
-        *("figures 5 and 10", None),
+    paper = "The BAPO paper (arXiv:2510.18927) shows this in its "
+    assert {f["caption"].partition(paper)[2] for f in values["figures"]} == {
+        *(f"figure {n}." for n in (2, 4, 6, 7, 8, 9, 11, 12)),
+        *("figures 5 and 10.", ""),
     }
     assert all(f["panels"] for f in values["figures"])  # these runs have all that the figures need
 
@@ -476,12 +536,40 @@ def test_only_runs_of_a_grid_are_named_by_their_directories(compared, tmp_path):
 
 
 def test_a_grid_gives_the_report_its_name(report, compared, tmp_path):
-    assert embedded(report)["title"] == "compared"
-    assert contents(find_arms([compared / "reuse-2/bapo"]))["title"] == "bapo, reuse-2"
+    assert embedded(report)["title"] == "compared: demo on countdown"
+    assert contents(find_arms([compared / "reuse-2/bapo"]))["title"] == "bapo, reuse-2: demo on countdown"
     copy = shutil.copytree(compared, tmp_path / "copy")
     for text in ("[]", '{"name": 3}', "{"):
         (copy / "grid.json").write_text(text)
-        assert contents(find_arms([copy]))["title"] == "bapo, grpo, clip_higher, push-once"
+        assert contents(find_arms([copy]))["title"].startswith("bapo, grpo, clip_higher, push-once: demo")
+
+
+def test_the_title_names_the_run_the_model_and_the_task(compared, tmp_path):
+    def titled(name, model, task, **more):
+        run = shutil.copytree(compared / "reuse-4/bapo/seed-0", tmp_path / name)
+        config = json.loads((run / "config.json").read_text())
+        config["model"]["path"], config["task"] = model, task
+        (run / "config.json").write_text(json.dumps(config | more))
+        return contents(find_arms([run]))["title"]
+
+    one = contents(find_arms([compared / "reuse-4/bapo/seed-0"]))["title"]
+    assert one == "reuse-4/bapo/seed-0: demo on countdown"
+    assert titled("small", "demo", {"name": "countdown"}) == "small: demo on countdown, bapo, reuse 4"
+    data = {"name": "data", "train": ["gsm8k:train", "data/mine.jsonl"], "test": ["gsm8k"]}
+    assert titled("mine", "Qwen/Qwen2.5-7B", data) == "mine: Qwen2.5-7B on gsm8k + mine, bapo, reuse 4"
+    gym = {"name": "gym", "gym": {"basic_arithmetic": {}}}
+    assert titled("gym", "models/small/", gym) == "gym: small on basic_arithmetic, bapo, reuse 4"
+    names = contents(find_arms([tmp_path / "small", tmp_path / "mine"]))["title"]
+    assert names == "bapo in 2 settings: Qwen2.5-7B and demo on gsm8k + mine and countdown"
+    assert contents(find_arms([tmp_path]))["title"].endswith(": 3 models on 3 tasks")
+
+
+def test_figures_that_say_how_a_rule_works_are_folded(report):
+    folded = {figure["id"]: figure["folded"] for figure in embedded(report)["figures"]}
+    assert [name for name, hidden in folded.items() if not hidden] == [
+        *("held-out", "dynamics", "lengths", "by-staleness", "under-partial")
+    ]
+    assert list(folded.values()) == sorted(folded.values())  # the folded ones come last
 
 
 def test_a_label_may_look_like_a_run_that_was_set_aside(compared, tmp_path):

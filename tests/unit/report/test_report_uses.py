@@ -79,6 +79,44 @@ def test_bins_are_named_after_the_uses_they_hold():
         assert [tick["at"] for tick in panel["ticks"]] == [0, 1, 2, 3, 4]
 
 
+def test_the_brake_shows_the_drift_and_the_bound_that_follows(tmp_path):
+    """used_low = 0.8 + 0.2 d / 0.04, as the run has logged it; a run without the brake has no such lines."""
+
+    def brake(line):
+        line["drift"] = 0.004 * (line["version"] - 1)
+        line["used_low"] = 0.8 + 0.2 * min(1, line["drift"] / 0.04)
+
+    braked = with_updates(CLIP_HIGHER, tmp_path / "braked", brake)
+    config = json.loads((braked / "config.json").read_text())
+    (braked / "config.json").write_text(json.dumps(config | {"objective": {"name": "brake"}}))
+    logged = {key: [line[key] for line in updates(braked)] for key in ("drift", "used_low")}
+    assert logged["used_low"][0] == 0.8 < logged["used_low"][-1]
+    for figure, keys in (
+        ("by-use", (*USE_KEYS, "drift", "used_low")),
+        ("bounds", ("clip_high", "clip_low", "used_low")),
+    ):
+        values, drawn = drawn_figure([braked, PUSH_ONCE], figure)
+        panels = {panel["key"]: panel for panel in drawn["panels"]}
+        assert set(panels) == set(keys)
+        for key in logged.keys() & panels.keys():
+            (series,) = panels[key]["series"]
+            assert values["arms"][series["arm"]]["objective"] == "brake"
+            assert series["x"] == [line["version"] for line in updates(braked)]
+            assert series["runs"] == [pytest.approx(logged[key], rel=1e-5)]
+    _, without = drawn_figure([PUSH_ONCE], "by-use")
+    assert [panel["key"] for panel in without["panels"]] == ["use_negative", "use_positive", "use_below"]
+
+
+def test_the_brake_is_no_fixed_clip(tmp_path):
+    """Its low and high stay where they are, but its bound of used tokens moves."""
+    braked = with_updates(PUSH_ONCE, tmp_path / "braked", lambda line: line.update(drift=0.01, used_low=0.85))
+    config = json.loads((braked / "config.json").read_text())
+    (braked / "config.json").write_text(json.dumps(config | {"objective": {"name": "brake"}}))
+    values, figure = drawn_figure([braked, PUSH_ONCE, CLIP_HIGHER], "fixed-clips")
+    drawn = {values["arms"][series["arm"]]["objective"] for panel in figure["panels"] for series in panel["series"]}
+    assert drawn == {"push-once", "clip_higher"}
+
+
 def use_once(line):
     line["use_histogram"] = [int(line["tokens"]), 0, 0, 0, 0]
 

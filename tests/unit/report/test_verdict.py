@@ -242,11 +242,23 @@ def said(run):
     return signs(arms_of([run]))
 
 
-def test_push_once_blocks_used_tokens_by_design():
-    blocked = with_log(updates=[{"clip_fraction": 0.4}] * 40)
-    assert len(said(blocked)) == 1
-    push_once = {**blocked.config, "objective": {"name": "push_once"}}
-    assert said(Run(**{**vars(blocked), "config": push_once})) == []
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"name": "brake"},
+        {"name": "push_once"},
+        {"name": "grpo", "options": {"used_low": 1.0}},
+        {"name": "bapo", "preset": "weak-model", "brake": 0.05},
+    ],
+)
+def test_negative_tokens_that_a_rule_of_used_tokens_blocks_are_no_sign(objective):
+    def blocked(positive, objective):
+        run = with_log(updates=[{"clip_fraction": 0.4, "clip_fraction_positive": positive}] * 40)
+        return said(Run(**{**vars(run), "config": run.config | {"objective": objective}}))
+
+    assert blocked(0.1, {"name": "grpo"}) == ["the clip blocked 40% of the tokens in the last tenth of updates."]
+    assert blocked(0.1, objective) == []
+    assert blocked(0.3, objective) == ["the clip blocked 30% of the positive tokens in the last tenth of updates."]
 
 
 def test_a_sound_run_shows_no_sign():

@@ -8,7 +8,7 @@ import pytest
 from bapo.core.bounds import StopReason
 from bapo.evaluate.directory import FORMAT
 from bapo.runs.read import STOP_REASONS, Defect, Run, find_runs, last_step, read_run, tail
-from bapo.runs.statistics import aggregate, measures, student_quantile, worst
+from bapo.runs.statistics import aggregate, estimate, interval, measures, student_quantile, worst
 from tests.tiny.runs import configured
 
 TINY = {
@@ -209,6 +209,29 @@ def test_aggregate_by_hand():
         mean, half = aggregate(values)
         assert math.isnan(mean)
         assert half is None
+
+
+def test_an_estimate_has_an_interval_from_three_seeds_on_and_a_share_stays_one():
+    """.9 1 1: mean .96667, s = .057735, ± 4.3027 · s / √3 = .1434."""
+    three = aggregate([0.9, 1.0, 1.0])
+    assert estimate("max_grad_norm", *three, 3) == "0.967 ± 0.143"
+    assert estimate("pass", *three, 3) == "0.967 [0.823, 1.000]"
+    assert estimate("pass_at_0.6", 1 - three[0], three[1], 3) == "0.033 [0.000, 0.177]"
+    assert estimate("share", 0.5, 0.25, 3) == "0.500 ± 0.250"
+    assert estimate("pass", *aggregate([0.9, 0.96]), 2) == "0.930"
+    assert estimate("entropy", 0.123456, None, 1, digits=2) == "0.12"
+
+
+def test_an_interval_that_ends_at_one_holds_the_mean_as_often_as_a_whole_one():
+    """A share is never outside, so nothing is lost: 92% of each hold the mean of shares that are skewed towards 1."""
+    numbers = random.Random(0)
+    held = [0, 0]
+    for _ in range(2000):
+        middle, half = aggregate([numbers.betavariate(18, 2) for _ in range(3)])
+        for at, (low, high) in enumerate((interval("avg", middle, half), interval("pass", middle, half))):
+            held[at] += low <= 0.9 <= high
+    assert held[0] == held[1]
+    assert held[1] / 2000 == pytest.approx(0.92, abs=0.02)  # three standard errors
 
 
 def test_a_line_of_a_growing_log_is_taken_when_it_is_whole(tmp_path):
