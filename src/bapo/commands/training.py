@@ -109,13 +109,16 @@ def read_request(schema: type[Kind], words: list[str], *, prog: str | None = Non
 def show_plan(request: Request[Config]) -> int:
     """Print what a run would be, and everything that is wrong with it. Returns the exit code.
 
-    Keys that cannot be read have no plan: one with defaults in their place would be the plan of another run.
+    Keys that cannot be read have no plan: one with defaults in their place would be the plan of another run. So they
+    are told at once, before torch is imported.
     """
+    if request.config is None:
+        raise _all_wrong(request.wrong, request.given)
+
     from bapo.train.dry_run import WARNING, dry_run
 
-    lines, wrong = dry_run(request.draft, request.found.data, request.wrong, readable=request.config is not None)
-    if lines:
-        say("\n".join(lines))
+    lines, wrong = dry_run(request.config, request.found.data, request.wrong)
+    say("\n".join(lines))
     if wrong:
         raise _all_wrong(wrong, request.given)
     verdict = "Nothing stops this run" if any(line.startswith(WARNING) for line in lines) else "Nothing is wrong"

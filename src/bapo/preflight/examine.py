@@ -34,7 +34,6 @@ from bapo.types import Problem
 WRITTEN = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.")
 """Ways to write the reference answer as a response."""
 PARTS = ("train", "test")
-BY_DRY_RUN = "`bapo train --dry-run` with the same keys says how many that is"
 
 
 Item = TypeVar("Item", Problem, Demonstration)
@@ -153,17 +152,15 @@ def _model(model: ModelConfig, response: int) -> Iterator[str]:
     yield from no_room(model, response)
 
 
-def no_room(model: ModelConfig, response: int, how_many: str = BY_DRY_RUN) -> Iterator[str]:
-    """Says so if a response could fill the whole context. How long the prompts are is known only with a tokenizer.
-
-    `how_many`: what tells the user how long they are.
-    """
+def no_room(model: ModelConfig, response: int) -> Iterator[str]:
+    """Says so if a response could fill the whole context. How long the prompts are is known only with a tokenizer."""
     path = model_path() if model.path == "demo" else Path(model.path).expanduser()
     positions = model_settings(path).get("max_position_embeddings")
     if isinstance(positions, int) and response >= positions:
         yield (
             f"rollout.max_tokens={response} leaves no room for a prompt: {model.path!r} has {positions} positions. Set "
-            f"rollout.max_tokens to at most {positions} less the tokens of the longest prompt; {how_many}."
+            f"rollout.max_tokens to at most {positions} less the tokens of the longest prompt; once nothing else is "
+            "wrong, `bapo train --dry-run` says how many that is."
         )
 
 

@@ -43,13 +43,8 @@ WARNING = "warning"
 """The name of a line about something that works, but that hardly anybody wants."""
 
 
-def dry_run(
-    config: Config, data: TaskData | None, wrong: list[str], *, readable: bool = True
-) -> tuple[list[str], list[str]]:
-    """The lines of the plan, and everything that is wrong. `wrong` is what is known already.
-
-    A configuration that is not `readable` has defaults in place of what cannot be read. It has no plan.
-    """
+def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[list[str], list[str]]:
+    """The lines of the plan, and everything that is wrong. `wrong` is what is known already."""
     wrong, policy, task, notes = list(wrong), None, None, list[str]()
     hush()
     try:
@@ -74,13 +69,15 @@ def dry_run(
         except ValueError as error:  # a tokenizer or a template that refuses a prompt
             wrong, task = [*wrong, str(error)], None
     wrong = list(dict.fromkeys(_with_one_limit(config, wrong)))
-    return (_plan(config, policy, task, notes) if readable else []), wrong
+    placed = not any(line.startswith(f"out={config.out}:") for line in wrong)
+    return _plan(config, policy, task, notes, placed=placed), wrong
 
 
-def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[str]) -> list[str]:
+def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[str], *, placed: bool) -> list[str]:
+    """The lines of the plan. `placed`: whether the run directory can be made."""
     lines = [*_model(config, policy), *_processes(config), *_task(config, policy, task, notes), *_steps(config)]
     if policy is not None and task is not None:
-        lines += _needs(config, policy, task)
+        lines += _needs(config, policy, task, placed=placed)
     lines += _place(config)
     doubts = [*idle_push_once(config), *endless_warmup(config)]
     if config.model.dtype != "auto":  # it is known where the run computes
@@ -89,13 +86,9 @@ def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[
 
 
 def _with_one_limit(config: Config, wrong: list[str]) -> list[str]:
-    """The same mistakes, where `no_room` gives way to the exact limit, or says what stands in the way of that."""
-    limit, first = config.rollout.max_tokens, "this dry run says how many that is once the other mistakes are corrected"
-    rough = dict(zip(no_room(config.model, limit), no_room(config.model, limit, first), strict=True))
-    others = [line for line in wrong if line not in rough]
-    if any(line.startswith("rollout.max_tokens=") for line in others):
-        return others
-    return [rough.get(line, line) for line in wrong]
+    """The same mistakes, where `no_room` gives way to the exact limit."""
+    others = [line for line in wrong if line not in no_room(config.model, config.rollout.max_tokens)]
+    return others if any(line.startswith("rollout.max_tokens=") for line in others) else wrong
 
 
 def shape_of(policy: Policy, config: Config) -> Shape:
@@ -244,7 +237,7 @@ def _evaluations(config: Config) -> str:
     return told
 
 
-def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
+def _needs(config: Config, policy: Policy, task: Task, *, placed: bool) -> Iterator[str]:
     shape, longest = shape_of(policy, config), longest_prompt(policy, task)
     held = memory(config, shape, longest)
     took = None
@@ -262,9 +255,12 @@ def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
     else:
         yield _line("memory", _told_memory(config, held))
     yield _line("time", "not estimated: this machine has no GPU to measure" if took is None else _told_time(took))
-    out = Path(config.out)
+    needed, out = f"up to about {_bytes(held.disk)} in the run directory", Path(config.out)
+    if not placed:
+        yield _line("disk", needed)
+        return
     free = shutil.disk_usage(next(place for place in (out, *out.absolute().parents) if place.exists())).free
-    yield _line("disk", f"up to about {_bytes(held.disk)} in the run directory; {_bytes(free)} are free there")
+    yield _line("disk", f"{needed}; {_bytes(free)} are free there")
     if held.disk > free:
         yield _line(WARNING, "the run directory may not fit on its disk. Lower checkpoint_keep, or choose another out.")
 

@@ -88,6 +88,14 @@ def test_a_dry_run_lists_every_mistake_and_plans_only_what_was_asked_for(capsys)
     assert capsys.readouterr().out == ""
 
 
+def test_a_dry_run_does_not_count_the_room_of_a_place_where_nothing_can_be_written(capsys):
+    assert run(["train", "--dry-run", "--device", "cpu", "--out", "/proc/bapo/run"]) == 2
+    said = capsys.readouterr()
+    assert "nothing can be written to /proc" in said.err
+    assert "are free" not in said.out
+    assert "Nothing stops this run" not in said.out
+
+
 def test_bounds_that_cannot_be_are_refused_in_a_line(capsys):
     for words, told in (
         (("--objective.low", "0.2", "0.2", "--objective.high", "0.28", "0.28"), "do not enclose 1"),
@@ -136,9 +144,10 @@ def test_a_dry_run_that_cannot_say_how_long_responses_may_be_says_why(here, caps
     words = ["--rollout.max-tokens", "600", "--task.train", "train.jsonl", "--task.test", "nowhere.jsonl"]
     assert run(["train", "--dry-run", *words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "rollout.max_tokens" in line]
-    assert line.endswith("; this dry run says how many that is once the other mistakes are corrected.")
+    told = "; once nothing else is wrong, `bapo train --dry-run` says how many that is."
+    assert line.endswith(told)
     assert run(["train", *words]) == 2
-    assert "`bapo train --dry-run` with the same keys says how many that is." in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_is_logged(capsys, monkeypatch):
