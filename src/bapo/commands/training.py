@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from bapo.config.command_line import parse_resume, print_help
 from bapo.config.errors import Answered, ConfigError, UsageError
 from bapo.config.recipe import COMMANDS, check, draft, listed, listing, read_recipe_for
 from bapo.config.run import Config
@@ -51,6 +50,8 @@ def sft(words: list[str]) -> None:
 
 def resume(words: list[str]) -> None:
     """Carry out `bapo resume`."""
+    from bapo.config.command_line import parse_resume
+
     given, keys = parse_resume(words)
     if RunDirectory(given.run).values().get("kind") == "sft":
         changed = _changed(SftConfig, given.run, keys)
@@ -97,6 +98,8 @@ def read_request(schema: type[Kind], words: list[str], *, prog: str | None = Non
         raise Answered(0)
     values = {} if given.recipe is None else read_recipe_for(command, given.recipe)
     if "help" in given.switches:
+        from bapo.config.command_line import print_help
+
         print_help(check(schema, values)[0] or schema(), prog=f"{prog or command} [RECIPE]")
     values = merged(values, given.values)
     wrong: list[str]

@@ -27,7 +27,14 @@ from bapo.config.sft import SftConfig, SftTaskConfig
 from bapo.core.settings import OBJECTIVE_OPTIONS
 from bapo.demo import model_path
 from bapo.runs.write import why_not_out
-from bapo.tasks.data.problems import Demonstration, LoadReport, load_demonstrations, load_problems, without_overlap
+from bapo.tasks.data.problems import (
+    Demonstration,
+    LoadReport,
+    hold_out,
+    load_demonstrations,
+    load_problems,
+    without_overlap,
+)
 from bapo.tasks.verify.scorers import MATH, FunctionReward, check_answers
 from bapo.types import Problem
 
@@ -43,7 +50,7 @@ Demonstrations = tuple[list[Demonstration], list[Demonstration], list[LoadReport
 
 @dataclass(frozen=True)
 class TaskData:
-    """The problems of task.train and task.test, and what became of the rows."""
+    """The problems to train on and those that are held out, and what became of the rows."""
 
     train: list[Problem]
     test: list[Problem]
@@ -76,7 +83,7 @@ def examine(config: Config | SftConfig) -> Examined:
     if config.task.name != "data":
         return Examined(wrong)
     data = None
-    if config.task.train and config.task.test:
+    if config.task.train and (config.task.test or config.task.holdout):
         try:
             data = load_task(config.task)
         except (ValueError, OSError) as error:
@@ -90,8 +97,19 @@ def examine(config: Config | SftConfig) -> Examined:
 def load_task(task: TaskConfig) -> TaskData:
     """Read the problems of a task that is made of data. One ValueError says what is wrong with either part."""
     options = {"prompt_column": task.prompt_column, "answer_column": task.answer_column, "template": task.template}
-    parts, reports = _both_parts(task, lambda sources: load_problems(sources, **options))
-    return TaskData(*parts, [f"task.{name}: {report}" for name, report in zip(PARTS, reports, strict=True)])
+    (train, test), reports = _both_parts(
+        task, lambda sources: load_problems(sources, **options) if sources else ([], None)
+    )
+    notes = [f"task.{name}: {report}" for name, report in zip(PARTS, reports, strict=True) if report is not None]
+    if not task.test:
+        train, test = hold_out(train, task.holdout)
+        notes.append(f"task.holdout={task.holdout:g}: {counted(len(test), 'problem')} of task.train held out")
+        if not test:
+            raise ValueError(
+                f"task.holdout={task.holdout:g} holds out nothing, because task.train has one problem. Give more "
+                "problems, or set task.test instead."
+            )
+    return TaskData(train, test, notes)
 
 
 def load_sft(task: SftTaskConfig) -> Demonstrations:

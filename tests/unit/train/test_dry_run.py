@@ -36,6 +36,17 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
     assert {path.name for path in here.iterdir() if path not in before} <= {"__pycache__"}
 
 
+def test_a_dry_run_says_how_many_problems_are_held_out(here, capsys):
+    (here / "planned_rewards.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
+    words = ["--task.train", "train.jsonl", "--task.holdout", "0.5", "--task.reward", "planned_rewards:score"]
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
+    said = capsys.readouterr().out
+    assert "data: 3 problems to train on, 3 held out, 3 of them evaluated" in said
+    assert "task.holdout=0.5: 3 problems of task.train held out" in said
+    assert run(["train", "--dry-run", "--device", "cpu", *words, "--task.test", "test.jsonl"]) == 2
+    assert "Leave one of them out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
