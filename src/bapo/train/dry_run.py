@@ -178,11 +178,27 @@ def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[
     yield _line("answer", told)
     if doubt:
         yield _line(WARNING, doubt)
+    shortest = min(_length(policy, text) for text in _tries(problem, task))
+    if shortest > config.rollout.max_tokens:
+        yield _line(
+            WARNING,
+            f"this answer alone has {counted(shortest, 'token')}, but rollout.max_tokens={config.rollout.max_tokens} "
+            "cuts responses off before that.",
+        )
+
+
+def _length(policy: Policy, text: str) -> int:
+    return len(policy.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _tries(problem: Problem, task: Task) -> list[str]:
+    """Responses that may be right."""
+    return _solutions(problem) if isinstance(task, Countdown) else written_answers(problem)
 
 
 def _gold(problem: Problem, task: Task) -> tuple[str, str]:
     """A right response and its reward, and what to look at if that is not a reward."""
-    tries = _solutions(problem) if isinstance(task, Countdown) else written_answers(problem)
+    tries = _tries(problem, task)
     scored = list(zip(tries, task.scores([(problem, text) for text in tries]), strict=True))
     found = [(score.reward, text) for text, score in scored if score.reward is not None]
     if not found:
@@ -213,7 +229,8 @@ def _steps(config: Config) -> Iterator[str]:
         "sampling",
         f"{counted(config.steps, 'step')} of {counted(rollout.prompts, 'prompt')} x "
         f"{counted(rollout.responses, 'response')} = {counted(config.steps * responses, 'response')} of up to "
-        f"{rollout.max_tokens:,} tokens, temperature {rollout.temperature:g}",
+        f"{rollout.max_tokens:,} tokens, temperature {rollout.temperature:g}\n"
+        "longer responses are cut off and scored as they are; each step shows their share as `cut`",
     )
     in_all = f"{per_step} per step, {config.steps * per_step:,} in all"
     yield _line("updates", f"{in_all}\n{learning_in_words(config.learn)}")

@@ -137,6 +137,18 @@ def test_doubts_about_a_plan_are_warnings(here, capsys):
     assert "warning    the run directory may not fit on its disk. Lower checkpoint_keep" in capsys.readouterr().out
 
 
+def test_a_dry_run_warns_of_a_token_limit_that_not_even_the_answer_keeps(here, capsys):
+    (here / "planned_rewards.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
+    row = json.dumps({"question": "1+1=", "answer": "12345678"}) + "\n"
+    (here / "train.jsonl").write_text(row)
+    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "planned_rewards:score"]
+    for limit, told in ((7, True), (8, False)):  # a token per character
+        assert run(["train", "--dry-run", "--device", "cpu", "--rollout.max-tokens", str(limit), *words]) == 0
+        said = capsys.readouterr().out
+        assert ("warning    this answer alone has 8 tokens, but rollout.max_tokens=7 cuts" in said) == told
+        assert "longer responses are cut off and scored as they are; each step shows their share as `cut`" in said
+
+
 def test_a_dry_run_says_once_that_there_is_no_such_model(capsys):
     assert run(["train", "--dry-run", "--model.path", "./nowhere", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.count("nowhere") == 1
