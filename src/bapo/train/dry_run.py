@@ -41,6 +41,17 @@ SHOWN = 600
 """Characters of the prompt that are shown."""
 WARNING = "warning"
 """The name of a line about something that works, but that hardly anybody wants."""
+SMALL = 10_000_000
+"""For models with fewer parameters, the defaults are right: they are those of the embedded model."""
+OTHERS = {
+    "steps": "TRL: 3 epochs, verl: 30",
+    "rollout.prompts": "verl: 1,024",
+    "rollout.max_tokens": "TRL and verl: 512",
+    "offpolicy.reuse": "TRL and verl: 1",
+    "learn.batch_groups": "verl: 256",
+    "learn.lr": "TRL and verl: 1e-6",
+}
+"""Keys whose defaults fit the embedded model, and the defaults of TRL 1.16 and verl, which are for larger ones."""
 
 
 def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[list[str], list[str]]:
@@ -78,7 +89,7 @@ def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[
     lines = [*_model(config, policy), *_processes(config), *_task(config, policy, task, notes), *_steps(config)]
     if policy is not None and task is not None:
         lines += _needs(config, policy, task, placed=placed)
-    lines += _place(config)
+    lines += [*_place(config), *_defaults(config, policy)]
     doubts = [*idle_push_once(config), *endless_warmup(config)]
     if config.model.dtype != "auto":  # it is known where the run computes
         doubts += slow_precision(config)
@@ -313,6 +324,22 @@ def _place(config: Config) -> Iterator[str]:
     yield _line("out", f"{config.out}, a checkpoint {often}, {config.checkpoint_keep} kept")
     if config.log.to:
         yield _line("log", f"{', '.join(config.log.to)}; project {config.log.project}")
+
+
+def _defaults(config: Config, policy: Policy | None) -> Iterator[str]:
+    """The defaults that a large model has from the embedded one, each with what others take."""
+    if policy is None or config.model.path == "demo" or shape_of(policy, config).parameters < SMALL:
+        return
+    told = []
+    for key, others in OTHERS.items():
+        section, _, name = key.rpartition(".")
+        table = getattr(config, section) if section else config
+        if name not in table.model_fields_set:
+            told.append(f"{key} = {getattr(table, name):g} ({others})")
+    if told and config.model.lora.rank:
+        told.append("LoRA takes ten to twenty times the learning rate that all weights take")
+    if told:
+        yield _line("defaults", "\n".join(["chosen for the embedded model; set those that do not fit this one", *told]))
 
 
 def _bytes(size: float) -> str:

@@ -2,11 +2,15 @@
 
 import json
 import re
+import shutil
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bapo.cli import run
 from bapo.config.run import Config
+from bapo.demo import model_path
 from bapo.preflight.memory import GIB, Seconds, Shape, memory, on_cluster, seconds
 from bapo.tasks.countdown import Countdown
 
@@ -147,6 +151,33 @@ def test_a_dry_run_warns_of_a_token_limit_that_not_even_the_answer_keeps(here, c
         said = capsys.readouterr().out
         assert ("warning    this answer alone has 8 tokens, but rollout.max_tokens=7 cuts" in said) == told
         assert "longer responses are cut off and scored as they are; each step shows their share as `cut`" in said
+
+
+def test_a_dry_run_names_each_default_that_a_large_model_has_from_the_embedded_one(here, capsys):
+    shutil.copytree(model_path(), here / "large")
+    settings = AutoConfig.from_pretrained(model_path(), intermediate_size=8_000)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(here / "large")
+    told = [
+        "steps = 60 (TRL: 3 epochs, verl: 30)",
+        "rollout.prompts = 16 (verl: 1,024)",
+        "rollout.max_tokens = 64 (TRL and verl: 512)",
+        "offpolicy.reuse = 4 (TRL and verl: 1)",
+        "learn.batch_groups = 16 (verl: 256)",
+        "learn.lr = 3e-05 (TRL and verl: 1e-6)",
+    ]
+    plan = ["train", "--dry-run", "--device", "cpu", "--model.path"]
+    assert run([*plan, "./large"]) == 0
+    said = capsys.readouterr().out
+    first = "\ndefaults   chosen for the embedded model; set those that do not fit this one\n"
+    assert first + "".join(f"           {line}\n" for line in told) in said
+    given = {"steps": "60", "offpolicy.reuse": "4", "learn.lr": "3e-5"}  # a value that is given is nobody's default
+    assert run([*plan, "./large", *(word for key, value in given.items() for word in (f"--{key}", value))]) == 0
+    said = capsys.readouterr().out
+    assert [line in said for line in told] == [line.split(" = ")[0] not in given for line in told]
+    shutil.copytree(model_path(), here / "small")
+    for path in ("demo", "./small"):
+        assert run([*plan, path]) == 0
+        assert "defaults" not in capsys.readouterr().out
 
 
 def test_a_dry_run_says_once_that_there_is_no_such_model(capsys):
