@@ -204,7 +204,7 @@ def test_without_anything_held_out(tmp_path):
 
     threads = torch.get_num_threads()
     values = {
-        "model": {"path": str(model)}, "task": {"train": [str(data)], "test_share": 0}, "epochs": 1,
+        "model": {"path": str(model)}, "task": {"train": [str(data)], "holdout": 0}, "epochs": 1,
         "device": "cpu", "threads": 1, "out": str(tmp_path / "run"),
     }  # fmt: skip
     summary = start(parse(SftConfig, values, source="test"), plain=True)

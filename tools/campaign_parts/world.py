@@ -54,7 +54,7 @@ eval.every = 3
 out = "run"
 model.path = "../world/model"
 task.train = ["../world/sums.jsonl"]
-task.test_share = 0.1
+task.holdout = 0.1
 learn = { batch_sequences = 20, lr = 3e-3 }
 """
 GRID = """

@@ -27,10 +27,7 @@ FILES = {
     "verl": {"train_verl.sh": "verl.sh"},
 }
 """What each kind writes: the name of a file, and the starter that it is a copy of."""
-EXAMPLES = {
-    "data": {"train.jsonl": "countdown_train.jsonl", "test.jsonl": "countdown_test.jsonl"},
-    "trl": {"train.jsonl": "countdown_train.jsonl"},
-}
+EXAMPLES = {"data": {"train.jsonl": "countdown_train.jsonl"}, "trl": {"train.jsonl": "countdown_train.jsonl"}}
 """Data that is written besides, if none of it is there."""
 NEXT = {
     "demo": ["bapo train {0} --dry-run", "bapo train {0}"],

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from bapo.config.command_line import parse_resume, print_help
 from bapo.config.errors import Answered, ConfigError, UsageError
 from bapo.config.recipe import COMMANDS, check, draft, listed, listing, read_recipe_for
 from bapo.config.run import Config
@@ -51,6 +50,8 @@ def sft(words: list[str]) -> None:
 
 def resume(words: list[str]) -> None:
     """Carry out `bapo resume`."""
+    from bapo.config.command_line import parse_resume
+
     given, keys = parse_resume(words)
     if RunDirectory(given.run).values().get("kind") == "sft":
         changed = _changed(SftConfig, given.run, keys)
@@ -97,6 +98,8 @@ def read_request(schema: type[Kind], words: list[str], *, prog: str | None = Non
         raise Answered(0)
     values = {} if given.recipe is None else read_recipe_for(command, given.recipe)
     if "help" in given.switches:
+        from bapo.config.command_line import print_help
+
         print_help(check(schema, values)[0] or schema(), prog=f"{prog or command} [RECIPE]")
     values = merged(values, given.values)
     wrong: list[str]
@@ -109,13 +112,16 @@ def read_request(schema: type[Kind], words: list[str], *, prog: str | None = Non
 def show_plan(request: Request[Config]) -> int:
     """Print what a run would be, and everything that is wrong with it. Returns the exit code.
 
-    Keys that cannot be read have no plan: one with defaults in their place would be the plan of another run.
+    Keys that cannot be read have no plan: one with defaults in their place would be the plan of another run. So they
+    are told at once, before torch is imported.
     """
+    if request.config is None:
+        raise _all_wrong(request.wrong, request.given)
+
     from bapo.train.dry_run import WARNING, dry_run
 
-    lines, wrong = dry_run(request.draft, request.found.data, request.wrong, readable=request.config is not None)
-    if lines:
-        say("\n".join(lines))
+    lines, wrong = dry_run(request.config, request.found.data, request.wrong)
+    say("\n".join(lines))
     if wrong:
         raise _all_wrong(wrong, request.given)
     verdict = "Nothing stops this run" if any(line.startswith(WARNING) for line in lines) else "Nothing is wrong"

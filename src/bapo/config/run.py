@@ -116,12 +116,10 @@ class Config(Section):
             )
 
     def _check_task(self) -> Iterator[str]:
-        missing = [f"task.{name}" for name in ("train", "test") if not getattr(self.task, name)]
+        given = {"task.train": self.task.train, "task.test": self.task.test or self.task.holdout}
+        missing = [key for key, value in given.items() if not value]
         if self.task.name == "data" and missing:
-            one_file = (
-                " If all problems are in one file, copy some of them into a second file and name that in task.test; a "
-                "problem that is in both is left out of training."
-            )
+            one_file = " If all problems are in one place, set task.holdout = 0.1 instead of task.test."
             yield (
                 f"task.name='data' needs problems to train on and others to test on. Set {' and '.join(missing)}, for "
                 f'example train = ["gsm8k:train"], test = ["gsm8k"].{one_file if "task.test" in missing else ""}'

@@ -41,6 +41,9 @@ class TaskConfig(Section):
     """data: what to train on. Files, directories, benchmark names (gsm8k:train) or hub ids (owner/name:split)."""
     test: tuple[str, ...] = ()
     """data: the held-out problems, named in the same way. A problem that is in both is removed from train."""
+    holdout: float = Field(0.0, ge=0, lt=1)
+    """data: in place of task.test, the share of the problems in task.train that is held out. It is the same for every
+    seed and every order of the rows."""
     prompt_column: str | None = None
     """data: the column with the prompt. Dots lead into nested columns. None recognises it by its name."""
     answer_column: str | None = None
@@ -84,7 +87,7 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _used(self) -> Self:
         """Refuse keys that the chosen kind of task would ignore."""
-        data = {"train", "test", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
+        data = {"train", "test", "holdout", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
         gym = {"gym", "gym_train", "gym_test"}
         unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
         wanted = {key: "gym" if key in gym else "data" for key in sorted(self.changed()) if key in unused}
@@ -95,6 +98,11 @@ class TaskConfig(Section):
                     f"task.name={name!r}, or leave task.{key} out."
                     for key, name in wanted.items()
                 )
+            )
+        if self.holdout and self.test:
+            raise ValueError(
+                f"task.holdout={self.holdout:g} holds out problems of task.train, but task.test names the held-out "
+                "problems. Leave one of them out."
             )
         return self
 

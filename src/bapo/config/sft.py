@@ -36,7 +36,7 @@ class SftTaskConfig(Section):
     test: tuple[str, ...] = ()
     """Demonstrations that only the held-out loss is measured on, named in the same way. A prompt that is in both is
     removed from train."""
-    test_share: float = Field(0.02, ge=0, lt=1)
+    holdout: float = Field(0.02, ge=0, lt=1)
     """Share of the prompts in task.train that is held out if task.test is empty. It is the same for every seed. 0 holds
     out nothing."""
     prompt_column: str | None = None

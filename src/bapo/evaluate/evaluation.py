@@ -45,7 +45,7 @@ from bapo.rollout.sittings import max_positions
 from bapo.screen.terminal import write_line
 from bapo.screen.watch import Tell
 from bapo.tasks.countdown import Countdown
-from bapo.tasks.data.problems import load_problems
+from bapo.tasks.data.problems import load_problems, smallest
 from bapo.tasks.data.sources import resolve
 from bapo.tasks.task import Scorer
 from bapo.tasks.verify.finding import find_function
@@ -150,6 +150,10 @@ def _row(name: str, problem: Problem, responses: Sequence[Response]) -> Row:
 def load_data_sets(settings: Settings) -> list[DataSet]:
     """All data sets, in order. Their names must differ, because results are stored by name."""
     found = [_load(name, settings) for name in settings.data]
+    if settings.holdout:
+        kept = smallest({one.id for data in found if not data.own_scorer for one in data.problems}, settings.holdout)
+        found = [data if data.own_scorer else _among(data, kept) for data in found]
+    found = [_cut(data, settings.problems) for data in found]
     names = [data.name for data in found]
     twice = [f"two data sets called {name!r}" for name in names if names.count(name) > 1]
     if "overall" in names:
@@ -168,9 +172,24 @@ def _load(name: str, settings: Settings) -> DataSet:
         problems, report = load_problems([name], **columns)
         label, scores = resolve(name).label, None
         notes = [f"{label}: {report}"] if report.read > report.kept else []
-    if settings.problems is not None and len(problems) < settings.problems:
-        notes.append(f"{label}: has {counted(len(problems), 'problem')}, fewer than --problems {settings.problems}")
-    return DataSet(label, problems[: settings.problems], scores, "\n".join(notes))
+    return DataSet(label, problems, scores, "\n".join(notes))
+
+
+def _among(data: DataSet, kept: set[str]) -> DataSet:
+    """The problems of a data set with these ids."""
+    return replace(data, problems=[problem for problem in data.problems if problem.id in kept])
+
+
+def _cut(data: DataSet, most: int | None) -> DataSet:
+    """The first problems of a data set."""
+    note, has = data.note, len(data.problems)
+    if not has:
+        raise ValueError(f"--holdout holds out no problem of {data.name!r}. Raise it, or give more problems.")
+    if most is not None and has < most:
+        note = "\n".join(
+            filter(None, (note, f"{data.name}: has {counted(has, 'problem')}, fewer than --problems {most}"))
+        )
+    return replace(data, problems=data.problems[:most], note=note)
 
 
 @contextmanager
@@ -224,7 +243,7 @@ def identify(settings: Settings, policy: Policy, data_sets: Sequence[DataSet]) -
             digest.update(json.dumps([problem.id, ids, problem.answer], sort_keys=True).encode() + b"\n")
         fingerprints[data.name] = digest.hexdigest()[:16]
     decided = {
-        **{key: value for key, value in asdict(settings).items() if key != "chunk"},
+        **{key: value for key, value in asdict(settings).items() if key not in ("chunk", "holdout")},
         "max_tokens": max_tokens,
         "chunk": settings.chunk_problems,
         "stop_ids": sorted(policy.stop_ids),

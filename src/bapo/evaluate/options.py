@@ -79,6 +79,9 @@ class Settings:
     """Seed of every random choice."""
     problems: Annotated[int | None, option(default="all")] = None
     """Use only this many problems of each data set, the first ones."""
+    holdout: float = 0.0
+    """Use only the share of the problems that `bapo train` holds out with this task.holdout, if --data names what it
+    trains on. 0 uses all."""
     reward: Annotated[str | None, option(default="the data set's own verifier if it has one, otherwise math")] = None
     """What scores responses: math (math-verify, in separate processes), or module:function for a function of yours."""
     reward_seconds: float = 10.0
@@ -126,6 +129,8 @@ class Settings:
                 f"--k {self.k} at --temperature 0: greedy responses to one problem are all the same, so one is enough. "
                 "Set --k 1, or a temperature above 0."
             )
+        if not 0 <= self.holdout < 1:
+            raise ConfigError(f"--holdout {self.holdout}: it must be a share, from 0 to below 1. 0 uses all problems.")
         if not self.data:
             raise ConfigError("--data names no data set. Give for example --data gsm8k, or name=path.")
         if not 0 < self.reward_seconds < math.inf:

@@ -27,14 +27,20 @@ from bapo.config.sft import SftConfig, SftTaskConfig
 from bapo.core.settings import OBJECTIVE_OPTIONS
 from bapo.demo import model_path
 from bapo.runs.write import why_not_out
-from bapo.tasks.data.problems import Demonstration, LoadReport, load_demonstrations, load_problems, without_overlap
+from bapo.tasks.data.problems import (
+    Demonstration,
+    LoadReport,
+    hold_out,
+    load_demonstrations,
+    load_problems,
+    without_overlap,
+)
 from bapo.tasks.verify.scorers import MATH, FunctionReward, check_answers
 from bapo.types import Problem
 
 WRITTEN = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.")
 """Ways to write the reference answer as a response."""
 PARTS = ("train", "test")
-BY_DRY_RUN = "`bapo train --dry-run` with the same keys says how many that is"
 
 
 Item = TypeVar("Item", Problem, Demonstration)
@@ -44,7 +50,7 @@ Demonstrations = tuple[list[Demonstration], list[Demonstration], list[LoadReport
 
 @dataclass(frozen=True)
 class TaskData:
-    """The problems of task.train and task.test, and what became of the rows."""
+    """The problems to train on and those that are held out, and what became of the rows."""
 
     train: list[Problem]
     test: list[Problem]
@@ -77,7 +83,7 @@ def examine(config: Config | SftConfig) -> Examined:
     if config.task.name != "data":
         return Examined(wrong)
     data = None
-    if config.task.train and config.task.test:
+    if config.task.train and (config.task.test or config.task.holdout):
         try:
             data = load_task(config.task)
         except (ValueError, OSError) as error:
@@ -91,8 +97,19 @@ def examine(config: Config | SftConfig) -> Examined:
 def load_task(task: TaskConfig) -> TaskData:
     """Read the problems of a task that is made of data. One ValueError says what is wrong with either part."""
     options = {"prompt_column": task.prompt_column, "answer_column": task.answer_column, "template": task.template}
-    parts, reports = _both_parts(task, lambda sources: load_problems(sources, **options))
-    return TaskData(*parts, [f"task.{name}: {report}" for name, report in zip(PARTS, reports, strict=True)])
+    (train, test), reports = _both_parts(
+        task, lambda sources: load_problems(sources, **options) if sources else ([], None)
+    )
+    notes = [f"task.{name}: {report}" for name, report in zip(PARTS, reports, strict=True) if report is not None]
+    if not task.test:
+        train, test = hold_out(train, task.holdout)
+        notes.append(f"task.holdout={task.holdout:g}: {counted(len(test), 'problem')} of task.train held out")
+        if not test:
+            raise ValueError(
+                f"task.holdout={task.holdout:g} holds out nothing, because task.train has one problem. Give more "
+                "problems, or set task.test instead."
+            )
+    return TaskData(train, test, notes)
 
 
 def load_sft(task: SftTaskConfig) -> Demonstrations:
@@ -156,17 +173,15 @@ def _model(model: ModelConfig, response: int) -> Iterator[str]:
     yield from no_room(model, response)
 
 
-def no_room(model: ModelConfig, response: int, how_many: str = BY_DRY_RUN) -> Iterator[str]:
-    """Says so if a response could fill the whole context. How long the prompts are is known only with a tokenizer.
-
-    `how_many`: what tells the user how long they are.
-    """
+def no_room(model: ModelConfig, response: int) -> Iterator[str]:
+    """Says so if a response could fill the whole context. How long the prompts are is known only with a tokenizer."""
     path = model_path() if model.path == "demo" else Path(model.path).expanduser()
     positions = model_settings(path).get("max_position_embeddings")
     if isinstance(positions, int) and response >= positions:
         yield (
             f"rollout.max_tokens={response} leaves no room for a prompt: {model.path!r} has {positions} positions. Set "
-            f"rollout.max_tokens to at most {positions} less the tokens of the longest prompt; {how_many}."
+            f"rollout.max_tokens to at most {positions} less the tokens of the longest prompt; once nothing else is "
+            "wrong, `bapo train --dry-run` says how many that is."
         )
 
 

@@ -41,6 +41,8 @@ EXAM_KEYS = (
     *("task.reward", "task.gym", "task.gym_test", "rollout.max_tokens", "eval.problems", "eval.k", "eval.temperature"),
 )
 """Keys of a configuration that decide what a score means. Runs that differ in one cannot be compared by it."""
+HELD_OUT_KEYS = ("task.holdout", "task.train")
+"""Where a share of the training problems is held out, these decide it, too."""
 
 
 # The numbers
@@ -194,7 +196,8 @@ def judge(
     for table, rows in contested.items():
         named = f"{table}: " if len(contested) > 1 else ""
         first, *others = configs[table]
-        if keys := [key for key in EXAM_KEYS if any(one.get(key) != first.get(key) for one in others)]:
+        exam = (*EXAM_KEYS, *HELD_OUT_KEYS) if any(one.get("task.holdout") for one in configs[table]) else EXAM_KEYS
+        if keys := [key for key in exam if any(one.get(key) != first.get(key) for one in others)]:
             lines.append(f"{named}The scores cannot be compared, because the runs differ in {_joined(keys)}.")
             continue
         text, more, found = _on_table(rows, k or "k", temperature)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePath
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, Self, TypeVar
 
 from numpy.typing import NDArray
@@ -314,14 +315,19 @@ def _place(out: str) -> Path:
 
 
 def why_not_out(out: str) -> str | None:
-    """Why no run directory can be made there; None if one can. Nothing is made."""
+    """Why no run directory can be made there; None if one can. A file is tried, which leaves nothing behind."""
     path = _place(out)
-    if path.exists() and "{time}" not in out and not unused(path):
+    if os.path.exists(path) and "{time}" not in out and not unused(path):
         return str(_exists(out, path))
-    above = next(place for place in (path, *path.absolute().parents) if place.exists())
-    reason = "" if os.access(above, os.W_OK | os.X_OK) else f"{above} may not be written to"
+    above = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+    try:
+        with TemporaryFile(dir=above) as file:
+            file.write(b"bapo")
+        return None
+    except OSError as error:
+        reason = f"nothing can be written to {above}: {error.strerror}"
     reason = reason if above.is_dir() else f"{above} is not a directory"
-    return f"out={out}: cannot create {path}: {reason}. Choose another place." if reason else None
+    return f"out={out}: cannot create {path}: {reason}. Choose another place."
 
 
 def _exists(out: str, path: Path) -> ConfigError:

@@ -44,6 +44,7 @@ SHOWN = {
     "eval/avg": ("eval", 3),
     "entropy": ("entropy", 3),
     "length": ("length", 1),
+    "truncated": ("cut", 3),
     "grad_norm": ("grad", 3),
     "tokens_per_second": ("tok/s", 0),
     "seconds": ("seconds", 2),
@@ -58,6 +59,7 @@ SHOWN = {
 }
 """Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
 MEANINGS = {
+    ("truncated",): "share of responses cut off at rollout.max_tokens",
     ("reward_failures",): "responses without a reward",
     ("share",): "positive part of the signal",
     ("clip_low", "clip_high"): "bounds of the clip",

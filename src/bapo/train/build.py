@@ -163,21 +163,22 @@ def make_task(config: Config, policy: Policy, data: TaskData | None = None) -> t
 def _from_data(config: Config, policy: Policy, data: TaskData) -> tuple[Task, list[str]]:
     chosen = config.task
     notes, most = list(data.notes), chosen.max_prompt_tokens
-    loaded: dict[str, Sequence[Problem]] = {"train": data.train, "test": data.test}
+    apart = "task.test" if chosen.test else "task.holdout"
+    loaded: dict[str, Sequence[Problem]] = {"task.train": data.train, apart: data.test}
     for name, problems in loaded.items():
         long: Sequence[Problem] = ()
         if most is not None:
             loaded[name], long = within(problems, lambda prompt: len(policy.encode(prompt)), most)
         if long:
-            notes.append(f"task.{name}: left out {counted(len(long), 'prompt')} over {most} tokens")
-    test = loaded["test"]
-    train, shared = without_overlap(loaded["train"], test)
+            notes.append(f"{name}: left out {counted(len(long), 'prompt')} over {most} tokens")
+    test = loaded[apart]
+    train, shared = without_overlap(loaded["task.train"], test)
     if shared:
-        notes.append(f"task.train: left out {counted(len(shared), 'problem')} that task.test has too")
+        notes.append(f"task.train: left out {counted(len(shared), 'problem')} also held out")
     if not train or not test:
-        empty = "train" if not train else "test"
-        remedy = "Give other data to train on." if shared and empty == "train" else "Raise task.max_prompt_tokens."
-        raise ValueError(f"task.{empty} has no problem left. {'; '.join(notes)}. {remedy}")
+        empty = "task.train" if not train else apart
+        remedy = "Give other data to train on." if shared and not train else "Raise task.max_prompt_tokens."
+        raise ValueError(f"{empty} has no problem left. {'; '.join(notes)}. {remedy}")
     check_answers([*train, *test], chosen.reward)
     scorer, _ = open_scorer(
         chosen.reward,

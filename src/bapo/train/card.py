@@ -180,7 +180,8 @@ def learning_in_words(learn: LearnConfig) -> str:
 
 def _data(task: TaskConfig) -> str:
     if task.name == "data":
-        return f"{', '.join(task.train)}; held out: {', '.join(task.test)}; reward: {task.reward}"
+        held_out = ", ".join(task.test) or f"{task.holdout:.4g} of these problems"
+        return f"{', '.join(task.train)}; held out: {held_out}; reward: {task.reward}"
     if task.name == "gym":
         sets = ", ".join(f"{name} {options}" if options else name for name, options in task.gym.items())
         return f"{task.gym_train} generated problems of reasoning-gym: {sets}; held out: {task.gym_test}"
@@ -223,14 +224,15 @@ def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
     task, model = config.task, config.model
     if task.name == "gym":
         return None
-    greedy = config.eval.temperature == 0
+    greedy, sources = config.eval.temperature == 0, task.test or task.train
     options: list[tuple[str, object]] = [
-        ("--data", ",".join(task.test) if task.name == "data" else task.name),
+        ("--data", ",".join(sources) if task.name == "data" else task.name),
+        ("--holdout", f"{task.holdout:.15g}" if task.holdout else None),
         ("--k", 1 if greedy else config.eval.k),
         ("--temperature", f"{config.eval.temperature:g}"),
         ("--max-tokens", config.rollout.max_tokens),
         ("--seed", config.seed),
-        ("--problems", config.eval.problems if len(task.test) < 2 else None),
+        ("--problems", config.eval.problems if len(sources) < 2 else None),
         ("--reward", task.reward if task.reward != "math" else None),
         ("--template", task.template),
         ("--prompt-column", task.prompt_column),

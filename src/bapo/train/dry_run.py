@@ -41,15 +41,21 @@ SHOWN = 600
 """Characters of the prompt that are shown."""
 WARNING = "warning"
 """The name of a line about something that works, but that hardly anybody wants."""
+SMALL = 10_000_000
+"""For models with fewer parameters, the defaults are right: they are those of the embedded model."""
+OTHERS = {
+    "steps": "TRL: 3 epochs, verl: 30",
+    "rollout.prompts": "verl: 1,024",
+    "rollout.max_tokens": "TRL and verl: 512",
+    "offpolicy.reuse": "TRL and verl: 1",
+    "learn.batch_groups": "verl: 256",
+    "learn.lr": "TRL and verl: 1e-6",
+}
+"""Keys whose defaults fit the embedded model, and the defaults of TRL 1.16 and verl, which are for larger ones."""
 
 
-def dry_run(
-    config: Config, data: TaskData | None, wrong: list[str], *, readable: bool = True
-) -> tuple[list[str], list[str]]:
-    """The lines of the plan, and everything that is wrong. `wrong` is what is known already.
-
-    A configuration that is not `readable` has defaults in place of what cannot be read. It has no plan.
-    """
+def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[list[str], list[str]]:
+    """The lines of the plan, and everything that is wrong. `wrong` is what is known already."""
     wrong, policy, task, notes = list(wrong), None, None, list[str]()
     hush()
     try:
@@ -74,14 +80,16 @@ def dry_run(
         except ValueError as error:  # a tokenizer or a template that refuses a prompt
             wrong, task = [*wrong, str(error)], None
     wrong = list(dict.fromkeys(_with_one_limit(config, wrong)))
-    return (_plan(config, policy, task, notes) if readable else []), wrong
+    placed = not any(line.startswith(f"out={config.out}:") for line in wrong)
+    return _plan(config, policy, task, notes, placed=placed), wrong
 
 
-def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[str]) -> list[str]:
+def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[str], *, placed: bool) -> list[str]:
+    """The lines of the plan. `placed`: whether the run directory can be made."""
     lines = [*_model(config, policy), *_processes(config), *_task(config, policy, task, notes), *_steps(config)]
     if policy is not None and task is not None:
-        lines += _needs(config, policy, task)
-    lines += _place(config)
+        lines += _needs(config, policy, task, placed=placed)
+    lines += [*_place(config), *_defaults(config, policy)]
     doubts = [*idle_push_once(config), *endless_warmup(config)]
     if config.model.dtype != "auto":  # it is known where the run computes
         doubts += slow_precision(config)
@@ -89,13 +97,9 @@ def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[
 
 
 def _with_one_limit(config: Config, wrong: list[str]) -> list[str]:
-    """The same mistakes, where `no_room` gives way to the exact limit, or says what stands in the way of that."""
-    limit, first = config.rollout.max_tokens, "this dry run says how many that is once the other mistakes are corrected"
-    rough = dict(zip(no_room(config.model, limit), no_room(config.model, limit, first), strict=True))
-    others = [line for line in wrong if line not in rough]
-    if any(line.startswith("rollout.max_tokens=") for line in others):
-        return others
-    return [rough.get(line, line) for line in wrong]
+    """The same mistakes, where `no_room` gives way to the exact limit."""
+    others = [line for line in wrong if line not in no_room(config.model, config.rollout.max_tokens)]
+    return others if any(line.startswith("rollout.max_tokens=") for line in others) else wrong
 
 
 def shape_of(policy: Policy, config: Config) -> Shape:
@@ -185,11 +189,27 @@ def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[
     yield _line("answer", told)
     if doubt:
         yield _line(WARNING, doubt)
+    shortest = min(_length(policy, text) for text in _tries(problem, task))
+    if shortest > config.rollout.max_tokens:
+        yield _line(
+            WARNING,
+            f"this answer alone has {counted(shortest, 'token')}, but rollout.max_tokens={config.rollout.max_tokens} "
+            "cuts responses off before that.",
+        )
+
+
+def _length(policy: Policy, text: str) -> int:
+    return len(policy.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _tries(problem: Problem, task: Task) -> list[str]:
+    """Responses that may be right."""
+    return _solutions(problem) if isinstance(task, Countdown) else written_answers(problem)
 
 
 def _gold(problem: Problem, task: Task) -> tuple[str, str]:
     """A right response and its reward, and what to look at if that is not a reward."""
-    tries = _solutions(problem) if isinstance(task, Countdown) else written_answers(problem)
+    tries = _tries(problem, task)
     scored = list(zip(tries, task.scores([(problem, text) for text in tries]), strict=True))
     found = [(score.reward, text) for text, score in scored if score.reward is not None]
     if not found:
@@ -220,7 +240,8 @@ def _steps(config: Config) -> Iterator[str]:
         "sampling",
         f"{counted(config.steps, 'step')} of {counted(rollout.prompts, 'prompt')} x "
         f"{counted(rollout.responses, 'response')} = {counted(config.steps * responses, 'response')} of up to "
-        f"{rollout.max_tokens:,} tokens, temperature {rollout.temperature:g}",
+        f"{rollout.max_tokens:,} tokens, temperature {rollout.temperature:g}\n"
+        "longer responses are cut off and scored as they are; each step shows their share as `cut`",
     )
     in_all = f"{per_step} per step, {config.steps * per_step:,} in all"
     yield _line("updates", f"{in_all}\n{learning_in_words(config.learn)}")
@@ -244,7 +265,7 @@ def _evaluations(config: Config) -> str:
     return told
 
 
-def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
+def _needs(config: Config, policy: Policy, task: Task, *, placed: bool) -> Iterator[str]:
     shape, longest = shape_of(policy, config), longest_prompt(policy, task)
     held = memory(config, shape, longest)
     took = None
@@ -262,9 +283,12 @@ def _needs(config: Config, policy: Policy, task: Task) -> Iterator[str]:
     else:
         yield _line("memory", _told_memory(config, held))
     yield _line("time", "not estimated: this machine has no GPU to measure" if took is None else _told_time(took))
-    out = Path(config.out)
+    needed, out = f"up to about {_bytes(held.disk)} in the run directory", Path(config.out)
+    if not placed:
+        yield _line("disk", needed)
+        return
     free = shutil.disk_usage(next(place for place in (out, *out.absolute().parents) if place.exists())).free
-    yield _line("disk", f"up to about {_bytes(held.disk)} in the run directory; {_bytes(free)} are free there")
+    yield _line("disk", f"{needed}; {_bytes(free)} are free there")
     if held.disk > free:
         yield _line(WARNING, "the run directory may not fit on its disk. Lower checkpoint_keep, or choose another out.")
 
@@ -301,6 +325,22 @@ def _place(config: Config) -> Iterator[str]:
     yield _line("out", f"{config.out}, a checkpoint {often}, {config.checkpoint_keep} kept")
     if config.log.to:
         yield _line("log", f"{', '.join(config.log.to)}; project {config.log.project}")
+
+
+def _defaults(config: Config, policy: Policy | None) -> Iterator[str]:
+    """The defaults that a large model has from the embedded one, each with what others take."""
+    if policy is None or config.model.path == "demo" or shape_of(policy, config).parameters < SMALL:
+        return
+    told = []
+    for key, others in OTHERS.items():
+        section, _, name = key.rpartition(".")
+        table = getattr(config, section) if section else config
+        if name not in table.model_fields_set:
+            told.append(f"{key} = {getattr(table, name):g} ({others})")
+    if told and config.model.lora.rank:
+        told.append("LoRA takes ten to twenty times the learning rate that all weights take")
+    if told:
+        yield _line("defaults", "\n".join(["chosen for the embedded model; set those that do not fit this one", *told]))
 
 
 def _bytes(size: float) -> str:

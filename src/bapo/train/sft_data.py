@@ -26,7 +26,7 @@ from bapo.config.sft import SftTaskConfig
 from bapo.models import Policy
 from bapo.models.policy import end_of_turn
 from bapo.preflight.examine import Demonstrations
-from bapo.tasks.data.problems import Demonstration
+from bapo.tasks.data.problems import Demonstration, smallest
 from bapo.types import Message, batches_per_pass, even_part
 
 
@@ -86,7 +86,7 @@ def encode_demonstrations(loaded: Demonstrations, config: SftTaskConfig, policy:
     measured = [(question(d), encoded) for d in held_out if (encoded := encoder(d))]
     named = under_one_name(learned + measured)
     given, measured = named[: len(learned)], named[len(learned) :]
-    names = {name for name, _ in measured} if config.test else smallest({name for name, _ in given}, config.test_share)
+    names = {name for name, _ in measured} if config.test else smallest({name for name, _ in given}, config.holdout)
     learned = [pair for pair in given if pair[0] not in names]
     if config.test:
         counts["also_held_out"] = len(given) - len(learned)
@@ -139,12 +139,6 @@ def under_one_name(pairs: Sequence[tuple[str, Encoded]]) -> list[tuple[str, Enco
         one, other = top(name), top(first.setdefault(tuple(encoded.prompt), name))
         above[max(one, other)] = min(one, other)
     return [(top(name), encoded) for name, encoded in pairs]
-
-
-def smallest(names: set[str], share: float) -> set[str]:
-    """The smallest names, this share of them: at least one unless the share is 0, and never all."""
-    wanted = min(max(1, round(share * len(names))), len(names) - 1) if share else 0
-    return set(sorted(names)[:wanted])
 
 
 class Encoder:

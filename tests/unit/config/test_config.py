@@ -197,7 +197,8 @@ def test_shared_keys_mean_the_same_in_both_configurations():
     ours, theirs = dict(described(Config)), dict(described(SftConfig))
     shared = ours.keys() & theirs.keys()
     assert {"seed", "out", "device", "threads", "checkpoint_keep", "learn.lr", "learn.compile", "model.path"} <= shared
-    names = {"task.train", "task.test", "task.prompt_column", "task.template", "eval.every", "learn.warmup_updates"}
+    names = {"task.train", "task.test", "task.holdout", "task.prompt_column", "task.template"}
+    names |= {"eval.every", "learn.warmup_updates"}
     assert names <= shared
     for key in shared - names - {"checkpoint_every"}:  # alike, but of other data and units
         assert ours[key] == theirs[key], key
@@ -368,8 +369,8 @@ def test_a_cluster_is_refused_what_it_cannot_do():
     assert "rollout.cache_tokens=4096 does nothing with cluster.engine='vllm'" in refused(cluster(engine="vllm") | kept)
 
 
-def test_a_task_of_one_file_is_told_how_to_make_a_second():
-    told = "copy some of them into a second file and name that in task.test; a problem that is in both is left out"
+def test_a_task_of_one_file_is_told_how_to_hold_out_a_part_of_it():
+    told = "If all problems are in one place, set task.holdout = 0.1 instead of task.test."
     (only_train,) = check(Config, {"task": {"name": "data", "train": ["all.jsonl"]}})[1]
     assert "Set task.test, for example" in only_train
     assert told in only_train

@@ -3,24 +3,31 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from bapo.cli import run
+from bapo.config.command_line import parse_arguments
 from bapo.config.errors import ConfigError
-from bapo.evaluate import evaluate, maj_at_k
-from bapo.evaluate.evaluation import fingerprint_of_weights
+from bapo.config.recipe import parse
+from bapo.config.run import Config
+from bapo.evaluate import Arguments, evaluate, maj_at_k
+from bapo.evaluate.evaluation import fingerprint_of_weights, load_data_sets
 from bapo.evaluate.options import Settings, data_names
 from bapo.models import load_policy
+from bapo.preflight.examine import load_task
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.tasks.countdown import Countdown
+from bapo.train.card import eval_command
 from tests.processes import PATIENCE, bapo, started
 
 FILES = ("config.json", "responses.jsonl", "chunks.jsonl", "results.json", "report.html")
@@ -358,6 +365,27 @@ def test_a_chunk_fills_the_slots():
     assert Settings("m", ("d",), chunk=5).chunk_problems == 5
     with pytest.raises(ConfigError, match="--slots 0"):
         Settings("m", ("d",), slots=0)
+
+
+def test_the_command_that_a_run_ends_with_evaluates_the_problems_that_it_held_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, numbers in (("a", range(30)), ("b", range(25, 60))):
+        rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in numbers]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for sources in (["a.jsonl"], ["a.jsonl", "b.jsonl"]):
+        config = parse(Config, {"task": {"train": sources, "holdout": 0.1}}, source="test")
+        held_out = load_task(config.task).test
+        command = shlex.split(eval_command(config, "model", chat=False))[2:]
+        found = load_data_sets(parse_arguments(Arguments, command, prog="bapo eval").settings)
+        assert {problem.id for data in found for problem in data.problems} == {problem.id for problem in held_out}
+        assert len(held_out) == (3 if len(sources) == 1 else 6)
+    whole = load_data_sets(Settings("m", ("countdown",), holdout=0.5))  # it is held out already
+    assert len(whole[0].problems) == 512
+    with pytest.raises(ConfigError, match=r"--holdout 1.0: it must be a share"):
+        Settings("m", ("d",), holdout=1.0)
+    Path("one.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
+    with pytest.raises(ValueError, match="--holdout holds out no problem of 'one'"):
+        load_data_sets(Settings("m", ("one.jsonl",), holdout=0.5))
 
 
 def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):

@@ -64,7 +64,8 @@ def test_a_column_that_both_files_lack_is_told_once(place):
     assert len(examine(of_data()).wrong) == 2  # they lack different things
 
 
-def test_everything_is_said_at_once_and_without_torch(place):
+@pytest.mark.parametrize("switches", [[], ["--dry-run"]])
+def test_everything_is_said_at_once_and_without_torch(place, switches):
     (place / "taken").mkdir()
     (place / "taken" / "something").write_text("")
     words = [
@@ -72,7 +73,7 @@ def test_everything_is_said_at_once_and_without_torch(place):
         *("--task.reward", "rewards:rihgt", "--out", "taken", "--model.path", "./nothing", "--learn.lr", "-1"),
         *("--learn.batch-size", "4"),
     ]
-    command = [sys.executable, "-c", WITHOUT_TORCH, "train", *words]
+    command = [sys.executable, "-c", WITHOUT_TORCH, "train", *switches, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     for part in (
@@ -143,7 +144,15 @@ def test_a_reward_that_wants_its_answer_in_tags_is_not_refused(place):
 def test_a_place_that_may_not_be_written_to_is_found(place):
     (place / "closed").mkdir(mode=0o500)
     (wrong,) = examine(of_data(out="closed/run")).wrong
-    assert "may not be written to" in wrong
+    assert "nothing can be written to closed: Permission denied" in wrong
+
+
+def test_a_place_where_not_even_root_can_write_is_found_and_a_trial_leaves_nothing(place):
+    (wrong,) = examine(of_data(out="/proc/bapo/run")).wrong
+    assert "out=/proc/bapo/run: cannot create /proc/bapo/run: nothing can be written to /proc" in wrong
+    before = sorted(place.rglob("*"))
+    assert examine(of_data(out="runs/x")).wrong == []
+    assert sorted(place.rglob("*")) == before
 
 
 def test_a_reward_of_trl_is_refused_without_torch_and_its_wrapper_keeps_its_shape(place):

@@ -226,6 +226,9 @@ def test_scores_of_different_exams_are_not_compared():
     listed = runs("grpo", avg=GRPO) + runs("bapo", avg=shifted(GRPO, *[0.3] * 5))
     found = verdict(listed, ["grpo", "bapo"], unlike=["eval.temperature", "learn.lr"])
     assert found.lines == ["The scores cannot be compared, because the runs differ in eval.temperature."]
+    found = verdict(listed, ["grpo", "bapo"], unlike=["task.holdout", "task.train"])
+    assert found.lines == ["The scores cannot be compared, because the runs differ in task.holdout and task.train."]
+    assert verdict(listed, ["grpo", "bapo"], unlike=["task.train"]).decided  # what a fixed exam has no part in
     assert not found.decided
 
 

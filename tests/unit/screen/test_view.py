@@ -82,6 +82,17 @@ def test_the_bound_of_used_tokens_is_shown_where_the_brake_has_raised_it():
         assert bool(re.search(r"used +0\.87 ", "\n".join(lines))) == shown
 
 
+def test_the_share_of_responses_that_were_cut_off_is_shown():
+    view, stream = plain_view()
+    with view:
+        view.step(1, {"length": 30.1, "truncated": 0.875, "grad_norm": 0.7}, {})
+    meanings, line = stream.getvalue().splitlines()[1:]
+    assert meanings == "  cut: share of responses cut off at rollout.max_tokens"
+    assert line == "step  1/60  length 30.1   cut 0.875  grad 0.700"
+    lines = screen(lambda view: view.step(3, METRICS | {"truncated": 0.875}, TIMING))
+    assert re.search(r"cut +0\.875 ", "\n".join(lines))
+
+
 def test_plain_lines_are_aligned_and_keep_the_place_of_what_is_missing():
     clock = Clock()
     view, stream = plain_view(total=100, clock=clock)
@@ -227,7 +238,8 @@ def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
     def tell(view):
         for step in range(1, 13):
             moved = {"reward": METRICS["reward"] - 0.01 * (12 - step), "used_low": 0.8 + step / 100}
-            view.step(step, METRICS | moved | {"reward_failures": 2}, TIMING)
+            moved |= {"truncated": 0.5, "reward_failures": 2}
+            view.step(step, METRICS | moved, TIMING)
         view.sample("3,7,2=13:", "3+7+2=12;7+3*2=13." * 40, 1.0)
 
     lines = screen(tell)

@@ -39,10 +39,56 @@ def made(policy, **task):
 def test_data_is_loaded_cleaned_of_test_problems_and_scored_by_math_verify(policy, files):
     task, notes = made(policy, name="data", reward_workers=1, **files)
     assert [problem.answer for problem in task.train] == ["5", "24"]
-    assert "task.train: left out 1 problem that task.test has too" in notes
+    assert "task.train: left out 1 problem also held out" in notes
     first, second = task.train
     scores = task.scores([(first, r"So \boxed{5}"), (first, "6"), (second, "It is 24.")])
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+
+
+def ids(problems):
+    return {problem.id for problem in problems}
+
+
+def test_a_share_of_the_problems_is_held_out_whatever_their_order_and_template(policy, tmp_path):
+    rows = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)]
+    rows += rows[:5] + [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(5)]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    how = {"name": "data", "reward_workers": 1, "holdout": 0.2}
+    task, notes = made(policy, train=[str(tmp_path / "one.jsonl")], **how)
+    assert (len(task.train), len(task.test)) == (36, 9)
+    assert "task.holdout=0.2: 9 problems of task.train held out" in notes
+    every = ids(task.train) | ids(task.test)
+    assert ids(task.test) == set(sorted(every)[:9])
+    questions = {" ".join(problem.prompt.split()) for problem in task.train}
+    assert questions.isdisjoint(" ".join(problem.prompt.split()) for problem in task.test)
+    other, _ = made(policy, train=[str(tmp_path / "two.jsonl")], template="Say: {prompt}", **how)
+    assert ids(other.test) == ids(task.test)
+    assert ids(other.train) == ids(task.train)
+
+
+def test_one_prompt_under_two_questions_is_not_on_both_sides(policy, tmp_path):
+    """With a template, the first row becomes the same prompt as the second, which has it already."""
+    rows = [
+        {"question": text, "answer": "1"} for n in range(12) for text in (f"What is {n}?", f"What is {n}? In a word.")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"name": "data", "reward_workers": 1, "holdout": 0.25, "template": "{prompt} In a word."}
+    task, notes = made(policy, train=[str(tmp_path / "rows.jsonl")], **how)
+    assert {problem.prompt for problem in task.train}.isdisjoint(problem.prompt for problem in task.test)
+    left_out = 24 - len(task.train) - len(task.test)
+    assert left_out > 0
+    assert f"task.train: left out {left_out} problem{'s' * (left_out > 1)} also held out" in notes
+
+
+def test_a_holdout_that_holds_out_nothing_or_all_that_can_be_used_is_refused(policy, files, tmp_path):
+    (tmp_path / "one.jsonl").write_text(json.dumps(GSM8K[0]) + "\n")
+    with pytest.raises(ValueError, match=r"task.holdout=0.5 holds out nothing, because task.train has one problem"):
+        made(policy, name="data", train=[str(tmp_path / "one.jsonl")], holdout=0.5)
+    with pytest.raises(ConfigError, match=r"task.holdout=0.1 holds out problems of task.train, but task.test names"):
+        made(policy, **files, holdout=0.1)
+    with pytest.raises(ConfigError, match=r"task.holdout belongs to task.name='data', not to 'countdown'"):
+        made(policy, holdout=0.1)
 
 
 def test_long_prompts_are_left_out_and_counted(policy, files):
@@ -69,6 +115,7 @@ def test_a_gym(policy):
     ("task", "message"),
     [
         ({"name": "data"}, "task.train and task.test"),
+        ({"train": ["mine.jsonl"]}, "set task.holdout = 0.1 instead of task.test"),
         ({"name": "gym"}, "needs a data set"),
         ({"overlong_tokens": 4096}, "every response would be penalised"),
     ],

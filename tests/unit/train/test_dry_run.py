@@ -2,11 +2,15 @@
 
 import json
 import re
+import shutil
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bapo.cli import run
 from bapo.config.run import Config
+from bapo.demo import model_path
 from bapo.preflight.memory import GIB, Seconds, Shape, memory, on_cluster, seconds
 from bapo.tasks.countdown import Countdown
 
@@ -34,6 +38,17 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
     ):
         assert part in said
     assert {path.name for path in here.iterdir() if path not in before} <= {"__pycache__"}
+
+
+def test_a_dry_run_says_how_many_problems_are_held_out(here, capsys):
+    (here / "planned_rewards.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
+    words = ["--task.train", "train.jsonl", "--task.holdout", "0.5", "--task.reward", "planned_rewards:score"]
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
+    said = capsys.readouterr().out
+    assert "data: 3 problems to train on, 3 held out, 3 of them evaluated" in said
+    assert "task.holdout=0.5: 3 problems of task.train held out" in said
+    assert run(["train", "--dry-run", "--device", "cpu", *words, "--task.test", "test.jsonl"]) == 2
+    assert "Leave one of them out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -88,6 +103,14 @@ def test_a_dry_run_lists_every_mistake_and_plans_only_what_was_asked_for(capsys)
     assert capsys.readouterr().out == ""
 
 
+def test_a_dry_run_does_not_count_the_room_of_a_place_where_nothing_can_be_written(capsys):
+    assert run(["train", "--dry-run", "--device", "cpu", "--out", "/proc/bapo/run"]) == 2
+    said = capsys.readouterr()
+    assert "nothing can be written to /proc" in said.err
+    assert "are free" not in said.out
+    assert "Nothing stops this run" not in said.out
+
+
 def test_bounds_that_cannot_be_are_refused_in_a_line(capsys):
     for words, told in (
         (("--objective.low", "0.2", "0.2", "--objective.high", "0.28", "0.28"), "do not enclose 1"),
@@ -118,6 +141,45 @@ def test_doubts_about_a_plan_are_warnings(here, capsys):
     assert "warning    the run directory may not fit on its disk. Lower checkpoint_keep" in capsys.readouterr().out
 
 
+def test_a_dry_run_warns_of_a_token_limit_that_not_even_the_answer_keeps(here, capsys):
+    (here / "planned_rewards.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
+    row = json.dumps({"question": "1+1=", "answer": "12345678"}) + "\n"
+    (here / "train.jsonl").write_text(row)
+    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "planned_rewards:score"]
+    for limit, told in ((7, True), (8, False)):  # a token per character
+        assert run(["train", "--dry-run", "--device", "cpu", "--rollout.max-tokens", str(limit), *words]) == 0
+        said = capsys.readouterr().out
+        assert ("warning    this answer alone has 8 tokens, but rollout.max_tokens=7 cuts" in said) == told
+        assert "longer responses are cut off and scored as they are; each step shows their share as `cut`" in said
+
+
+def test_a_dry_run_names_each_default_that_a_large_model_has_from_the_embedded_one(here, capsys):
+    shutil.copytree(model_path(), here / "large")
+    settings = AutoConfig.from_pretrained(model_path(), intermediate_size=8_000)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(here / "large")
+    told = [
+        "steps = 60 (TRL: 3 epochs, verl: 30)",
+        "rollout.prompts = 16 (verl: 1,024)",
+        "rollout.max_tokens = 64 (TRL and verl: 512)",
+        "offpolicy.reuse = 4 (TRL and verl: 1)",
+        "learn.batch_groups = 16 (verl: 256)",
+        "learn.lr = 3e-05 (TRL and verl: 1e-6)",
+    ]
+    plan = ["train", "--dry-run", "--device", "cpu", "--model.path"]
+    assert run([*plan, "./large"]) == 0
+    said = capsys.readouterr().out
+    first = "\ndefaults   chosen for the embedded model; set those that do not fit this one\n"
+    assert first + "".join(f"           {line}\n" for line in told) in said
+    given = {"steps": "60", "offpolicy.reuse": "4", "learn.lr": "3e-5"}  # a value that is given is nobody's default
+    assert run([*plan, "./large", *(word for key, value in given.items() for word in (f"--{key}", value))]) == 0
+    said = capsys.readouterr().out
+    assert [line in said for line in told] == [line.split(" = ")[0] not in given for line in told]
+    shutil.copytree(model_path(), here / "small")
+    for path in ("demo", "./small"):
+        assert run([*plan, path]) == 0
+        assert "defaults" not in capsys.readouterr().out
+
+
 def test_a_dry_run_says_once_that_there_is_no_such_model(capsys):
     assert run(["train", "--dry-run", "--model.path", "./nowhere", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.count("nowhere") == 1
@@ -136,9 +198,10 @@ def test_a_dry_run_that_cannot_say_how_long_responses_may_be_says_why(here, caps
     words = ["--rollout.max-tokens", "600", "--task.train", "train.jsonl", "--task.test", "nowhere.jsonl"]
     assert run(["train", "--dry-run", *words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "rollout.max_tokens" in line]
-    assert line.endswith("; this dry run says how many that is once the other mistakes are corrected.")
+    told = "; once nothing else is wrong, `bapo train --dry-run` says how many that is."
+    assert line.endswith(told)
     assert run(["train", *words]) == 2
-    assert "`bapo train --dry-run` with the same keys says how many that is." in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_is_logged(capsys, monkeypatch):

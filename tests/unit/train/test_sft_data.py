@@ -82,24 +82,24 @@ def test_a_response_ends_where_the_sampler_stops():
 def test_what_does_not_fit_is_left_out_and_counted(tmp_path):
     rows = [{"prompt": "a" * n, "response": "b"} for n in range(1, 21)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    found = encoded_data(path, positions=12, test_share=0)
+    found = encoded_data(path, positions=12, holdout=0)
     assert max(len(e.prompt) + len(e.response) for e in found.train) == 12
     assert (found.counts["train"], found.counts["too_long"], found.counts["longest"]) == (10, 10, 12)
     assert describe(found.counts) == "20 rows read, 10 to learn from, 0 held out; left out: 10 longer than 12 tokens"
-    assert len(encoded_data(path, max_tokens=5, test_share=0).train) == 3
+    assert len(encoded_data(path, max_tokens=5, holdout=0).train) == 3
     with pytest.raises(ValueError, match=r"task.train gives no demonstration.*20 longer than 2 tokens.*max_tokens"):
         encoded_data(path, max_tokens=2)
 
 
 def test_a_share_of_the_prompts_is_held_out_with_all_their_responses(tmp_path):
     rows = [{"prompt": f"{a}=", "response": str(b)} for a in range(20) for b in range(3)]
-    found = encoded_data(write_rows(tmp_path / "rows.jsonl", rows), test_share=0.1)
+    found = encoded_data(write_rows(tmp_path / "rows.jsonl", rows), holdout=0.1)
     apart, learned = ({tuple(e.prompt) for e in side} for side in (found.held_out, found.train))
     assert (len(apart), len(found.held_out), len(found.train)) == (2, 6, 54)
     assert not apart & learned
-    reordered = encoded_data(write_rows(tmp_path / "other.jsonl", rows[::-1]), test_share=0.1)
+    reordered = encoded_data(write_rows(tmp_path / "other.jsonl", rows[::-1]), holdout=0.1)
     assert {tuple(e.prompt) for e in reordered.held_out} == apart
-    again = encoded_data(tmp_path / "rows.jsonl", test_share=0.1)
+    again = encoded_data(tmp_path / "rows.jsonl", holdout=0.1)
     assert reordered.fingerprint != found.fingerprint == again.fingerprint
 
 
@@ -130,7 +130,7 @@ def test_prompts_that_become_the_same_tokens_are_on_one_side(tmp_path, apart):
     ]
     held_out = (str(write_rows(tmp_path / "held.jsonl", chats[:3])),) if apart else ()
     rows = write_rows(tmp_path / "rows.jsonl", [*plain, *chats])
-    config = SftTaskConfig(train=(str(rows),), test=held_out, test_share=0.0 if apart else 0.25)
+    config = SftTaskConfig(train=(str(rows),), test=held_out, holdout=0.0 if apart else 0.25)
     found = encode_demonstrations(load_sft(config), config, policy(chat=True, system="Add."))
     measured, learned = ({tuple(e.prompt) for e in side} for side in (found.held_out, found.train))
     assert not measured & learned

@@ -190,6 +190,22 @@ def without_overlap(train: Sequence[Problem], test: Sequence[Problem]) -> tuple[
     return _parted(train, lambda problem: held_out.isdisjoint((problem.id, question_id(problem.prompt))))
 
 
+def hold_out(problems: Sequence[Problem], share: float) -> tuple[list[Problem], list[Problem]]:
+    """The problems to train on, and the share of them that is held out: those with the smallest ids.
+
+    Ids are hashes of questions. So what is held out depends neither on a seed, nor on the order of the rows, nor on a
+    template, and no question is on both sides.
+    """
+    names = smallest({problem.id for problem in problems}, share)
+    return _parted(problems, lambda problem: problem.id not in names)
+
+
+def smallest(names: set[str], share: float) -> set[str]:
+    """The smallest names, this share of them: at least one unless the share is 0, and never all."""
+    wanted = min(max(1, round(share * len(names))), len(names) - 1) if share else 0
+    return set(sorted(names)[:wanted])
+
+
 def _parted(problems: Sequence[Problem], keep: Callable[[Problem], bool]) -> tuple[list[Problem], list[Problem]]:
     kept: list[Problem] = []
     left_out: list[Problem] = []
