@@ -315,10 +315,11 @@ class LearnConfig(OptimizerConfig):
     batch_groups: int = Field(16, ge=1)
     """Fresh groups per update. Replayed groups are added to them."""
     advantages: str = Field("grpo", description=f"How rewards become advantages. One of: {', '.join(ADVANTAGE_NAMES)}.")
-    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
+    reduction: Literal["token_mean", "sequence_mean", "fixed_length", "balanced"] = "sequence_mean"
     """How token losses become one number. token_mean: a mean over tokens, as in the paper; long responses weigh more.
     sequence_mean: every response weighs the same; docs/results.md explains the choice. fixed_length: the sum of each
-    response divided by `rollout.max_tokens`."""
+    response divided by `rollout.max_tokens`. balanced: within each group, a mean over the tokens of all responses with
+    A > 0 and one over those with A < 0, which weigh as their responses are many (arXiv:2605.04077)."""
     warmup_updates: int = Field(10, ge=0)
     """Updates during which the learning rate rises linearly to its peak."""
     ess_reference: float | None = Field(None, gt=0, le=1)

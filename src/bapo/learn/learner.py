@@ -380,6 +380,7 @@ class Learner:
                 denominator=denominator,
                 sequence_ids=batch.sequence_ids,
                 uses=batch.uses if settings.needs_uses else None,
+                loss_weights=batch.loss_weights if settings.reduction == "balanced" else None,
                 process_group=self.ranks if solves and settings.solves_over_update else None,
                 **({} if settings.objective in BRAKES else settings.options),
             )
@@ -392,6 +393,7 @@ class Learner:
         """What leaving the reference costs: k3 of the same tokens, averaged as the policy loss is."""
         values = k3(logprobs, cast(Tensor, batch.reference_logprobs))
         options: dict[str, Any] = {"denominator": denominator, "sequence_ids": batch.sequence_ids}
+        options["loss_weights"] = batch.loss_weights
         return self.settings.kl * reduce_tokens(values, _every(batch), self.settings.reduction, **options)
 
     def _metrics(self, outputs: Sequence[Output], settings: LearnerSettings, grad_norm: Tensor) -> Metrics:
