@@ -325,6 +325,11 @@ class LearnConfig(OptimizerConfig):
     ess_reference: float | None = Field(None, gt=0, le=1)
     """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)), as VCPO does with 1. ESS is the
     effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
+    opsm: float | None = Field(None, gt=0)
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556) beside any objective: a negative response whose
+    tokens have fallen by more than this on average, in nats, gets advantage 0. None turns it off."""
+    opsm_on: Literal["used", "all"] = "all"
+    """Which tokens learn.opsm masks: all of such a response, or those that were trained on before."""
     kl: float = Field(0.0, ge=0)
     """Weight of a penalty for leaving the initial weights, which is added to the policy loss: the k3 estimate of
     KL(policy || initial weights) at each token, as in GRPO. 0 turns it off. Without model.lora, it needs memory for one

@@ -282,6 +282,80 @@ def test_a_balanced_loss_and_its_gradient_are_those_of_a_literal_loop(micro_toke
         assert limit < 1e-2 * value
 
 
+def moved_on(start, size=0.05):
+    """The same model after some updates, so that responses have risen and fallen."""
+    moved = copy.deepcopy(start)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    return moved
+
+
+OPSM = LearnerSettings(opsm=0.02, temperature=0.8, advantages="dr_grpo", micro_tokens=10_000)
+
+
+@pytest.mark.parametrize("opsm_on", ["all", "used"])
+def test_opsm_beside_grpo_is_the_objective_opsm(opsm_on):
+    start = model()
+    groups = [replace(group, uses=group.id % 2) for group in sampled_groups(start)]
+    used_only = {"used_only": 1} if opsm_on == "used" else {}
+    found, kept = [], []
+    for settings in (
+        replace(OPSM, objective="grpo", opsm_on=opsm_on),
+        replace(OPSM, objective="opsm", opsm=None, options={"delta": 0.02, **used_only}),
+        replace(OPSM, objective="grpo", opsm=None),
+    ):
+        learner = Learner(moved_on(start), settings)
+        metrics = learner.step(groups).metrics
+        found.append([metrics[name] for name in ("loss", "grad_norm")])
+        kept.append(gradients_kept(learner))
+    assert found[0] == found[1] != found[2]
+    assert all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip": ClipSettings(target_share=0.55)},
+        {"clip": ClipSettings(target_share=0.55, brake=0.05), "sensor": "update"},
+        {"objective": "push_once", "opsm_on": "used"},
+        {"objective": "brake", "sensor": "update"},
+        {"objective": "gspo", "reduction": "balanced"},
+    ],
+)
+def test_opsm_is_advantage_0_for_negative_responses_that_have_fallen(options):
+    """Whatever the objective and however the update is cut: bounds, drift, loss and gradient know no dropped token."""
+    start = model()
+    groups = [replace(group, uses=group.id % 2) for group in sampled_groups(start)]
+    settings, moved = replace(OPSM, **options), moved_on(start)
+    batch = pack(groups, estimator="dr_grpo", micro_tokens=10_000, device=CPU)[0]
+    with torch.no_grad():
+        logprobs = Learner(moved, settings).logprobs(batch)[0]
+    advantages, dropped = batch.advantages.clone(), 0
+    for id in range(int(batch.sequence_ids.max()) + 1):
+        here = batch.sequence_ids == id
+        fallen = (batch.behavior_logprobs - logprobs)[here].double().mean()
+        used = settings.opsm_on == "all" or bool(batch.uses[here].any())
+        if advantages[here][0] < 0 and fallen > 0.02 and used:
+            advantages[here] = 0.0
+            dropped += 1
+    assert 0 < dropped < len(groups) * 2
+    plain = replace(settings, opsm=None, opsm_on="all")
+
+    def learner_of_it():
+        return Learner(copy.deepcopy(moved), plain)
+
+    def updated(learner, batches=None):
+        update = learner.step_on(batches or [replace(batch, advantages=advantages)])
+        return update.metrics, gradients_kept(learner)
+
+    expected, limits = updated(learner_of_it()), carried(updated, given=learner_of_it, draws=2)
+    for micro_tokens in (10_000, 60):
+        batches = pack(groups, estimator="dr_grpo", micro_tokens=micro_tokens, device=CPU)
+        same_update(updated(Learner(copy.deepcopy(moved), settings), batches), expected, limits)
+
+
 def test_m2po_refuses_a_cut_update():
     policy = model()
     batches = pack(sampled_groups(policy), estimator="grpo", micro_tokens=1, device=CPU)
