@@ -68,7 +68,7 @@ def token_weights(
     sequence_ids: Tensor | None = None,
     loss_weights: Tensor | None = None,  # same shape: those of `balanced`
 ) -> Tensor:  # same shape
-    """What the loss of each token is multiplied by: 0 or 1, divided by |y_i| where every response weighs the same."""
+    """What each loss is multiplied by: 0 or 1, divided by |y_i| where responses weigh the same, or the weight given."""
     if reduction == "balanced":
         return torch.where(mask, given_weights(loss_weights).to(dtype), 0)
     weights = mask.to(dtype)
@@ -90,7 +90,7 @@ def balanced_weights(
     however long their responses are. Groups weigh by their responses, those with A = 0 are a set of their own, and
     responses without a token do not count.
     """
-    sets = 3 * groups.long() + advantages.sign().long() + 1
+    sets = 3 * groups.long() + 1 + (advantages > 0).long() - (advantages < 0).long()
     responses, tokens = (sets.bincount(weights=x.double()) for x in (lengths > 0, lengths))
     return (responses / tokens.clamp(min=1))[sets].to(advantages.dtype)
 
