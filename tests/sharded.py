@@ -41,6 +41,8 @@ CASES = {
     "tied head": (SETTINGS, lambda: tiny(tie_word_embeddings=True)),
     "biased, untied": (SETTINGS, lambda: tiny("qwen2")),
     "low rank": (replace(SETTINGS, activation_checkpointing=True), with_lora),
+    "balanced": (replace(SETTINGS, reduction="balanced", objective="push_once"), tiny),
+    "opsm beside a search": (replace(SETTINGS, opsm=0.01), tiny),
     "gspo": (replace(SETTINGS, objective="gspo", clip=ClipSettings()), tiny),
     "limited": (replace(SETTINGS, anchor_limit=0.2), tiny),
     "bfloat16": (SETTINGS, lambda: tiny(tie_word_embeddings=True).bfloat16()),

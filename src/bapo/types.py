@@ -224,3 +224,5 @@ class TokenBatch:
     """[tokens] how often each was trained on before this update"""
     reference_logprobs: Tensor | None = None
     """[tokens] under the weights with which the run began; None if a response has none"""
+    loss_weights: Tensor | None = None
+    """[tokens] what a balanced loss multiplies the loss of each by (`core/reduction.py`)"""

@@ -108,6 +108,8 @@ class Config(Section):
             refuse_on_cpu(self.device, self.learn)
         except ConfigError as error:
             yield str(error)
+        if self.learn.opsm_on == "used" and self.learn.opsm is None:
+            yield "learn.opsm_on='used' says which tokens learn.opsm masks, but that is not set. Set it, e.g. to 0.1."
         if self.learn.offload_optimizer and (self.model.lora.rank or self.cluster.on):
             why = f"model.lora.rank={self.model.lora.rank}" if self.model.lora.rank else "the run is on a cluster"
             yield (

@@ -37,7 +37,7 @@ from bapo.core.checks import (
 )
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
 from bapo.core.objectives import OBJECTIVES, Clipped, Objective, bapo
-from bapo.core.reduction import Reduction, denominator_of, reduce_tokens, token_weights
+from bapo.core.reduction import Reduction, denominator_of, given_weights, reduce_tokens, token_weights
 from bapo.core.settings import ClipSettings, require_choice, rule_of_used
 from bapo.core.tokens import TokenLoss, Tokens
 
@@ -74,6 +74,7 @@ def policy_loss(
     entropy: Tensor | None = None,
     sequence_ids: Tensor | None = None,
     uses: Tensor | None = None,
+    loss_weights: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
     **options: float | None,
 ) -> PolicyLoss:
@@ -82,12 +83,13 @@ def policy_loss(
     objective      a name in OBJECTIVES; its own options follow as keywords, e.g. objective="grpo", high=1.3
     settings       where BAPO may put its bounds; ClipSettings() if not given
     bounds         bounds solved before (scope `update`); otherwise they are solved from these tokens (`microbatch`)
-    reduction      token_mean, sequence_mean or fixed_length (with length=)
+    reduction      token_mean, sequence_mean, fixed_length (with length=) or balanced (with loss_weights=)
     denominator    of the whole update; otherwise that of these tokens. See reduction.denominator_of
     entropy        per token, of the learner's own distribution at that token: adds the Entropy-Clip Rule to the metrics
     sequence_ids   [tokens] the response of each packed token, where sequences matter (gspo, sequence_mean, …)
     uses           integers, same shape: how often each token was trained on before; needed by brake, push_once and
                    wherever used_low is set
+    loss_weights   same shape: reduction.balanced_weights of whole groups, for each token
     process_group  solve the bounds over these ranks, with one all-reduce
 
     Ratios are computed in float32 whatever the inputs' dtype (float64 stays), and never overflow. Bad values raise a
@@ -106,9 +108,14 @@ def policy_loss(
         else:
             rule = clip.rule_of_used if bounds is None else _named_used_low(bounds.used_low)
         require_choice("reduction", reduction, REDUCTIONS)
-        tokens = _checked(
-            logprobs, behavior_logprobs, advantages, mask, rule, uses, sequence_ids=sequence_ids, entropy=entropy
-        )
+        if reduction == "balanced":
+            given_weights(loss_weights)
+        elif loss_weights is not None:
+            raise ValueError(
+                f"loss_weights= are those of reduction='balanced', and {reduction!r} would ignore them. Leave them out."
+            )
+        optional = {"sequence_ids": sequence_ids, "entropy": entropy, "loss_weights": loss_weights}
+        tokens = _checked(logprobs, behavior_logprobs, advantages, mask, rule, uses, **optional)
         if denominator is None:
             check_not_empty(
                 tokens.mask, "Skip it; as one part of a larger update, pass the update's bounds= and denominator=."
@@ -147,15 +154,17 @@ def _checked(
     *,
     sequence_ids: Tensor | None = None,
     entropy: Tensor | None = None,
+    loss_weights: Tensor | None = None,
 ) -> Tokens:
     """The tokens of one call. Padding can hold anything: `Tokens` puts zeros where the mask is off."""
     check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy)
+    check_shapes(mask, loss_weights=loss_weights)
     check_sequence_ids(sequence_ids, mask)
     check_uses(uses, mask, rule)
     mask = check_mask(mask)
     if mask.device.type == "cpu":
         check_tokens(logprobs, behavior_logprobs, advantages, mask, entropy=entropy, sequence_ids=sequence_ids)
-    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses)
+    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses, loss_weights)
 
 
 @torch.no_grad()
@@ -227,8 +236,8 @@ def _reduced(
     """
     if denominator is None:
         denominator = denominator_of(tokens.mask, "token_mean")
-    ids = tokens.sequence_ids
-    loss = reduce_tokens(result.loss, tokens.mask, reduction, denominator=denominator, sequence_ids=ids)
+    given: dict[str, Any] = {"sequence_ids": tokens.sequence_ids, "loss_weights": tokens.loss_weights}
+    loss = reduce_tokens(result.loss, tokens.mask, reduction, denominator=denominator, **given)
     loss = loss * (1 + zero_or_nan(loss.detach()))  # else the other tokens would keep finite gradients
     bounds = result.bounds if isinstance(result, Clipped) else None
     statistics = clip_statistics(tokens, result.retained)
@@ -242,8 +251,9 @@ def _reduced_by_kernel(
     from bapo.core.kernels.clipped import clipped_loss
 
     weights = None
-    if reduction == "sequence_mean":
-        weights = token_weights(tokens.mask, reduction, tokens.dtype, sequence_ids=tokens.sequence_ids)
+    if reduction in ("sequence_mean", "balanced"):
+        given: dict[str, Any] = {"sequence_ids": tokens.sequence_ids, "loss_weights": tokens.loss_weights}
+        weights = token_weights(tokens.mask, reduction, tokens.dtype, **given)
     fused = clipped_loss(
         tokens.given_logprobs,
         tokens.given_behavior_logprobs,

@@ -147,16 +147,21 @@ def opsm(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, delta: float = 
     reduction="sequence_mean" for the paper's objective. Advantages must be equal within a response.
     """
     check_bounds(low, high)
-    check_positive(delta=delta)
     if used_only not in (0, 1):
         raise ValueError(f"used_only={used_only!r} must be 0 or 1: with 1, tokens that are new keep their loss.")
-    fallen = -tokens.per_sequence(tokens.log_ratio.detach()) / tokens.lengths
-    masked = tokens.negative & (fallen > delta)
+    masked = has_fallen(tokens, delta)
     if used_only:
         assert tokens.uses is not None, "used_only needs uses"
         masked &= tokens.uses.bool()
     loss, unclipped = clipped_surrogate(tokens.ratio, tokens.advantages, low, high)
     return TokenLoss(torch.where(masked, zero_or_nan(loss), loss), unclipped & ~masked & tokens.within)
+
+
+def has_fallen(tokens: Tokens, delta: float) -> Tensor:  # bool, for each token
+    """The negative responses that `opsm` masks. With advantage 0 for them, any objective has its mask."""
+    check_positive(delta=delta)
+    fallen = -tokens.per_sequence(tokens.log_ratio.detach()) / tokens.lengths
+    return tokens.negative & (fallen > delta)
 
 
 def dis(tokens: Tokens, *, low: float = 0.7, high: float = 6.0) -> TokenLoss:

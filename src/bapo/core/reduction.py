@@ -8,6 +8,9 @@ each part, where responses are averaged).
     token_mean      sum_t L_t / number of tokens                       every token weighs the same (DAPO)
     sequence_mean   sum_i (1/|y_i|) sum_t L_it / number of sequences   every response weighs the same (GRPO)
     fixed_length    sum_t L_t / (number of sequences * length)         length does not matter (Dr. GRPO, 2503.20783)
+    balanced        sum_t w_t L_t / number of sequences                signs weigh as their responses are many
+
+The weights of `balanced` come from whole groups (`balanced_weights`), so they are given, like the denominator.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Reduction = Literal["token_mean", "sequence_mean", "fixed_length"]
+Reduction = Literal["token_mean", "sequence_mean", "fixed_length", "balanced"]
 
 
 def denominator_of(
@@ -31,7 +34,7 @@ def denominator_of(
     if reduction == "token_mean":
         return mask.sum(dtype=torch.float64)
     sequences = (sequence_lengths(mask, sequence_ids) > 0).sum(dtype=torch.float64)
-    if reduction == "sequence_mean":
+    if reduction in ("sequence_mean", "balanced"):
         return sequences
     if length is None or length <= 0:
         raise ValueError(
@@ -48,9 +51,10 @@ def reduce_tokens(
     *,
     denominator: Tensor | float,
     sequence_ids: Tensor | None = None,
+    loss_weights: Tensor | None = None,
 ) -> Tensor:  # 0-d
     """sum of masked, weighted values / denominator."""
-    weights = token_weights(mask, reduction, values.dtype, sequence_ids=sequence_ids)
+    weights = token_weights(mask, reduction, values.dtype, sequence_ids=sequence_ids, loss_weights=loss_weights)
     if isinstance(denominator, Tensor):
         denominator = denominator.to(values.device, values.dtype)
     return (values * weights).sum() / denominator
@@ -62,12 +66,43 @@ def token_weights(
     dtype: torch.dtype,
     *,
     sequence_ids: Tensor | None = None,
+    loss_weights: Tensor | None = None,  # same shape: those of `balanced`
 ) -> Tensor:  # same shape
-    """What the loss of each token is multiplied by: 0 or 1, divided by |y_i| where every response weighs the same."""
+    """What each loss is multiplied by: 0 or 1, divided by |y_i| where responses weigh the same, or the weight given."""
+    if reduction == "balanced":
+        return torch.where(mask, given_weights(loss_weights).to(dtype), 0)
     weights = mask.to(dtype)
     if reduction == "sequence_mean":
         weights = weights / spread(sequence_lengths(mask, sequence_ids), mask, sequence_ids).clamp(min=1)
     return weights
+
+
+def balanced_weights(
+    advantages: Tensor,  # [responses] floating
+    lengths: Tensor,  # [responses] how many tokens each has
+    groups: Tensor,  # [responses] integers from 0: the prompt that each answers
+) -> Tensor:  # [responses], of the advantages' dtype
+    """What each token of a response weighs: n / T of the responses in its group that share its sign of A.
+
+        L_group = sum_signs (n / responses) mean,   mean of L_t over the T tokens of the n responses with this sign
+
+    Balanced Aggregation (arXiv:2605.04077). Tokens of one sign weigh the same, and signs weigh as in a sequence mean,
+    however long their responses are. Groups weigh by their responses, those with A = 0 are a set of their own, and
+    responses without a token do not count.
+    """
+    sets = 3 * groups.long() + 1 + (advantages > 0).long() - (advantages < 0).long()
+    responses, tokens = (sets.bincount(weights=x.double()) for x in (lengths > 0, lengths))
+    return (responses / tokens.clamp(min=1))[sets].to(advantages.dtype)
+
+
+def given_weights(loss_weights: Tensor | None) -> Tensor:
+    """The weights of `balanced`, if they are there."""
+    if loss_weights is None:
+        raise ValueError(
+            "loss_weights=None, but reduction='balanced' weighs a token by its whole group, of which one call may hold "
+            "a part. Pass to_tokens(balanced_weights(advantages, lengths, groups), mask) of all responses."
+        )
+    return loss_weights
 
 
 def sequence_sums(

@@ -32,6 +32,7 @@ class Tokens:
     mask: Tensor  # bool
     sequence_ids: Tensor | None = None  # which response each packed token belongs to
     uses: Tensor | None = None  # integers: how often each token was trained on before
+    loss_weights: Tensor | None = None  # of a balanced loss (reduction.py)
 
     def __post_init__(self) -> None:
         swapped = self.given_behavior_logprobs.requires_grad and not self.given_logprobs.requires_grad

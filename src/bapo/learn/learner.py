@@ -33,8 +33,10 @@ from bapo.core.brake import DRIFT_SUMS
 from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
+from bapo.core.peers import has_fallen
 from bapo.core.reduction import denominator_of, reduce_tokens
 from bapo.core.settings import BRAKES
+from bapo.core.tokens import Tokens
 from bapo.learn.diagnostics import Output, of_all_ranks, response_ess, update_metrics
 from bapo.learn.forward import allow_deterministic_products, can_pack, deterministic
 from bapo.learn.head import Predicted, WholeModel
@@ -343,8 +345,19 @@ class Learner:
 
     @torch.no_grad()
     def _table(self, batch: TokenBatch, logprobs: Tensor, settings: LearnerSettings) -> Tensor:
+        batch = self._masked(batch, logprobs)
         tokens = logprobs, batch.behavior_logprobs, batch.advantages, _every(batch)
         return update_table(*tokens, settings.clip, uses=batch.uses if settings.needs_uses else None)
+
+    def _masked(self, batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
+        """The batch with advantage 0 for tokens that learn.opsm masks."""
+        if self.settings.opsm is None:
+            return batch
+        tokens = Tokens(logprobs, batch.behavior_logprobs, batch.advantages, _every(batch), batch.sequence_ids)
+        masked = has_fallen(tokens, self.settings.opsm)
+        if self.settings.opsm_on == "used":
+            masked &= batch.uses.bool()
+        return replace(batch, advantages=batch.advantages.masked_fill(masked, 0.0))
 
     def _bounds(self, table: Tensor, settings: LearnerSettings) -> ClipBounds:
         """The bounds of an update, with the brake where an earlier update puts it if that decides."""
@@ -367,6 +380,7 @@ class Learner:
             table = self._table(batch, logprobs.detach(), settings)
             table = summed(table, self.ranks) if settings.solves_over_update else table
             bounds, solves = self._bounds(table, settings), False
+        batch = self._masked(batch, logprobs.detach())
         with deterministic(self.device):
             result = policy_loss(
                 logprobs,
@@ -380,6 +394,7 @@ class Learner:
                 denominator=denominator,
                 sequence_ids=batch.sequence_ids,
                 uses=batch.uses if settings.needs_uses else None,
+                loss_weights=batch.loss_weights if settings.reduction == "balanced" else None,
                 process_group=self.ranks if solves and settings.solves_over_update else None,
                 **({} if settings.objective in BRAKES else settings.options),
             )
@@ -392,6 +407,7 @@ class Learner:
         """What leaving the reference costs: k3 of the same tokens, averaged as the policy loss is."""
         values = k3(logprobs, cast(Tensor, batch.reference_logprobs))
         options: dict[str, Any] = {"denominator": denominator, "sequence_ids": batch.sequence_ids}
+        options["loss_weights"] = batch.loss_weights
         return self.settings.kl * reduce_tokens(values, _every(batch), self.settings.reduction, **options)
 
     def _metrics(self, outputs: Sequence[Output], settings: LearnerSettings, grad_norm: Tensor) -> Metrics:

@@ -64,6 +64,10 @@ class LearnerSettings:
     """Whether masters and moments are kept in the host's memory. For 16-bit weights on one GPU."""
     anchor_limit: float = math.inf
     """The largest mean gap between both log-probs of fresh tokens, in nats, with which an update is taken."""
+    opsm: float | None = None
+    """Delta of off-policy sequence masking beside any objective (`bapo.core.peers.opsm`); None: off."""
+    opsm_on: Literal["used", "all"] = "all"
+    """Which tokens it masks: those that were trained on before, or all."""
     kl: float = 0.0
     """The weight of the penalty for leaving the reference (`reference.py`), which is added to the policy loss."""
     kept_caches: bool = False
@@ -85,6 +89,7 @@ class LearnerSettings:
         if not (self.kl >= 0 and math.isfinite(self.kl)):
             raise ValueError(f"learn.kl={self.kl} must be a finite number, 0 or above. 0 turns the penalty off.")
         require_choice("scope", self.scope, ("update", "microbatch"))
+        require_choice("opsm_on", self.opsm_on, ("used", "all"))
         require_choice("sensor", self.sensor, ("update", "previous"))
         for name, option in self.options.items():
             if isinstance(option, float) and not math.isfinite(option):

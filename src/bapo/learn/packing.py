@@ -1,6 +1,7 @@
 """Turns groups of responses, or demonstrations, into micro-batches of tensors.
 
-Advantages are computed here, once per update, within each group and over all of its responses. Sequences are sorted by
+Advantages, and the weights of a balanced loss, are computed here, once per update, within each group and over all of
+its responses. Sequences are sorted by
 length, laid end to end and cut into micro-batches of at most `micro_tokens` places: rows x longest for a forward pass
 that pads, the sum of the lengths for one that does not (see forward.py). The result does not depend on where the cuts
 fall: bounds and denominators belong to the whole update.
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bapo.core.advantages import ADVANTAGES
+from bapo.core.reduction import balanced_weights
 from bapo.types import Group, TokenBatch, Trajectory
 
 Part = tuple[int, int]
@@ -49,13 +51,12 @@ def pack(
     rewards = [t.learning_reward for group in groups for t in group.trajectories]
     if any(reward is None for reward in rewards):
         raise ValueError("a response without a reward reached the learner. Score every group before you add it.")
-    owners = [i for i, group in enumerate(groups) for _ in group.trajectories]
-    advantages = ADVANTAGES[estimator](
-        torch.tensor(rewards, dtype=torch.float32), torch.tensor(owners, dtype=torch.int64)
-    ).advantages
+    owners = torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories])
+    advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), owners).advantages
+    trajectories = [t for group in groups for t in group.trajectories]
+    weights = balanced_weights(advantages, torch.tensor([len(t.tokens) for t in trajectories]), owners)
     uses = [group.uses for group in groups for _ in group.trajectories]
-    trajectories = (t for group in groups for t in group.trajectories)
-    rows = list(zip(trajectories, advantages.tolist(), uses, strict=True))
+    rows = list(zip(trajectories, advantages.tolist(), weights.tolist(), uses, strict=True))
     return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
 
 
@@ -67,7 +68,7 @@ def pack_demonstrations(
     padded: bool = True,
     part: Part = ALL,
 ) -> list[TokenBatch]:
-    """The same for responses that no policy sampled. Their log-probs, advantages, versions and uses are zeros."""
+    """The same for responses that no policy sampled. All else about their tokens is zeros."""
     rows = [_unsampled(prompt, response) for prompt, response in demonstrations]
     return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
 
@@ -92,6 +93,7 @@ def empty_batch(device: torch.device) -> TokenBatch:
         advantages=nothing.float(),
         versions=nothing,
         uses=nothing,
+        loss_weights=nothing.float(),
     )
 
 
@@ -99,12 +101,12 @@ def _length(trajectory: Trajectory) -> int:
     return len(trajectory.prompt) + len(trajectory.tokens)
 
 
-Row = tuple[Trajectory, float, int]  # a response, its advantage and its uses
+Row = tuple[Trajectory, float, float, int]  # a response, its advantage, the weight of its tokens and its uses
 
 
 def _unsampled(prompt: Sequence[int], response: Sequence[int]) -> Row:
     nothing, version = [0.0] * len(response), [0] * len(response)
-    return Trajectory(list(prompt), 0, list(response), nothing, nothing, version), 0.0, 0
+    return Trajectory(list(prompt), 0, list(response), nothing, nothing, version), 0.0, 0.0, 0
 
 
 def _taken(rows: list[Row], part: Part) -> list[Row]:
@@ -136,7 +138,7 @@ def _cut(rows: list[Row], micro_tokens: int, *, padded: bool) -> list[list[Row]]
 
 
 def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
-    trajectories = [trajectory for trajectory, _, _ in rows]
+    trajectories = [trajectory for trajectory, *_ in rows]
     lengths = np.array([_length(t) for t in trajectories])
     counts = np.array([len(t.tokens) for t in trajectories])  # response tokens of each
     ends = lengths.cumsum()
@@ -153,17 +155,18 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
             np.fromiter(chain.from_iterable(t.tokens for t in trajectories), np.int64, int(counts.sum())),
             np.repeat((counts > 0).cumsum() - 1, counts),
             np.fromiter(chain.from_iterable(t.versions for t in trajectories), np.int64, int(counts.sum())),
-            np.repeat(np.array([uses for _, _, uses in rows], dtype=np.int64), counts),
+            np.repeat(np.array([uses for *_, uses in rows], dtype=np.int64), counts),
         ],
         device,
     )
     input_ids, position_ids, offsets, predicts, targets, sequence_ids, versions, uses = integers
     referred = all(len(t.reference_logprobs) == len(t.tokens) for t in trajectories)
     known = [t.reference_logprobs for t in trajectories] if referred else []
-    behavior_logprobs, advantages, reference_logprobs = _ship(
+    behavior_logprobs, advantages, loss_weights, reference_logprobs = _ship(
         [
             np.fromiter(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
-            np.repeat(np.array([advantage for _, advantage, _ in rows], dtype=np.float32), counts),
+            np.repeat(np.array([advantage for _, advantage, *_ in rows], dtype=np.float32), counts),
+            np.repeat(np.array([weight for *_, weight, _ in rows], dtype=np.float32), counts),
             np.fromiter(chain.from_iterable(known), np.float32, int(counts.sum()) if referred else 0),
         ],
         device,
@@ -181,6 +184,7 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
         versions=versions,
         uses=uses,
         reference_logprobs=reference_logprobs if referred else None,
+        loss_weights=loss_weights,
     )
 
 

@@ -108,6 +108,8 @@ def learner_settings(config: Config) -> LearnerSettings:
         ess_reference=learn.ess_reference,
         float32_head=config.model.float32_head,
         anchor_limit=learn.anchor_limit,
+        opsm=learn.opsm,
+        opsm_on=learn.opsm_on,
         kl=learn.kl,
         kept_caches=config.offpolicy.partial_cache == "keep",
     )

@@ -33,6 +33,7 @@ def test_every_name_leads_to_a_key_that_exists_and_none_is_listed_twice():
         ("max_prompt_length", "In TRL and verl, max_prompt_length is what task.max_prompt_tokens is here."),
         ("clip_ratio_low", "low = 1 - epsilon"),
         ("learn.beta", "In TRL, beta is what learn.kl is here."),
+        ("off_policy_mask_threshold", "In TRL, off_policy_mask_threshold is what learn.opsm is here."),
         ("kl_loss_coef", "In verl, kl_loss_coef is what learn.kl is here."),
         ("kl_coef", "No penalty is taken from rewards here."),
         ("num_iterations", "offpolicy.reuse"),

@@ -180,6 +180,8 @@ def poke(name, value):
         (replace("objective", lambda _: "grop"), "objective='grop' is not known. Did you mean 'grpo'"),
         (replace("reduction", lambda _: "mean"), "reduction='mean' is not known"),
         (replace("reduction", lambda _: "fixed_length"), "length=None, but reduction='fixed_length'"),
+        (replace("reduction", lambda _: "balanced"), "loss_weights=None, but reduction='balanced' weighs a token by"),
+        (replace("loss_weights", lambda _: torch.ones(6, 20)), "loss_weights= are those of reduction='balanced'"),
     ],
 )
 def test_bad_input_says_what_why_and_what_to_do(change, message):
@@ -192,6 +194,7 @@ def test_bad_input_says_what_why_and_what_to_do(change, message):
         "mask": mask,
         "objective": "bapo",
         "reduction": "token_mean",
+        "loss_weights": None,
     }
     change(arguments)
     with pytest.raises(ValueError, match=message):

@@ -86,11 +86,13 @@ def test_objectives_with_one_pair_of_bounds(kernels, dtype, options):
 
 
 @pytest.mark.parametrize("denominator", [None, 77, torch.tensor(77.0, dtype=torch.float64)], ids=["none", "int", "0-d"])
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length", "balanced"])
 def test_reductions_and_denominators(kernels, reduction, denominator):
     options = {"objective": "clip_higher", "reduction": reduction, "length": 50, "denominator": denominator}
-    compare(kernels, batch(), sequence_ids=IDS, **options)
-    compare(kernels, [x.view(5, 40) for x in batch()], **options)
+    weights = torch.where(batch()[3], torch.linspace(0.1, 2.0, 200), torch.nan) if reduction == "balanced" else None
+    compare(kernels, batch(), sequence_ids=IDS, loss_weights=weights, **options)
+    rows = None if weights is None else weights.view(5, 40)
+    compare(kernels, [x.view(5, 40) for x in batch()], loss_weights=rows, **options)
 
 
 def test_metrics_that_need_clean_tokens(kernels):

@@ -65,6 +65,7 @@ def test_packing_by_hand():
     assert batch.targets.tolist() == [8, 9, 10, 1, 7, 1]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.advantages.tolist() == [-0.5] * 4 + [0.5] * 2
+    assert batch.loss_weights.tolist() == [0.25] * 4 + [0.5] * 2
     assert batch.behavior_logprobs.tolist() == pytest.approx([-1.8, -1.9, -2.0, -1.1, -1.7, -1.1])
     assert batch.versions.tolist() == [2] * 6
     assert batch.uses.tolist() == [0] * 6
@@ -90,7 +91,7 @@ def test_responses_without_a_token_take_no_number():
 
 
 @pytest.mark.parametrize("micro_tokens", [8, 1000])
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "balanced"])
 def test_responses_without_a_token_do_not_stop_an_update(reduction, micro_tokens):
     """It is the update of the same responses without them, if the advantages are the same."""
     start, problem = model(), Problem("p", "", None)
@@ -182,7 +183,7 @@ def same_update(ours, theirs, limits):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length", "balanced"])
 @pytest.mark.parametrize(
     ("objective", "clip"),
     [
@@ -222,6 +223,137 @@ def test_an_update_does_not_depend_on_how_it_is_cut(objective, clip, reduction):
     whole, limits = updated(learner_of_it()), carried(updated, given=learner_of_it, draws=2)
     for micro_tokens in (60, 1):
         same_update(updated(learner_of_it(), micro_tokens), whole, limits)
+
+
+def literal_logprobs(start, trajectory, temperature, dtype=torch.float64):
+    """Log-probs of a response from the logits of the model itself, one token at a time, in float64."""
+    logits = start(torch.tensor([trajectory.prompt + trajectory.tokens])).logits[0].to(dtype) / temperature
+    places = range(len(trajectory.prompt) - 1, len(logits) - 1)
+    return torch.stack(
+        [logits[p][token] - logits[p].logsumexp(0) for p, token in zip(places, trajectory.tokens, strict=True)]
+    )
+
+
+def literal_balanced_loss(start, groups):
+    """GRPO's clip at 0.8 and 1.2, averaged as balanced, with A = R - mean: one set of responses after the other."""
+    total, responses = 0.0, 0
+    for group in groups:
+        mean = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+        responses += len(group.trajectories)
+        for members in ([t for t in group.trajectories if (t.reward > mean) is sign] for sign in (True, False)):
+            losses = []
+            for t in members:
+                for now, sampled in zip(literal_logprobs(start, t, 0.8), t.behavior_logprobs, strict=True):
+                    ratio, advantage = (now - sampled).exp(), t.reward - mean
+                    losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+            if losses:
+                total = total + len(members) * torch.stack(losses).mean()
+    return total / responses
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(("micro_tokens", "cuts"), [(10_000, 1), (90, 2), (60, 3)])
+def test_a_balanced_loss_and_its_gradient_are_those_of_a_literal_loop(micro_tokens, cuts):
+    start = model()
+    groups = sampled_groups(start)
+    with torch.no_grad():
+        for parameter in start.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    options = {"objective": "grpo", "advantages": "dr_grpo", "reduction": "balanced", "temperature": 0.8}
+    settings = LearnerSettings(micro_tokens=micro_tokens, **options)
+    exact = copy.deepcopy(start).double()
+    loss = literal_balanced_loss(exact, groups)
+    loss.backward()
+    gradient = sum(float(p.grad.square().sum()) for p in exact.parameters()) ** 0.5
+
+    def learner_of_it():
+        return Learner(copy.deepcopy(start), settings)
+
+    def told(learner):
+        metrics = learner.step(groups).metrics
+        return {name: metrics[name] for name in ("loss", "grad_norm")}
+
+    packed = learner_of_it().packed
+    assert len(pack(groups, estimator="dr_grpo", micro_tokens=micro_tokens, device=CPU, padded=not packed)) == cuts
+    found, limits = told(learner_of_it()), carried(told, given=learner_of_it)
+    for name, value in (("loss", loss.item()), ("grad_norm", gradient)):
+        limit = limits[name] + rounding(4, value)
+        assert found[name] == pytest.approx(value, rel=0, abs=limit)
+        assert limit < 1e-2 * value
+
+
+def moved_on(start, size=0.05):
+    """The same model after some updates, so that responses have risen and fallen."""
+    moved = copy.deepcopy(start)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    return moved
+
+
+OPSM = LearnerSettings(opsm=0.02, temperature=0.8, advantages="dr_grpo", micro_tokens=10_000)
+
+
+@pytest.mark.parametrize("opsm_on", ["all", "used"])
+def test_opsm_beside_grpo_is_the_objective_opsm(opsm_on):
+    start = model()
+    groups = [replace(group, uses=group.id % 2) for group in sampled_groups(start)]
+    used_only = {"used_only": 1} if opsm_on == "used" else {}
+    found, kept = [], []
+    for settings in (
+        replace(OPSM, objective="grpo", opsm_on=opsm_on),
+        replace(OPSM, objective="opsm", opsm=None, options={"delta": 0.02, **used_only}),
+        replace(OPSM, objective="grpo", opsm=None),
+    ):
+        learner = Learner(moved_on(start), settings)
+        metrics = learner.step(groups).metrics
+        found.append([metrics[name] for name in ("loss", "grad_norm")])
+        kept.append(gradients_kept(learner))
+    assert found[0] == found[1] != found[2]
+    assert all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip": ClipSettings(target_share=0.55)},
+        {"clip": ClipSettings(target_share=0.55, brake=0.05), "sensor": "update"},
+        {"objective": "push_once", "opsm_on": "used"},
+        {"objective": "brake", "sensor": "update"},
+        {"objective": "gspo", "reduction": "balanced"},
+    ],
+)
+def test_opsm_is_advantage_0_for_negative_responses_that_have_fallen(options):
+    """Whatever the objective and however the update is cut: bounds, drift, loss and gradient know no dropped token."""
+    start = model()
+    groups = [replace(group, uses=group.id % 2) for group in sampled_groups(start)]
+    settings, moved = replace(OPSM, **options), moved_on(start)
+    batch = pack(groups, estimator="dr_grpo", micro_tokens=10_000, device=CPU)[0]
+    with torch.no_grad():
+        logprobs = Learner(moved, settings).logprobs(batch)[0]
+    advantages, dropped = batch.advantages.clone(), 0
+    for id in range(int(batch.sequence_ids.max()) + 1):
+        here = batch.sequence_ids == id
+        fallen = (batch.behavior_logprobs - logprobs)[here].double().mean()
+        used = settings.opsm_on == "all" or bool(batch.uses[here].any())
+        if advantages[here][0] < 0 and fallen > 0.02 and used:
+            advantages[here] = 0.0
+            dropped += 1
+    assert 0 < dropped < len(groups) * 2
+    plain = replace(settings, opsm=None, opsm_on="all")
+
+    def learner_of_it():
+        return Learner(copy.deepcopy(moved), plain)
+
+    def updated(learner, batches=None):
+        update = learner.step_on(batches or [replace(batch, advantages=advantages)])
+        return update.metrics, gradients_kept(learner)
+
+    expected, limits = updated(learner_of_it()), carried(updated, given=learner_of_it, draws=2)
+    for micro_tokens in (10_000, 60):
+        batches = pack(groups, estimator="dr_grpo", micro_tokens=micro_tokens, device=CPU)
+        same_update(updated(Learner(copy.deepcopy(moved), settings), batches), expected, limits)
 
 
 def test_m2po_refuses_a_cut_update():

@@ -15,7 +15,7 @@ from bapo.learn.reference import Reference, initial
 from bapo.models.layers import LoraSettings, add_lora
 from bapo.types import group_from_state, group_state
 from tests.rounding import carried
-from tests.unit.learn.test_learner import CPU, model, sampled_groups
+from tests.unit.learn.test_learner import CPU, literal_logprobs, model, sampled_groups
 
 SETTINGS = LearnerSettings(objective="grpo", temperature=0.8, lr=1e-2, kl=0.5, micro_tokens=60)
 
@@ -39,15 +39,6 @@ def with_additions(seed=0):
     start = model(seed)
     add_lora(start, LoraSettings(rank=4), seed=1)
     return start
-
-
-def literal_logprobs(start, trajectory, temperature, dtype=torch.float64):
-    """Log-probs of a response from the logits of the model itself, one token at a time, in float64."""
-    logits = start(torch.tensor([trajectory.prompt + trajectory.tokens])).logits[0].to(dtype) / temperature
-    places = range(len(trajectory.prompt) - 1, len(logits) - 1)
-    return torch.stack(
-        [logits[p][token] - logits[p].logsumexp(0) for p, token in zip(places, trajectory.tokens, strict=True)]
-    )
 
 
 def literal_penalty(start, groups, reduction, length=None):

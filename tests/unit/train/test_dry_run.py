@@ -219,6 +219,10 @@ def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_i
     assert "\neval       before and after training; temperature 1, before and after also 0 and 0.6\n" in said
     assert "\nlog        wandb; project mine\n" in said
     assert len(said.splitlines()) <= 24
+    words = ["--learn.reduction", "balanced", "--learn.opsm", "0.1", "--learn.opsm-on", "used"]
+    assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
+    masked = "negative responses masked from a fall of 0.1 on (used tokens)"
+    assert f"balanced loss, grpo advantages, {masked}\n" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_a_cluster_shows_its_processes_and_what_they_need(capsys, monkeypatch):
