@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from bapo import cli
 from bapo.config.errors import PlaceError
 from bapo.evaluate.directory import opened as evaluation
-from bapo.models.export import _fresh
+from bapo.models.export import _whole
 from bapo.runs import files, history
 from bapo.runs.write import FILES, FOLDERS, LOGS, RunDirectory
 from bapo.train.run import start
@@ -270,7 +270,11 @@ def test_files_are_opened_as_themselves_or_not_at_all(outside, tmp_path):
         with pytest.raises(PlaceError, match="folder is a"):
             files.folder(tmp_path / "run" / "folder")
         if kind.startswith("link"):
-            assert _fresh(tmp_path / "run" / "folder").is_dir()
+            put(tmp_path / "run" / "folder.partial", kind, outside)
+            with _whole(tmp_path / "run" / "folder", "a card") as partial:
+                (partial / "weights").touch()
+            assert not (tmp_path / "run" / "folder").is_symlink()
+            assert {path.name for path in (tmp_path / "run" / "folder").iterdir()} == {"weights", "README.md"}
     assert unchanged(outside)
 
 
