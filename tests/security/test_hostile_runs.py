@@ -374,6 +374,7 @@ def test_malformed_states_are_refused_with_words(half_done, capsys):
         ("scheduler/groups/0/problem/answer", {"numbers": [1]}),
         ("scheduler/groups/0/problem", {}),
         ("scheduler/groups/0", group),
+        ("scheduler/groups/0/trajectories", []),
         ("scheduler/next_id", 10**12),
         ("scheduler/version", 10**6),
         ("buffer/totals/adds", None),
@@ -385,6 +386,11 @@ def test_malformed_states_are_refused_with_words(half_done, capsys):
         ("progress/step", -3),
         ("progress/step", 0),
         ("progress/groups", 3),
+        ("progress/failing", {}),
+        ("progress/failing/groups", "x"),
+        ("progress/failing/cause", 3),
+        ("progress/failing/later", 3),
+        ("progress/windows", ["x"]),
     ):
         changed = json.loads(json.dumps(sound))
         *way, last = [int(key) if key.isdigit() else key for key in place.split("/")]
