@@ -77,8 +77,10 @@ def offences(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if DANGEROUS & set(a.name.split(".")))
         elif isinstance(node, ast.ImportFrom):
-            bad = DANGEROUS | OPENS_A_PICKLE | ({"load"} if node.module in ("torch", "numpy") else set())
-            names = {*(node.module or "").split("."), *(a.name for a in node.names)} & bad
+            module = node.module or ""
+            bad = DANGEROUS | OPENS_A_PICKLE | ({"load"} if module in ("torch", "numpy") else set())
+            bad |= {"save", "async_save"} if module.startswith("torch.distributed.checkpoint") else set()
+            names = {*module.split("."), *(a.name for a in node.names)} & bad
             yield from ((node.lineno, name) for name in names)
         elif isinstance(node, ast.Attribute) and (
             node.attr in OPENS_A_PICKLE or ast.unparse(node) in ("torch.load", "torch.serialization.load")
@@ -94,6 +96,9 @@ def offences(source):
                     yield node.lineno, key.arg
             named = {key.arg for key in node.keywords}
             whole = ast.unparse(node.func)
+            alone = [ast.unparse(key.value) for key in node.keywords if key.arg == "no_dist"]
+            if named & {"storage_reader", "storage_writer"} and alone != ["True"]:  # ranks would gather their plans
+                yield node.lineno, "a distributed checkpoint"
             if whole in ("np.load", "numpy.load") and "allow_pickle" not in named:
                 yield node.lineno, "np.load without allow_pickle"
 
@@ -106,7 +111,9 @@ def offences(source):
         *("dist.all_gather_object(a, b)", "dist.broadcast_object_list(a)", "dist.scatter_object_list(a, b)"),
         *("torch.distributed.gather_object(a)", "torch.load(f)", "load = torch.load", "np.load(f)", "eval('1')"),
         *("np.load(f, allow_pickle=True)", "np.load(f, allow_pickle=yes)", "open(trust_remote_code=True)"),
-        *("from torch import load", "from numpy import load"),
+        *("from torch import load", "from numpy import load", "load(a, storage_reader=b, process_group=c)"),
+        *("load(a, storage_reader=b, no_dist=c)", "dcp.save(a, storage_writer=b)"),
+        "from torch.distributed.checkpoint.state_dict_saver import save",
     ],
 )
 def test_the_search_below_finds(line):
