@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.distributed import distributed_c10d
 
 from bapo.cli import main
 
@@ -82,6 +83,17 @@ def started_together(ranks, *arguments, log, largest_file=None):
 def in_ranks(work, ranks, *arguments):
     """Call `work(rank, *arguments)` in so many forks at once. An error in one of them is raised here."""
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
+
+
+def opens_no_pickle(monkeypatch):
+    """From here on, torch.distributed can neither make nor open the pickle of an object."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a rank exchanges a pickle")
+
+    for name in ("_object_to_tensor", "_tensor_to_object"):
+        assert hasattr(distributed_c10d, name)
+        monkeypatch.setattr(distributed_c10d, name, refuse)
 
 
 def _ended(path, arguments, **options):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.processes import in_ranks
+from tests.processes import in_ranks, opens_no_pickle
 from tests.rounding import carried
 from tests.sharded import alone, gradients, groups, joined, leave, sharded, weights
 
@@ -52,6 +52,12 @@ def continued(learner, directory):
 
 
 def save_and_load(rank, size, directory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        opens_no_pickle(monkeypatch)
+        save_and_load_all(rank, size, directory)
+
+
+def save_and_load_all(rank, size, directory):
     ranks = joined(rank, size, directory, name=f"meeting{size}")
     found = {}
     for case in CASES:

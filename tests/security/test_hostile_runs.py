@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from bapo import cli
 from bapo.config.errors import PlaceError
 from bapo.evaluate.directory import opened as evaluation
-from bapo.models.export import _fresh
+from bapo.models.export import _whole
 from bapo.runs import files, history
 from bapo.runs.write import FILES, FOLDERS, LOGS, RunDirectory
 from bapo.train.run import start
@@ -270,7 +270,11 @@ def test_files_are_opened_as_themselves_or_not_at_all(outside, tmp_path):
         with pytest.raises(PlaceError, match="folder is a"):
             files.folder(tmp_path / "run" / "folder")
         if kind.startswith("link"):
-            assert _fresh(tmp_path / "run" / "folder").is_dir()
+            put(tmp_path / "run" / "folder.partial", kind, outside)
+            with _whole(tmp_path / "run" / "folder", "a card") as partial:
+                (partial / "weights").touch()
+            assert not (tmp_path / "run" / "folder").is_symlink()
+            assert {path.name for path in (tmp_path / "run" / "folder").iterdir()} == {"weights", "README.md"}
     assert unchanged(outside)
 
 
@@ -370,6 +374,7 @@ def test_malformed_states_are_refused_with_words(half_done, capsys):
         ("scheduler/groups/0/problem/answer", {"numbers": [1]}),
         ("scheduler/groups/0/problem", {}),
         ("scheduler/groups/0", group),
+        ("scheduler/groups/0/trajectories", []),
         ("scheduler/next_id", 10**12),
         ("scheduler/version", 10**6),
         ("buffer/totals/adds", None),
@@ -381,6 +386,11 @@ def test_malformed_states_are_refused_with_words(half_done, capsys):
         ("progress/step", -3),
         ("progress/step", 0),
         ("progress/groups", 3),
+        ("progress/failing", {}),
+        ("progress/failing/groups", "x"),
+        ("progress/failing/cause", 3),
+        ("progress/failing/later", 3),
+        ("progress/windows", ["x"]),
     ):
         changed = json.loads(json.dumps(sound))
         *way, last = [int(key) if key.isdigit() else key for key in place.split("/")]

@@ -77,8 +77,10 @@ def offences(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if DANGEROUS & set(a.name.split(".")))
         elif isinstance(node, ast.ImportFrom):
-            bad = DANGEROUS | OPENS_A_PICKLE | ({"load"} if node.module in ("torch", "numpy") else set())
-            names = {*(node.module or "").split("."), *(a.name for a in node.names)} & bad
+            module = node.module or ""
+            bad = DANGEROUS | OPENS_A_PICKLE | ({"load"} if module in ("torch", "numpy") else set())
+            bad |= {"save", "async_save"} if module.startswith("torch.distributed.checkpoint") else set()
+            names = {*module.split("."), *(a.name for a in node.names)} & bad
             yield from ((node.lineno, name) for name in names)
         elif isinstance(node, ast.Attribute) and (
             node.attr in OPENS_A_PICKLE or ast.unparse(node) in ("torch.load", "torch.serialization.load")
@@ -94,6 +96,9 @@ def offences(source):
                     yield node.lineno, key.arg
             named = {key.arg for key in node.keywords}
             whole = ast.unparse(node.func)
+            alone = [ast.unparse(key.value) for key in node.keywords if key.arg == "no_dist"]
+            if named & {"storage_reader", "storage_writer"} and alone != ["True"]:  # ranks would gather their plans
+                yield node.lineno, "a distributed checkpoint"
             if whole in ("np.load", "numpy.load") and "allow_pickle" not in named:
                 yield node.lineno, "np.load without allow_pickle"
 
@@ -106,7 +111,9 @@ def offences(source):
         *("dist.all_gather_object(a, b)", "dist.broadcast_object_list(a)", "dist.scatter_object_list(a, b)"),
         *("torch.distributed.gather_object(a)", "torch.load(f)", "load = torch.load", "np.load(f)", "eval('1')"),
         *("np.load(f, allow_pickle=True)", "np.load(f, allow_pickle=yes)", "open(trust_remote_code=True)"),
-        *("from torch import load", "from numpy import load"),
+        *("from torch import load", "from numpy import load", "load(a, storage_reader=b, process_group=c)"),
+        *("load(a, storage_reader=b, no_dist=c)", "dcp.save(a, storage_writer=b)"),
+        "from torch.distributed.checkpoint.state_dict_saver import save",
     ],
 )
 def test_the_search_below_finds(line):
@@ -209,11 +216,73 @@ def test_a_reward_function_is_found_after_what_is_installed(tmp_path, monkeypatc
     ran = laid(tmp_path)
     (tmp_path / "my_own_reward.py").write_text("import json, wave\nscore = len")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     assert file_of("my_own_reward:score") == str(tmp_path / "my_own_reward.py")
     assert "my_own_reward" not in sys.modules
     assert find_function("my_own_reward:score") is len
-    assert sys.path[-1] == str(tmp_path)
+    assert str(tmp_path) not in sys.path
+    assert ran() == []
+
+
+OPTIONAL = ("asked_at_import", "asked_in_a_call", "asked_by_name", "asked_by_c", "asked_later")
+LIBRARY = """
+import importlib
+try: import asked_at_import
+except ImportError: pass
+def use():
+    try: import asked_in_a_call
+    except ImportError: pass
+    try: importlib.import_module("asked_by_name")
+    except ImportError: pass
+    return importlib.util.find_spec("asked_later") is None
+"""
+REWARD = """
+import next_to_it, a_library, in_a_folder.part
+def score(response, answer):
+    import found_in_a_call
+    from in_a_folder import lazy
+    try: __import__("asked_by_c")  # as a library in C does, which has no frame
+    except ImportError: pass
+    return {"reward": a_library.use() + next_to_it.VALUE + found_in_a_call.VALUE + lazy.VALUE}
+"""
+
+
+def laid_beside(directory, name):
+    """A reward function of the user's with its own modules, a library elsewhere, and files it may find there."""
+    for module in ("next_to_it", "found_in_a_call"):
+        (directory / f"{name}_{module}.py").write_text("import wave\nVALUE = 1")
+    (directory / f"{name}_in_a_folder").mkdir()
+    for module in ("__init__", "part"):
+        (directory / f"{name}_in_a_folder/{module}.py").touch()
+    (directory / f"{name}_in_a_folder/lazy.py").write_text(f"from {name}_next_to_it import VALUE")
+    (directory / "installed").mkdir()
+    (directory / f"installed/{name}_a_library.py").write_text(LIBRARY)
+    own = REWARD
+    for module in ("next_to_it", "found_in_a_call", "in_a_folder", "a_library"):
+        own = own.replace(module, f"{name}_{module}")
+    (directory / f"{name}.py").write_text(own)
+
+
+def test_no_library_finds_its_optional_parts_beside_a_reward_function(tmp_path, monkeypatch):
+    ran = laid(tmp_path, *OPTIONAL)
+    laid_beside(tmp_path, "mine_alone")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "installed")])
+    score = find_function("mine_alone:score")
+    for _ in range(2):
+        assert score("", "") == {"reward": 4}
+    for name in OPTIONAL:
+        with pytest.raises(ModuleNotFoundError):
+            __import__(name)
+    assert ran() == []
+
+
+def test_no_library_finds_its_optional_parts_beside_a_verifier_in_a_process_of_its_own(tmp_path, monkeypatch):
+    ran = laid(tmp_path, *OPTIONAL)
+    laid_beside(tmp_path, "mine_apart")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path / "installed")])
+    with VerifierPool("mine_apart:score", workers=1) as pool:
+        assert pool.scores([("72", "")]) == [Score(4.0)]
     assert ran() == []
 
 

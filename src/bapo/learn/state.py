@@ -5,8 +5,8 @@ weights are frozen (low-rank additions), the frozen ones are read again from mod
 fingerprint of them, so that additions are never applied to a model other than the one they were trained on.
 
 A sharded learner writes torch's distributed checkpoints (DCP), which any number of ranks can read. Every rank writes
-its shards into a safetensors file of its own, in which DCP also notes where each shard belongs. Nothing is pickled.
-Tensors have the names of parameters, so a checkpoint does not depend on their order:
+its shards into a safetensors file of its own, which also notes where each shard belongs. Nothing is pickled, neither in
+files nor between ranks. Tensors have the names of parameters, so a checkpoint does not depend on their order:
 
     weight.NAME                     the float32 weight (the master, where passes run in 16 bits)
     exp_avg.NAME, exp_avg_sq.NAME   AdamW's moments, and step.NAME, how many there were; absent before the first update
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bapo.learn.health import check_state, mine
 from bapo.learn.optimizer import Optimizer
-from bapo.learn.ranks import Ranks, summed
+from bapo.learn.ranks import Ranks, from_all_texts, summed
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 FINGERPRINT = "frozen.fingerprint"
@@ -118,30 +117,37 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def save_sharded(directory: Path, model: Any, optimizer: Optimizer, noted: dict[str, Tensor], ranks: Ranks) -> None:
-    """Write this rank's shards. All ranks must call this; an error on one of them is raised on all."""
+    """Write this rank's shards. All ranks must call this; an error on one of them is raised on all.
+
+    The first rank also writes what all of them have whole.
+    """
     state = _state(model, optimizer, ranks) | noted
     check_state(state, ranks)
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    rank = 0 if ranks is None else ranks.rank()
+    parts = {name: tensor for name, tensor in state.items() if rank == 0 or isinstance(tensor, DTensor)}
+    shards, places = {}, {}
+    for item in create_default_local_save_plan(parts, is_coordinator=rank == 0).items:
+        name, shard = item.index.fqn, mine(parts[item.index.fqn])
+        if rank == 0 or shard.numel():
+            shards[name], places[name] = shard.contiguous(), {"saved_offsets": list(item.index.offset or ())}
+    file = directory / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+    notes = {"DCP_SHARDING_INFO": json.dumps(places)}  # safetensors would write several in a random order
+    _together(lambda: save_file(shards, file, notes), ranks, OSError, f"write its shards to {directory}")
+
+
+def _together(work: Callable[[], None], ranks: Ranks, kind: type[Exception], what: str) -> None:
+    """Let every rank do its part. An error of this kind is raised on all of them if one cannot.
+
+    They tell each other in bytes. What DCP has for several ranks exchanges pickles.
+    """
+    failure, told = None, ""
     try:
-        save(state, storage_writer=writer, process_group=ranks)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"rank {rank} could not write its shards to {directory}: {cause}") from error
-    number = 1 if ranks is None else ranks.rank() + 1
-    for shard in directory.glob(f"shard-{number:05d}-*.safetensors"):
-        _sort_notes(shard)
-
-
-def _sort_notes(shard: Path) -> None:
-    """Sort what DCP notes in the header of a file, in place: safetensors writes it in a random order."""
-    with shard.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, f"the header of {shard} has {length} bytes, and sorted {len(text)}"
-        file.seek(8)
-        file.write(text.ljust(length))
+        work()
+    except Exception as error:
+        failure, told = error, f"{type(error).__name__}: {error}"
+    for rank, text in enumerate(from_all_texts(json.dumps(told).encode(), ranks) if ranks else [json.dumps(told)]):
+        if theirs := json.loads(text):
+            raise kind(f"rank {rank} could not {what}: {theirs}") from failure
 
 
 def load_sharded(directory: Path, model: Any, optimizer: Optimizer, noted: dict[str, Tensor], ranks: Ranks) -> None:
@@ -154,12 +160,8 @@ def load_sharded(directory: Path, model: Any, optimizer: Optimizer, noted: dict[
     _check_fits({name: list(tensor.shape) for name, tensor in wanted.items()}, found)
     expected = wanted.get(FINGERPRINT, torch.zeros(0)).clone()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a learner that is alone
-        try:
-            load(wanted, storage_reader=reader, process_group=ranks, no_dist=ranks is None)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise RuntimeError(f"rank {rank} could not read {directory}: {cause}") from error
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        _together(lambda: load(wanted, storage_reader=reader, no_dist=True), ranks, RuntimeError, f"read {directory}")
     if len(expected) and not torch.equal(wanted[FINGERPRINT], expected):
         raise KeyError(CHANGED)
     optimizer.round()

@@ -6,8 +6,12 @@
 
 Python never looks for modules in the current directory, which may hold the files of a stranger. It would look there
 first if PYTHONPATH has an empty entry or a dot, which a line like `PYTHONPATH=$PYTHONPATH:/mine` leaves behind. Entries
-with a name are the user's own word. The reward function of a run is looked for in the current directory, too, after
-everything that is installed (`tasks/verify/finding.py`).
+with a name are the user's own word.
+
+A module of the user's, such as a reward function, is looked for in a folder of the user's, after everything that is
+installed (`found_in`). So is what its import statements name, then and in later calls, and what those modules import in
+turn. Nobody else finds anything there: many libraries import a package "if it is there", and a file with such a name
+would run.
 """
 
 from __future__ import annotations
@@ -16,8 +20,59 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from opcode import opmap
+from typing import Any
 
 VARIABLE = "PYTHONPATH"
+IMPORT = opmap["IMPORT_NAME"]
+"""What Python executes for an import statement."""
+
+
+class _Folders:
+    """Finds modules in folders of the user's, for those who may. Python asks it last."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, str] = {}
+        """Modules that the user named, and where to look for them."""
+        self.found: dict[str, str] = {}
+        """Modules that were found in a folder, and in which."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Where a module is; None if it is not in a folder, or if somebody else asks for it."""
+        if path is not None or (folder := self.asked.get(name) or self.found.get(_importer())) is None:
+            return None
+        if (spec := PathFinder.find_spec(name, [folder])) is not None:
+            self.found[name] = folder
+        return spec
+
+
+def _importer() -> str:
+    """The top name of the module whose import statement is being executed; empty if it is no statement.
+
+    A call may be that of a library without frames of its own: it looks as if its caller had imported something.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen importlib."):
+        frame = frame.f_back
+    states = frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == IMPORT
+    return str(frame.f_globals.get("__name__")).partition(".")[0] if states else ""
+
+
+_FOLDERS = _Folders()
+
+
+@contextmanager
+def found_in(folder: str, module: str) -> Iterator[None]:
+    """Inside, a module of the user's is found in this folder, and what it imports, for good."""
+    first = module.partition(".")[0]
+    if _FOLDERS not in sys.meta_path:
+        sys.meta_path.append(_FOLDERS)
+    _FOLDERS.asked[first] = folder
+    try:
+        yield
+    finally:
+        del _FOLDERS.asked[first]
 
 
 def forget_the_current_directory() -> None:

@@ -10,8 +10,8 @@
     the function raised                             ValueError: …
 
 This is the owner's end; `limited_worker.py` is the inside. The process imports the function once and is used for as
-long as it lives. One that dies while it starts is started again, up to START_TRIES times. Modules in the current
-directory are found if our own process looks there, too, but only after everything that is installed.
+long as it lives. One that dies while it starts is started again, up to START_TRIES times. Its module is found in the
+current directory if our own process looks there, too, but only after everything that is installed.
 
 It has limits but is not a jail: it must not run code that a model wrote.
 """

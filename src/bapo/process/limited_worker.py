@@ -2,7 +2,7 @@
 
     python -P -m bapo.process.limited_worker FD module:function MEMORY_MB PLACE
 
-PLACE is a directory in which to look for modules last, or empty.
+PLACE is a directory in which to look for the module last, and for what it imports (`found_in`), or empty.
 
 A worker is two processes, so that recovery from a hostile call costs a fork and not an import. The keeper imports the
 function once and forks a child, and the child answers calls. When a call kills the child, the keeper reports the cause
@@ -35,6 +35,8 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bapo.process import found_in
+
 __all__ = ["OUT_OF_MEMORY", "describe", "receive", "send"]
 
 OUT_OF_MEMORY = 77
@@ -56,12 +58,12 @@ def receive(connection: socket.socket) -> Any:
 def main(arguments: list[str]) -> int:
     """The keeper: imports the function, then keeps a child alive until the owner hangs up."""
     descriptor, name, memory_mb, place = arguments
-    sys.path += [place] if place else []
     connection = socket.socket(fileno=int(descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        function = _load(name)
+        with found_in(place, name.partition(":")[0]) if place else contextlib.nullcontext():
+            function = _load(name)
     except BaseException as error:
         send(connection, {"refused": describe(error)})
         return 1

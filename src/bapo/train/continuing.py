@@ -180,7 +180,7 @@ class _Held(BaseModel):
 class _Buffer(BaseModel):
     version: Count | None
     open: bool
-    batches_left: list[list[int]]
+    batches_left: list[tuple[Count, int, Count]]
     totals: dict[str, Count]
     held: list[_Held]
 
@@ -190,8 +190,27 @@ class _Waiting(BaseModel):
     group: Group | None
 
 
+class _Failing(BaseModel):
+    groups: Count
+    responses: Count
+    since: Count
+    cause: str
+
+
+class _Progress(BaseModel):
+    step: Count
+    groups: Count
+    owed: Count
+    taken: Count
+    skipped: Count
+    failing: _Failing
+    drift: str
+    windows: list[Count]
+
+
 class _State(BaseModel):
     version: Count
+    progress: _Progress
     cursor: Count
     scheduler: _Scheduler
     buffer: _Buffer
@@ -213,12 +232,13 @@ def check_state(state: dict[str, Any], problems: Iterable[Problem], vocabulary: 
     for group in held + others:
         if json.dumps(vars(group.problem)) not in known:
             raise ValueError(f"the problem of group {group.id} is not one of the run")
+        if not group.trajectories:
+            raise ValueError(f"group {group.id} has no responses")
         if wrong := _wrong_in(group, newest=found.version, vocabulary=vocabulary):
             raise ValueError(f"a response of group {group.id} has {wrong}")
     if unscored := [group.id for group in held if any(trajectory.reward is None for trajectory in group.trajectories)]:
         raise ValueError(f"the buffer holds group {unscored[0]}, which lacks a reward")
-    if found.scheduler.next_id != state["progress"]["groups"]:
-        made = state["progress"]["groups"]
+    if found.scheduler.next_id != (made := found.progress.groups):
         raise ValueError(f"scheduler.next_id is {found.scheduler.next_id}, but {made} groups were made")
     for name, part in (("scheduler", found.scheduler), ("buffer", found.buffer)):
         if (part.version or 0) > found.version:

@@ -286,7 +286,7 @@ class Training(Job):
         self.parts.stream.cursor = state["cursor"]
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
-        self.run_state = _progress(state["progress"])
+        self.run_state = RunState(**state["progress"] | {"failing": Failing(**state["progress"]["failing"])})
         self.unmeasured = bool(state.get("unmeasured"))
         if self.asynchronous is not None:
             self.asynchronous.state = self.run_state
@@ -379,14 +379,6 @@ def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) 
         now = weight.clone()
         yield name, aside[name]
         aside[name] = now
-
-
-def _progress(kept: dict[str, Any]) -> RunState:
-    """The progress as it was saved, with values of the kinds that they should have."""
-    for name, default in asdict(RunState()).items():
-        if type(kept[name]) is not type(default) or (type(default) is int and kept[name] < 0):
-            raise TypeError(f"{name} is {kept[name]!r}, and not such a value as {default!r}")
-    return RunState(**kept | {"failing": Failing(**kept["failing"])})
 
 
 def _recorded(group: Group) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 from torch.testing import assert_close
 
 from bapo.config.errors import ConfigError, RankFailed
@@ -17,7 +16,7 @@ from bapo.rollout.engine import Request, Sampling, generate
 from bapo.rollout.local.engine import LocalEngine
 from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, check_alike, joined
 from bapo.types import Problem, Score, Status
-from tests.processes import in_ranks
+from tests.processes import in_ranks, opens_no_pickle
 from tests.rollouts import forcing_limit
 from tests.sharded import joined as joined_ranks
 from tests.tiny.models import STOP, tiny
@@ -50,17 +49,6 @@ class Lengths:
         if any("bad" in text for _, text in responses):
             raise ValueError("a bad response")
         return [Score(float(len(text)), answer=problem.id) for problem, text in responses]
-
-
-def opens_no_pickle(monkeypatch):
-    """From here on, torch.distributed can neither make nor open the pickle of an object."""
-
-    def refuse(*_, **__):
-        raise AssertionError("a rank exchanges a pickle")
-
-    for name in ("_object_to_tensor", "_tensor_to_object"):
-        assert hasattr(distributed_c10d, name)
-        monkeypatch.setattr(distributed_c10d, name, refuse)
 
 
 def share_work(rank, directory):

@@ -23,6 +23,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from bapo.process import found_in
 from bapo.process.limited_worker import describe
 from bapo.tasks.data.columns import ANSWERS
 
@@ -35,7 +36,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Modules in the current directory are found too.
+    """The function that `module:function` names. Its module may be in the current directory (`bapo.process.found_in`).
 
     Raises a ValueError that says what was not found, and where.
     """
@@ -43,11 +44,9 @@ def find_function(name: str) -> Callable[..., Any]:
     if not (colon and module_name and function_name) or "/" in name or module_name.endswith(".py"):
         raise ValueError(f"reward function {name!r} is not of the form module:function. {written_as(name)}")
     here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
     importlib.invalidate_caches()  # the file may be new
     try:
-        with unharmed():
+        with unharmed(), found_in(here, module_name):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
