@@ -131,9 +131,10 @@ class OptimizerConfig(Section):
     clip_norm: float = Field(1.0, gt=0, le=1e15)
     """Largest gradient norm. Larger gradients are scaled down to this norm."""
     schedule: Schedule = "constant"
-    micro_tokens: int = Field(16384, ge=1)
+    micro_tokens: int | None = Field(None, ge=1)
     """Tokens per forward pass, prompts included. Padding counts too where sequences are padded (on the CPU and in
-    float32). The first key to lower if memory runs out: it changes memory and speed, but not the result."""
+    float32). The first key to lower if memory runs out: it changes memory and speed, but not the result. None means
+    16384, and 2048 on a CPU, whose caches hold no more, unless the objective must see a whole update first."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer and compute the layer again in the backward pass. This needs less memory, and
     one more forward pass."""

@@ -115,6 +115,13 @@ class LearnerSettings:
         return self.solves_bounds and self.scope == "update" and self.clip.depends_on_tokens
 
     @property
+    def is_cut_for_free(self) -> bool:
+        """Whether an update may be cut into micro-batches without a further pass over its tokens."""
+        if OBJECTIVES[self.objective].whole_update:
+            return False
+        return not self.solves_over_update or (self.objective in BRAKES and self.sensor == "previous")
+
+    @property
     def has_brake(self) -> bool:
         """Whether a drift of tokens decides a bound."""
         return self.solves_bounds and self.clip.brake is not None

@@ -40,6 +40,8 @@ TRIALS = 20
 """How often each speed is measured, unless that takes long."""
 ENOUGH = 0.5
 """Seconds after which no further trial begins."""
+FITS_INTO_CACHES = 2048
+"""Tokens per forward pass on a CPU: the layers of a small model read what the one before has just written."""
 SLOWER = 3
 """How many times slower than float32 a precision must be before a run says so."""
 
@@ -50,7 +52,11 @@ def resolve(config: Kind) -> Kind:
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
     refuse_on_cpu(device, config.learn, asked=config.device)
     model = config.model.model_copy(update={"dtype": dtype})
-    return config.model_copy(update={"device": device, "threads": threads, "model": model})
+    learn = config.learn
+    if learn.micro_tokens is None:
+        small = device == "cpu" and (isinstance(config, SftConfig) or learner_settings(config).is_cut_for_free)
+        learn = learn.model_copy(update={"micro_tokens": FITS_INTO_CACHES if small else LearnerSettings.micro_tokens})
+    return config.model_copy(update={"device": device, "threads": threads, "model": model, "learn": learn})
 
 
 def prompting(model: ModelConfig) -> dict[str, Any]:
@@ -117,7 +123,8 @@ def learner_settings(config: Config) -> LearnerSettings:
 
 def optimizer_settings(learn: OptimizerConfig) -> dict[str, Any]:
     """The settings that every learner needs, whatever its loss."""
-    return {name: getattr(learn, name) for name in OptimizerConfig.model_fields}
+    settings = {name: getattr(learn, name) for name in OptimizerConfig.model_fields}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 # What decides the bits.
