@@ -22,10 +22,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePath
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO, Self, TypeVar
-
-from numpy.typing import NDArray
-from safetensors.numpy import save
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.recipe import parse
@@ -33,6 +30,9 @@ from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.runs import files, history
 from bapo.screen.terminal import say
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Kept = TypeVar("Kept", Config, SftConfig)
 
@@ -244,6 +244,8 @@ class RunDirectory:
 
     def write_arrays(self, name: str, arrays: dict[str, NDArray[Any]]) -> None:
         """Write a safetensors file, whole or not at all."""
+        from safetensors.numpy import save
+
         path = self.path / name
         files.folder(path.parent)
         files.write(path, save(arrays))
