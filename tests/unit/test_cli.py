@@ -112,7 +112,8 @@ def test_every_command_ends_in_the_same_way(name, monkeypatch, capsys):
     remedy = COMMANDS[name].remedy
     command = f"bapo {name} 'a word'"
     code, said = ends_with(OSError(28, "No space left on device"))
-    assert (code, "cannot write: [Errno 28]" in said, remedy.disk.format(command=command) in said) == (4, True, True)
+    advice = remedy.disk.format(command=command, advice=remedy.stopped.format(command=command))
+    assert (code, "cannot write: [Errno 28]" in said, advice in said) == (4, True, True)
     code, said = ends_with(OSError(5, "Input/output error"))
     assert (code, remedy.failed in said, remedy.disk.format(command=command) in said) == (4, True, True)
     code, said = ends_with(KeyboardInterrupt())

@@ -306,11 +306,11 @@ class Scheduler:
         def back() -> None:
             self._version, self._next_id, self._totals, self._groups = version, next_id, totals, groups
             self._run, self._under_way = None, {}
-            for trajectory, length, trajectory.status in grown:
+            for trajectory, length, status in grown:
                 for tokens in (trajectory.tokens, trajectory.behavior_logprobs, trajectory.entropies):
                     del tokens[length:]
                 del trajectory.versions[length:]
-                trajectory.reward, trajectory.shaping = None, 0.0
+                trajectory.status, trajectory.reward, trajectory.shaping = status, None, 0.0
 
         return back
 

@@ -171,7 +171,7 @@ class _Trackio:
         import trackio
 
         self._context, self._end = contextvars.copy_context(), trackio.finish
-        place = {"project": run.project, "name": f"{run.name} {run.id}", "resume": "allow"}
+        place: dict[str, Any] = {"project": run.project, "name": f"{run.name} {run.id}", "resume": "allow"}
         with _silent():
             self._run = self._context.run(trackio.init, **place, config=run.config, auto_log_gpu=False)
 
