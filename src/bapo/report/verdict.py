@@ -26,7 +26,6 @@ from bapo.config.sections import ObjectiveConfig
 from bapo.config.words import flat
 from bapo.report.arms import Arm, grid_record, samples_per_problem
 from bapo.runs.comparison import (
-    FEWEST_SEEDS,
     Rows,
     against_first,
     at_temperature,
@@ -38,6 +37,7 @@ from bapo.runs.comparison import (
 from bapo.runs.read import Run, logged
 from bapo.runs.statistics import (
     FEW_RESPONSES,
+    FEWEST_SEEDS,
     MOSTLY_CUT_OFF,
     aggregate,
     first_and_last,
