@@ -55,6 +55,20 @@ def test_a_broken_link_is_found(tmp_path):
     assert list(broken(page)) == ["#a: no such heading", "gone.md: no such file"]
 
 
+def test_every_goal_of_the_navigation_is_one_click_from_the_readme():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("  - Goals:\n")[2].partition("  - How to:\n")[0]
+    goals = re.findall(r": (\S+\.md)$", navigation, flags=re.MULTILINE)
+    made = {"docs/tutorials/notebook.md": "examples/four_tensors.ipynb"}
+    linked = set(re.findall(r"\]\(([^)\s#]+)", (ROOT / "README.md").read_text()))
+    assert len(goals) == 11
+    assert [page for page in (f"docs/{goal}" for goal in goals) if made.get(page, page) not in linked] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_page_needs_no_site_to_be_read(path):
+    assert re.findall(r"^(?:::: .*|.*--8<--.*|!!! .*)$", path.read_text(), flags=re.MULTILINE) == []
+
+
 def test_every_line_of_the_readme_counts():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 175
