@@ -14,6 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from bapo import cli
 from bapo.config.errors import DumpError
 from bapo.diagnose import dump_files
+from bapo.diagnose.dumps import read_dump
+from bapo.diagnose.uses import Pushes, joined, pushes_by_use
 from bapo.models import templates
 from bapo.tasks.data import rows
 
@@ -54,6 +56,22 @@ def test_a_dump_whose_tokens_are_all_updates_of_their_own_is_refused(tmp_path, c
     np.savez_compressed(tmp_path / "a.npz", **columns, update=np.arange(count))
     assert cli.run(["diagnose", str(tmp_path / "a.npz")]) == 2
     assert "update has 200,000 different values, but a file can hold 10,000 updates" in capsys.readouterr().err
+
+
+def test_a_dump_costs_time_by_its_tokens_and_its_updates_never_by_their_product(tmp_path):
+    updates, each = 10_000, 40
+    count = updates * each
+    columns = {name: np.full(count, -1.0, np.float32) for name in ("logprobs", "behavior_logprobs", "advantages")}
+    numbers = np.tile(np.arange(updates), each)
+    np.savez_compressed(tmp_path / "a.npz", **columns, sequence_ids=np.arange(count), update=numbers, uses=numbers)
+    began = time.process_time()
+    (first, *others) = read_dump([tmp_path / "a.npz"]).updates
+    assert len(others) == updates - 1
+    assert first.sequence_ids.tolist() == list(range(each))
+    found = joined([pushes_by_use(*columns.values(), numbers), *([{use: Pushes(1)} for use in range(updates)])])
+    assert len(found) == updates
+    assert found[3].negative == 1 + each
+    assert time.process_time() - began < 20  # the product would take minutes
 
 
 def test_a_compressed_file_that_unpacks_without_measure_is_refused_and_a_large_one_is_read(tmp_path, monkeypatch):
@@ -113,6 +131,12 @@ def test_a_template_that_does_not_end_is_stopped(short, template):
         templates.ask(template, {})
     assert time.monotonic() - began < 30
     assert templates.ask("{{ x }}", {"x": "next"}) == "next"
+
+
+def test_a_template_that_makes_much_of_little_is_refused_before_it_becomes_tokens():
+    with pytest.raises(TemplateError, match=r"it makes 4,000,000 characters of a chat of \d+, and may make 1,048,\d+"):
+        templates.ask("{{ x * 1000000 }}", {"x": "four"})
+    assert templates.ask("{{ x }}{{ x }}", {"x": "x" * 4_000_000}) == "x" * 8_000_000
 
 
 CHAT = [

@@ -415,6 +415,18 @@ def test_moments_with_names_that_are_none_are_refused_with_words(killed, capsys)
     assert "does not fit this run's model" in capsys.readouterr().err
 
 
+def test_settings_inside_settings_without_end_are_refused_with_words(tmp_path, capsys):
+    for depth in (files.DEEPEST + 1, 990, 100_000):
+        deep = '{"a":' * depth + "1" + "}" * depth
+        with pytest.raises(ValueError, match="it is nested too deeply"):
+            files.object_in(deep.encode())
+    (tmp_path / "config.json").write_text(deep)
+    assert cli.run(["train", "--model.path", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert "config.json" in told
+    assert "Traceback" not in told
+
+
 @pytest.mark.parametrize("line", [{"environment": "x"}, {"changed": "x"}, {"changed": {"a": "b"}}, {"changed": []}])
 def test_lines_of_a_history_that_are_none_are_left_out(killed, line):
     with (killed / history.FILE).open("a") as file:

@@ -24,7 +24,7 @@ from bapo.config.errors import DumpError
 
 Array = npt.NDArray[Any]
 
-UNPACKED, TIMES = 1 << 30, 100  # how many bytes a compressed file may always become, and how many times its size
+UNPACKED, TIMES = 1 << 28, 100  # how many bytes a compressed file may always become, and how many times its size
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 UNREADABLE = (

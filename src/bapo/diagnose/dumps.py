@@ -273,8 +273,9 @@ def _updates(
         kept = {role: values[chosen] for role, values in numbers.items()}
         return LoggedUpdate(name, **kept, sequence_ids=ids, rewards=per_row)
 
+    places = np.flatnonzero(mask)
     if "update" not in tokens:
-        return [(None, build(file_name, mask))]
+        return [(None, build(file_name, places))]
     values = tokens["update"]
     _check_counts(path, "update", values, ~np.isfinite(values), mask)
     found = np.unique(values[np.isfinite(values)]).tolist()
@@ -284,7 +285,10 @@ def _updates(
             "the column out if it does not count updates, or write several files."
         )
     exact = [int(value) if value == int(value) else value for value in found]
-    return [(value, build(str(value), mask & (values == value))) for value in exact]
+    places = places[np.argsort(values[places], kind="stable")]  # each update once, not all tokens for each of them
+    ends = np.searchsorted(values[places], found, side="right")
+    parts = np.split(places, ends[:-1])
+    return [(value, build(str(value), part)) for value, part in zip(exact, parts, strict=True)]
 
 
 def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> Array:

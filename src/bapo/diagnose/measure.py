@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -343,7 +344,14 @@ def _added(values: Sequence[Any]) -> Any:
     """Their sum; None if one of them is not known. Dicts are added key by key, for the keys that all of them have."""
     if any(value is None for value in values):
         return None
-    if type(values[0]) is not dict:
+    if isinstance(values[0], list):  # a sum would copy the first ones again for each of the others
+        return [*chain(*values)]
+    if isinstance(values[0], Counter):
+        found: Counter[Any] = Counter()
+        for one in values:
+            found.update(one)
+        return found
+    if not isinstance(values[0], dict):
         return reduce(add, values)
     return {key: _added([one[key] for one in values]) for key in values[0] if all(key in one for one in values)}
 

@@ -216,16 +216,20 @@ def pushes_by_use(
     kinds = negative, negative & below, passes & below, kept  # both in the order of the fields of Pushes
     terms = (log_ratio, negative), (mass, passes), (mass, passes & below), (mass, kept), (mass, positive)
     found = {}
-    for use in np.unique(uses).tolist():
-        here = uses == use
-        counts = (int((kind & here).sum()) for kind in kinds)
-        found[use] = Pushes(*counts, *(float(values[kind & here].sum()) for values, kind in terms))
+    known, first = np.unique(np.sort(uses), return_index=True)
+    # each token once, not all of them for each use
+    for use, here in zip(known.tolist(), np.split(np.argsort(uses, kind="stable"), first[1:]), strict=True):
+        counts = (int(kind[here].sum()) for kind in kinds)
+        found[use] = Pushes(*counts, *(float(values[here][kind[here]].sum()) for values, kind in terms))
     return found
 
 
 def joined(parts: Sequence[Mapping[int, Pushes]]) -> dict[int, Pushes]:
     """The pushes of several updates, added up by use."""
-    return {use: sum((part[use] for part in parts if use in part), Pushes()) for use in sorted({*chain(*parts)})}
+    found: dict[int, Pushes] = {}
+    for use, pushes in chain(*(part.items() for part in parts)):
+        found[use] = found.get(use, Pushes()) + pushes
+    return dict(sorted(found.items()))
 
 
 def of_uses(pushes: Mapping[int, Pushes], chosen: Callable[[int], bool] = lambda use: True) -> Pushes:

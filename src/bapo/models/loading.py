@@ -46,6 +46,10 @@ INDEX = "model.safetensors.index.json"
 """Says which file each weight is in, where there are several."""
 TIMES = 4
 """How many times larger than its files a model may say that it is. Some are stored in half the room, or less."""
+_OF_TOKENIZER = re.compile("fast_tokenizer_files|init_inputs|vocab|merges|(?!special_tokens_map)\\w+_file")
+PLACES = dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json"), _OF_TOKENIZER)
+PLACES["config.json"] = re.compile("configuration_files")
+"""Settings that make transformers read other files, also outside of the directory."""
 LAYERS = re.compile("(num|num_hidden|n|decoder|encoder)_layers?")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "n_embd", "n_inner", "n_head")
 """Settings that become sizes of weights, or their number, besides layers and those that begin with num_."""
@@ -295,18 +299,15 @@ def _check_named_files(path: str, source: str) -> None:
             f"model.path={path!r} holds an adapter, not a model. Give the merged model, which a run writes to model/."
         )
     config = _json(path, source, "config.json")
-    for file, key in (("config.json", "configuration_files"), ("tokenizer_config.json", "fast_tokenizer_files")):
-        if key in _json(path, source, file):  # what was checked here would not be what is read
-            raise ValueError(
-                f"model.path={path!r} cannot be loaded: its {file} names other files in place of the usual ones "
-                f"({key}). Give the right one the usual name, and remove {key}."
-            )
+    for file, places in PLACES.items():
+        for key, value in _json(path, source, file).items():
+            if value and places.fullmatch(key):
+                told = f"its {file} names other files in place of the usual ones ({key}). Give the right one the usual "
+                raise _refusal(path, f"{told}name, and remove {key}.")
     for key, value in _settings(config):
         if key.endswith("_implementation") and "/" in str(value):
-            raise ValueError(
-                f"model.path={path!r} cannot be loaded: its config.json has {key}={str(value)[:60]!r}, which names "
-                "code on the hub. Remove it."
-            )
+            told = f"its config.json has {key}={str(value)[:60]!r}, which names code on the hub. Remove it."
+            raise _refusal(path, told)
     chosen = config.get("transformers_weights")
     named = [] if chosen is None else [("config.json", chosen)]
     indexes = {INDEX} | ({chosen} if isinstance(chosen, str) and chosen.endswith(".index.json") else set())
@@ -315,11 +316,8 @@ def _check_named_files(path: str, source: str) -> None:
         named += [(index, name) for name in (shards.values() if isinstance(shards, dict) else [shards])]
     for file, name in named:
         if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name:
-            raise _refusal(
-                path,
-                f"its {file} says that weights are in {name!r}, which is not a file in its own directory. Copy or "
-                "download the model again.",
-            )
+            told = f"its {file} says that weights are in {name!r}, which is not a file in its own directory."
+            raise _refusal(path, f"{told} Copy or download the model again.")
         if not name.endswith((".safetensors", ".safetensors.index.json")):
             raise ValueError(f"model.path={path!r} has weights in {name!r}, says its {file}, {_NO_PICKLE}")
 

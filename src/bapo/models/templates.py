@@ -25,8 +25,9 @@ from bapo.process.limited import Worker
 SECONDS, MEMORY_MB = 10.0, 1024
 """How long one chat may take to become text, and what it may need for that. Real templates need less than a
 millisecond."""
-LONGEST_OUTPUT = 1 << 26
-"""Most characters that a chat may become."""
+ADDED, TIMES = 1 << 20, 8
+"""Most characters that a chat may become: so many, and so many times what the template was given. All of them become
+tokens, which takes hundreds of bytes for each. Real templates add some thousands of characters."""
 LONGEST_REFUSAL = 2000
 """Most characters of what a template says against a chat."""
 
@@ -70,8 +71,9 @@ def answer(template: str, values: dict[str, Any] | None) -> dict[str, Any]:
         if values is None:
             return {"answer": sorted(jinja2.meta.find_undeclared_variables(_environment().parse(template)))}
         text = compiled.render(**values)
-        if len(text) > LONGEST_OUTPUT:
-            raise TemplateError(f"it makes {len(text)} characters of one chat")
+        given = len(json.dumps(values))
+        if len(text) > (most := ADDED + TIMES * given):
+            raise TemplateError(f"it makes {len(text):,} characters of a chat of {given:,}, and may make {most:,}")
         return {"answer": text}
     except MemoryError:
         raise

@@ -13,7 +13,6 @@ in one message. The data that was read for this is handed on, so that it is not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from bapo.config.run import Config, TaskConfig
 from bapo.config.sft import SftConfig, SftTaskConfig
 from bapo.core.settings import OBJECTIVE_OPTIONS
 from bapo.demo import model_path
+from bapo.runs import files
 from bapo.runs.write import why_not_out
 from bapo.tasks.data.problems import (
     Demonstration,
@@ -190,7 +190,7 @@ def model_settings(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         return {}
     try:
-        settings = json.loads((path / "config.json").read_text())
+        settings = files.object_in((path / "config.json").read_bytes())
         return dict(settings.get("text_config") or settings)
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

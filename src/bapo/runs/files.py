@@ -33,6 +33,8 @@ PARTIAL = ".partial"
 """How the name of a file or directory ends while it is being written. A killed process leaves such names behind."""
 STEP = re.compile(r"step-\d{6,}(\.\w+)?")
 """Names in checkpoints/ that are bapo's: complete checkpoints, half-written ones, and those that were set aside."""
+DEEPEST, TOO_DEEP = 100, "it is nested too deeply"
+"""How many lists and objects may be inside one another in JSON."""
 KIND_NAMES = {
     stat.S_IFDIR: "a directory",
     stat.S_IFREG: "a file",
@@ -145,15 +147,25 @@ def read(path: Path) -> bytes:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. ValueError, in words, if there is something else in it."""
-    data = read(path)
+    return object_in(read(path))
+
+
+def object_in(data: bytes) -> dict[str, Any]:
+    """The JSON object in these bytes. ValueError, in words, if there is something else, or lists in lists in lists."""
     if not data.strip(b"\0 \n"):
         raise ValueError("it is empty")
     try:
         value = json.loads(data)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(TOO_DEEP) from None
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [inner for values in inside for inner in values if isinstance(inner, dict | list)]
+    if level:
+        raise ValueError(TOO_DEEP)
     return value
 
 

@@ -19,7 +19,6 @@ so its presence means that the run is complete.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -266,8 +265,14 @@ def _summarized(job: Job, run: RunDirectory) -> Summary:
             f"Put the file back as it was, then `bapo resume {run.path}` writes both."
         )
     names = ("metrics.jsonl", "timing.jsonl")
-    metrics, timing = ([json.loads(line) for line in files.read(run.path / name).splitlines()] for name in names)
-    summary = job.summary(metrics, run.path) | {"training_seconds": sum(line["seconds"] for line in timing)}
+    try:
+        metrics, timing = (list(map(files.object_in, files.read(run.path / name).splitlines())) for name in names)
+        summary = job.summary(metrics, run.path) | {"training_seconds": sum(line["seconds"] for line in timing)}
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"the logs of {run.path} are not those of a run: {type(error).__name__}: {error}. The trained model is in "
+            f"{run.path / 'model'}, without its card."
+        ) from error
     card = with_changes(job.card(summary), job.unit, history.changes_of(run.path))
     for name in ("model", "adapter"):
         if (run.path / name).is_dir():

@@ -150,6 +150,23 @@ def test_files_that_stand_in_for_others_are_refused_unread(model, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "key", ["vocab", "merges", "gguf_file", "vocab_file", "merges_file", "tokenizer_file", "spm_file", "init_inputs"]
+)
+def test_settings_that_name_files_for_a_tokenizer_are_refused_unread(model, tmp_path, file, key):
+    (model / "tokenizer.json").rename(tmp_path / "outside.json")
+    changed_json(model / file, **{key: [str(tmp_path / "outside.json")] if key == "init_inputs" else "../outside.json"})
+    assert f"its {file} names other files in place of the usual ones ({key})" in refused(model)
+    with pytest.raises(ValueError, match=key):
+        outline_policy(str(model))
+
+
+def test_settings_that_old_versions_of_transformers_wrote_are_no_harm(model):
+    changed_json(model / "tokenizer_config.json", tokenizer_file=None, special_tokens_map_file="/root/map.json")
+    load_policy(str(model), dtype="float32", device="cpu")
+
+
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_code_on_the_hub_that_a_configuration_names_is_refused(model, key):
     for value in ("someone/kernel", {"text_config": "someone/kernel:f"}):

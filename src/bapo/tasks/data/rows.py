@@ -216,7 +216,7 @@ def _check_saved(directory: Path) -> None:
             found = json.loads(path.read_bytes())
             splits = path.name == _SAVED_MARKS[0]
             for name in found["splits"] if splits else [file["filename"] for file in found["_data_files"]]:
-                if Path(name).name != name:
+                if Path(name).name != name or name in ("", ".", ".."):
                     raise ValueError(f"{path} names {name!r}, which is not in its directory")
 
 

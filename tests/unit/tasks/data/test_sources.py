@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo.tasks.data import rows
 from bapo.tasks.data.problems import load_problems
 from bapo.tasks.data.rows import hub_rows, read_rows
 from bapo.tasks.data.sources import BENCHMARKS, BOXED, resolve, source_rows
@@ -246,8 +247,14 @@ def test_text_that_is_not_utf8_is_refused_with_its_rows(tmp_path):
     ("name", "text"),
     [
         *(("state.json", text) for text in ("{}", "[]", '{"_data_files": 5}', '{"_data_files": [{}]}', "3", "{")),
-        *(("state.json", json.dumps({"_data_files": [{"filename": name}]})) for name in ("/etc/passwd", "../x", 3, "")),
-        *(("dataset_dict.json", text) for text in ('{"splits": 5}', '{"splits": ["../x"]}', "[]")),
+        *(
+            ("state.json", json.dumps({"_data_files": [{"filename": name}]}))
+            for name in ("/etc/passwd", "../x", "..", 3, "")
+        ),
+        *(
+            ("dataset_dict.json", text)
+            for text in ('{"splits": 5}', '{"splits": ["../x"]}', '{"splits": [".."]}', "[]")
+        ),
         *((name, "[" * 100_000) for name in ("state.json", "dataset_info.json", "dataset_dict.json")),
     ],
     ids=lambda value: value[:40],
@@ -260,6 +267,18 @@ def test_a_saved_data_set_that_leads_elsewhere_or_nowhere_is_refused_with_words(
     (place / name).write_text(text)
     with pytest.raises(ValueError, match="could not be loaded as a saved data set"):
         list(source_rows(resolve(str(place))))
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../x", "/etc"])
+def test_what_a_saved_data_set_names_is_in_its_directory(tmp_path, name):
+    for mark, text in (
+        ("dataset_dict.json", {"splits": [name]}),
+        ("state.json", {"_data_files": [{"filename": name}]}),
+    ):
+        (tmp_path / mark).write_text(json.dumps(text))
+        with pytest.raises(ValueError, match="which is not in its directory"):
+            rows._check_saved(tmp_path)
+        (tmp_path / mark).unlink()
 
 
 def test_a_saved_data_set_with_a_fifo_does_not_wait(tmp_path):
