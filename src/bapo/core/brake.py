@@ -42,7 +42,7 @@ def drift_sums(
         return torch.stack([totals[0] - totals[1], looked_at.sum(dtype=torch.float64)])
     sums = torch.zeros(DRIFT_SUMS, dtype=torch.float64)
     given = behavior_logprobs.flatten(), logprobs.flatten(), looked_at.flatten()
-    for behavior, now, chosen in zip(*(x.split(CHUNK) for x in given), strict=True):
+    for behavior, now, chosen in zip(*(torch.split(x, CHUNK) for x in given), strict=True):
         weights = chosen.double()
         sums += torch.stack([behavior.double() @ weights - now.double() @ weights, weights.sum()])
     return sums
