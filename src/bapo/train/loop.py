@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bapo.buffer import Buffer, NoBatch
 from bapo.config.run import Config
 from bapo.learn.learner import Learns, Update
 from bapo.models import Policy
-from bapo.process import stops
 from bapo.rollout.engine import Engine
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.runs.ledger import Ledger
@@ -78,18 +77,14 @@ class StepRecord:
 
 
 def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
-    """One rollout and the updates on it. If it raises StopAsked, the step was undone."""
-    began, undo = time.perf_counter(), bookmark(parts, state)
+    """One rollout and the updates on it."""
+    began = time.perf_counter()
     admitted = admit(parts, state)
     load_weights(parts)
     with watching("sampling") as tell:
         rollout = parts.scheduler.run(parts.engine, tell=tell)
-    try:
-        with watching("scoring") as tell:
-            scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong, tell)
-    except stops.StopAsked:
-        undo()
-        raise
+    with watching("scoring") as tell:
+        scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong, tell)
     added = parts.buffer.add(scored.groups, version=parts.learner.version)
     for group in unscored(rollout.groups, scored):
         parts.ledger.record("unscored", group.id)
@@ -117,19 +112,6 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
             "tokens_per_second": (rollout.metrics.sampled_tokens + sum(u.tokens for u in updates)) / (ended - began),
         },
     )
-
-
-def bookmark(parts: Parts, state: RunState) -> Callable[[], None]:
-    """What takes a run back to where it is now, from a step whose rollout has not come to the buffer yet."""
-    kept, cursor, back = replace(state, windows=list(state.windows)), parts.stream.cursor, parts.scheduler.bookmark()
-
-    def undo() -> None:
-        vars(state).update(vars(kept))
-        parts.stream.cursor = cursor
-        back()
-        parts.ledger.take()
-
-    return undo
 
 
 def load_weights(parts: Parts) -> None:

@@ -35,6 +35,7 @@ from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, Update
 from bapo.models import prompt_text
 from bapo.preflight.examine import TaskData
+from bapo.process.stops import StopAsked
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.runs import files, history, ledger
@@ -45,7 +46,7 @@ from bapo.tasks.task import mostly_why, told_failures
 from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending, upload
-from bapo.train.continuing import check_ledger, check_state
+from bapo.train.continuing import bookmark, check_ledger, check_state
 from bapo.train.job import Job, Log, Summary, When, ends_run, skipped_line, stop_after
 from bapo.train.loop import RunState, StepRecord, load_weights, take_step
 from bapo.train.scoring import ENOUGH_GROUPS, Failing, warning
@@ -100,7 +101,12 @@ class Training(Job):
     def advance(self, log: Log) -> None:
         """Take one step, with one rollout and the updates on it; log it, and look at what went wrong."""
         if self.asynchronous is None:
-            record = take_step(self.parts, self.run_state, log.view.doing)
+            undo = bookmark(self.parts, self.run_state)
+            try:
+                record = take_step(self.parts, self.run_state, log.view.doing)
+            except StopAsked:
+                undo()
+                raise
         else:
             record = self.asynchronous.take_step(log.view)
         rollout = {"kind": "rollout", "step": record.step, "version": self.learner.version} | record.rollout

@@ -53,7 +53,8 @@ from bapo.train.cluster.fleet import Fleet
 from bapo.train.cluster.hosts import LearnerHost, RolloutHost
 from bapo.train.cluster.learner import RemoteLearner
 from bapo.train.cluster.ray import Actor, Cluster
-from bapo.train.loop import Parts, RunState, StepRecord, admit, bookmark, learn, load_weights
+from bapo.train.continuing import bookmark
+from bapo.train.loop import Parts, RunState, StepRecord, admit, learn, load_weights
 from bapo.train.scoring import Scored, response_metrics, score, together, unscored
 from bapo.types import Group, group_from_state, group_state
 
