@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from importlib.metadata import version
+from importlib.util import spec_from_loader
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +275,26 @@ def test_no_library_finds_its_optional_parts_beside_a_reward_function(tmp_path, 
     for name in OPTIONAL:
         with pytest.raises(ModuleNotFoundError):
             __import__(name)
+    assert ran() == []
+
+
+class InC:
+    """Loads a library in C: while it is imported, it imports a part of its own, and no frame tells who asks."""
+
+    create_module = staticmethod(lambda spec: None)
+    exec_module = staticmethod(partial(__import__, "asked_by_c"))
+
+    def find_spec(self, name, path=None, target=None):
+        return spec_from_loader(name, self) if name == "library_in_c" else None
+
+
+def test_no_library_in_c_finds_its_parts_beside_a_reward_function(tmp_path, monkeypatch):
+    ran = laid(tmp_path, *OPTIONAL)
+    (tmp_path / "mine_with_c.py").write_text("import library_in_c\nscore = len")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [InC(), *sys.meta_path])
+    with pytest.raises(ValueError, match="mine_with_c imports asked_by_c, which is missing"):
+        find_function("mine_with_c:score")
     assert ran() == []
 
 

@@ -45,7 +45,7 @@ NAMES: dict[str, dict[str, str]] = {
 }
 """Role of an array -> the column names it goes by, in order of preference, and whose name each is."""
 MOST_UPDATES = 10_000
-"""How many updates one file may hold."""
+"""How many updates one file may hold, and how many different uses."""
 
 
 @dataclass(frozen=True)
@@ -329,6 +329,11 @@ def _counts(path: Path, tokens: Mapping[str, Array], mask: Array, notes: list[st
         uses = np.where(mask, tokens["uses"], 0)
         _check_counts(path, "uses", uses, ~(np.isfinite(uses) & (uses >= 0) & (uses == np.floor(uses))), mask)
         found["uses"] = uses.astype(np.int64)
+        if (kinds := len(np.unique(uses))) > MOST_UPDATES:
+            raise DumpError(
+                f"{path}: uses has {kinds:,} different values, but no token is trained on in more than "
+                f"{MOST_UPDATES:,} updates. Leave the column out if it does not count them."
+            )
     return found
 
 

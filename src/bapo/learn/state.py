@@ -145,7 +145,8 @@ def _together(work: Callable[[], None], ranks: Ranks, kind: type[Exception], wha
         work()
     except Exception as error:
         failure, told = error, f"{type(error).__name__}: {error}"
-    for rank, text in enumerate(from_all_texts(json.dumps(told).encode(), ranks) if ranks else [json.dumps(told)]):
+    said = json.dumps(told).encode()
+    for rank, text in enumerate([said] if ranks is None else from_all_texts(said, ranks)):
         if theirs := json.loads(text):
             raise kind(f"rank {rank} could not {what}: {theirs}") from failure
 

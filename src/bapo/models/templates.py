@@ -25,7 +25,7 @@ from bapo.process.limited import Worker
 SECONDS, MEMORY_MB = 10.0, 1024
 """How long one chat may take to become text, and what it may need for that. Real templates need less than a
 millisecond."""
-ADDED, TIMES = 1 << 20, 8
+ADDED, TIMES = 1 << 17, 8
 """Most characters that a chat may become: so many, and so many times what the template was given. All of them become
 tokens, which takes hundreds of bytes for each. Real templates add some thousands of characters."""
 LONGEST_REFUSAL = 2000

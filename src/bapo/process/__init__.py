@@ -20,13 +20,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dis import get_instructions
 from importlib.machinery import ModuleSpec, PathFinder
-from opcode import opmap
 from typing import Any
 
 VARIABLE = "PYTHONPATH"
-IMPORT = opmap["IMPORT_NAME"]
-"""What Python executes for an import statement."""
 
 
 class _Folders:
@@ -40,23 +38,24 @@ class _Folders:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Where a module is; None if it is not in a folder, or if somebody else asks for it."""
-        if path is not None or (folder := self.asked.get(name) or self.found.get(_importer())) is None:
+        if path is not None or (folder := self.asked.get(name) or self.found.get(_importer(name))) is None:
             return None
         if (spec := PathFinder.find_spec(name, [folder])) is not None:
             self.found[name] = folder
         return spec
 
 
-def _importer() -> str:
-    """The top name of the module whose import statement is being executed; empty if it is no statement.
+def _importer(name: str) -> str:
+    """The top name of the module whose import statement asks for this one; empty if there is no such statement.
 
-    A call may be that of a library without frames of its own: it looks as if its caller had imported something.
+    A library in C has no frames. What it imports, in a call or while it is imported itself, looks as if its caller did.
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen importlib."):
         frame = frame.f_back
-    states = frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == IMPORT
-    return str(frame.f_globals.get("__name__")).partition(".")[0] if states else ""
+    here = [each for each in get_instructions(frame.f_code) if each.offset == frame.f_lasti]
+    asked = [str(each.argval).partition(".")[0] for each in here if each.opname == "IMPORT_NAME"]
+    return str(frame.f_globals.get("__name__")).partition(".")[0] if asked == [name] else ""
 
 
 _FOLDERS = _Folders()
