@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md from two runs, and the one of docs/index.md from the table in docs/results.md.
+"""Draws the pictures of docs/concepts.md from two runs, and the one of docs/index.md from docs/notes/measurements.csv.
 
     bapo train offpolicy --steps 14 --offpolicy.partial-budget 4000 --out runs/parked
     bapo train --steps 4 --rollout.prompts 8 --learn.batch-groups 8 --objective.name bapo --offpolicy.reuse 16 \
@@ -11,6 +11,7 @@ alone. The shapes come from docs/figures.py.
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -133,20 +134,17 @@ def bounds_picture(run: Path) -> str:
 
 
 def rows_of_results() -> dict[tuple[str, str], tuple[float, float]]:
-    """avg@8 at temperature 0.6 and its interval, by setting and rule, from the table of scores in docs/results.md."""
-    page = (HERE / "results.md").read_text(encoding="utf-8")
-    section = page[page.index("## The brake") : page.index("## What a second use is worth")]
-    number = r"(\.\d+) ± (\.\d+)"
-    row = re.compile(
-        rf"^\| (\d+x-[13]e-[45]) \| (grpo|brake|either) \| {number} \| {number} \| {number} \|", re.MULTILINE
-    )
-    return {(cells[0], cells[1]): (float(cells[6]), float(cells[7])) for cells in row.findall(section)}
+    """avg@8 at temperature 0.6 and its interval, by setting and rule, from docs/notes/measurements.csv."""
+    with (HERE / "notes" / "measurements.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["grid"] == "uses, brake"]
+    scores = {(row["setting"], row["objective"]): row["avg@8, T = .6"].split(" ± ") for row in rows}
+    return {key: (float(mean), float(half)) for key, (mean, half) in scores.items()}
 
 
 RULES = {"grpo": ("GRPO", ORANGE), "brake": ("the brake", BLUE)}
 RATES = ("3e-5", "1e-4")
 BEFORE = 0.546
-"""avg@8 at temperature 0.6 before training (the second table of scores in docs/results.md)."""
+"""avg@8 at temperature 0.6 before training (docs/notes/measurements.csv)."""
 
 
 def passes_picture() -> str:
