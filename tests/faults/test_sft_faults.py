@@ -17,7 +17,7 @@ from tests.supervised import saved_model, sums, write_rows
 
 UPDATES = 60
 LEARN = [
-    *("--device", "cpu", "--threads", "1", "--epochs", "10", "--task.test-share", "0.05"),
+    *("--device", "cpu", "--threads", "1", "--epochs", "10", "--task.holdout", "0.05"),
     *("--learn.batch-sequences", "16", "--learn.lr", "3e-3", "--eval.every", "7", "--checkpoint-every", "5"),
 ]
 

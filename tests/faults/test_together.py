@@ -148,7 +148,7 @@ def test_a_full_disk_on_one_rank_is_told_by_all(place):
 def test_ranks_learn_low_rank_additions_from_demonstrations(place):
     source = ["--model.path", saved_model(place / "tiny"), "--task.train", write_rows(place / "sums.jsonl", sums())]
     options = ["--device", "cpu", "--threads", 1, "--epochs", 2, "--model.lora.rank", 4, "--learn.lr", "3e-3"]
-    command = ["sft", *source, *options, "--task.test-share", 0.1, "--learn.activation-checkpointing"]
+    command = ["sft", *source, *options, "--task.holdout", 0.1, "--learn.activation-checkpointing"]
     processes = started_together(2, *command, "--out", place / "sft", log=place / "sft.log")
     alone = bapo(*command, "--out", place / "sft-alone")
     assert ended(processes) == [0, 0], said(place, "sft")

@@ -20,7 +20,7 @@ from tests.rollouts import sitting
 from tests.supervised import saved_model, sums, write_rows
 
 LEARN = [
-    *("--device", "cpu", "--threads", "1", "--epochs", "60", "--task.test-share", "0.05"),
+    *("--device", "cpu", "--threads", "1", "--epochs", "60", "--task.holdout", "0.05"),
     *("--learn.batch-sequences", "12", "--learn.lr", "5e-3", "--eval.every", "100"),
 ]
 
@@ -168,7 +168,7 @@ def test_reinforcement_learning_starts_from_its_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--help"], 0, "--task.test-share"),
+        (["--help"], 0, "--task.holdout"),
         ([], 2, "task.train is empty, so there is nothing to learn from"),
         (["--task.train", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["--task.train", "rows.jsonl", "--task.prompt-column", "asked"], 2, "prompt_column"),

@@ -249,12 +249,12 @@ def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path):
 
 def test_responses_that_the_limit_cuts_off_are_told_of_once(tmp_path, capsys):
     run(tmp_path, "few", steps=2, rollout={"prompts": 4, "responses": 4, "max_tokens": 6})
-    assert "cut off" not in capsys.readouterr().out  # 32 responses are few
+    assert "sampled responses" not in capsys.readouterr().out  # 32 responses are few
     run(tmp_path, "short", steps=3, rollout={"prompts": 16, "responses": 4, "max_tokens": 6})
     told = re.findall(r"rollout.max_tokens=6 cut off 100% of \d+ sampled responses", capsys.readouterr().out)
     assert len(told) == 1
     run(tmp_path, "long", steps=2, rollout={"prompts": 16, "responses": 4})
-    assert "cut off" not in capsys.readouterr().out  # half of them are
+    assert "sampled responses" not in capsys.readouterr().out  # half of them are
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -325,4 +325,4 @@ def test_shipped_recipes_are_possible(recipe):
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda p: p.name)
 def test_shipped_grids_are_possible(grid):
     cells = load_grid(grid).cells
-    assert len({cell.name for cell in cells}) == len(cells) >= 8
+    assert len({cell.name for cell in cells}) == len(cells) >= 6

@@ -47,6 +47,8 @@ from bapo.runs.write import unused
 
 GPU_PARALLEL = 4
 """Runs at a time on one GPU. A small model leaves most of it idle, and each run needs a few GiB of its memory."""
+LEFT_OPEN = (("threads", 0), ("eval.problems", None), ("learn.micro_tokens", None))
+"""Keys of a grid that every run decides for itself."""
 POLL_SECONDS = 0.2
 TAIL_LINES = 4
 """How many last lines of a failed run's output are shown."""
@@ -106,7 +108,7 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterato
     ignored = ("out",) if wanted["objective.name"] == "bapo" else ("out", "objective.preset")  # it means nothing there
     for key in dict.fromkeys((*wanted, *found)):
         value, other = wanted.get(key), found.get(key)
-        left_open = value == "auto" or (key, value) in [("threads", 0), ("eval.problems", None)]
+        left_open = value == "auto" or (key, value) in LEFT_OPEN
         if value != other and key not in ignored and not left_open:
             yield f"{key} is {other!r} in the run and {value!r} in the grid"
 

@@ -120,6 +120,10 @@ SkipLimit = Annotated[
 ]
 
 
+MICRO_TOKENS = 16384
+"""Tokens per forward pass, unless a run decides otherwise."""
+
+
 class OptimizerConfig(Section):
     """The keys of `learn` that say how an update is taken, whatever its loss."""
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from bapo.config.base import MICRO_TOKENS
 from bapo.config.run import Config
 
 GIB = 2**30
@@ -70,7 +71,7 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
     slots = min(config.rollout.slots, config.rollout.prompts * config.rollout.responses)
     kept = config.rollout.cache_tokens or slots * longest
     in_update = config.learn.batch_groups * config.rollout.responses * longest
-    tokens = max(longest, min(config.learn.micro_tokens or in_update, in_update))
+    tokens = max(longest, min(config.learn.micro_tokens or MICRO_TOKENS, in_update))
     working_set = 2 * (4 * shape.hidden + 3 * shape.intermediate)
     again = config.learn.activation_checkpointing
     layers = shape.hidden * shape.layers + working_set if again else shape.layers * working_set

@@ -208,7 +208,10 @@ def leave(code: int) -> None:
 def _after(seconds: float, work: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, work)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except RuntimeError:  # there is no memory for a thread
+        work()
 
 
 def end(code: int) -> NoReturn:

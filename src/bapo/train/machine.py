@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 import bapo
-from bapo.config.base import ModelConfig, OptimizerConfig, refuse_on_cpu
+from bapo.config.base import MICRO_TOKENS, ModelConfig, OptimizerConfig, refuse_on_cpu
 from bapo.config.placement import placed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
@@ -55,7 +55,7 @@ def resolve(config: Kind) -> Kind:
     learn = config.learn
     if learn.micro_tokens is None:
         small = device == "cpu" and (isinstance(config, SftConfig) or learner_settings(config).is_cut_for_free)
-        learn = learn.model_copy(update={"micro_tokens": FITS_INTO_CACHES if small else LearnerSettings.micro_tokens})
+        learn = learn.model_copy(update={"micro_tokens": FITS_INTO_CACHES if small else MICRO_TOKENS})
     return config.model_copy(update={"device": device, "threads": threads, "model": model, "learn": learn})
 
 

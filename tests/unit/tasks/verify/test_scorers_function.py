@@ -1,14 +1,13 @@
 import asyncio
 import itertools
 import re
-import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from bapo.process import stops
 from bapo.tasks.task import following
 from bapo.tasks.verify.scorers import FunctionReward
 from bapo.types import Problem, Score
@@ -59,19 +58,36 @@ def test_whoever_follows_hears_of_every_score_and_of_failures_by_cause(written, 
     assert told[-1][1] == f"scoring: 3 of 3 responses, 0.0 s each; {failed}"
 
 
+STOPPED = """
+import signal, sys
+from bapo.process import stops
+from bapo.tasks.task import following
+from bapo.tasks.verify.scorers import FunctionReward
+from bapo.types import Problem, Score
+
+reward, heard = FunctionReward("slow:reward"), []
+asked = [(Problem("p", "2+2=", "4"), str(number)) for number in range(100)]
+with stops.listening(heard.append), following(100):
+    try:
+        reward.scores(asked)
+    except stops.StopAsked:
+        heard.append("left")
+assert (sys.modules["slow"].calls, heard) == (["0", "1"], [signal.SIGTERM, "left"])
+sys.modules["slow"].calls.clear()
+with stops.listening(heard.append), following(5):  # it would be over before anybody minds
+    assert reward.scores(asked[:5]) == [Score(1.0)] * 5
+assert heard[2:] == [signal.SIGTERM]
+"""
+
+
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_stop_ends_scoring_between_two_calls_if_the_rest_would_take_long(written, kind):
-    reward = written(
+def test_a_stop_ends_scoring_between_two_calls_if_the_rest_would_take_long(tmp_path, kind):
+    """In a process of its own, because signals belong to the process."""
+    (tmp_path / "slow.py").write_text(
         f"import signal, time\ncalls = []\n{kind} reward(response):\n    calls.append(response)\n"
         "    time.sleep(0.1)\n    len(calls) == 2 and signal.raise_signal(signal.SIGTERM)\n    return 1.0"
     )
-    calls, heard = sys.modules[reward.name.partition(":")[0]].calls, []
-    with stops.listening(heard.append), following(100), pytest.raises(stops.StopAsked):
-        scores(reward, *map(str, range(100)))
-    assert (calls, heard) == (["0", "1"], [signal.SIGTERM])
-    calls.clear()
-    with stops.listening(heard.append), following(5):
-        assert scores(reward, *"abcde") == [Score(1.0)] * 5  # it would be over before anybody minds
+    subprocess.run([sys.executable, "-c", STOPPED], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize(
