@@ -66,7 +66,7 @@ def slow(response, answer):
         with open(os.environ["CALLS"], "a") as file:
             file.write(answer + "\\n")
         if next(calls) >= int(os.environ.get("SLOW_FROM", "1000000")):
-            time.sleep(1)
+            time.sleep(float(os.environ.get("EACH", "1")))
     return float(len(response) % 2)
 
 async def slow_async(response, answer):
@@ -190,6 +190,21 @@ def test_a_stop_acts_between_two_slow_rewards_and_the_run_goes_on_bit_for_bit(un
     }
     assert log.read_text().endswith(f"bapo: stopped {stopped[where]}. Continue with: bapo resume run\n")
     assert [path.name for path in sorted((place / "run/checkpoints").iterdir())] == ["step-000000", "step-000001"]
+    again = bapo("resume", "run", cwd=place, env=os.environ | {"CALLS": str(place / "calls")})
+    assert again.returncode == 0, again.stderr
+    for name in LOGS:
+        assert (place / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes(), name
+
+
+def test_a_stop_in_the_first_step_lets_the_weights_before_it_be_measured(undisturbed, place):
+    """They are in the learner's place meanwhile, and may not be saved as those after the step."""
+    last = (undisturbed / "calls").read_text().split().index("test") - 1
+    log, env = place / "said", os.environ | {"CALLS": str(place / "calls"), "SLOW_FROM": str(last), "EACH": "0.3"}
+    process = started("train", *words(**PARTIAL), log=log, cwd=place, env=env)
+    until(lambda: (place / "calls").exists() and len((place / "calls").read_text().split()) > last)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 130, log.read_text()
     again = bapo("resume", "run", cwd=place, env=os.environ | {"CALLS": str(place / "calls")})
     assert again.returncode == 0, again.stderr
     for name in LOGS:

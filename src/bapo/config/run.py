@@ -110,11 +110,16 @@ class Config(Section):
             yield str(error)
         if self.learn.opsm_on == "used" and self.learn.opsm is None:
             yield "learn.opsm_on='used' says which tokens learn.opsm masks, but that is not set. Set it, e.g. to 0.1."
+        if self.learn.opsm is not None and self.objective.name == "asymre":
+            yield (
+                "learn.opsm gives masked responses advantage 0, but objective.name='asymre' shifts every advantage, so "
+                "it would push them up. Leave learn.opsm out, or choose another objective."
+            )
         if self.learn.offload_optimizer and (self.model.lora.rank or self.cluster.on):
             why = f"model.lora.rank={self.model.lora.rank}" if self.model.lora.rank else "the run is on a cluster"
             yield (
                 f"learn.offload_optimizer=true is for all weights on one GPU, but {why}. Set "
-                "learn.offload_optimizer=false: low-rank additions and the shards of ranks need little memory."
+                "learn.offload_optimizer=false: adapters and the shards of ranks need little memory."
             )
 
     def _check_task(self) -> Iterator[str]:

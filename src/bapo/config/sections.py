@@ -335,11 +335,12 @@ class LearnConfig(OptimizerConfig):
     ess_reference: float | None = Field(None, gt=0, le=1)
     """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)). VCPO (arXiv:2602.17616) sets 1, or
     0.55 where sampler and learner disagree. ESS = (sum w)^2 / (n sum w^2) over n responses, with w the product of a
-    response's ratios, is the
-    effective sample size of the update's responses, as a share of them. None leaves the learning rate alone."""
+    response's ratios, is the effective sample size of the update's responses, as a share of them. None leaves the
+    learning rate alone."""
     opsm: float | None = Field(None, gt=0)
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556) beside any objective: a negative response whose
-    tokens have fallen by more than this on average, in nats, gets advantage 0. None turns it off."""
+    tokens have fallen by more than this on average, in nats, gets advantage 0. Bounds are chosen
+    without it, and the brake does not see it. None turns it off."""
     opsm_on: Literal["used", "all"] = "all"
     """Which tokens learn.opsm masks: all of such a response, or those that were trained on before."""
     kl: float = Field(0.0, ge=0)

@@ -117,7 +117,7 @@ class LearnerSettings:
     @property
     def is_cut_for_free(self) -> bool:
         """Whether an update may be cut into micro-batches without a further pass over its tokens."""
-        if OBJECTIVES[self.objective].whole_update:
+        if OBJECTIVES[self.objective].whole_update or (self.solves_bounds and self.scope == "microbatch"):
             return False
         return not self.solves_over_update or (self.objective in BRAKES and self.sensor == "previous")
 

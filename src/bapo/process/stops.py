@@ -127,6 +127,11 @@ def asked() -> bool:
     return _now.heard > 0 or _now.listener_told
 
 
+def may_leave() -> bool:
+    """Whether a signal has asked this process to stop, and whoever listens would end what is under way."""
+    return asked() and _now.phase is Phase.LISTEN
+
+
 def stopping() -> bool:
     """Whether a stop is under way, so that an error may be its consequence."""
     return _now.phase is Phase.ENDING

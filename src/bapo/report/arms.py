@@ -23,6 +23,7 @@ from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 NOT_THE_EXPERIMENT = {
     *("seed", "out", "device", "threads", "checkpoint_every", "checkpoint_minutes", "checkpoint_keep", "sample_every"),
+    "learn.micro_tokens",
 }
 """Keys in which the runs of one arm may differ: the seed, and keys that do not change what is trained."""
 BINNED: tuple[tuple[tuple[str, ...], int | None], ...] = (

@@ -215,6 +215,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     values = _parse(files.read(path / "config.json"), "config.json")
     if isinstance(values.get("objective"), dict):
         values["objective"] = renamed(values["objective"])
+    if isinstance(task := values.get("task"), dict) and "test_share" in task:
+        task["holdout"] = task.pop("test_share")
     schema: type[Config] | type[SftConfig] = SftConfig if values.get("kind") == "sft" else Config
     try:
         config: dict[str, Any] = parse(schema, values, source="config.json").model_dump(mode="json")

@@ -95,7 +95,7 @@ class Following:
         self._causes += Counter([score.failure] if score.reward is None else [])
         each = (time.monotonic() - self._began) / self._done
         self._report(each)
-        if stops.asked() and each * (self.asked - self._done) > STOP_SECONDS:
+        if stops.may_leave() and each * (self.asked - self._done) > STOP_SECONDS:
             raise stops.StopAsked
         return score
 

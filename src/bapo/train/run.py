@@ -227,8 +227,10 @@ class Training(Job):
         engine.load(_exchanged(learner.weights(), aside), version=0)
         problems = self.config.eval.problems
         log.view.note(f"evaluating the weights from before step 1 on {counted(problems or 0, 'held-out problem')}")
-        self._evaluate_fully(log, step=0)
-        engine.load(_exchanged(learner.weights(), aside), version=learner.version)
+        try:
+            self._evaluate_fully(log, step=0)
+        finally:
+            engine.load(_exchanged(learner.weights(), aside), version=learner.version)
 
     def _evaluate_fully(self, log: Log, *, step: int) -> None:
         for temperature in (self.config.eval.temperature, *self.config.eval.also_at):

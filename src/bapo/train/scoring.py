@@ -145,7 +145,10 @@ def warning(
     if causes.total() > asked / 2:
         return f"the verifier failed on {causes.total()} of {asked} responses; {mostly_why(causes)}"
     if len(set(means)) == 1 and (not kept or (shaped and means[0] == 0)):
-        return f"the reward was {means[0]:g} for all of {asked} responses. {look}"
+        equal = f"the reward was 0 for all of {asked} responses"
+        if means[0]:
+            equal = f"no group's rewards differed, and their mean was {means[0]:g} in every step ({asked} responses)"
+        return f"{equal}. {look}"
     return ""
 
 

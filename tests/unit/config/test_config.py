@@ -156,6 +156,7 @@ def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
         ({"learn": {"ess_reference": 1.5}}, ["learn.ess_reference = 1.5: give 1.0 or less"]),
         ({"learn": {"ess_reference": 0.0}}, ["learn.ess_reference = 0.0: give a number greater than 0"]),
         ({"learn": {"opsm": 0.0}}, ["learn.opsm = 0.0: give a number greater than 0"]),
+        ({"learn": {"opsm": 0.1}, "objective": {"name": "asymre"}}, ["shifts every advantage"]),
         ({"learn": {"opsm_on": "used"}}, ["learn.opsm_on='used' says which tokens learn.opsm masks", "Set it"]),
         ({"eval": {"also_at": [0.6, -1.0]}}, ["eval.also_at.1 = -1.0"]),
         (

@@ -82,3 +82,18 @@ def test_measuring_leaves_the_number_of_threads_alone():
     list(slow_precision(resolve(Config.model_validate({"device": "cpu", "model": {"dtype": "bfloat16"}}))))
     assert torch.get_num_threads() == before + 1
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [
+        ({}, 2048),
+        ({"objective": {"name": "bapo"}}, 16384),  # a search passes all but the first part twice
+        ({"objective": {"name": "bapo", "scope": "microbatch"}}, 16384),  # parts have bounds of their own
+        ({"objective": {"name": "m2po"}}, 16384),  # looks at a whole update
+        ({"objective": {"name": "grpo"}, "learn": {"micro_tokens": 100}}, 100),
+        ({"objective": {"sensor": "update"}}, 16384),
+    ],
+)
+def test_updates_are_cut_small_on_a_cpu_where_that_changes_nothing(values, tokens):
+    assert resolve(Config.model_validate({"device": "cpu", **values})).learn.micro_tokens == tokens
