@@ -114,7 +114,7 @@ class Config(Section):
             why = f"model.lora.rank={self.model.lora.rank}" if self.model.lora.rank else "the run is on a cluster"
             yield (
                 f"learn.offload_optimizer=true is for all weights on one GPU, but {why}. Set "
-                "learn.offload_optimizer=false: low-rank additions and the shards of ranks need little memory."
+                "learn.offload_optimizer=false: adapters (LoRA) and the shards of ranks need little memory."
             )
 
     def _check_task(self) -> Iterator[str]:
