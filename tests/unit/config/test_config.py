@@ -114,7 +114,7 @@ def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
         ({"objective": {"name": "brake", "brake": 0.03}}, ["objective.brake=0.03 belongs to objective.name='bapo'"]),
         (
             {"objective": {"name": "push_once", "preset": "paper"}},
-            ["objective.preset='paper' belongs to objective.name='bapo'", "on top of a recipe: --objective.preset none"],
+            ["objective.preset='paper' belongs to objective.name='bapo'", "a recipe: --objective.preset none"],
         ),
         ({"objective": {"name": "auto"}}, ["objective.name='auto' is not known"]),
         (
