@@ -159,7 +159,7 @@ def passes_picture() -> str:
         text(
             24,
             32,
-            "More passes over the same responses ruin GRPO. The brake keeps what was learned.",
+            "More passes over the same responses cost GRPO its gain. The brake keeps most of it.",
             "headline",
         ),
         text(24, 56, "Right answers to held-out problems at temperature 0.6, 95% intervals over seeds", "label"),

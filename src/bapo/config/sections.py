@@ -262,10 +262,11 @@ class ObjectiveConfig(Section):
         if self.scope != "update" and self.name not in BRAKES:
             given["scope"] = self.scope
         for key, value in given.items():
+            beside = " (on top of a recipe: --objective.preset none)" if key == "preset" else ""
             once = " For push once, set objective.name = 'push_once'." if key == "used_low" else ""
             raise ValueError(
                 f"objective.{key}={value!r} belongs to objective.name='bapo', not to {self.name!r}, which ignores it. "
-                f"Leave it out, or set objective.name='bapo'. Options of other objectives go into "
+                f"Leave it out{beside}, or set objective.name='bapo'. Options of other objectives go into "
                 f"objective.options.{once}"
             )
 

@@ -112,6 +112,10 @@ def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
         ({"objective": {"brake": 0.03, "used_low": 1.0}}, ["brake=0.03 and used_low=1.0 both set the lower bound"]),
         ({"objective": {"name": "grpo", "sensor": "update"}}, ["belongs to the brake", "objective.name='brake'"]),
         ({"objective": {"name": "brake", "brake": 0.03}}, ["objective.brake=0.03 belongs to objective.name='bapo'"]),
+        (
+            {"objective": {"name": "push_once", "preset": "paper"}},
+            ["objective.preset='paper' belongs to objective.name='bapo'", "a recipe: --objective.preset none"],
+        ),
         ({"objective": {"name": "auto"}}, ["objective.name='auto' is not known"]),
         (
             {"objective": {"name": "grpo", "used_low": 1.0}},
