@@ -115,7 +115,7 @@ class LearnerSettings:
         return self.solves_bounds and self.scope == "update" and self.clip.depends_on_tokens
 
     @property
-    def is_cut_for_free(self) -> bool:
+    def cuts_are_free(self) -> bool:
         """Whether an update may be cut into micro-batches without a further pass over its tokens."""
         if OBJECTIVES[self.objective].whole_update or (self.solves_bounds and self.scope == "microbatch"):
             return False

@@ -136,7 +136,7 @@ def _both_parts(
             place = getattr(error, "place", "")
             alike = str(error).removeprefix(place) if place else f"task.{name}: {error}"  # files without a column
             before = wrong.get(alike)
-            wrong[alike] = f"{before} So it is with task.{name}: {place}." if before else f"task.{name}: {error}"
+            wrong[alike] = f"{before} task.{name} lacks it, too: {place}." if before else f"task.{name}: {error}"
     if wrong:
         raise ValueError("\n".join(wrong.values()))
     (train, of_train), (test, of_test) = loaded

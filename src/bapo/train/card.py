@@ -172,8 +172,9 @@ def learning_in_words(learn: LearnConfig) -> str:
     """How rewards become one number to learn from, and what else shapes an update if it is asked for."""
     warmup = f", warm-up {counted(learn.warmup_updates, 'update')}" if learn.warmup_updates else ""
     penalty = f", KL penalty to the initial weights {learn.kl:g}" if learn.kl else ""
-    masked = "" if learn.opsm is None else f", negative responses masked from a fall of {learn.opsm:g} on"
-    masked += " (used tokens)" if learn.opsm is not None and learn.opsm_on == "used" else ""
+    what = "used tokens of " if learn.opsm_on == "used" else ""
+    fell = f"negative responses that fell by more than {learn.opsm} nats per token"
+    masked = "" if learn.opsm is None else f", {what}{fell} are masked"
     return (
         f"AdamW, learning rate {learn.lr:g} ({learn.schedule}{warmup}), {counted(learn.batch_groups, 'group')} per "
         f"update, {learn.reduction} loss, {learn.advantages} advantages{penalty}{masked}"

@@ -40,7 +40,7 @@ TRIALS = 20
 """How often each speed is measured, unless that takes long."""
 ENOUGH = 0.5
 """Seconds after which no further trial begins."""
-FITS_INTO_CACHES = 2048
+CPU_MICRO_TOKENS = 2048
 """Tokens per forward pass on a CPU: the layers of a small model read what the one before has just written."""
 SLOWER = 3
 """How many times slower than float32 a precision must be before a run says so."""
@@ -54,8 +54,8 @@ def resolve(config: Kind) -> Kind:
     model = config.model.model_copy(update={"dtype": dtype})
     learn = config.learn
     if learn.micro_tokens is None:
-        small = device == "cpu" and (isinstance(config, SftConfig) or learner_settings(config).is_cut_for_free)
-        learn = learn.model_copy(update={"micro_tokens": FITS_INTO_CACHES if small else MICRO_TOKENS})
+        small = device == "cpu" and (isinstance(config, SftConfig) or learner_settings(config).cuts_are_free)
+        learn = learn.model_copy(update={"micro_tokens": CPU_MICRO_TOKENS if small else MICRO_TOKENS})
     return config.model_copy(update={"device": device, "threads": threads, "model": model, "learn": learn})
 
 

@@ -59,7 +59,7 @@ def test_a_column_that_both_files_lack_is_told_once(place):
         rows(place / f"{name}.jsonl", [{"text": "What is 1 plus 1?", "gold": "2"}])
     (wrong,) = examine(of_data()).wrong
     assert wrong.startswith("task.train: train.jsonl, line 1 has no prompt: ")
-    assert wrong.endswith(" So it is with task.test: test.jsonl, line 1.")
+    assert wrong.endswith(" task.test lacks it, too: test.jsonl, line 1.")
     rows(place / "test.jsonl", [{"problem": "What is 1 plus 1?", "gold": "2"}])
     assert len(examine(of_data()).wrong) == 2  # they lack different things
 

@@ -221,7 +221,7 @@ def test_the_plan_says_how_an_update_is_made_when_it_is_evaluated_and_where_it_i
     assert len(said.splitlines()) <= 24
     words = ["--learn.reduction", "balanced", "--learn.opsm", "0.1", "--learn.opsm-on", "used"]
     assert run(["train", "--dry-run", "--device", "cpu", *words]) == 0
-    masked = "negative responses masked from a fall of 0.1 on (used tokens)"
+    masked = "used tokens of negative responses that fell by more than 0.1 nats per token are masked"
     assert f"balanced loss, grpo advantages, {masked}\n" in capsys.readouterr().out
 
 
