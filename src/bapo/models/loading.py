@@ -32,6 +32,8 @@ import transformers
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
+from transformers import dynamic_module_utils
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils.hub import cached_file
 
 from bapo.demo import model_path
@@ -263,7 +265,7 @@ def _in_words(path: str, what: str = "") -> Iterator[None]:
     """Says of every failure that this model cannot be loaded: its files are input, and transformers has errors of many
     kinds for them.
     """
-    transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # it would ask whether code of the model may run
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # it would ask whether code of the model may run
     try:
         with panics_are_errors():
             yield
@@ -332,9 +334,8 @@ def _is_tokenizer(name: Any) -> bool:
     """Whether transformers would take a tokenizer of its own for this class, also for a name that it does not know."""
     if not isinstance(name, str):
         return False
-    known = transformers.models.auto.tokenization_auto.tokenizer_class_from_name
     first = name.removesuffix("Fast")
-    found = [each for each in map(known, (name, first, f"{first}Fast")) if each is not None]
+    found = [each for each in map(tokenizer_class_from_name, (name, first, f"{first}Fast")) if each is not None]
     return all(isinstance(each, type) and issubclass(each, transformers.PreTrainedTokenizerBase) for each in found)
 
 
