@@ -3,17 +3,21 @@
 import ast
 import json
 import os
+import py_compile
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tomllib
 from functools import partial
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import version
-from importlib.util import spec_from_loader
+from importlib.util import cache_from_source, spec_from_loader
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import numpy as np
 import pytest
@@ -223,6 +227,60 @@ def test_a_reward_function_is_found_after_what_is_installed(tmp_path, monkeypatc
     assert find_function("my_own_reward:score") is len
     assert str(tmp_path) not in sys.path
     assert ran() == []
+
+
+def stands_in(file, code):
+    """Bytecode of `code` that Python would run in place of this file, whatever the file says."""
+    (file.parent / "evil.txt").write_text(code)
+    place, unchecked = cache_from_source(str(file)), PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(file.parent / "evil.txt"), place, invalidation_mode=unchecked, doraise=True)
+    return Path(place)
+
+
+@pytest.mark.parametrize("module", ["my_cached", "my_package_of.parts", "my_folder_of.parts"])
+def test_a_reward_function_runs_as_its_file_says_whatever_is_compiled_beside_it(tmp_path, monkeypatch, module):
+    file = tmp_path / f"{module.replace('.', '/')}.py"
+    evil = f"open({str(tmp_path / 'ran')!r}, 'w').close()"
+    for each in (file, file.parent / f"beside_{file.parent.name[:10]}.py", tmp_path / "my_package_of/__init__.py"):
+        each.parent.mkdir(exist_ok=True)
+        each.touch()
+        stands_in(each, evil)
+    helper = f"beside_{file.parent.name[:10]}"
+    file.write_text(f"import {module.rpartition('.')[0]}{'.' * ('.' in module)}{helper}\nscore = len")
+    for suffix in (EXTENSION_SUFFIXES[0], ".pyc"):
+        shutil.copy(cache_from_source(str(file)), file.with_suffix(suffix))
+    monkeypatch.chdir(tmp_path)
+    assert file_of(f"{module}:score") == str(file)
+    assert find_function(f"{module}:score") is len
+    assert sys.modules[module].__file__ == str(file)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("suffix", [EXTENSION_SUFFIXES[0], ".pyc"])
+@pytest.mark.parametrize("name", ["compiled_only", "compiled_parts.only"])
+def test_a_reward_function_that_is_only_compiled_is_refused_with_words(tmp_path, monkeypatch, suffix, name):
+    file = tmp_path / f"{name.replace('.', '/')}{suffix}"
+    (tmp_path / "compiled_parts").mkdir()
+    shutil.copy(stands_in(tmp_path / "a.py", f"open({str(tmp_path / 'ran')!r}, 'w').close()"), file)
+    monkeypatch.chdir(tmp_path)
+    assert file_of(f"{name}:score") is None
+    with pytest.raises(ValueError, match=f"{re.escape(str(file.relative_to(tmp_path)))} is compiled, and only .py"):
+        find_function(f"{name}:score")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_files_that_do_not_end_are_not_searched_for_a_reward_function(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "a.py")
+    (tmp_path / "b.py").symlink_to("/dev/zero")
+    (tmp_path / "c.py").write_text("def score(): pass\n" + "#" * 2**20)
+    (tmp_path / "d.py").write_text("def score(): pass")
+    monkeypatch.chdir(tmp_path)
+    signal.alarm(20)  # ends the process that would wait
+    with pytest.raises(ValueError, match=r"Did you mean d:score\? Otherwise"):
+        find_function("absent:score")
+    with pytest.raises(ValueError, match=r"such as d:score\."):
+        find_function("absent")
+    signal.alarm(0)
 
 
 OPTIONAL = ("asked_at_import", "asked_in_a_call", "asked_by_name", "asked_by_c", "asked_later")

@@ -31,14 +31,16 @@ import torch
 import transformers
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
+from transformers import dynamic_module_utils
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils.hub import cached_file
 
 from bapo.demo import model_path
 from bapo.models.layers import LoraSettings, add_lora
 from bapo.models.policy import Policy, encoded, find_stop_ids, panics_are_errors
-from bapo.models.templates import ask
+from bapo.models.templates import names_in, reason_of
+from bapo.screen.terminal import printable
 from bapo.types import refuse
 
 PICKLES = (".bin", ".pt", ".pth")
@@ -46,7 +48,9 @@ INDEX = "model.safetensors.index.json"
 """Says which file each weight is in, where there are several."""
 TIMES = 4
 """How many times larger than its files a model may say that it is. Some are stored in half the room, or less."""
-_OF_TOKENIZER = re.compile("fast_tokenizer_files|init_inputs|vocab|merges|(?!special_tokens_map)\\w+_file")
+_OF_TOKENIZER = re.compile(
+    "fast_tokenizer_files|init_inputs|vocab|merges|(source|target)_spm|(?!special_tokens_map)\\w+_file"
+)
 PLACES = dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json"), _OF_TOKENIZER)
 PLACES["config.json"] = re.compile("configuration_files")
 """Settings that make transformers read other files, also outside of the directory."""
@@ -161,7 +165,7 @@ def _policy(
 ) -> Policy:
     """Model and tokenizer together. Refuses a tokenizer that cannot do what is asked of it."""
     encoded(tokenizer, "0", special=True)  # its settings are read only now
-    named = _names_in_template(path, tokenizer.chat_template)
+    named = names_in(path, tokenizer.chat_template)
     lacking = tokenizer.chat_template is None
     unread = next(iter(sorted(template_options.keys() - named)), None)
     without = f"needs a chat template, but the tokenizer of {path!r} has none."
@@ -223,6 +227,8 @@ def _checked_source(path: str) -> str:
     if source.endswith(".gguf"):
         if (Path(source).parent / "adapter_config.json").exists():  # transformers would follow it
             raise ValueError(f"model.path={path!r} has an adapter beside it. Move its adapter_config.json elsewhere.")
+        if Path(source).is_file():
+            _check_settings(path, str(Path(source).parent))
         return source
     if not local and (reason := why_not_there(source)):
         raise _refusal(
@@ -259,26 +265,20 @@ def _in_words(path: str, what: str = "") -> Iterator[None]:
     """Says of every failure that this model cannot be loaded: its files are input, and transformers has errors of many
     kinds for them.
     """
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # it would ask whether code of the model may run
     try:
         with panics_are_errors():
             yield
     except Exception as error:
         raise _refusal(
             path,
-            f"{what}{_reason(error)} Give a directory with a transformers causal language model and its tokenizer, a "
+            f"{what}{reason_of(error)} Give a directory with a transformers causal language model and its tokenizer, a "
             'GGUF file, or "demo".',
         ) from error
 
 
 def _refusal(path: str, why: str) -> ValueError:
     return ValueError(f"model.path={path!r} cannot be loaded: {why}")
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error, with the second one if the first only announces it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-    return reason if reason.endswith(".") else f"{reason.rstrip(':')}."
 
 
 def _check_files(path: str, source: Path) -> None:
@@ -298,12 +298,8 @@ def _check_named_files(path: str, source: str) -> None:
         raise ValueError(
             f"model.path={path!r} holds an adapter, not a model. Give the merged model, which a run writes to model/."
         )
+    _check_settings(path, source)
     config = _json(path, source, "config.json")
-    for file, places in PLACES.items():
-        for key, value in _json(path, source, file).items():
-            if value and places.fullmatch(key):
-                told = f"its {file} names other files in place of the usual ones ({key}). Give the right one the usual "
-                raise _refusal(path, f"{told}name, and remove {key}.")
     for key, value in _settings(config):
         if key.endswith("_implementation") and "/" in str(value):
             told = f"its config.json has {key}={str(value)[:60]!r}, which names code on the hub. Remove it."
@@ -320,6 +316,27 @@ def _check_named_files(path: str, source: str) -> None:
             raise _refusal(path, f"{told} Copy or download the model again.")
         if not name.endswith((".safetensors", ".safetensors.index.json")):
             raise ValueError(f"model.path={path!r} has weights in {name!r}, says its {file}, {_NO_PICKLE}")
+
+
+def _check_settings(path: str, source: str) -> None:
+    """Refuse settings that name files in place of others, or what is no tokenizer and may bring code as one."""
+    for file, places in PLACES.items():
+        for key, value in _json(path, source, file).items():
+            if value and places.fullmatch(key):
+                told = f"its {file} names other files in place of the usual ones ({key}). Give the right one the usual "
+                raise _refusal(path, f"{told}name, and remove {key}.")
+            if value and key == "tokenizer_class" and not _is_tokenizer(value):
+                told = f"its {file} has tokenizer_class={str(value)[:60]!r}, which is no tokenizer of transformers, or "
+                raise _refusal(path, f"{told}one that needs another package. Remove it, or put back what was there.")
+
+
+def _is_tokenizer(name: Any) -> bool:
+    """Whether transformers would take a tokenizer of its own for this class, also for a name that it does not know."""
+    if not isinstance(name, str):
+        return False
+    first = name.removesuffix("Fast")
+    found = [each for each in map(tokenizer_class_from_name, (name, first, f"{first}Fast")) if each is not None]
+    return all(isinstance(each, type) and issubclass(each, transformers.PreTrainedTokenizerBase) for each in found)
 
 
 def _json(path: str, source: str, name: str) -> dict[str, Any]:
@@ -354,9 +371,10 @@ def _check_report(path: str, model: Any, report: dict[str, Any]) -> None:
             "Weights and config.json belong to different models, or one of them was changed. Restore both."
         )
     if unused := sorted(report["unexpected_keys"]):
+        named = printable(", ".join(unused[:5]), newline=" ") + (", …" if len(unused) > 5 else "")
         warnings.warn(
-            f"model.path={path!r} has {len(unused)} tensors that {type(model).__name__} does not use: "
-            f"{', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}. They are neither trained nor exported.",
+            f"model.path={path!r} has {len(unused)} tensors that {type(model).__name__} does not use: {named}. They "
+            "are neither trained nor exported.",
             stacklevel=2,
         )
     missing = sorted(report["missing_keys"])
@@ -376,24 +394,6 @@ def _check_finite(path: str, model: Any) -> None:
                 f"model.path={path!r} has {bad} numbers in {name} that are NaN or infinite, so nothing can be sampled "
                 "or learned with it. Copy or download the model again, or use an earlier checkpoint of it."
             )
-
-
-def _names_in_template(path: str, chat_template: Any) -> set[str]:
-    """The names that a template, or any of several, reads from its arguments. Refuses what is no template."""
-    templates = list(chat_template.values()) if isinstance(chat_template, dict) else [chat_template or ""]
-    named: set[str] = set()
-    for template in templates:
-        try:
-            if not isinstance(template, str):
-                raise TypeError(f"{template!r} is not text.")
-            named |= {*ask(template)}
-        except (TemplateError, TypeError) as error:
-            line = f" in line {number}" if (number := getattr(error, "lineno", None)) else ""
-            raise ValueError(
-                f"the chat template of {path!r} cannot be read{line}: {_reason(error)} Correct chat_template.jinja (or "
-                "chat_template in tokenizer_config.json), or remove it and set model.chat='no'."
-            ) from error
-    return named
 
 
 def load_gguf(path: Path, *, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:

@@ -64,6 +64,31 @@ def ask(template: str, values: dict[str, Any] | None = None) -> Any:
     return found["answer"]
 
 
+def names_in(path: str, chat_template: Any) -> set[str]:
+    """The names that a template, or any of several, reads from its arguments. Refuses what is no template."""
+    templates = list(chat_template.values()) if isinstance(chat_template, dict) else [chat_template or ""]
+    named: set[str] = set()
+    for template in templates:
+        try:
+            if not isinstance(template, str):
+                raise TypeError(f"{template!r} is not text.")
+            named |= {*ask(template)}
+        except (TemplateError, TypeError) as error:
+            line = f" in line {number}" if (number := getattr(error, "lineno", None)) else ""
+            raise ValueError(
+                f"the chat template of {path!r} cannot be read{line}: {reason_of(error)} Correct chat_template.jinja "
+                "(or chat_template in tokenizer_config.json), or remove it and set model.chat='no'."
+            ) from error
+    return named
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, with the second one if the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+    return reason if reason.endswith(".") else f"{reason.rstrip(':')}."
+
+
 def answer(template: str, values: dict[str, Any] | None) -> dict[str, Any]:
     """The text that a template makes of values; without values, the names that it reads. Called in the worker."""
     try:

@@ -11,17 +11,19 @@ with a name are the user's own word.
 A module of the user's, such as a reward function, is looked for in a folder of the user's, after everything that is
 installed (`found_in`). So is what its import statements name, then and in later calls, and what those modules import in
 turn. Nobody else finds anything there: many libraries import a package "if it is there", and a file with such a name
-would run.
+would run. What runs is the text of .py files: Python would prefer what a __pycache__ or an extension module beside them
+holds, which nobody can read.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dis import get_instructions
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
+from types import CodeType
 from typing import Any
 
 VARIABLE = "PYTHONPATH"
@@ -40,9 +42,35 @@ class _Folders:
         """Where a module is; None if it is not in a folder, or if somebody else asks for it."""
         if path is not None or (folder := self.asked.get(name) or self.found.get(_importer(name))) is None:
             return None
-        if (spec := PathFinder.find_spec(name, [folder])) is not None:
+        if (spec := source_of(name, [folder])) is not None:
             self.found[name] = folder
         return spec
+
+
+class _Parts:
+    """Finds the modules of packages that were found in a folder, for everybody. Python asks it first."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Where a module of such a package is; None if its package is another one. Nobody else may look for it."""
+        if path is None or name.partition(".")[0] not in _FOLDERS.found:
+            return None
+        if (spec := source_of(name, path)) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return spec
+
+
+class _AsWritten(SourceFileLoader):
+    """Loads a module from its .py file alone, and leaves no __pycache__."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The text of the file, compiled."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def source_of(name: str, folders: Iterable[str]) -> ModuleSpec | None:
+    """Where the .py file of a module is, or the folder that is a package; None if there is none in these folders."""
+    finders = (FileFinder(folder, (_AsWritten, [".py"])) for folder in folders)
+    return next((spec for finder in finders if (spec := finder.find_spec(name)) is not None), None)
 
 
 def _importer(name: str) -> str:
@@ -58,7 +86,7 @@ def _importer(name: str) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0] if asked == [name] else ""
 
 
-_FOLDERS = _Folders()
+_FOLDERS, _PARTS = _Folders(), _Parts()
 
 
 @contextmanager
@@ -66,12 +94,17 @@ def found_in(folder: str, module: str) -> Iterator[None]:
     """Inside, a module of the user's is found in this folder, and what it imports, for good."""
     first = module.partition(".")[0]
     if _FOLDERS not in sys.meta_path:
-        sys.meta_path.append(_FOLDERS)
+        sys.meta_path[:] = [_PARTS, *sys.meta_path, _FOLDERS]
     _FOLDERS.asked[first] = folder
     try:
         yield
     finally:
         del _FOLDERS.asked[first]
+
+
+def was_found(module: str) -> bool:
+    """Whether a module with this top name was found in a folder of the user's."""
+    return module in _FOLDERS.found
 
 
 def forget_the_current_directory() -> None:

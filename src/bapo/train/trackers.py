@@ -149,7 +149,8 @@ class _WeightsAndBiases:
         files.folder(run.path / "wandb")
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         place: dict[str, Any] = {"project": run.project, "id": run.id, "name": run.name, "dir": str(run.path)}
-        place |= {"resume": "allow", "reinit": "create_new", "settings": wandb.Settings(silent=True)}
+        settings = wandb.Settings(silent=True, disable_git=True, save_code=False)  # git runs what a repository names
+        place |= {"resume": "allow", "reinit": "create_new", "settings": settings}
         self._run = wandb.init(**place, config=run.config, mode=mode)
         for name, axis in (("*", "step"), ("update/*", "update"), ("skipped/*", "update")):
             self._run.define_metric(name, step_metric=axis)

@@ -152,7 +152,11 @@ def test_files_that_stand_in_for_others_are_refused_unread(model, tmp_path):
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize(
-    "key", ["vocab", "merges", "gguf_file", "vocab_file", "merges_file", "tokenizer_file", "spm_file", "init_inputs"]
+    "key",
+    [
+        *("vocab", "merges", "gguf_file", "vocab_file", "merges_file", "tokenizer_file", "spm_file", "init_inputs"),
+        *("source_spm", "target_spm"),
+    ],
 )
 def test_settings_that_name_files_for_a_tokenizer_are_refused_unread(model, tmp_path, file, key):
     (model / "tokenizer.json").rename(tmp_path / "outside.json")
@@ -165,6 +169,43 @@ def test_settings_that_name_files_for_a_tokenizer_are_refused_unread(model, tmp_
 def test_settings_that_old_versions_of_transformers_wrote_are_no_harm(model):
     changed_json(model / "tokenizer_config.json", tokenizer_file=None, special_tokens_map_file="/root/map.json")
     load_policy(str(model), dtype="float32", device="cpu")
+
+
+def evil_processor(directory, mark):
+    """A processor with code of its own, which transformers would take for a tokenizer of this name."""
+    (directory / "evil.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\nfrom transformers import ProcessorMixin\nclass P(ProcessorMixin): pass\n"
+    )
+    changed_json(directory / "processor_config.json", auto_map={"AutoProcessor": "evil.P"}, processor_class="P")
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("name", ["AutoProcessor", "AutoProcessorFast", "AutoTokenizer", "RagTokenizer", "pipeline", 3])
+def test_a_tokenizer_that_is_none_is_refused_and_nobody_is_asked(model, tmp_path, monkeypatch, file, name):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    evil_processor(model, tmp_path / "ran")
+    changed_json(model / "tokenizer_config.json", tokenizer_class=None)
+    changed_json(model / file, tokenizer_class=name)
+    assert f"its {file} has tokenizer_class={str(name)!r}, which is no tokenizer" in refused(model)
+    with pytest.raises(ValueError, match="which is no tokenizer"):
+        outline_policy(str(model))
+    assert asked == []
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend", "OfSomebody", None]
+)
+def test_a_tokenizer_of_transformers_or_of_an_unknown_name_loads(model, name):
+    changed_json(model / "tokenizer_config.json", tokenizer_class=name)
+    load_policy(str(model), dtype="float32", device="cpu")
+
+
+def test_names_of_tensors_cannot_colour_a_warning(model):
+    change(model, lambda weights: weights.update({"\x1b[31mred\x1b[0m\n": torch.zeros(3)}))
+    with pytest.warns(UserWarning, match=r"does not use: ·\[31mred·\[0m\. They"):
+        load_policy(str(model), dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])

@@ -20,6 +20,7 @@ from bapo.models.export import save_policy
 from tests.rounding import carried
 from tests.tiny.families import FAMILIES, SIZES, make_tokenizer
 from tests.tiny.models import tiny
+from tests.unit.models.test_loading_damaged import evil_processor
 from tests.unit.models.test_models import batches, sampled_groups
 
 WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "rms_norm_eps": 1e-5}  # quantised in blocks of 32
@@ -164,6 +165,21 @@ def test_code_beside_a_gguf_file_does_not_run(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
     with suppress(ValueError):  # whether it loads or not
+        load_policy(path, dtype="float32", device="cpu")
+    assert asked == []
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_processor_beside_a_gguf_file_is_no_tokenizer(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf", made("llama"), gguf.GGMLQuantizationType.F32)
+    evil_processor(tmp_path, tmp_path / "ran")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "AutoProcessor"}))
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    with pytest.raises(ValueError, match="tokenizer_class='AutoProcessor', which is no tokenizer"):
+        load_policy(path, dtype="float32", device="cpu")
+    monkeypatch.setattr("bapo.models.loading._check_settings", lambda *where: None)  # the second wall
+    with pytest.raises(ValueError, match="cannot be loaded"):
         load_policy(path, dtype="float32", device="cpu")
     assert asked == []
     assert not (tmp_path / "ran").exists()

@@ -146,6 +146,36 @@ def wandb_records(path):
             yield record
 
 
+WANDB = """
+import json, os, sys
+os.chdir(sys.argv[1])
+from pathlib import Path
+from bapo.train.trackers import MAKERS, Points, Tracked
+tracker = MAKERS["wandb"](Tracked(Path(sys.argv[2]), "id", "mine", {}, step=0, version=0))
+tracker.send(Points("step", 1, {"a": 1.0}))
+tracker.close(True)
+"""
+
+
+def test_wandb_runs_nothing_of_a_repository_in_the_current_directory(tmp_path):
+    here, mark, hook = tmp_path / "here", tmp_path / "ran", tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    hook.chmod(0o755)
+    (here / "wandb").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (here / "wandb/settings").write_text("[default]\nsave_code = true\ndisable_git = false\n")
+    (here / "main.py").write_text(WANDB)
+    git = ["git", "-C", str(here), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "main.py"], ["commit", "-qm", "a"], ["config", "core.fsmonitor", str(hook)]):
+        subprocess.run([*git, *words], check=True)
+    subprocess.run([*git, "diff"], check=True)
+    assert mark.exists()  # so it would be seen
+    mark.unlink()
+    subprocess.run([sys.executable, here / "main.py", here, tmp_path / "run"], check=True)
+    assert sorted((tmp_path / "run/wandb").glob("offline-run-*/run-id.wandb"))
+    assert not mark.exists()
+
+
 TRACKIO = """
 import json
 from trackio.sqlite_storage import SQLiteStorage

@@ -19,11 +19,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.machinery import PathFinder
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 from typing import Any
 
-from bapo.process import found_in
+from bapo.process import found_in, source_of, was_found
 from bapo.process.limited_worker import describe
 from bapo.tasks.data.columns import ANSWERS
 
@@ -32,6 +32,10 @@ TRL_LISTS = ("completions", "prompts", "completion_ids")
 """Parameters of TRL's reward functions, each a list with one entry per completion."""
 STREAMS = (1, 2)
 """The descriptors of standard output and standard error."""
+COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
+"""How the names of files end that hold a module and that nobody can read."""
+MOST_FILES, MOST_BYTES = 100, 1 << 20
+"""How many files are searched for functions that the user may have meant, and how large each may be."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -56,9 +60,13 @@ def find_function(name: str) -> Callable[..., Any]:
         files = (module for module in _modules() if function_name in _functions_of(Path(f"{module}.py")))
         found = " or ".join(f"{module}:{function_name}" for module in files)
         hint = f"Did you mean {found}? Otherwise, start" if found else "Start"
+        places = (f"{error.name.replace('.', '/')}{ending}" for ending in COMPILED)
+        compiled = next(
+            (f"{place} is compiled, and only .py files run. " for place in places if Path(place).exists()), ""
+        )
         raise ValueError(
             f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
-            f"{hint} from the directory that holds its file, or install its package."
+            f"{compiled}{hint} from the directory that holds its file, or install its package."
         ) from error
     except KeyboardInterrupt:
         raise
@@ -83,11 +91,13 @@ def file_of(name: str) -> str | None:
     """
     first, *others = name.partition(":")[0].split(".")
     try:
-        spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, [os.getcwd()])
+        known = importlib.util.find_spec(first)
+        look = PathFinder.find_spec if known and not was_found(first) else source_of
+        spec = known or source_of(first, [os.getcwd()])
         for count in range(1, len(others) + 1):
             if spec is None or spec.submodule_search_locations is None:
                 return None
-            spec = PathFinder.find_spec(".".join([first, *others[:count]]), list(spec.submodule_search_locations))
+            spec = look(".".join([first, *others[:count]]), list(spec.submodule_search_locations))
     except (ImportError, ValueError):
         return None
     return None if spec is None else spec.origin
@@ -191,13 +201,15 @@ def _of_trl(name: str, function: Callable[..., Any]) -> str:
 
 
 def _modules() -> list[str]:
-    """The names of the modules in the current directory."""
-    return sorted(path.stem for path in Path().glob("*.py") if path.stem.isidentifier())
+    """The names of the modules in the current directory, as far as they are searched."""
+    return sorted(path.stem for path in Path().glob("*.py") if path.stem.isidentifier())[:MOST_FILES]
 
 
 def _functions_of(path: Path) -> list[str]:
     """The public functions that a file defines, read without running it; none if it cannot be read."""
     try:
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            return []
         body = ast.parse(path.read_bytes()).body
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return []
