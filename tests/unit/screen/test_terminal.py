@@ -16,6 +16,7 @@ from rich.text import Text
 
 import bapo
 from bapo import cli
+from bapo.process import stops
 from bapo.screen.terminal import Visible, make_console, printable, say, visible, write_line
 from bapo.screen.view import make_view, summary_table
 
@@ -109,6 +110,7 @@ def test_what_libraries_write_to_standard_error_keeps_only_colours(monkeypatch, 
         sys.stderr.writelines(["\x1b[31mred\x1b[0m ", EVIL])
         return 0
 
+    monkeypatch.setattr(stops, "watch", lambda: None)  # it would follow the signals of other tests, too
     monkeypatch.setattr(sys, "stderr", before := sys.stderr)
     with pytest.raises(SystemExit):
         cli.main(["x"])
