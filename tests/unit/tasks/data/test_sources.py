@@ -140,6 +140,14 @@ def test_a_directory_called_like_a_benchmark_does_not_shadow_it(tmp_path):
     assert prompts("./gsm8k") == ["mine"]
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k:train", "openai/gsm8k:main:test"])
+def test_a_directory_called_like_a_data_set_of_the_hub_does_not_take_its_place(tmp_path, name):
+    write(tmp_path / "openai" / "gsm8k" / "test.jsonl", "another")
+    with pytest.raises(ValueError, match=r"is openai/gsm8k on the hub, but here is a folder .* write \./openai/gsm8k"):
+        prompts(name)
+    assert prompts("./openai/gsm8k") == ["another"]
+
+
 def test_saved_data_sets(tmp_path):
     datasets = pytest.importorskip("datasets")
     one = datasets.Dataset.from_list([{"question": "one", "answer": "x\n#### 1"}])
