@@ -85,8 +85,8 @@ def source_rows(source: Source) -> Iterator[Row]:
     if source.hub:
         if Path(source.hub).exists():  # the package would read it in place of the hub's
             raise ValueError(
-                f"data source {source.label!r} is {source.hub} on the hub, but here is a folder or file of that name. To "
-                f"read it, write ./{source.hub}; otherwise start somewhere else."
+                f"data source {source.label!r} is {source.hub} on the hub, but here is a folder or file of that name. "
+                f"To read it, write ./{source.hub}; otherwise start somewhere else."
             )
         yield from hub_rows(source.hub, source.config, source.split)
     elif source.saved is not None:
