@@ -49,6 +49,29 @@ def test_a_dump_that_unpacks_without_measure_is_refused_and_a_large_one_is_read(
     assert np.array_equal(dump_files.read_columns(tmp_path / "b.npz")["logprobs"], noise)
 
 
+@pytest.mark.parametrize("shape", [(10**9, 0), (0, 10**9)])
+def test_rows_without_tokens_are_refused_before_they_are_counted(tmp_path, shape):
+    columns = {name: np.zeros(shape, np.float32) for name in ("logprobs", "behavior_logprobs", "advantages", "mask")}
+    np.savez(tmp_path / "a.npz", **columns)
+    with pytest.raises(DumpError, match=r"logprobs has shape .* which holds no token"):
+        read_dump([tmp_path / "a.npz"])
+
+
+@pytest.mark.parametrize("kind", ["empty lists", "equal numbers"])
+def test_parquet_with_many_more_values_than_bytes_is_refused(tmp_path, monkeypatch, kind):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(dump_files, "UNPACKED", 1 << 16)
+    count = 1 << 20
+    values = pa.array([[]] * count, pa.list_(pa.float32())) if kind == "empty lists" else pa.array(np.zeros(count))
+    pq.write_table(pa.table({"logprobs": values}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    with pytest.raises(DumpError, match=r"it would unpack to 1,048,576 values, and a file of its size may hold [\d,]+"):
+        dump_files.read_columns(tmp_path / "a.parquet")
+    noise = np.random.default_rng(0).normal(size=count // 4)
+    pq.write_table(pa.table({"logprobs": pa.array(noise)}), tmp_path / "a.parquet")
+    assert np.array_equal(dump_files.read_columns(tmp_path / "a.parquet")["logprobs"], noise)
+
+
 def test_a_dump_whose_tokens_are_all_updates_of_their_own_is_refused(tmp_path, capsys):
     """Each update is measured, and each would look at all tokens."""
     count = 200_000

@@ -407,6 +407,27 @@ def test_malformed_states_are_refused_with_words(half_done, capsys):
     assert Path(killed).is_dir()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
+@pytest.mark.parametrize("line", [b"{}", b'{"kind": "update", "step": []}', b"3", b"{", b'{"step": "1"}'])
+def test_logs_whose_checksums_agree_and_whose_lines_are_none_are_refused_before_anything_changes(
+    killed, capsys, name, line
+):
+    log, state = killed / name, killed / STEP / "state.json"
+    log.write_bytes(line + b"\n")
+    kept = json.loads(state.read_text())
+    kept["logs"][name] = log.stat().st_size
+    kept["log_digests"][name] = files.checksum(log)
+    state.write_text(json.dumps(kept))
+    manifest = state.with_name("manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"state.json": files.checksum(state)}))
+    before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
+    assert cli.run(["resume", str(killed)]) == 3
+    told = capsys.readouterr().err
+    assert f"are not those of a run: {name} " in told
+    assert "Traceback" not in told
+    assert {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()} == before
+
+
 def test_moments_with_names_that_are_none_are_refused_with_words(killed, capsys):
     path, manifest = killed / STEP / "optimizer.safetensors", killed / STEP / "manifest.json"
     save_file(load_file(path) | {"nodot": torch.zeros(1), "x.master": torch.zeros(1)}, path)

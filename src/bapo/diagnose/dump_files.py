@@ -175,7 +175,14 @@ def _read_parquet(path: Path) -> dict[str, Column]:
             "`pip install pyarrow`, or write .safetensors or .npz instead."
         ) from None
     columns: dict[str, Column] = {}
-    table: Any = pq.read_table(path)
+    with pq.ParquetFile(path) as file:
+        about: Any = file.metadata
+        parts = [about.row_group(number) for number in range(about.num_row_groups)]
+        entries = sum(part.column(place).num_values for part in parts for place in range(part.num_columns))
+        most = max(UNPACKED, TIMES * path.stat().st_size) // 8
+        if max(entries, about.num_rows) > most:  # lists may be empty, and equal values take no room
+            raise ValueError(f"it would unpack to {entries:,} values, and a file of its size may hold {most:,}")
+        table: Any = file.read()
     for name, chunks in zip(table.column_names, table.columns, strict=True):
         column = chunks.combine_chunks()
         kind = column.type

@@ -230,6 +230,8 @@ def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
         return _Layout(path, len(rows), rows, count, lengths=logprobs.lengths)
     size, shape = logprobs.size, logprobs.shape
     if logprobs.ndim == 2:
+        if not size:
+            raise DumpError(f"{path}: logprobs has shape {list(shape)}, which holds no token. Leave the file out.")
         return _Layout(path, size, np.repeat(np.arange(shape[0]), shape[1]), shape[0], shape)
     if logprobs.ndim != 1:
         allowed = "[sequences, tokens] (padded) or [tokens] (packed)"

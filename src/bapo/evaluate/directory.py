@@ -29,6 +29,7 @@ from bapo.config.words import flat
 from bapo.evaluate.estimates import Row
 from bapo.runs.files import append, appended, check_kinds, cut, held, read, read_object
 from bapo.runs.files import write as write_whole
+from bapo.runs.read import DIGITS
 
 FORMAT = "bapo eval 1"
 CHECKSUMS = "chunks.jsonl"
@@ -57,19 +58,22 @@ def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written to: {error.strerror}. Choose another place.") from None
     with held(path / "lock", busy=f"--out {path}: another process is at work there. Wait for it, or stop it."):
-        directory = Directory(path)
+        directory = Directory(path, identity["k"])
         directory._claim(json.loads(json.dumps(identity)))
         yield directory
+
+
+Number = Annotated[FiniteFloat, Field(ge=-(10.0**DIGITS), le=10.0**DIGITS)]
 
 
 class _Response(BaseModel, strict=True):
     text: InstanceOf[str]
     tokens: Annotated[int, Field(ge=0, lt=2**53)]
     status: Literal["stopped", "truncated"]
-    reward: FiniteFloat | None
+    reward: Number | None
     failure: InstanceOf[str]
     answer: InstanceOf[str] | None
-    entropy: FiniteFloat | None
+    entropy: Number | None
 
 
 class _Row(BaseModel, strict=True):
@@ -86,8 +90,8 @@ class _Row(BaseModel, strict=True):
 class Directory:
     """The files of an evaluation. Made by `opened`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, k: int) -> None:
+        self.path, self.k = path, k
         self.responses = path / "responses.jsonl"
         self._size, self._hash = 0, hashlib.sha256()
 
@@ -161,9 +165,10 @@ class Directory:
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
                 if row is not None:
-                    _Row.model_validate(row)
-                    rows.append(row)
-                    continue
+                    wrong = f"it has {len(_Row.model_validate(row).responses)} responses, and not {self.k}"
+                    if len(row["responses"]) == self.k:
+                        rows.append(row)
+                        continue
             except ValidationError as error:
                 first = error.errors(include_url=False, include_input=False)[0]
                 wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

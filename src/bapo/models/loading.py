@@ -19,6 +19,7 @@ import json
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
@@ -54,7 +55,7 @@ _OF_TOKENIZER = re.compile(
 PLACES = dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json"), _OF_TOKENIZER)
 PLACES["config.json"] = re.compile("configuration_files")
 """Settings that make transformers read other files, also outside of the directory."""
-LAYERS = re.compile("(num|num_hidden|n|decoder|encoder)_layers?")
+LAYERS, MOST_LAYERS = re.compile(r"(num|num_\w+|n|decoder|encoder)_layers?"), 4096
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "n_embd", "n_inner", "n_head")
 """Settings that become sizes of weights, or their number, besides layers and those that begin with num_."""
 LISTED, BUFFERS = 2**24, 2**28
@@ -110,12 +111,13 @@ def _shape(path: str, source: str) -> Any:
     than `TIMES` is compared weight by weight when the model is loaded.
     """
     shapes = {name: shape for name, shape in _shapes(path, Path(source)).items() if math.prod(shape)}
-    layers = {number[1] for name in shapes if (number := re.search(r"\.(\d+)\.", name))}
+    numbered = {(found[1], found[2]) for name in shapes if (found := re.match(r"(.*?)\.(\d+)\.", name))}
+    layers = max(Counter(before for before, _ in numbered).values(), default=1)
     widest = max((size for shape in shapes.values() for size in shape), default=0)
     for key, value in _settings(_json(path, source, "config.json")) if shapes else ():
         of_layers = LAYERS.fullmatch(key)
         known = of_layers or not key or key in SIZES or key.startswith("num_")
-        most = TIMES * (len(layers) if of_layers and layers else widest) if key else LISTED
+        most = min(TIMES * layers, MOST_LAYERS) if of_layers else TIMES * widest if key else LISTED
         if known and isinstance(value, int) and value > most:
             raise ValueError(
                 f"its config.json has {key or 'a list'}={str(value)[:20]}, which is more than its weights can be made "

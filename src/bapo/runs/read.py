@@ -194,17 +194,26 @@ def tail(path: Path, size: int = 8192) -> dict[str, Any]:
         return {}
 
 
-def logged_steps(path: Path) -> list[tuple[int, dict[str, float], dict[str, float]]]:
+def logged_steps(
+    path: Path, sizes: Mapping[str, int] | None = None
+) -> list[tuple[int, dict[str, float], dict[str, float]]]:
     """The numbers that the logs of a run have of each step so far: its metrics and its timing.
 
-    Of several updates in a step, the last one counts, as on the screen.
+    Of several updates in a step, the last one counts, as on the screen. `sizes` limits how many bytes are read of each
+    log. ValueError if they hold something else.
     """
     metrics: dict[int, dict[str, float]] = {}
-    for line in _read_lines(path / "metrics.jsonl", whole=False, size=None):
-        if line["kind"] in ("rollout", "update", "imitation"):
+    names = ("metrics.jsonl", "timing.jsonl")
+    try:
+        logs = [_read_lines(path / name, whole=False, size=(sizes or {}).get(name)) for name in names]
+        for name, lines in zip(names, logs, strict=True):
+            _require(all(type(line.get("step")) is int for line in lines), name, "has a line without its step")
+    except _Damage as damage:
+        raise ValueError(str(damage)) from None
+    for line in logs[0]:
+        if line.get("kind") in ("rollout", "update", "imitation"):
             metrics.setdefault(line["step"], {}).update(_numbers(line))
-    timing = _read_lines(path / "timing.jsonl", whole=False, size=None)
-    return [(line["step"], metrics.get(line["step"], {}), _numbers(line)) for line in timing]
+    return [(line["step"], metrics.get(line["step"], {}), _numbers(line)) for line in logs[1]]
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:

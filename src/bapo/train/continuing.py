@@ -31,6 +31,7 @@ from bapo.config.sft import SftConfig
 from bapo.config.words import flat
 from bapo.runs import files, history, ledger
 from bapo.runs.history import Changes
+from bapo.runs.read import logged_steps
 from bapo.runs.write import RunDirectory
 from bapo.train import checkpoint
 from bapo.train.loop import Parts, RunState
@@ -91,6 +92,12 @@ def examine(run: RunDirectory, config: Kind, name: str | None) -> Continued:
             f"{flaw}, so the run cannot be continued from {source.name}. Nothing was changed. Put the file back as it "
             f"was. {checkpoint.advice(source, lambda other: run.flaw(other) is None)}"
         )
+    try:
+        logged_steps(run.path, state["logs"])
+    except ValueError as error:
+        raise CheckpointError(
+            f"the logs of {run.path} are not those of a run: {error} Nothing was changed. Put back what the run wrote."
+        ) from None
     return Continued(str(source), changes, notes)
 
 

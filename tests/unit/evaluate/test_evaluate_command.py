@@ -295,7 +295,7 @@ def test_saved_rows_of_another_form_are_refused_with_words(whole, tmp_path, caps
     spoiled += [
         row | {"responses": [response | {key: value}]}
         for key, values in {
-            "reward": ("x", 10**400, float("nan"), True),
+            "reward": ("x", 10**400, float("nan"), True, 1.7e308, -1e101),
             "tokens": ("x", 10**400, -1),
             "answer": ([],),
             "failure": ({},),
@@ -305,6 +305,7 @@ def test_saved_rows_of_another_form_are_refused_with_words(whole, tmp_path, caps
         }.items()
         for value in values
     ]
+    spoiled += [row | {"responses": row["responses"][:3]}, row | {"responses": [response] * 5}]
     for each in [*spoiled, [], 3]:
         (out / "responses.jsonl").write_text("".join([lines[0], json.dumps(each) + "\n", *lines[2:]]))
         assert run([*ARGUMENTS, "--out", str(out)]) == 3, each

@@ -313,13 +313,21 @@ def test_sizes_are_found_wherever_a_config_has_them(model, changed, told):
     [
         ({"model.layers.299999.x": torch.zeros(1)}, {"num_hidden_layers": 300_000}),
         ({"x": torch.zeros(0, 10**12)}, {"num_attention_heads": 10**7}),
+        ({f"x.{number}.y.{number}.z": torch.zeros(1) for number in range(2, 2000)}, {"num_hidden_layers": 8000}),
+        ({f"x{number}.{number}.z": torch.zeros(1) for number in range(99)}, {"num_hidden_layers": 99}),
     ],
-    ids=["a name", "an empty weight"],
+    ids=["a name", "an empty weight", "many layers", "numbers of other things"],
 )
 def test_a_name_or_an_empty_weight_allows_no_size(model, weights, changed):
     change(model, lambda present: present.update(weights))
     changed_json(model / "config.json", **changed)
     assert f"its config.json has {next(iter(changed))}=" in refused(model)
+
+
+def test_weights_whose_names_have_no_numbers_are_no_layers(model):
+    save_file({"x": torch.zeros(50_000)}, model / FILE, metadata={"format": "pt"})
+    changed_json(model / "config.json", num_hidden_layers=200_000)
+    assert "its config.json has num_hidden_layers=200000" in refused(model)
 
 
 def test_tables_besides_the_weights_are_counted(model):

@@ -22,7 +22,7 @@ from decimal import Decimal
 from typing import Any
 
 from bapo.tasks.data.rows import Row
-from bapo.tasks.verify.final import braced
+from bapo.tasks.verify.final import MARK
 from bapo.types import Message
 
 Prompt = str | list[Message]
@@ -193,9 +193,16 @@ def as_answer(value: object, *, worked: bool = False) -> Any:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{…} of a text with balanced braces, or of \boxed 5; None if there is no box."""
-    for box in reversed(list(_BOX.finditer(text))):
-        if (content := braced(text, box.end() - 1)) is not None:
-            return content
+    boxes = {box.end() - 1 for box in _BOX.finditer(text)}
+    begun: list[int] = []
+    last = end = -1
+    for mark in MARK.finditer(text) if boxes else ():
+        if mark[0] == "{":
+            begun.append(mark.start())
+        elif mark[0] == "}" and begun and (start := begun.pop()) in boxes and start > last:
+            last, end = start, mark.start()
+    if last >= 0:
+        return text[last + 1 : end].strip()
     bare = _BARE_BOX.findall(text)
     return bare[-1] if bare else None
 

@@ -16,16 +16,19 @@ import codecs
 import csv
 import gzip
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from struct import unpack_from
 from typing import IO, Any, NamedTuple
 
 BATCH = 1024
 LONGEST_CSV_FIELD = LONGEST_LINE = 2**27
 UNPACKED, TIMES = 2**28, 100
 """How many bytes a compressed file may always become, and how many times its size."""
+_SHARES = re.compile(r"(dictionary|run_end_encoded|\w+_view)\b")
 _SAVED_MARKS = ("dataset_dict.json", "state.json")
 
 
@@ -218,6 +221,59 @@ def _check_saved(directory: Path) -> None:
             for name in found["splits"] if splits else [file["filename"] for file in found["_data_files"]]:
                 if Path(name).name != name or name in ("", ".", ".."):
                     raise ValueError(f"{path} names {name!r}, which is not in its directory")
+                if not splits:
+                    _check_arrow(path.with_name(name))
+
+
+def _check_arrow(path: Path) -> None:
+    """ValueError if a file of Arrow may become much more than it is: compressed, or with rows that share their text."""
+    import pyarrow as pa
+
+    rows = 0
+    with pa.memory_map(str(path)) as file:
+        for message in pa.ipc.MessageReader.open_stream(file):
+            if message.type == "schema":
+                for kind in _kinds(pa.ipc.read_schema(message)):
+                    if _SHARES.match(kind):
+                        raise ValueError(f"{path} has a column of {kind}, which may become much larger. Cast it")
+                continue
+            if message.type != "record batch":
+                raise ValueError(f"{path} holds a {message.type}, and not only rows")
+            length, compressed = _batch(message.metadata.to_pybytes())
+            rows += max(length, 0)
+            if compressed:
+                raise ValueError(f"{path} is compressed, and save_to_disk does not do that")
+    if rows > 8 * path.stat().st_size:
+        raise ValueError(f"{path} has {rows:,} rows, more than its bits")
+
+
+def _kinds(fields: Iterable[Any]) -> Iterator[str]:
+    """The types of these fields and of all below them, in words."""
+    for field in fields:
+        yield str(field.type)
+        yield from _kinds(field.type.field(place) for place in range(field.type.num_fields))
+
+
+def _batch(metadata: bytes) -> tuple[int, bool]:
+    """How many rows a message of Arrow holds, and whether it is compressed, which old versions said in field 4.
+
+    Its header is field 2, with the rows in field 0 and the compression in field 3. pyarrow does not tell of them.
+    """
+
+    def place(table: int, field: int) -> int:
+        """Where a field of a table of flatbuffers is; 0 if it is left out."""
+        fields = table - unpack_from("<i", metadata, table)[0]
+        size, entry = unpack_from("<H", metadata, fields)[0], 4 + 2 * field
+        offset = unpack_from("<H", metadata, fields + entry)[0] if entry < size else 0
+        return table + offset if offset else 0
+
+    def below(at: int) -> int:
+        return at + int(unpack_from("<I", metadata, at)[0])
+
+    message = below(0)
+    batch = below(place(message, 2))
+    length = place(batch, 0)
+    return unpack_from("<q", metadata, length)[0] if length else 0, bool(place(batch, 3) or place(message, 4))
 
 
 def hub_rows(name: str, config: str | None = None, split: str | None = None) -> Iterator[Row]:

@@ -83,6 +83,11 @@ def resolve(name: str) -> Source:
 def source_rows(source: Source) -> Iterator[Row]:
     """The rows of a source, file after file."""
     if source.hub:
+        if Path(source.hub).exists():  # the package would read it in place of the hub's
+            raise ValueError(
+                f"data source {source.label!r} is {source.hub} on the hub, but here is a folder or file of that name. "
+                f"To read it, write ./{source.hub}; otherwise start somewhere else."
+            )
         yield from hub_rows(source.hub, source.config, source.split)
     elif source.saved is not None:
         yield from saved_rows(source.saved, source.split)

@@ -22,7 +22,7 @@ _REASON = re.compile(
     r"(?:since|because|as|where|when|for|so|which|given|by|using|after|with|hence|thus|therefore)\b)"
     r"|\.\s+(?=[A-Z])"
 )
-_MARK = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character: that of \{, or the first of a command
+MARK = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character: that of \{, or the first of a command
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*")
 
 
@@ -50,7 +50,7 @@ def boxed(text: str) -> str | None:
 def braced(text: str, start: int) -> str | None:
     """The content of the braces that open at `start`; None if they are never closed. Escaped braces do not count."""
     depth = 0
-    for mark in _MARK.finditer(text, start):
+    for mark in MARK.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(mark[0], 0)
         if depth == 0:
             return text[start + 1 : mark.start()].strip()

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo.tasks.data.columns import last_boxed
 from bapo.tasks.data.problems import LoadReport, fill, fingerprint, load_problems, within, without_overlap
 from bapo.tasks.data.sources import BOXED
 from bapo.tasks.task import DataTask, ProblemStream, Task
@@ -128,6 +130,7 @@ def test_columns_can_be_named_with_dots_into_them(tmp_path):
         ("reasoning\n####  12 apples ", "12 apples"),
         ("#### is no mark\nhere", "#### is no mark\nhere"),
         (r"first \boxed{1}, then \boxed{\text{a}\}b}", r"\text{a}\}b"),
+        (r"} \boxed{1 \boxed {2} 3} \{ {4} \boxed{5 {6}", "2"),
         ("1,2", "1,2"),
         (3.0, "3"),
         (9007199254740993, "9007199254740993"),
@@ -140,6 +143,12 @@ def test_columns_can_be_named_with_dots_into_them(tmp_path):
 )
 def test_gold_answers(tmp_path, value, answer):
     assert answers([{"prompt": "p", "answer": value}], tmp_path) == [answer]
+
+
+def test_boxes_that_are_never_closed_cost_time_by_their_number_and_not_its_square():
+    began = time.process_time()
+    assert last_boxed(r"\boxed{1}" + r"\boxed{" * 20_000) == "1"
+    assert time.process_time() - began < 5
 
 
 def test_every_format_gives_the_same_problems(tmp_path):

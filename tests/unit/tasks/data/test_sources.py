@@ -140,6 +140,14 @@ def test_a_directory_called_like_a_benchmark_does_not_shadow_it(tmp_path):
     assert prompts("./gsm8k") == ["mine"]
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k:train", "openai/gsm8k:main:test"])
+def test_a_directory_called_like_a_data_set_of_the_hub_does_not_take_its_place(tmp_path, name):
+    write(tmp_path / "openai" / "gsm8k" / "test.jsonl", "another")
+    with pytest.raises(ValueError, match=r"is openai/gsm8k on the hub, but here is a folder .* write \./openai/gsm8k"):
+        prompts(name)
+    assert prompts("./openai/gsm8k") == ["another"]
+
+
 def test_saved_data_sets(tmp_path):
     datasets = pytest.importorskip("datasets")
     one = datasets.Dataset.from_list([{"question": "one", "answer": "x\n#### 1"}])
@@ -279,6 +287,32 @@ def test_what_a_saved_data_set_names_is_in_its_directory(tmp_path, name):
         with pytest.raises(ValueError, match="which is not in its directory"):
             rows._check_saved(tmp_path)
         (tmp_path / mark).unlink()
+
+
+@pytest.mark.parametrize("way", ["compressed", "dictionary", "within", "view", "nothing", "as saved"])
+def test_a_saved_data_set_that_may_become_without_measure_is_refused(tmp_path, way):
+    datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    datasets.Dataset.from_list([{"prompt": "1", "answer": "1"}]).save_to_disk(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    text = pa.array(["x" * 100_000] * 10)
+    columns, told = {
+        "compressed": (text, "is compressed, and save_to_disk does not do that"),
+        "dictionary": (text.dictionary_encode(), "has a column of dictionary<"),
+        "within": (pa.StructArray.from_arrays([text.dictionary_encode()], ["inner"]), "has a column of dictionary<"),
+        "view": (text.cast(pa.string_view()), "has a column of string_view"),
+        "nothing": (pa.nulls(10**6), "has 1,000,000 rows, more than its bits"),
+        "as saved": (text, None),
+    }[way]
+    table = pa.table({"prompt": columns})
+    options = pa.ipc.IpcWriteOptions(compression="zstd" if way == "compressed" else None)
+    with pa.ipc.new_stream(str(file), table.schema, options=options) as stream:
+        stream.write_table(table)
+    if told is None:
+        assert [len(row.values["prompt"]) for row in source_rows(resolve(str(tmp_path / "saved")))] == [100_000] * 10
+        return
+    with pytest.raises(ValueError, match=f"could not be loaded as a saved data set: .*{told}"):
+        list(source_rows(resolve(str(tmp_path / "saved"))))
 
 
 def test_a_saved_data_set_with_a_fifo_does_not_wait(tmp_path):
