@@ -24,7 +24,7 @@ from pathlib import Path
 PHASES = ("start", "evaluation before", "sampling", "learning", "saving", "evaluation after", "export")
 ADVICE = r"bapo: stopped(\.| after step| while) .*((begins again: bapo train|Continue with: bapo resume) .*)$"
 OURS = (ADVICE, "stopping after this step, .*Ctrl-C again to stop at once", "  sample  reward ", r"step +\d+/\d+ ")
-OURS += (r"  (rollout \d+|learner): ", "  scoring: ")
+OURS += (r"  (rollout \d+|learner): ", " *scoring: ")
 """Our lines that a run which nobody stops does not print, or prints with other words every time."""
 PATIENCE = 240.0
 REWARD = """
