@@ -27,9 +27,8 @@ from pydantic import BaseModel, Field, FiniteFloat, InstanceOf, ValidationError
 from bapo.config.errors import ConfigError, DamagedError, PlaceError
 from bapo.config.words import flat
 from bapo.evaluate.estimates import Row
-from bapo.runs.files import append, appended, check_kinds, cut, held, read, read_object
+from bapo.runs.files import DIGITS, append, appended, check_kinds, cut, held, read, read_object
 from bapo.runs.files import write as write_whole
-from bapo.runs.read import DIGITS
 
 FORMAT = "bapo eval 1"
 CHECKSUMS = "chunks.jsonl"

@@ -29,6 +29,8 @@ from typing import Any, BinaryIO, cast
 from bapo.config.errors import ConfigError, PlaceError
 from bapo.screen.terminal import say
 
+DIGITS = 100
+"""Most digits of a number in a log. No metric is as large, and sums and squares of longer ones may overflow a float."""
 PARTIAL = ".partial"
 """How the name of a file or directory ends while it is being written. A killed process leaves such names behind."""
 STEP = re.compile(r"step-\d{6,}(\.\w+)?")

@@ -38,8 +38,6 @@ LINE_KINDS: dict[str | None, tuple[str, str | None, str]] = {
 }
 """For each kind of run, the kinds of its lines in metrics.jsonl: updates, rollouts and evaluations."""
 SCORED = ("before", "after")  # training: the evaluations that a summary has
-DIGITS = 100
-"""Most digits of a number in a log. No metric is as large, and sums and squares of longer ones may overflow a float."""
 
 
 @dataclass(frozen=True)
@@ -264,14 +262,14 @@ def _parse(data: bytes, name: str, where: str = "") -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    if len(text) > DIGITS:
+    if len(text) > files.DIGITS:
         raise ValueError(f"an integer of {len(text)} digits cannot be a metric")
     return int(text)
 
 
 def _float(text: str) -> float:
     value = float(text)
-    if isfinite(value) and abs(value) > 10.0**DIGITS:
+    if isfinite(value) and abs(value) > 10.0**files.DIGITS:
         raise ValueError(f"{value:g} is too large for a metric")
     return value
 
