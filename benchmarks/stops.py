@@ -89,14 +89,20 @@ def known_lines(place, kind):
     return {shape(line) for line in (kept / "said").read_text().splitlines()}
 
 
-def reached(phase, place, kind, step):
+def listens(process):
+    """Whether the process handles SIGTERM. Before that it ends the interpreter, and no line of ours is reached."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def reached(phase, place, kind, step, process):
     """Whether the run is in this phase, and for about how long it will be. `step`: which checkpoint, of saving."""
     run = place / "run"
     said = (place / "said").read_text()
     asked = (place / "asked").read_text() if (place / "asked").exists() else ""
     match phase:
         case "start":
-            return True, 14.0 if kind == "cluster" else 4.0
+            return listens(process), 14.0 if kind == "cluster" else 4.0
         case "evaluation before":
             return "evaluating on" in said or "evaluating the weights" in said, 0.5
         case "sampling":
@@ -147,9 +153,9 @@ def trial(place, kind, phase, chance, usual):
     process = begun(place, kind)
     known, until, wait = set(), time.monotonic() + PATIENCE, 0.002
     while process.poll() is None and time.monotonic() < until:
-        there, length = reached(phase, place, kind, step)
+        there, length = reached(phase, place, kind, step, process)
         if there:
-            time.sleep(0.4 + length * chance.random() if phase == "start" else length * chance.random())
+            time.sleep(length * chance.random())
             break
         time.sleep(wait)
     known |= tree(process.pid)

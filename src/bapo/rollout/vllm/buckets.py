@@ -119,7 +119,8 @@ def check_arrived(reports: Sequence[dict[str, Any]], sent: dict[str, str], expec
             "in vLLM's model, but not loaded": set(report["not_loaded"]),
         }
         wrong = {what: wrong.get(what, set()) | found.get(what, set()) for what in (*wrong, *found)}
-    problems = [f"{what}: {len(names)}, such as {min(names)}" for what, names in wrong.items() if names]
+    counted = {what: "" if len(names) == 1 else f"{len(names)}, such as " for what, names in wrong.items() if names}
+    problems = [f"{what}: {count}{min(wrong[what])}" for what, count in counted.items()]
     if problems:
         raise ValueError(
             f"vLLM does not have all weights as the learner has them ({'; '.join(problems)}), so it would sample from "
