@@ -119,13 +119,13 @@ def reached(phase, place, kind, step, process):
 
 
 def members(session):
-    """The processes of a session, and those with our folder on their command line."""
-    found = {}
+    """The ids of the processes of a session."""
+    found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if fields[0] != "Z" and int(fields[3]) == session:
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
+                found.add(int(entry.name))
         except (OSError, IndexError):
             continue
     return found
@@ -137,14 +137,15 @@ def tree(pid):
     return below(pid)
 
 
-def left(known, seconds=12.0):
-    """Those of these processes that do not end."""
+def left(known, session, seconds=12.0):
+    """What does not end by itself: of these processes, and of the session. The first words of their command lines."""
     from bapo.process.tree import processes
 
     until = time.monotonic() + seconds
-    while (alive := known & processes().keys()) and time.monotonic() < until:
+    while (alive := {pid for pid, _ in known & processes().keys()} | members(session)) and time.monotonic() < until:
         time.sleep(0.1)
-    return sorted(pid for pid, _ in alive)
+    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in sorted(alive)}
+    return [f"{pid} {line.read_text()[:80]}".replace("\0", " ") for pid, line in lines.items() if line.exists()]
 
 
 def trial(place, kind, phase, chance, usual):
@@ -173,7 +174,7 @@ def trial(place, kind, phase, chance, usual):
     lines = [line for line in said.splitlines() if line.strip()]
     foreign = [line for line in lines if shape(line) not in usual and not any(re.match(ours, line) for ours in OURS)]
     advice = bool(lines) and re.match(ADVICE, lines[-1]) is not None
-    remain = left(known) + sorted(members(process.pid))
+    remain = left(known, process.pid)
     right = not foreign and ((code == 0 and complete) or (code == 130 and advice))
     return {
         **{"kind": kind, "phase": phase, "code": code, "missed": missed, "seconds": round(seconds, 2)},
