@@ -147,10 +147,13 @@ def _farthest(plain: Any, erred: list[Any], size: Callable[[Tensor], Tensor]) ->
     if plain is None or isinstance(plain, str):
         return None
     here, *there = (_float64(value) for value in (plain, *erred))
-    differences = torch.stack([(other - here).abs().nan_to_num(0.0) for other in there])  # a mean of nothing
+    nothing = here.isnan()  # a mean of nothing stays one
+    assert all(torch.equal(other.isnan(), nothing) for other in there), "an error of rounding made a number NaN"
+    differences = torch.stack([(other - here).abs().masked_fill(nothing, 0.0) for other in there])
     found = max(float(size(difference)) for difference in differences)
-    if size is torch.max:  # a few numbers may all have been lucky
-        found = max(found, FEW * float(differences.square().mean().sqrt()))
+    if size is torch.max:  # a few numbers may all have been lucky; and each is rounded once, when all else is exact
+        once = unit(plain.dtype if torch.is_tensor(plain) else torch.float32)
+        found = max(found, FEW * float(differences.square().mean().sqrt()), once * float(size(here.abs().nan_to_num())))
     return BOTH * found
 
 
