@@ -193,7 +193,7 @@ def parts_of_ratios(
     settings: ClipSettings,
     behavior_logprobs: Tensor | None,
     uses: Tensor | None,
-) -> Tensor:  # [highs + lows + 1] or [highs + lows + 1, parts] float64
+) -> Tensor:  # [settings.table_size] or [settings.table_size, parts] float64
     """The signal table of these tokens, or one per column that `summed` adds up."""
     check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
     check_uses(uses, mask, settings.rule_of_used)
@@ -222,7 +222,7 @@ def parts_by_kernel(
     behavior_logprobs: Tensor | None,
     uses: Tensor | None,
     log_ratio_limit: float | None = None,
-) -> Tensor:  # [highs + lows + 1, parts] float64
+) -> Tensor:  # [settings.table_size, parts] float64
     """One kernel, in which each part of the tokens has its own column.
 
     With `log_ratio_limit` the kernel computes the ratios itself and leaves out tokens past the limit.
@@ -311,7 +311,7 @@ def _drift_sums_of(ratio: Tensor, both: tuple[Tensor, Tensor] | None, looked_at:
 
 @torch.no_grad()
 def bounds_from_table(
-    table: Tensor,  # [highs + lows + 1], or [highs + lows + 1, parts], whose columns add up to it; float64
+    table: Tensor,  # [settings.table_size], or [settings.table_size, parts], whose columns add up to it; float64
     settings: ClipSettings,
     *,
     dtype: torch.dtype = torch.float32,
@@ -345,8 +345,9 @@ def bounds_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) 
     found, brake = choose_bounds(table, grids.low, grids.high, **options)
     if brake is None:
         return ClipBounds(*found)
-    raised = "low" if settings.brake_on == "all" else "used_low"
-    return replace(ClipBounds(*found), drift=brake[1], **{raised: brake[0]})
+    raised_low, drift = brake
+    field = "low" if settings.brake_on == "all" else "used_low"
+    return replace(ClipBounds(*found), drift=drift, **{field: raised_low})
 
 
 def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
@@ -382,8 +383,8 @@ def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) ->
 def with_brake(bounds: ClipBounds, settings: ClipSettings, drift: Tensor, low: Tensor) -> ClipBounds:
     """The bounds with the brake on at this drift. `low`: the lower one before it was rounded."""
     assert settings.brake is not None
-    dtype, raised = bounds.low.dtype, "low" if settings.brake_on == "all" else "used_low"
-    return replace(bounds, drift=drift.to(dtype), **{raised: braked(low, drift, settings.brake).to(dtype)})
+    dtype, field = bounds.low.dtype, "low" if settings.brake_on == "all" else "used_low"
+    return replace(bounds, drift=drift.to(dtype), **{field: braked(low, drift, settings.brake).to(dtype)})
 
 
 def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:

@@ -111,8 +111,8 @@ class Learner:
     first_gap: float | None = None
     """The mean gap of the first fresh tokens that this process has compared."""
     drift: Tensor | None = None
-    """[1] float64, how far used negative tokens had fallen in the last update that had any; None where the brake does
-    not ask."""
+    """[1] float64, how far the tokens that the brake looks at had fallen in the last update that had any; None without
+    a brake, and with sensor="update"."""
 
     def __init__(self, model: Any, settings: LearnerSettings, *, whole: WholeModel | None = None) -> None:
         """`whole`: the same model, made ready for passes; None to do that here."""

@@ -6,7 +6,8 @@ Every sentence has one place:
                                  `_so_far`: how far an unfinished run is
     a supervised one             `_of_sft`
     several configurations       `bapo.runs.comparison.judge`, because `bapo compare` says the same
-    a sign that a run went wrong a function in SIGNS, which looks at one run and returns a sentence or None
+    a sign that a run went wrong a function in SIGNS, which looks at one run and returns a clause without a full stop,
+                                 or None
 
 Arms meet within their setting; if there is one objective, its settings meet; if no two arms share a setting or an
 objective, all of them meet. The first arm of the grid is what others are compared with, or grpo if there is no grid.

@@ -69,15 +69,15 @@ def against_first(measured: Mapping[str, Mapping[int, Measures]]) -> Rows:
     rows: Rows = {}
     first = next(iter(measured.values()))
     for arm, mine in measured.items():
-        rows[arm] = {"seeds": len(mine), "measures": _over_seeds(list(mine.values()))}
+        rows[arm] = {"seeds": len(mine), "measures": _mean_over_seeds(list(mine.values()))}
         if mine is not first:
             both = {seed: (measures, first[seed]) for seed, measures in mine.items() if seed in first}
             less = [{name: one[name] - two[name] for name in one if name in two} for one, two in both.values()]
-            rows[arm]["differences"] = {"seeds": list(both), "measures": _over_seeds(less)}
+            rows[arm]["differences"] = {"seeds": list(both), "measures": _mean_over_seeds(less)}
     return rows
 
 
-def _over_seeds(runs: Sequence[Measures]) -> dict[str, Value]:
+def _mean_over_seeds(runs: Sequence[Measures]) -> dict[str, Value]:
     """Mean and interval of each measure that all of these runs have."""
     shared = [name for name in (runs[0] if runs else ()) if all(name in run for run in runs)]
     found = {name: aggregate([run[name] for run in runs]) for name in shared}

@@ -88,7 +88,7 @@ def signal_partials(
 
 
 def choose_bounds(
-    partials: Tensor,  # [highs + lows + 1] or [highs + lows + 1, programs] float64
+    partials: Tensor,  # [settings.table_size] or [settings.table_size, programs] float64
     low: Tensor,  # [lows] float64
     high: Tensor,  # [highs] float64
     *,

@@ -1,7 +1,8 @@
 """Many engines in other processes as one engine, which goes on when some of them die.
 
     member     a place in the cluster, with the actor that lives there now (`member.py`)
-    call       a member has at most one call under way: start, load, work or park. It answers, dies or falls silent
+    call       a member has at most one call under way: start, load, work, park or end. It answers, dies or falls
+               silent
     request    at most one member works on it. Its tokens stream here with every answer, so whoever continues it after
                a death begins where the last answer ended
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TRIES = 3
-"""How often in a row an actor may fail to start, or fail at the same weights, before the run gives up."""
+"""The failure in a row that ends the run: of a start, or at the same weights. Deaths and silence do not count."""
 
 
 class Fleet:
@@ -307,7 +308,7 @@ class Fleet:
             self._busy += seconds
 
     def _failed(self, member: Member, place: int, error: Exception) -> None:
-        """A member raised an error: try another actor, but not for ever."""
+        """The actor itself reported an error: start another, but not for ever. Deaths go to `_replace` directly."""
         member.failures += 1
         if member.failures >= TRIES or isinstance(error, ConfigError):
             told = f"{member.name} failed {counted(member.failures, 'time')} while {DOING[member.doing]}: {error}"
