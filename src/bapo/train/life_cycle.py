@@ -290,8 +290,8 @@ def _show(job: Job, run: RunDirectory, summary: Summary) -> None:
             f"{counted(skipped, 'update was', 'updates were')} skipped, because the loss or the gradient was not finite"
         )
     say(f"run directory   {run.given}\ntrained model   {run.given / 'model'}")
-    for title, command in zip(("next", *[""] * 9), job.next_steps(run.given), strict=False):
-        say(f"{title:<16}{command}")
+    for number, command in enumerate(job.next_steps(run.given)):
+        say(f"{'' if number else 'next':<16}{command}")
 
 
 # From a checkpoint.

@@ -115,7 +115,8 @@ class Training(Job):
         log.run.append(ledger.FILE, *self.parts.ledger.take())
         self._log_samples(record, log)
         self._look_at_failures(record, log)
-        if not record.updates and ("reward" in record.rollout or not record.scored.failures):
+        nothing_scored = record.scored.failures and "reward" not in record.rollout
+        if not record.updates and not nothing_scored:
             log.view.note(f"step {record.step}: no update. {self._why_nothing_is_learned(record)}")
         self._tell_of_fragments(record, log)
         self._tell_of_drift(record, log)
@@ -283,7 +284,7 @@ class Training(Job):
                 f"the problems to train or test on (task.name={self.config.task.name!r}) changed since {path} began, "
                 "so the run cannot be continued. Restore the data, or start a new run."
             )
-        if self._reference() != {key: value for key, value in state.items() if key == "reference"}:
+        if self._reference().get("reference") != state.get("reference"):
             raise CheckpointError(
                 f"learn.kl={self.config.learn.kl:g} keeps the policy near the weights with which {path} began, but "
                 f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
