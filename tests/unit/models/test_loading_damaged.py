@@ -252,6 +252,14 @@ def test_an_index_of_shards_loads(model):
     load_policy(str(model), dtype="float32", device="cpu")
 
 
+@pytest.mark.parametrize("name", ["../../../outside", "/outside", "a\0b", "x" * 300, ""])
+def test_a_template_with_a_name_that_leads_elsewhere_is_refused_before_it_is_written(model, name):
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    listed = [{"name": "default", "template": "{{ messages }}"}, {"name": name, "template": "a"}]
+    changed_json(model / "tokenizer_config.json", chat_template=listed)
+    assert "which cannot be that of a file" in refused(model)
+
+
 @pytest.mark.parametrize(
     ("template", "cause"),
     [
