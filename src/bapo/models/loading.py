@@ -55,6 +55,7 @@ _OF_TOKENIZER = re.compile(
 PLACES = dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json"), _OF_TOKENIZER)
 PLACES["config.json"] = re.compile("configuration_files")
 """Settings that make transformers read other files, also outside of the directory."""
+RENAMES = ("attribute_map", "_auto_class", "__dict__")  # with these, others would go by another name
 LAYERS, MOST_LAYERS = re.compile(r"(num|num_\w+|n|decoder|encoder)_layers?"), 4096
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "n_embd", "n_inner", "n_head")
 """Settings that become sizes of weights, or their number, besides layers and those that begin with num_."""
@@ -264,9 +265,7 @@ def why_not_there(name: str) -> str | None:
 
 @contextmanager
 def _in_words(path: str, what: str = "") -> Iterator[None]:
-    """Says of every failure that this model cannot be loaded: its files are input, and transformers has errors of many
-    kinds for them.
-    """
+    """Says of every failure that this model cannot be loaded: transformers has errors of many kinds for its files."""
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # it would ask whether code of the model may run
     try:
         with panics_are_errors():
@@ -303,9 +302,10 @@ def _check_named_files(path: str, source: str) -> None:
     _check_settings(path, source)
     config = _json(path, source, "config.json")
     for key, value in _settings(config):
-        if key.endswith("_implementation") and "/" in str(value):
-            told = f"its config.json has {key}={str(value)[:60]!r}, which names code on the hub. Remove it."
-            raise _refusal(path, told)
+        hub = key.endswith("_implementation") and "/" in str(value)
+        if hub or key in RENAMES or callable(getattr(transformers.PreTrainedConfig, key, None)):
+            does = "names code on the hub" if hub else "changes what other settings mean"
+            raise _refusal(path, f"its config.json has {key}={str(value)[:60]!r}, which {does}. Remove it.")
     chosen = config.get("transformers_weights")
     named = [] if chosen is None else [("config.json", chosen)]
     indexes = {INDEX} | ({chosen} if isinstance(chosen, str) and chosen.endswith(".index.json") else set())

@@ -8,6 +8,7 @@ and so neither torch nor transformers.
 
 import atexit
 import json
+import re
 from datetime import datetime
 from functools import cache
 from threading import Lock
@@ -67,6 +68,12 @@ def ask(template: str, values: dict[str, Any] | None = None) -> Any:
 def names_in(path: str, chat_template: Any) -> set[str]:
     """The names that a template, or any of several, reads from its arguments. Refuses what is no template."""
     templates = list(chat_template.values()) if isinstance(chat_template, dict) else [chat_template or ""]
+    for name in chat_template if isinstance(chat_template, dict) else ():
+        if not re.fullmatch(r"\w[\w.-]{,99}", str(name)):  # a model is written with a file of this name
+            raise ValueError(
+                f"{path!r} has a chat template with the name {str(name)[:60]!r}, which cannot be that of a file. Use "
+                "letters, digits and _, and at most 100 of them."
+            )
     named: set[str] = set()
     for template in templates:
         try:

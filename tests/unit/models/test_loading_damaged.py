@@ -216,6 +216,26 @@ def test_code_on_the_hub_that_a_configuration_names_is_refused(model, key):
         assert "which names code on the hub" in refused(model)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"attribute_map": {"a": "num_hidden_layers"}, "a": 10**9},
+        {"attribute_map": {"a": "_attn_implementation_internal"}, "a": "someone/kernel"},
+        {"attribute_map": {"tokenizer_class": "a"}, "a": "Qwen2VLProcessor"},
+        {"_auto_class": "AutoConfig"},
+        {"__dict__": {"_attn_implementation_internal": "someone/kernel"}},
+        {"to_json_string": 1},
+    ],
+    ids=["layers", "code on the hub", "a processor", "files of Python", "all attributes", "a function"],
+)
+def test_a_setting_that_changes_what_others_mean_is_refused(model, changed):
+    changed_json(model / "config.json", text_config=changed)
+    told = f"its config.json has {next(iter(changed))}="
+    assert told in refused(model)
+    changed_json(model / "config.json", text_config=None, **changed)
+    assert told in refused(model)
+
+
 @pytest.mark.parametrize("end", ["abc", [[1]], [10**30], {"a": 1}])
 def test_an_end_that_is_no_token_is_quoted(model, end):
     changed_json(model / "generation_config.json", eos_token_id=end)
@@ -230,6 +250,14 @@ def test_an_index_of_shards_loads(model):
     map = dict.fromkeys(weights, "model-00001-of-00001.safetensors")
     (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": map}))
     load_policy(str(model), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["../../../outside", "/outside", "a\0b", "x" * 300, ""])
+def test_a_template_with_a_name_that_leads_elsewhere_is_refused_before_it_is_written(model, name):
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    listed = [{"name": "default", "template": "{{ messages }}"}, {"name": name, "template": "a"}]
+    changed_json(model / "tokenizer_config.json", chat_template=listed)
+    assert "which cannot be that of a file" in refused(model)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ BATCH = 1024
 LONGEST_CSV_FIELD = LONGEST_LINE = 2**27
 UNPACKED, TIMES = 2**28, 100
 """How many bytes a compressed file may always become, and how many times its size."""
-_SHARES = re.compile(r"(dictionary|run_end_encoded|\w+_view)\b")
+_SHARES = re.compile(r"(dictionary|run_end_encoded|dense_union|\w+_view)\b")
 _SAVED_MARKS = ("dataset_dict.json", "state.json")
 
 
@@ -218,7 +218,10 @@ def _check_saved(directory: Path) -> None:
         if path.name in _SAVED_MARKS:
             found = json.loads(path.read_bytes())
             splits = path.name == _SAVED_MARKS[0]
-            for name in found["splits"] if splits else [file["filename"] for file in found["_data_files"]]:
+            names = found["splits"] if splits else [file["filename"] for file in found["_data_files"]]
+            if len(set(names)) < len(names):
+                raise ValueError(f"{path} names a file more than once")
+            for name in names:
                 if Path(name).name != name or name in ("", ".", ".."):
                     raise ValueError(f"{path} names {name!r}, which is not in its directory")
                 if not splits:
@@ -226,38 +229,46 @@ def _check_saved(directory: Path) -> None:
 
 
 def _check_arrow(path: Path) -> None:
-    """ValueError if a file of Arrow may become much more than it is: compressed, or with rows that share their text."""
+    """ValueError if a file of Arrow may become much more than it is: compressed, or with values that share their bytes.
+
+    Values of some kinds take no bytes, so all are counted.
+    """
     import pyarrow as pa
 
-    rows = 0
+    values, schema = 0, None
     with pa.memory_map(str(path)) as file:
         for message in pa.ipc.MessageReader.open_stream(file):
-            if message.type == "schema":
-                for kind in _kinds(pa.ipc.read_schema(message)):
+            if message.type == "schema" and schema is None:
+                schema = pa.ipc.read_schema(message)
+                for kind in _kinds(schema):
                     if _SHARES.match(kind):
                         raise ValueError(f"{path} has a column of {kind}, which may become much larger. Cast it")
                 continue
             if message.type != "record batch":
                 raise ValueError(f"{path} holds a {message.type}, and not only rows")
-            length, compressed = _batch(message.metadata.to_pybytes())
-            rows += max(length, 0)
+            lengths, compressed = _batch(message.metadata.to_pybytes())
+            values += sum(max(length, 0) for length in lengths)
             if compressed:
                 raise ValueError(f"{path} is compressed, and save_to_disk does not do that")
-    if rows > 8 * path.stat().st_size:
-        raise ValueError(f"{path} has {rows:,} rows, more than its bits")
+            if values > 8 * path.stat().st_size:
+                raise ValueError(f"{path} has {values:,} values, more than its bits")
+            pa.ipc.read_record_batch(message, schema).validate(full=True)  # no list or text reaches into another
 
 
 def _kinds(fields: Iterable[Any]) -> Iterator[str]:
     """The types of these fields and of all below them, in words."""
     for field in fields:
-        yield str(field.type)
-        yield from _kinds(field.type.field(place) for place in range(field.type.num_fields))
+        kind = getattr(field.type, "storage_type", field.type)
+        yield str(kind)
+        yield from _kinds(kind.field(place) for place in range(kind.num_fields))
 
 
-def _batch(metadata: bytes) -> tuple[int, bool]:
-    """How many rows a message of Arrow holds, and whether it is compressed, which old versions said in field 4.
+def _batch(metadata: bytes) -> tuple[list[int], bool]:
+    """How many values each column in a message of Arrow holds, and each below it (or how many rows, if there is none),
+    and whether it is compressed, which old versions said in field 4.
 
-    Its header is field 2, with the rows in field 0 and the compression in field 3. pyarrow does not tell of them.
+    Its header is field 2, with the rows in field 0, the columns in field 1 and the compression in field 3. pyarrow does
+    not tell of them.
     """
 
     def place(table: int, field: int) -> int:
@@ -272,8 +283,12 @@ def _batch(metadata: bytes) -> tuple[int, bool]:
 
     message = below(0)
     batch = below(place(message, 2))
-    length = place(batch, 0)
-    return unpack_from("<q", metadata, length)[0] if length else 0, bool(place(batch, 3) or place(message, 4))
+    rows, columns = place(batch, 0), place(batch, 1)
+    first = below(columns) + 4
+    count = unpack_from("<I", metadata, first - 4)[0] if columns else 0
+    lengths = [unpack_from("<q", metadata, first + 16 * column)[0] for column in range(count)]
+    packed = bool(place(batch, 3) or place(message, 4))
+    return lengths or list(unpack_from("<q", metadata, rows) if rows else ()), packed
 
 
 def hub_rows(name: str, config: str | None = None, split: str | None = None) -> Iterator[Row]:

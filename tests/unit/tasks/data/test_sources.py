@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -289,7 +290,18 @@ def test_what_a_saved_data_set_names_is_in_its_directory(tmp_path, name):
         (tmp_path / mark).unlink()
 
 
-@pytest.mark.parametrize("way", ["compressed", "dictionary", "within", "view", "nothing", "as saved"])
+def _texts(offsets):
+    """Texts within the same 100,000 bytes, as these offsets say."""
+    import pyarrow as pa
+
+    places, text = (pa.py_buffer(data) for data in (array("i", offsets).tobytes(), b"x" * 100_000))
+    return pa.StringArray.from_buffers(len(offsets) - 1, places, text)
+
+
+WAYS = ["compressed", "dictionary", "within", "view", "nothing", "lists", "fixed", "shared", "as saved"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_saved_data_set_that_may_become_without_measure_is_refused(tmp_path, way):
     datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
     datasets.Dataset.from_list([{"prompt": "1", "answer": "1"}]).save_to_disk(tmp_path / "saved")
@@ -301,7 +313,10 @@ def test_a_saved_data_set_that_may_become_without_measure_is_refused(tmp_path, w
         "dictionary": (text.dictionary_encode(), "has a column of dictionary<"),
         "within": (pa.StructArray.from_arrays([text.dictionary_encode()], ["inner"]), "has a column of dictionary<"),
         "view": (text.cast(pa.string_view()), "has a column of string_view"),
-        "nothing": (pa.nulls(10**6), "has 1,000,000 rows, more than its bits"),
+        "nothing": (pa.nulls(10**6), "has 1,000,000 values, more than its bits"),
+        "lists": (pa.ListArray.from_arrays(pa.array([0, 10**6], pa.int32()), pa.nulls(10**6)), "has 1,000,001 values"),
+        "fixed": (pa.FixedSizeListArray.from_arrays(pa.nulls(10**6), 10**6), "has 1,000,001 values"),
+        "shared": (_texts([0, 100_000, 0, 100_000]), "offset"),
         "as saved": (text, None),
     }[way]
     table = pa.table({"prompt": columns})
@@ -313,6 +328,12 @@ def test_a_saved_data_set_that_may_become_without_measure_is_refused(tmp_path, w
         return
     with pytest.raises(ValueError, match=f"could not be loaded as a saved data set: .*{told}"):
         list(source_rows(resolve(str(tmp_path / "saved"))))
+
+
+def test_a_saved_data_set_names_no_file_more_than_once(tmp_path):
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a"}, {"filename": "a"}]}))
+    with pytest.raises(ValueError, match="names a file more than once"):
+        rows._check_saved(tmp_path)
 
 
 def test_a_saved_data_set_with_a_fifo_does_not_wait(tmp_path):
