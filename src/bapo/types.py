@@ -38,6 +38,9 @@ LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1,
 USE_EDGES = (1, 2, 4, 8)
 """Where tokens are binned by uses: 5 bins, the first for tokens that were never trained on, the last one open."""
 
+OPTIONAL = ("reference_logprobs", "log_kept")
+"""The lists of a trajectory that only some runs have."""
+
 
 class Status(StrEnum):
     """Where a trajectory stands."""
@@ -90,7 +93,7 @@ class Trajectory:
     """The seed of this response's own random numbers. Token i draws from (seed, i), whatever else is in the batch."""
     tokens: list[int] = field(default_factory=list)
     behavior_logprobs: list[float] = field(default_factory=list)
-    """Log-prob of each token under the distribution it was sampled from (temperature included)."""
+    """Log-prob of each token under the distribution it was sampled from (temperature and truncation included)."""
     entropies: list[float] = field(default_factory=list)
     """Entropy of the distribution each token was sampled from."""
     versions: list[int] = field(default_factory=list)
@@ -103,6 +106,10 @@ class Trajectory:
     reference_logprobs: list[float] = field(default_factory=list)
     """With learn.kl: log-prob of each token under the weights with which the run began, at the temperature of sampling.
     Set once, by the learner, when it first sees the response; empty before, and without learn.kl."""
+
+    log_kept: list[float] = field(default_factory=list)
+    """With top-p, top-k or min-p: log of the probability that they kept at each token. Added to `behavior_logprobs`, it
+    gives the log-probs under the whole distribution. Empty where nothing was left out."""
 
     @property
     def learning_reward(self) -> float | None:
@@ -182,8 +189,8 @@ def group_state(group: Group) -> dict[str, Any]:
 
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
-    """Without learn.kl, there are no log-probs of a reference, and the state does not speak of them."""
-    known = {name: value for name, value in vars(trajectory).items() if name != "reference_logprobs" or value}
+    """Lists that only some runs have are left out where they are empty."""
+    known = {name: value for name, value in vars(trajectory).items() if name not in OPTIONAL or value}
     return {name: list(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
@@ -226,3 +233,15 @@ class TokenBatch:
     """[tokens] under the weights with which the run began; None if a response has none"""
     loss_weights: Tensor | None = None
     """[tokens] what a balanced loss multiplies the loss of each by (`core/reduction.py`)"""
+    log_kept: Tensor | None = None
+    """[tokens] log of the probability that truncated sampling kept; None if nothing was left out of any"""
+
+    @property
+    def sampler_logprobs(self) -> Tensor:
+        """[tokens] float64, under the whole distribution that the sampler had"""
+        return self.behavior_logprobs.double() + self.log_masses.double()
+
+    @property
+    def log_masses(self) -> Tensor:
+        """[tokens] `log_kept`, or zeros"""
+        return self.behavior_logprobs.new_zeros(len(self.targets)) if self.log_kept is None else self.log_kept

@@ -1,5 +1,6 @@
 """The verbs of an engine on vLLM, with the embedded model, whose head is its own."""
 
+import math
 import os
 import platform
 import signal
@@ -18,6 +19,7 @@ from bapo.rollout.vllm.engine import EngineDied, VllmEngine
 from bapo.rollout.vllm.start import Settings
 from bapo.rollout.worker import WrongWeights, probe
 from bapo.types import Status
+from tests.truncated import by_loop, exact_rows
 from tests.vllm.engines import SETTINGS, changed, engine_processes, gap, made, order, policy, tree
 
 BOUND = 5e-5  # of float32 log-probs; 7e-6 was measured
@@ -71,6 +73,28 @@ def test_log_probs_are_those_of_the_tempered_policy(engine, model, temperature):
         assert segment.versions == [3] * 30
         assert all(entropy != entropy for entropy in segment.entropies), "vLLM gives none"
         assert len(segment.entropies) == 30
+
+
+def test_truncated_log_probs_are_those_of_what_is_left(engine, model):
+    """Truncated, greedy and plain requests side by side: each gets its own, and only the first are told their mass."""
+    sampling = Sampling(0.8, top_p=0.9, top_k=8, min_p=0.02)
+    asked, plain = requests(), [replace(request, id=request.id + 100) for request in requests(3)]
+    engine.submit(asked, sampling)
+    engine.submit(plain, Sampling(0.8))
+    pieces = {id: join(parts) for id, parts in collected(engine).items()}
+    assert gap(model, plain, [pieces[request.id] for request in plain], 0.8) < BOUND
+    assert all(pieces[request.id].log_kept == [] for request in plain)
+    masses = []
+    for request in asked:
+        segment = pieces[request.id]
+        rows = exact_rows(model, request.context, segment.tokens, 0.8)
+        for token, logprob, log_mass, row in zip(segment.tokens, segment.logprobs, segment.log_kept, rows, strict=True):
+            left, mass = by_loop(row, sampling)
+            assert token in left
+            assert abs(logprob + log_mass - row[token]) < BOUND
+            assert abs(log_mass - math.log(mass)) < BOUND
+            masses.append(mass)
+    assert min(masses) < 0.95 < max(masses)
 
 
 @torch.no_grad()

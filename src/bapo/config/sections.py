@@ -116,6 +116,15 @@ class RolloutConfig(Section):
     """Responses per problem. Together they are a group, and rewards are compared within it."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature. The log-probs that are trained on are taken at the same temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample only from the likeliest tokens that together hold this share of the probability. 1 leaves out nothing.
+    Ratios compare the learner with what was really sampled from, so they begin at the share that was kept. The
+    run's own evaluations leave out nothing."""
+    top_k: int = Field(0, ge=0)
+    """Sample only from so many of the likeliest tokens, and before top_p. 0 leaves out nothing."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample only from tokens at least so many times as likely as the likeliest, and before top_k. 0 leaves out
+    nothing."""
     max_tokens: int = Field(MAX_RESPONSE_TOKENS, ge=1)
     """Length limit of a response. Longer responses are truncated."""
     slots: int = Field(128, ge=1)
@@ -124,6 +133,11 @@ class RolloutConfig(Section):
     cache_tokens: int | None = Field(None, ge=1)
     """Most tokens whose keys and values the CUDA engine keeps at a time. If they are too few for all slots, the
     responses that came last wait. None: every slot has room for the longest response."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How tokens are drawn, by the names that samplers have for it."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
 NO_LONGER_PRESETS = {

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bapo.core import kernels
 from bapo.core.bounds import ClipBounds, parts_by_kernel, poison_peers, solved_bounds, summed, summed_signal
+from bapo.core.brake import DRIFT_SUMS
 from bapo.core.checks import (
     MAX_LOG_RATIO,
     check_mask,
@@ -75,6 +76,7 @@ def policy_loss(
     sequence_ids: Tensor | None = None,
     uses: Tensor | None = None,
     loss_weights: Tensor | None = None,
+    log_kept: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
     **options: float | None,
 ) -> PolicyLoss:
@@ -90,6 +92,8 @@ def policy_loss(
     uses           integers, same shape: how often each token was trained on before; needed by brake, push_once and
                    wherever used_low is set
     loss_weights   same shape: reduction.balanced_weights of whole groups, for each token
+    log_kept       same shape: log of the mass that top-p, top-k or min-p kept when a token was sampled, if any of them
+                   was on; behavior_logprobs are those of the truncated distribution (tokens.py)
     process_group  solve the bounds over these ranks, with one all-reduce
 
     Ratios are computed in float32 whatever the inputs' dtype (float64 stays), and never overflow. Bad values raise a
@@ -114,7 +118,12 @@ def policy_loss(
             raise ValueError(
                 f"loss_weights= are those of reduction='balanced', and {reduction!r} would ignore them. Leave them out."
             )
-        optional = {"sequence_ids": sequence_ids, "entropy": entropy, "loss_weights": loss_weights}
+        optional = {
+            "sequence_ids": sequence_ids,
+            "entropy": entropy,
+            "loss_weights": loss_weights,
+            "log_kept": log_kept,
+        }
         tokens = _checked(logprobs, behavior_logprobs, advantages, mask, rule, uses, **optional)
         if denominator is None:
             check_not_empty(
@@ -155,16 +164,17 @@ def _checked(
     sequence_ids: Tensor | None = None,
     entropy: Tensor | None = None,
     loss_weights: Tensor | None = None,
+    log_kept: Tensor | None = None,
 ) -> Tokens:
     """The tokens of one call. Padding can hold anything: `Tokens` puts zeros where the mask is off."""
     check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, entropy=entropy)
-    check_shapes(mask, loss_weights=loss_weights)
+    check_shapes(mask, loss_weights=loss_weights, log_kept=log_kept)
     check_sequence_ids(sequence_ids, mask)
     check_uses(uses, mask, rule)
     mask = check_mask(mask)
     if mask.device.type == "cpu":
         check_tokens(logprobs, behavior_logprobs, advantages, mask, entropy=entropy, sequence_ids=sequence_ids)
-    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses, loss_weights)
+    return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses, loss_weights, log_kept)
 
 
 @torch.no_grad()
@@ -176,9 +186,10 @@ def update_table(
     settings: ClipSettings,
     *,
     uses: Tensor | None = None,
+    log_kept: Tensor | None = None,
 ) -> Tensor:
     """The signal table of one part of an update, with ratios exactly as `policy_loss` computes them. Tables add up."""
-    tokens = _checked(logprobs, behavior_logprobs, advantages, mask, settings.rule_of_used, uses)
+    tokens = _checked(logprobs, behavior_logprobs, advantages, mask, settings.rule_of_used, uses, log_kept=log_kept)
     return summed(_table_parts(tokens, settings))
 
 
@@ -189,11 +200,18 @@ def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
     """
     if kernels.usable(tokens.mask):
         given = tokens.given_logprobs, tokens.given_advantages, tokens.mask
-        return parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
-    chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
-    weights = None if settings.weight == "none" else tokens.behavior_logprobs
-    both = tokens.logprobs, tokens.behavior_logprobs
-    return summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses, both)
+        parts = parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
+    else:
+        chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
+        weights = None if settings.weight == "none" else tokens.behavior_logprobs
+        both = tokens.logprobs, tokens.behavior_logprobs
+        parts = summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses, both)
+    if settings.brake is not None and tokens.log_kept is not None:  # the brake goes by log r - log m
+        looked_at = tokens.mask & tokens.within & tokens.negative
+        looked_at = looked_at if tokens.uses is None else looked_at & tokens.uses.bool()
+        kept = torch.where(looked_at, tokens.log_kept, 0.0).sum(dtype=torch.float64)
+        parts.view(len(parts), -1)[-DRIFT_SUMS, 0] += kept
+    return parts
 
 
 def weigh_negatives(tokens: Tokens, weight: Tensor | None) -> Tokens:

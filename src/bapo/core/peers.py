@@ -160,7 +160,7 @@ def opsm(tokens: Tokens, *, low: float = 0.8, high: float = 1.2, delta: float = 
 def has_fallen(tokens: Tokens, delta: float) -> Tensor:  # bool, for each token
     """The negative responses that `opsm` masks. With advantage 0 for them, any objective but asymre has its mask."""
     check_positive(delta=delta)
-    fallen = -tokens.per_sequence(tokens.log_ratio.detach()) / tokens.lengths
+    fallen = -tokens.per_sequence(tokens.log_moved.detach()) / tokens.lengths
     return tokens.negative & (fallen > delta)
 
 

@@ -2,6 +2,17 @@
 
 r_t = pi_theta / pi_behavior of token t throughout, and bounds are bounds on the ratio, never epsilons. The log-ratio is
 limited to +-20 so that no ratio overflows; a token beyond it has gradient 0 and is not retained.
+
+Truncated sampling. Where the sampler left out a part of the vocabulary (top-p, top-k, min-p), pi_behavior is what
+tokens were really drawn from: the sampler's probability, divided by the mass m that was kept. pi_theta stays that of
+the whole vocabulary, because that is what the learner trains. So the ratio is right for every token that can be drawn,
+
+    E_behavior[r f] = sum of pi_theta f over the tokens that were kept,
+
+and the others are never drawn, so they give no gradient, however likely the learner finds them by now. Before any
+update, r = m and not 1: with m below the lower bound, a new negative token is clipped at once. How far the policy has
+moved is another question, which r / m answers (`log_moved`). The brake and `opsm` go by it, or they would take
+truncation for a move. TRL and verl have the same ratio with vLLM's processed log-probs.
 """
 
 from __future__ import annotations
@@ -33,6 +44,7 @@ class Tokens:
     sequence_ids: Tensor | None = None  # which response each packed token belongs to
     uses: Tensor | None = None  # integers: how often each token was trained on before
     loss_weights: Tensor | None = None  # of a balanced loss (reduction.py)
+    log_kept: Tensor | None = None  # log m, of truncated sampling; None: nothing was left out
 
     def __post_init__(self) -> None:
         swapped = self.given_behavior_logprobs.requires_grad and not self.given_logprobs.requires_grad
@@ -90,6 +102,12 @@ class Tokens:
     def per_sequence(self, values: Tensor) -> Tensor:
         """Masked sum over each token's sequence, given back to each of its tokens."""
         return spread(sequence_sums(values, self.mask, self.sequence_ids), self.mask, self.sequence_ids)
+
+    @cached_property
+    def log_moved(self) -> Tensor:
+        """log r_t - log m_t: how much likelier the token is now than it was among the whole vocabulary."""
+        kept = self.log_kept
+        return self.log_ratio if kept is None else self.log_ratio - zero_outside(self.mask, kept.to(self.dtype))
 
     @property
     def lengths(self) -> Tensor:

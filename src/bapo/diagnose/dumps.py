@@ -39,6 +39,7 @@ NAMES: dict[str, dict[str, str]] = {
     "version": {"version": "bapo"},
     "staleness": {"staleness": "bapo"},
     "uses": {"uses": "bapo"},
+    "log_kept": {"log_kept": "bapo"},
     "sequence_ids": {"sequence_ids": "bapo"},
     "rewards": {"rewards": "bapo, TRL", "token_level_rewards": "verl", "token_level_scores": "verl"},
     "update": {"update": "bapo", "step": "bapo", "global_step": "TRL", "global_steps": "verl"},
@@ -72,8 +73,15 @@ class LoggedUpdate:
     """[sequences]"""
     uses: Array | None = None
     """[tokens] how often each was trained on before this update; uses.py infers it where the dump does not say."""
+    log_kept: Array | None = None
+    """[tokens] log of the probability that truncated sampling kept, if the dump says so."""
     fresh: Array | None = None
     """[tokens] whether the learner's own weights sampled it; None if the dump does not say the learner's version."""
+
+    @property
+    def sampler_logprobs(self) -> Array:
+        """[tokens] under the whole distribution that the sampler had, as far as the dump knows."""
+        return self.behavior_logprobs if self.log_kept is None else self.behavior_logprobs + self.log_kept
 
     @property
     def sequences(self) -> int | None:
@@ -253,7 +261,7 @@ def _updates(
     tokens = {role: layout.spread(role, column) for role, column in columns.items() if role != "sequence_ids"}
     mask = _mask(layout, tokens)
     numbers = _counts(path, tokens, mask, notes)
-    for role in {"logprobs", "behavior_logprobs", "advantages", "anchor", "entropy"} & tokens.keys():
+    for role in {"logprobs", "behavior_logprobs", "advantages", "anchor", "entropy", "log_kept"} & tokens.keys():
         wide = tokens[role].dtype in (np.float32, np.float64)
         numbers[role] = tokens[role] if wide else tokens[role].astype(np.float32)
     empty = 0 if rows is None else layout.row_count - len(np.unique(rows[mask]))

@@ -192,7 +192,9 @@ def usable(update: LoggedUpdate) -> Array:
     good = np.isfinite(update.advantages)
     for logprobs in (update.logprobs, update.behavior_logprobs):
         good &= np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK)
-    return good if update.entropy is None else good & np.isfinite(update.entropy)
+    for extra in (update.entropy, update.log_kept):
+        good = good if extra is None else good & np.isfinite(extra)
+    return good
 
 
 def measure(update: LoggedUpdate) -> Numbers | None:
@@ -211,13 +213,14 @@ def measure(update: LoggedUpdate) -> Numbers | None:
         torch.ones(int(good.sum()), dtype=torch.bool),
         None if ids is None else torch.from_numpy(ids),
         None if update.uses is None else _tensor(update.uses[good].clip(min=0)),
+        log_kept=None if update.log_kept is None else _tensor(update.log_kept[good]),
     )
     entropy = None if update.entropy is None else _tensor(update.entropy[good]).to(tokens.logprobs.dtype)
     fates, bounds, quadrants, brakes = _outcomes(tokens, entropy)
     rewards = None if update.rewards is None or present is None else update.rewards[present]
     drift = np.empty(0)
     if update.anchor is not None:
-        drift = update.behavior_logprobs[good].astype(np.float64) - update.anchor[good]
+        drift = update.sampler_logprobs[good].astype(np.float64) - update.anchor[good]
     pooled = _pool(tokens, rewards, drift[np.isfinite(drift)])
     signal = tokens.advantages * tokens.within  # a token past the limit of log-ratios does not count
     unclipped = FIXED["unclipped"]
@@ -277,7 +280,8 @@ def _outcomes(
         logprobs = tokens.logprobs.detach().requires_grad_()
         uses = tokens.uses if OBJECTIVES[objective].needs_uses else None
         inputs, ids = (logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask), tokens.sequence_ids
-        out = policy_loss(*inputs, objective=objective, settings=settings, denominator=1.0, sequence_ids=ids, uses=uses)
+        known = {"sequence_ids": ids, "uses": uses, "log_kept": tokens.log_kept}
+        out = policy_loss(*inputs, objective=objective, settings=settings, denominator=1.0, **known)
         out.loss.backward()  # type: ignore[no-untyped-call]
         assert logprobs.grad is not None
         count = torch.ones_like(tokens.advantages)

@@ -11,7 +11,8 @@ distribution that the tokens were really sampled from:
 Their terms are martingale differences, so sum / sqrt(sum of squares) is about standard normal. Reuse violates both a
 little, because the learner has already trained on these very tokens: the mean ratio was off by up to 0.06 at a KL of
 0.24, after 15 updates on one batch. Hence there are thresholds on the size, too, and the one on the mean ratio grows
-with the KL.
+with the KL. Neither holds where the sampler is known to have left out a part of the vocabulary (`log_kept`); whether
+both policies are one is then asked of the log-probs before that.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def no_tokens(update: LoggedUpdate) -> str | None:
 
 def not_finite(update: LoggedUpdate) -> str | None:
     """NaN or infinity under the mask."""
-    for name in ("logprobs", "behavior_logprobs", "advantages", "entropy", "anchor"):
+    for name in ("logprobs", "behavior_logprobs", "advantages", "entropy", "anchor", "log_kept"):
         values = getattr(update, name)
         bad = np.zeros(0) if values is None else ~np.isfinite(values)
         if bad.any():
@@ -137,7 +138,7 @@ def shifted(update: LoggedUpdate) -> str | None:
 def temperature(update: LoggedUpdate) -> str | None:
     """One column is the other column on another scale."""
     good = usable(update)
-    x, y = update.logprobs[good].astype(np.float64), update.behavior_logprobs[good].astype(np.float64)
+    x, y = update.logprobs[good].astype(np.float64), update.sampler_logprobs[good].astype(np.float64)
     correlation = _correlation(x, y)
     slope = float(y.std() / x.std()) if len(x) >= 100 and correlation >= 0.9 else 1.0
     if max(slope, 1 / slope) < SLOPE_OFF:
@@ -151,7 +152,7 @@ def temperature(update: LoggedUpdate) -> str | None:
 def mean_ratio(update: LoggedUpdate) -> str | None:
     """E_b[r] is not 1."""
     ratio = _ratio(update)
-    if _proves_nothing(ratio):
+    if update.log_kept is not None or _proves_nothing(ratio):
         return None
     off, errors = _off(ratio - 1)
     drift = float((ratio - 1 - np.log(ratio)).mean())  # KL; a wrong offset c adds only c^2 / 2 to it
@@ -163,7 +164,7 @@ def mean_ratio(update: LoggedUpdate) -> str | None:
 def other_sampling(update: LoggedUpdate) -> str | None:
     """E_b[r (log pi + H)] is not 0."""
     good, ratio = usable(update), _ratio(update)
-    if update.entropy is None or _proves_nothing(ratio):
+    if update.entropy is None or update.log_kept is not None or _proves_nothing(ratio):
         return None
     entropy = float(update.entropy[good].mean())
     off, errors = _off(ratio * (update.logprobs[good].astype(np.float64) + update.entropy[good]))
@@ -277,7 +278,7 @@ def fresh_mismatch(update: LoggedUpdate) -> str | None:
 
 def _apart(update: LoggedUpdate, learners: Array, here: Array, which: str) -> str | None:
     """How far the sampler's log-probs are from these, and why, if that is too far."""
-    apart = mismatch(update.behavior_logprobs[here].astype(np.float64) - learners[here])
+    apart = mismatch(update.sampler_logprobs[here].astype(np.float64) - learners[here])
     if apart is None or (apart["kl"] < MISMATCH_KL and apart["beyond_0.1"] < MISMATCH_BEYOND):
         return None
     words = (
@@ -288,7 +289,7 @@ def _apart(update: LoggedUpdate, learners: Array, here: Array, which: str) -> st
         return words
     positions = None if update.sequence_ids is None else _positions(update.sequence_ids)[here]
     pairs = Pairs(
-        torch.from_numpy(update.behavior_logprobs[here]),
+        torch.from_numpy(update.sampler_logprobs[here]),
         torch.from_numpy(learners[here]),
         None if update.entropy is None else torch.from_numpy(update.entropy[here]),
         None if positions is None else torch.from_numpy(positions),

@@ -32,14 +32,14 @@ from bapo.config.placement import placed
 from bapo.demo import MAX_RESPONSE_TOKENS
 from bapo.evaluate.directory import opened
 from bapo.evaluate.estimates import Row, mean, results
-from bapo.evaluate.options import DEFAULT_MAX_TOKENS, Settings
+from bapo.evaluate.options import DEFAULT_MAX_TOKENS, LEAVES_OUT_NOTHING, Settings, sampling_of
 from bapo.evaluate.progress import make_progress
 from bapo.evaluate.results_page import page
 from bapo.evaluate.sampling import Response, sample
 from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.bits import fingerprint, packed
 from bapo.process import stops
-from bapo.rollout.engine import Engine, Sampling
+from bapo.rollout.engine import Engine
 from bapo.rollout.local.engine import engine_for
 from bapo.rollout.sittings import max_positions
 from bapo.screen.terminal import write_line
@@ -109,7 +109,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
 def _sampled(
     engine: Engine, policy: Policy, scorer: Scorer, problems: Sequence[Problem], identity: dict[str, Any], tell: Tell
 ) -> list[list[Response]]:
-    sampling = Sampling(identity["temperature"], policy.stop_ids)
+    sampling = replace(sampling_of(identity), stop_ids=policy.stop_ids)
     how = {key: identity[key] for key in ("k", "max_tokens", "seed")}
     try:
         return sample(engine, policy, scorer, problems, sampling=sampling, tell=tell, **how)
@@ -243,7 +243,11 @@ def identify(settings: Settings, policy: Policy, data_sets: Sequence[DataSet]) -
             digest.update(json.dumps([problem.id, ids, problem.answer], sort_keys=True).encode() + b"\n")
         fingerprints[data.name] = digest.hexdigest()[:16]
     decided = {
-        **{key: value for key, value in asdict(settings).items() if key not in ("chunk", "holdout")},
+        **{
+            key: value
+            for key, value in asdict(settings).items()
+            if key not in ("chunk", "holdout") and LEAVES_OUT_NOTHING.get(key) != value
+        },
         "max_tokens": max_tokens,
         "chunk": settings.chunk_problems,
         "stop_ids": sorted(policy.stop_ids),

@@ -6,10 +6,10 @@ What depends on the machine, the model and the data (device, length limit, finge
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
 
@@ -17,10 +17,13 @@ from bapo.config.base import MOST_THREADS
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.placement import DeviceName, Precision
+from bapo.rollout.engine import Sampling
 from bapo.tasks.verify.finding import written_as
 
 DEFAULT_K = 16
 DEFAULT_MAX_TOKENS = 4096  # length limit of a response if none is given and the model has room for it
+LEAVES_OUT_NOTHING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Truncation that does nothing, which an evaluation's identity does not mention."""
 
 if TYPE_CHECKING:
     Decided = int
@@ -58,6 +61,11 @@ def chat_options(
     return options
 
 
+def sampling_of(known: Mapping[str, Any]) -> Sampling:
+    """How an evaluation with these settings, or with this identity, draws tokens."""
+    return Sampling(known["temperature"], **{key: known[key] for key in LEAVES_OUT_NOTHING if key in known})
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything that can be chosen. None leaves the choice to the model, the data or the machine."""
@@ -73,6 +81,12 @@ class Settings:
     """Responses per problem."""
     temperature: float = 0.6
     """Sampling temperature. 0 is greedy."""
+    top_p: float = 1.0
+    """Sample only from the likeliest tokens that together hold this share of the probability. 1 leaves out nothing."""
+    top_k: int = 0
+    """Sample only from so many of the likeliest tokens. 0 leaves out nothing."""
+    min_p: float = 0.0
+    """Sample only from tokens at least so many times as likely as the likeliest. 0 leaves out nothing."""
     max_tokens: Annotated[int | None, option(default=f"{DEFAULT_MAX_TOKENS}, or what the model has room for")] = None
     """Length limit of a response."""
     seed: int = 0
@@ -117,7 +131,7 @@ class Settings:
         if self.k is None:
             object.__setattr__(self, "k", 1 if self.temperature == 0 else DEFAULT_K)
         least = dict.fromkeys(("k", "max_tokens", "problems", "slots", "chunk", "threads"), 1)
-        for key, lowest in (least | {"reward_memory_mb": 256}).items():
+        for key, lowest in (least | {"reward_memory_mb": 256, "top_k": 0}).items():
             if (value := getattr(self, key)) is not None and value < lowest:
                 raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be {lowest} or more.")
         if self.threads is not None and self.threads > MOST_THREADS:
@@ -128,6 +142,15 @@ class Settings:
             raise ConfigError(
                 f"--k {self.k} at --temperature 0: greedy responses to one problem are all the same, so one is enough. "
                 "Set --k 1, or a temperature above 0."
+            )
+        for key, possible in {"top_p": 0 < self.top_p <= 1, "min_p": 0 <= self.min_p <= 1}.items():
+            if not possible:
+                off = f"{LEAVES_OUT_NOTHING[key]:g} leaves out nothing."
+                raise ConfigError(f"--{key.replace('_', '-')} {getattr(self, key)}: it must be a share. {off}")
+        if self.temperature == 0 and any(getattr(self, key) != off for key, off in LEAVES_OUT_NOTHING.items()):
+            raise ConfigError(
+                "--top-p, --top-k and --min-p at --temperature 0: greedy takes the likeliest token, which they always "
+                "leave. Leave them out, or set a temperature above 0."
             )
         if not 0 <= self.holdout < 1:
             raise ConfigError(f"--holdout {self.holdout}: it must be a share, from 0 to below 1. 0 uses all problems.")

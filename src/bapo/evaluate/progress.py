@@ -19,7 +19,7 @@ from rich.text import Text
 
 from bapo.config.numerals import counted
 from bapo.evaluate.estimates import Row, by_data_set
-from bapo.evaluate.options import Settings
+from bapo.evaluate.options import Settings, sampling_of
 from bapo.screen.steady import SteadyLive
 from bapo.screen.terminal import can_redraw, duration, eta, make_console, shortened, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
@@ -51,7 +51,7 @@ class PlainProgress:
     def __enter__(self) -> Self:
         self.note(
             f"{self.settings.model}: {counted(self.total, 'problem')}, {counted(self.settings.k, 'response')} each, "
-            f"temperature {self.settings.temperature:g}, in {self.path}"
+            f"{sampling_of(vars(self.settings)).words}, in {self.path}"
         )
         if self.before:
             self.note(f"{self.before} of {self.total} problems were already done")

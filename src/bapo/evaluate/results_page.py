@@ -14,6 +14,7 @@ from typing import Any
 
 from bapo.config.numerals import counted
 from bapo.evaluate.estimates import SOLVED, Row, by_data_set
+from bapo.evaluate.options import sampling_of
 from bapo.pages import document, top
 from bapo.pages import escaped as _text
 from bapo.screen.terminal import shortened
@@ -42,7 +43,7 @@ def page(rows: Sequence[Row], results: dict[str, Any], *, budget: int = BUDGET) 
 
 def _top(results: dict[str, Any], title: str) -> str:
     responses, tokens = counted(results["k"], "response"), results["max_tokens"]
-    how = "greedy" if results["temperature"] == 0 else f"temperature {results['temperature']:g}"
+    how = "greedy" if results["temperature"] == 0 else sampling_of(results).words
     return top(title, f"{responses} per problem, {how}, at most {tokens} tokens, seed {results['seed']}")
 
 

@@ -61,6 +61,7 @@ def update_metrics(
         every,
         uses=torch.cat([batch.uses for batch in batches]),
     )
+    sampler_logprobs = torch.cat([batch.sampler_logprobs for batch in batches])
     retained = torch.cat([output.result.retained for output in outputs])
     entropy = torch.cat([output.entropy for output in outputs])
     bounds = outputs[0].result.bounds
@@ -80,13 +81,13 @@ def update_metrics(
         looked_at = tokens.negative & tokens.within
         if asked.clip.brake_on == "used":
             looked_at &= cast(Tensor, tokens.uses).bool()
-        scalars["drift"] = drift_of(drift_sums(tokens.logprobs, tokens.behavior_logprobs, looked_at))
+        scalars["drift"] = drift_of(drift_sums(tokens.logprobs, sampler_logprobs, looked_at))
         scalars["looked_at"] = looked_at.sum()
         if "used_low" in settings.options:
             scalars["used_low"] = torch.tensor(settings.options["used_low"], dtype=torch.float64, device=every.device)
     scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
     fresh = fresh_tokens(batches, version=version, kept_caches=settings.kept_caches)
-    scalars |= anchor_metrics(tokens.behavior_logprobs, tokens.logprobs, fresh)
+    scalars |= anchor_metrics(sampler_logprobs, tokens.logprobs, fresh)
     if settings.kl:
         references = torch.cat([cast(Tensor, batch.reference_logprobs) for batch in batches])
         scalars["kl_reference"] = k3(tokens.logprobs, references).double().mean()
@@ -163,13 +164,13 @@ def of_all_ranks(outputs: Sequence[Output], ranks: Ranks) -> list[Output]:
 
 
 def _columns(output: Output) -> Tensor:  # [columns, tokens]
-    fields = [getattr(output.batch, name) for name in BATCH]
+    fields = [*(getattr(output.batch, name) for name in BATCH), output.batch.log_masses]
     return torch.stack([x.double() for x in (output.logprobs, output.entropy, output.result.retained, *fields)])
 
 
 def _output(like: Output, columns: Tensor, scalars: Tensor, searched: Sequence[str]) -> Output:
     """An output made of what travelled, with the types of another one."""
-    logprobs, entropy, retained, *fields = columns
+    logprobs, entropy, retained, *fields, log_kept = columns
     typed = {name: x.to(getattr(like.batch, name).dtype) for name, x in zip(BATCH, fields, strict=True)}
     loss, *found = scalars
     own = like.result.metrics
@@ -178,7 +179,7 @@ def _output(like: Output, columns: Tensor, scalars: Tensor, searched: Sequence[s
     if bounds is not None:  # the settings in it are the same on all ranks; what was found is in the metrics
         bounds = replace(bounds, negative_weight=metrics.get("negative_weight"))
     return Output(
-        batch=replace(empty_batch(columns.device), **typed),
+        batch=replace(empty_batch(columns.device), **typed, log_kept=log_kept.float()),
         logprobs=logprobs.to(like.logprobs.dtype),
         entropy=entropy.to(like.entropy.dtype),
         result=PolicyLoss(loss.to(like.result.loss.dtype), bounds, metrics, retained.bool()),

@@ -45,7 +45,8 @@ from bapo.types import Metrics, TokenBatch
 
 Predicted = tuple[Tensor, Tensor]
 """Log-probs and entropies of the response tokens of a micro-batch."""
-COLUMNS = ("logprobs", "entropy", "behavior_logprobs", "advantages", "targets", "versions", "uses", "sequence_ids")
+GIVEN = ("behavior_logprobs", "advantages", "targets", "versions", "uses")
+COLUMNS = ("logprobs", "entropy", *GIVEN, "log_kept", "sequence_ids")
 WHOLE = ("targets", "versions", "uses", "sequence_ids")
 """Columns of integers."""
 EXPLAINED = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -88,8 +89,8 @@ def logged_tokens(
     """The tokens of all micro-batches on all ranks, as the columns of a dump, on the host."""
     rows, sequences = [], 0
     for batch, (logprobs, entropy) in zip(batches, predicted, strict=True):
-        given = [getattr(batch, name) for name in COLUMNS[2:-1]]
-        columns = (logprobs, entropy, *given, batch.sequence_ids + sequences)
+        given = [getattr(batch, name) for name in GIVEN]
+        columns = (logprobs, entropy, *given, batch.log_masses, batch.sequence_ids + sequences)
         rows.append(torch.stack([column.detach().double() for column in columns]))
         sequences += len(batch.offsets) - 1
     parts = columns_of_all(torch.cat(rows, dim=1), ranks)
@@ -98,6 +99,8 @@ def logged_tokens(
         part[-1] += before
         before = float(part[-1].max()) + 1 if part.shape[1] else before
     named = dict(zip(COLUMNS, torch.cat(parts, dim=1).cpu(), strict=True))
+    if not named["log_kept"].any():
+        del named["log_kept"]
     dump = {name: column.to(torch.int64 if name in WHOLE else torch.float32) for name, column in named.items()}
     return dump | {"version": torch.tensor(version), "update": torch.tensor(version + 1)}
 
@@ -166,9 +169,12 @@ def _fresh(versions: Tensor, sequence_ids: Tensor, *, version: int, kept_caches:
     return fresh
 
 
-def anchor_metrics(behavior_logprobs: Tensor, logprobs: Tensor, fresh: Tensor) -> dict[str, Tensor]:
-    """0-d metrics over the fresh tokens. Without any they are NaN, and are left out of what is logged."""
-    gaps = torch.where(fresh, behavior_logprobs.double() - logprobs.double(), 0.0)
+def anchor_metrics(sampler_logprobs: Tensor, logprobs: Tensor, fresh: Tensor) -> dict[str, Tensor]:
+    """0-d metrics over the fresh tokens. Without any they are NaN, and are left out of what is logged.
+
+    The learner's log-probs are of the whole vocabulary, and so must the sampler's be, whatever it left out.
+    """
+    gaps = torch.where(fresh, sampler_logprobs.double() - logprobs.double(), 0.0)
     count = fresh.sum()
     return {
         "anchor_tokens": count,
@@ -194,8 +200,9 @@ def drift(
         return None
     tokens = all_tokens()
     fresh = _fresh(tokens["versions"], tokens["sequence_ids"], version=version, kept_caches=kept_caches)
+    sampler_logprobs = tokens["behavior_logprobs"] + tokens.get("log_kept", torch.zeros(()))
     pairs = Pairs(
-        tokens["behavior_logprobs"][fresh],
+        sampler_logprobs[fresh],
         tokens["logprobs"][fresh],
         tokens["entropy"][fresh],
         positions_of(tokens["sequence_ids"])[fresh],

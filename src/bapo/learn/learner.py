@@ -347,13 +347,15 @@ class Learner:
     def _table(self, batch: TokenBatch, logprobs: Tensor, settings: LearnerSettings) -> Tensor:
         batch = self._masked(batch, logprobs)
         tokens = logprobs, batch.behavior_logprobs, batch.advantages, _every(batch)
-        return update_table(*tokens, settings.clip, uses=batch.uses if settings.needs_uses else None)
+        uses = batch.uses if settings.needs_uses else None
+        return update_table(*tokens, settings.clip, uses=uses, log_kept=batch.log_kept)
 
     def _masked(self, batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
         """The batch with advantage 0 for tokens that learn.opsm masks."""
         if self.settings.opsm is None:
             return batch
-        tokens = Tokens(logprobs, batch.behavior_logprobs, batch.advantages, _every(batch), batch.sequence_ids)
+        given = logprobs, batch.behavior_logprobs, batch.advantages, _every(batch), batch.sequence_ids
+        tokens = Tokens(*given, log_kept=batch.log_kept)
         masked = has_fallen(tokens, self.settings.opsm)
         if self.settings.opsm_on == "used":
             masked &= batch.uses.bool()
@@ -395,6 +397,7 @@ class Learner:
                 sequence_ids=batch.sequence_ids,
                 uses=batch.uses if settings.needs_uses else None,
                 loss_weights=batch.loss_weights if settings.reduction == "balanced" else None,
+                log_kept=batch.log_kept,
                 process_group=self.ranks if solves and settings.solves_over_update else None,
                 **({} if settings.objective in BRAKES else settings.options),
             )

@@ -162,12 +162,15 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
     input_ids, position_ids, offsets, predicts, targets, sequence_ids, versions, uses = integers
     referred = all(len(t.reference_logprobs) == len(t.tokens) for t in trajectories)
     known = [t.reference_logprobs for t in trajectories] if referred else []
-    behavior_logprobs, advantages, loss_weights, reference_logprobs = _ship(
+    truncated = any(t.log_kept for t in trajectories)
+    kept = [t.log_kept or [0.0] * len(t.tokens) for t in trajectories] if truncated else []
+    behavior_logprobs, advantages, loss_weights, reference_logprobs, log_kept = _ship(
         [
             np.fromiter(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
             np.repeat(np.array([advantage for _, advantage, *_ in rows], dtype=np.float32), counts),
             np.repeat(np.array([weight for *_, weight, _ in rows], dtype=np.float32), counts),
             np.fromiter(chain.from_iterable(known), np.float32, int(counts.sum()) if referred else 0),
+            np.fromiter(chain.from_iterable(kept), np.float32, int(counts.sum()) if truncated else 0),
         ],
         device,
     )
@@ -185,6 +188,7 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
         uses=uses,
         reference_logprobs=reference_logprobs if referred else None,
         loss_weights=loss_weights,
+        log_kept=log_kept if truncated else None,
     )
 
 

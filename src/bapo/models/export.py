@@ -1,15 +1,16 @@
 """Writes a policy as a directory that transformers and vLLM can load.
 
 The directory holds the model that was trained: one plain model (low-rank additions merged into its weights), the
-tokenizer with its chat template, and generation settings that name every stop token and sample as in training, at the
-same temperature and from the whole distribution. The generation settings of the base model are not kept: a top-p or a
-repetition penalty in them would change what others measure, and some cannot even be written back.
+tokenizer with its chat template, and generation settings that name every stop token and sample as in training: at the
+same temperature, and with the same truncation if there was one. The generation settings of the base model are not kept:
+a top-p or a repetition penalty in them would change what others measure, and some cannot even be written back.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -17,14 +18,23 @@ from bapo.models.layers import ADDITION, merged_weights
 from bapo.models.policy import Policy
 
 
-def write_model(policy: Policy, run: Path, card: str, temperature: float, *, base: str) -> None:
+def write_model(policy: Policy, run: Path, card: str, sampling: Mapping[str, Any], *, base: str) -> None:
     """Write model/ into the directory of a run, and low-rank additions separately into adapter/ as well."""
-    save_policy(policy, run / "model", card=card, temperature=temperature)
+    save_policy(policy, run / "model", card=card, **sampling)
     if policy.adapters is not None:
         save_additions(policy, run / "adapter", card=card, base=base)
 
 
-def save_policy(policy: Policy, directory: Path, *, card: str, temperature: float = 1.0) -> None:
+def save_policy(
+    policy: Policy,
+    directory: Path,
+    *,
+    card: str,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+) -> None:
     """Write model, tokenizer, generation settings and card into the directory, completely or not at all."""
     model, tokenizer = policy.model, policy.tokenizer
     own_settings = model.generation_config
@@ -34,8 +44,9 @@ def save_policy(policy: Policy, directory: Path, *, card: str, temperature: floa
         pad_token_id=tokenizer.pad_token_id,
         do_sample=True,
         temperature=temperature,
-        top_k=0,
-        top_p=1.0,
+        top_k=top_k,
+        top_p=top_p,
+        **({"min_p": min_p} if min_p else {}),
     )
     with _whole(directory, card) as partial:
         try:

@@ -30,12 +30,32 @@ NOTHING_LOADED = -1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. There is no top-k or top-p: it would change the distribution the log-probs belong to."""
+    """How tokens are drawn. Log-probs and entropies belong to the distribution that is left by temperature and
+    truncation (`truncation.py`)."""
 
     temperature: float = 1.0
-    """Divides the logits. Log-probs and entropies belong to the tempered distribution. 0 is greedy."""
+    """Divides the logits. 0 is greedy."""
     stop_ids: frozenset[int] = frozenset()
     """A response ends with the first of these tokens, which is kept as its last token."""
+    top_p: float = 1.0
+    """The likeliest tokens stay that together hold this share. 1 leaves out nothing."""
+    top_k: int = 0
+    """Only so many tokens stay. 0 leaves out nothing."""
+    min_p: float = 0.0
+    """Tokens stay that are this many times as likely as the likeliest. 0 leaves out nothing."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a part of the vocabulary is left out. Greedy sampling takes the best token either way."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def words(self) -> str:
+        """`temperature 0.6, top-p 0.95`"""
+        cuts = {"top-p": self.top_p % 1, "top-k": self.top_k, "min-p": self.min_p}
+        return ", ".join(
+            [f"temperature {self.temperature:g}", *(f"{name} {cut:g}" for name, cut in cuts.items() if cut)]
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens added to one response. The four lists have equal length and may be empty."""
+    """Tokens added to one response. The first four lists have equal length and may be empty."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -65,6 +85,8 @@ class Segment:
     status: Status | None = None
     """None: more will come. STOPPED or TRUNCATED: the response is complete. PARKED: it is incomplete, and the engine
     has stopped work on it. DROPPED: the engine cannot continue it."""
+    log_kept: list[float] = field(default_factory=list)
+    """Log of the probability that truncation kept at each token; empty if sampling does not truncate."""
 
 
 class Engine(Protocol):
@@ -191,4 +213,5 @@ def join(parts: Sequence[Segment]) -> Segment:
         entropies=[entropy for part in parts for entropy in part.entropies],
         versions=[version for part in parts for version in part.versions],
         status=parts[-1].status,
+        log_kept=[mass for part in parts for mass in part.log_kept],
     )

@@ -307,9 +307,10 @@ class Scheduler:
             self._version, self._next_id, self._totals, self._groups = version, next_id, totals, groups
             self._run, self._under_way = None, {}
             for trajectory, length, status in grown:
-                for tokens in (trajectory.tokens, trajectory.behavior_logprobs, trajectory.entropies):
+                for tokens in (trajectory.tokens, trajectory.versions):
                     del tokens[length:]
-                del trajectory.versions[length:]
+                for numbers in (trajectory.behavior_logprobs, trajectory.entropies, trajectory.log_kept):
+                    del numbers[length:]
                 trajectory.status, trajectory.reward, trajectory.shaping = status, None, 0.0
 
         return back
@@ -384,5 +385,6 @@ def _append(trajectory: Trajectory, segment: Segment) -> None:
     trajectory.behavior_logprobs += segment.logprobs
     trajectory.entropies += segment.entropies
     trajectory.versions += segment.versions
+    trajectory.log_kept += segment.log_kept
     if segment.status is not None:
         trajectory.status = segment.status

@@ -71,7 +71,11 @@ def check_requests(
         raise RuntimeError("the engine has no weights yet. Call load(weights, version=...) before submit.")
     heat = f"sampling.temperature={sampling.temperature}"
     ids = {request.id for request in requests}
+    top_p, top_k, min_p = sampling.top_p, sampling.top_k, sampling.min_p
     refuse(
+        (not 0 < top_p <= 1, f"sampling.top_p={top_p} is not a share. Set it above 0, and to 1 to leave out nothing."),
+        (top_k < 0, f"sampling.top_k={top_k} is not a number of tokens. Set it to 0 to leave out nothing, or more."),
+        (not 0 <= min_p <= 1, f"sampling.min_p={min_p} is not a share. Set it to 0 to leave out nothing, at most 1."),
         (not sampling.temperature >= 0, f"{heat} is not a temperature. Set it to 0 (greedy) or a positive number."),
         (
             (token_budget or 0) < 0,

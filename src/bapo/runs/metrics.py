@@ -85,6 +85,8 @@ ROLLOUT = {
     "length_correct": "Mean length of those of them with a reward above one half.",
     "length_wrong": "Mean length of the others.",
     "truncated": "Share of those responses that the length limit cut off.",
+    "kept_mass": "Mean probability that rollout.top_p, top_k and min_p kept at a token of those responses; present if "
+    "one of them is set.",
     "reward_failures": "Responses on which the verifier failed. They are in failures.jsonl and are never trained on.",
     "rollout/admitted": "New groups started in this step.",
     "rollout/sampled_tokens": "Tokens sampled in this step.",

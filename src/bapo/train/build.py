@@ -52,7 +52,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         raise ConfigError("\n".join(wrong))
     off = config.offpolicy
     scheduler = Scheduler(
-        Sampling(config.rollout.temperature, policy.stop_ids),
+        Sampling(stop_ids=policy.stop_ids, **config.rollout.sampling),
         max_response_tokens=config.rollout.max_tokens,
         token_budget=off.partial_budget,
         max_age=None if off.partial_budget is None else config.parked_max_age,

@@ -18,6 +18,7 @@ from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.config.sections import LearnConfig, ObjectiveConfig, OffPolicyConfig, TaskConfig
 from bapo.config.sft import SftConfig
+from bapo.rollout.engine import Sampling
 from bapo.runs import files, ledger
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
@@ -56,7 +57,7 @@ def model_card(
         "off-policy data": f"{', '.join(sources_in_words(config.offpolicy))}; {_oldest(config, summary)}",
         "updates": f"{summary['updates']}, steps: {config.steps}; {learning_in_words(config.learn)}",
         "rollout": f"{counted(rollout.prompts, 'prompt')} × {counted(rollout.responses, 'response')} per step, "
-        f"temperature {rollout.temperature:g}, at most {rollout.max_tokens} tokens",
+        f"{Sampling(**rollout.sampling).words}, at most {rollout.max_tokens} tokens",
         "data": _data(config.task),
         "prompts": _prompts(config, chat=chat),
         "seed": str(config.seed),

@@ -261,6 +261,8 @@ def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
         tokens, versions = each.tokens, each.versions
         if not len(tokens) == len(each.behavior_logprobs) == len(versions):
             return "lists of different lengths"
+        if len(each.log_kept) not in (0, len(tokens)):
+            return "log-masses of some tokens only"
         if len(each.entropies) > len(tokens):  # some engines give none
             return "more entropies than tokens"
         if versions != sorted(versions) or not all(0 <= version <= newest for version in versions):

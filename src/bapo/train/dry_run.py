@@ -21,6 +21,7 @@ from bapo.config.run import Config
 from bapo.models import Policy, hush, outline_policy
 from bapo.preflight.examine import TaskData, no_room, written_answers
 from bapo.preflight.memory import GIB, Memory, Seconds, Shape, memory, on_cluster, seconds
+from bapo.rollout.engine import Sampling
 from bapo.screen.terminal import duration, printable
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.task import Task
@@ -240,7 +241,7 @@ def _steps(config: Config) -> Iterator[str]:
         "sampling",
         f"{counted(config.steps, 'step')} of {counted(rollout.prompts, 'prompt')} x "
         f"{counted(rollout.responses, 'response')} = {counted(config.steps * responses, 'response')} of up to "
-        f"{rollout.max_tokens:,} tokens, temperature {rollout.temperature:g}\n"
+        f"{rollout.max_tokens:,} tokens, {Sampling(**rollout.sampling).words}\n"
         "longer responses are cut off and scored as they are; each step shows their share as `cut`",
     )
     in_all = f"{per_step} per step, {config.steps * per_step:,} in all"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, cast
@@ -85,8 +85,8 @@ class Job(ABC):
     """What a person should know before training begins."""
     unmeasured: bool = False
     """Whether a measurement is due after the last step: a stop has cut it short."""
-    temperature: float = 1.0
-    """The temperature at which the trained model is meant to be sampled."""
+    sampling: Mapping[str, Any] | None = None
+    """How the trained model is meant to be sampled; None: at temperature 1."""
 
     @property
     @abstractmethod
@@ -152,7 +152,7 @@ class Job(ABC):
         if team.size > 1:  # the weights are in shards
             assert isinstance(self.learner, Learner)
             policy = gathered(self.learner, self.config, leads=team.leads) or policy
-        team.lead(lambda: write_model(policy, path, card, self.temperature, base=self.config.model.path))
+        team.lead(lambda: write_model(policy, path, card, self.sampling or {}, base=self.config.model.path))
 
     def close(self) -> None:  # noqa: B027 - most jobs have nothing to do
         """End what was started for the run. Called last, whatever happened."""

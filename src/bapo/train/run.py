@@ -75,7 +75,7 @@ class Training(Job):
         self.config: Config = self.parts.config
         self.policy, self.learner, self.notes = self.parts.policy, self.parts.learner, self.parts.notes
         self.title, self.total = self.config.objective.name, self.config.steps
-        self.temperature = self.config.rollout.temperature
+        self.sampling = self.config.rollout.sampling
         self.run_state = RunState()
         self.asynchronous: AsyncLoop | None = None
         """The loop of a run on a cluster."""
@@ -396,6 +396,8 @@ def _recorded(group: Group) -> dict[str, Any]:
     del sampled["uses"]
     for trajectory in sampled["trajectories"]:
         del trajectory["reference_logprobs"]
+        if not trajectory["log_kept"]:
+            del trajectory["log_kept"]
     return sampled
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp
 from typing import Any
 
 from bapo.tasks.task import Rewarded, Task, following, mostly_why
@@ -163,5 +164,6 @@ def response_metrics(groups: Sequence[Group], failures: int) -> dict[str, Any]:
         "length_correct": right,
         "length_wrong": wrong,
         "truncated": [t.status is Status.TRUNCATED for _, t in scored],
+        "kept_mass": [exp(mass) for _, t in scored for mass in t.log_kept],
     }
     return {name: sum(values) / len(values) for name, values in means.items() if values} | {"reward_failures": failures}

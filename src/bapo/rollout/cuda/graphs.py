@@ -23,6 +23,7 @@ from bapo.rollout.cuda.kernels.attention import QUERIES, decode_attention, prefi
 from bapo.rollout.cuda.kernels.sampling import State, sample
 from bapo.rollout.cuda.pages import Pages
 from bapo.rollout.engine import Sampling
+from bapo.rollout.truncation import left_by
 
 SIZES_PER_DOUBLING = 2
 """Batch sizes that graphs are captured for, from one power of two to the next. More of them waste fewer rows, and each
@@ -62,22 +63,25 @@ class Pool:
         self.cache = decoder.cache(pages + 1)
         self.table = torch.zeros(self.pages.table.shape, dtype=torch.int32, device=device)
         self.state = torch.zeros(len(State), slots + 1, dtype=torch.int64, device=device)
-        self.records = torch.zeros(3, slots + 1, reach, dtype=torch.int32, device=device)
+        self.records = torch.zeros(4, slots + 1, reach, dtype=torch.int32, device=device)
         self.seats = torch.full((slots,), slots, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((stops,), -1, dtype=torch.int64, device=device)
         self.temperature = torch.ones(1, device=device)
         self.sizes = batch_sizes(slots)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.truncation: Sampling | None = None
+        self._graphs: dict[tuple[int, Sampling | None], torch.cuda.CUDAGraph] = {}
         on_gpu = device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if on_gpu else None
         self._reader = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
 
     def set_sampling(self, sampling: Sampling) -> None:
-        """Set the temperature and stop tokens of the next steps."""
+        """Set the temperature, truncation and stop tokens of the next steps."""
         stops = sorted(sampling.stop_ids)
         self.stop_ids.copy_(torch.tensor(stops + [-1] * (len(self.stop_ids) - len(stops))))
         self.temperature.fill_(sampling.temperature)
+        only = Sampling(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
+        self.truncation = only if sampling.truncates else None
 
     def seat(self, slots: Sequence[int]) -> None:
         """Let these slots take part in the next steps."""
@@ -94,7 +98,8 @@ class Pool:
         self._update_table()
         size = next(size for size in self.sizes if size >= rows)
         on_gpu = self.device.type == "cuda"
-        step = (self._graphs.get(size) or self._capture(size)).replay if on_gpu else partial(self._step, size)
+        name = size, self.truncation
+        step = (self._graphs.get(name) or self._capture(size)).replay if on_gpu else partial(self._step, size)
         for _ in range(steps):
             step()
 
@@ -113,8 +118,13 @@ class Pool:
 
         logits = self.decoder.forward(ids, slots, positions, self.cache, table, attend)
         assert logits is not None
-        tokens, logprobs, entropies = self.records
+        tokens, logprobs, entropies, masses = self.records
         records = tokens, logprobs.view(torch.float32), entropies.view(torch.float32)
+        if self.truncation is not None:
+            left, mass = left_by(self.truncation, logits.float() / self.temperature)
+            logits = logits.masked_fill(~left, -torch.inf)
+            # A slot that has ended writes behind its last token, where nobody reads.
+            masses.view(torch.float32)[slots, self.state[State.PRODUCED, slots]] = mass
         sample(logits, slots, self.state, *records, stop_ids=self.stop_ids, temperature=self.temperature)
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
@@ -130,7 +140,7 @@ class Pool:
         with torch.cuda.graph(graph, pool=self._memory):
             self._step(size)
         self.seats.copy_(seated)
-        self._graphs[size] = graph
+        self._graphs[size, self.truncation] = graph
         return graph
 
     def prefill(self, contexts: dict[int, Sequence[int]]) -> None:
@@ -156,15 +166,17 @@ class Pool:
         self.decoder.forward(id, slot_of, position, self.cache, table, attend, logits=False)
 
     def read(self, slots: Sequence[int], first: int, last: int) -> NDArray[np.int32]:
-        """Read the records from `first` to before `last` of these slots, [3, slots, tokens].
+        """Read the records from `first` to before `last` of these slots, [3, slots, tokens]; 4 if tokens are left out.
 
-        They must have been sampled according to a `Reading`. On a GPU they are read beside what is queued.
+        They are tokens, log-probs, entropies and log-masses, and must have been sampled according to a `Reading`. On a
+        GPU they are read beside what is queued.
         """
         beside: AbstractContextManager[Any] = nullcontext()
         if self._reader is not None:
             beside = torch.cuda.stream(self._reader)
         with beside:
-            return self.records[:, self._put(np.asarray(slots)), first:last].cpu().numpy()
+            known = self.records if self.truncation is not None else self.records[:3]
+            return known[:, self._put(np.asarray(slots)), first:last].cpu().numpy()
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, given as (from, to)."""

@@ -341,9 +341,10 @@ class Sitting:
 
 
 def _segment(records: NDArray[np.int32], version: int, status: Status | None) -> Segment:
-    """Tokens, log-probs and entropies of one response, [3, tokens], the last two as the bits of float32."""
-    tokens, (logprobs, entropies) = records[0], records[1:].copy().view(np.float32)
-    return Segment(tokens.tolist(), logprobs.tolist(), entropies.tolist(), [version] * len(tokens), status)
+    """What `Pool.read` gives for one response, [3 or 4, tokens], all but the tokens as the bits of float32."""
+    tokens = records[0].tolist()
+    logprobs, entropies, *masses = records[1:].copy().view(np.float32).tolist()
+    return Segment(tokens, logprobs, entropies, [version] * len(tokens), status, *masses)
 
 
 def name_of(request: Request) -> Name:

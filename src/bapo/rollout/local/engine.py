@@ -10,7 +10,7 @@ Nothing survives a sitting: a parked response is prefilled again when it resumes
 What is exact. Each log-prob belongs to the sampled token under the distribution it was drawn from: it is the float32
 log-softmax of the model's logits over the temperature. The draw inverts the cumulative distribution at the uniform of
 (seed, position), see `randomness.py`. Greedy sampling is the limit of temperature 0: all mass on the best token, so
-log-prob and entropy are 0.
+log-prob and entropy are 0. Truncation sets the logits of what it leaves out to minus infinity (`truncation.py`).
 
 What is not. Matrix kernels may round differently for different batch shapes, so log-probs can change by about 1e-6
 (4e-3 in bfloat16) with the other responses in the batch. A token changes only where its uniform falls that close to an
@@ -18,7 +18,7 @@ edge of the cumulative distribution: rare in float32, likely somewhere in a long
 
 `engine_for` chooses the CUDA engine instead where it can run the model.
 
-Left out: top-k and top-p (see `Sampling`), beams, and models whose state is not a list of keys and values.
+Left out: beams, and models whose state is not a list of keys and values.
 """
 
 import inspect
@@ -39,6 +39,7 @@ from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.local.cache import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
 from bapo.rollout.sittings import InProcessEngine, copy_weights, non_finite
+from bapo.rollout.truncation import left_by
 from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -155,7 +156,7 @@ class _Sitting:
         self.ended: dict[int, Status] = {}  # requests whose last segment has not been returned yet
         self.given: set[int] = set()  # requests whose last segment has been returned
         self.owners: list[NDArray[np.int64]] = []
-        self.tape: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.tape: list[tuple[Tensor, ...]] = []
 
     @property
     def over(self) -> bool:
@@ -275,6 +276,10 @@ class _Sitting:
         self.cache.expect_step(rows, low=low, column=column)
         logits = self.engine.forward(self.last[:rows, None], (column - self.start_on_device)[:, None], mask, self.cache)
         draws = torch.from_numpy(uniforms(self.stream[:rows], self.position[:rows])).to(self.device)
+        kept: tuple[Tensor, ...] = ()
+        if self.sampling.truncates:
+            left, mass = left_by(self.sampling, logits.float() / self.sampling.temperature)
+            logits, kept = logits.masked_fill(~left, -torch.inf), (mass,)
         tokens, logprobs, entropies = draw(logits, draws, temperature=self.sampling.temperature)
         self.last[:rows] = tokens
 
@@ -285,7 +290,7 @@ class _Sitting:
         if broken.any():
             raise non_finite(self.requests, int(owner[broken][0]), int(self.position[:rows][broken][0]))
         self.owners.append(owner)
-        self.tape.append((tokens, logprobs, entropies))
+        self.tape.append((tokens, logprobs, entropies, *kept))
 
         self.column += 1
         self.position[:rows] += 1
@@ -313,10 +318,11 @@ class _Sitting:
         columns = [torch.cat(part).cpu().numpy() for part in zip(*self.tape, strict=True)] or [empty] * 3
         parts = [np.split(column[order], np.cumsum(counts)[:-1]) for column in columns]
         found = []
-        for index, (tokens, logprobs, entropies) in enumerate(zip(*parts, strict=True)):
+        for index, (tokens, logprobs, entropies, *kept) in enumerate(zip(*parts, strict=True)):
             if len(tokens) or index in self.ended:
                 values = tokens.tolist(), logprobs.tolist(), entropies.tolist(), [version] * len(tokens)
-                found.append((self.requests[index].id, Segment(*values, self.ended.get(index))))
+                masses = [mass for part in kept for mass in part.tolist()]
+                found.append((self.requests[index].id, Segment(*values, self.ended.get(index), masses)))
         self.given |= self.ended.keys()
         self.ended, self.owners, self.tape = {}, [], []
         return found

@@ -20,6 +20,8 @@ What differs from the engines in this process:
 - The token budget is not exact: vLLM has sampled up to a few more tokens per response under way before it stops. They
   are returned.
 - Temperatures are 0, or between 0.01 and 2.
+- Truncation is vLLM's own, with the same rules in the same order. Which of several equal tokens at the edge of top_p
+  stays is up to it. It does not say how much it kept, so our sampler in its worker does (`plugin.TellsKept`).
 """
 
 import asyncio
@@ -77,6 +79,7 @@ class VllmEngine:
         self._expected = expected_weights(settings.model)
         self._streams: dict[int, _Stream] = {}  # by request id, until the last segment has been collected
         self._budget = math.inf
+        self._tells_kept = False
         self._count = 0
         self._failure: Exception | None = None  # of the engine, for good
         self._complaint: Exception | None = None  # about a request, raised once
@@ -140,6 +143,9 @@ class VllmEngine:
         refuse((taken, f"the request id {first} is still under way, and segments go by the id. Use unique ids."))
         if token_budget is not None or not self._streams:
             self._budget = math.inf if token_budget is None else token_budget
+        if sampling.truncates and not self._tells_kept:
+            self._ask(self._vllm.collective_rpc("bapo_tell_kept"), "say how much its truncation keeps")
+            self._tells_kept = True
         self._ask(self._submitted(requests, sampling), f"accept {len(requests)} requests")
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
@@ -276,7 +282,9 @@ class VllmEngine:
 
     def _take(self, stream: "_Stream", part: Any, sampling: Sampling) -> None:
         tokens = list(part.token_ids)
-        logprobs = [at[token].logprob for token, at in zip(tokens, part.logprobs or (), strict=True)]
+        known = list(zip(tokens, part.logprobs or (), strict=True))
+        logprobs = [at[token].logprob for token, at in known]
+        masses = [other.logprob for token, at in known for name, other in at.items() if name != token]
         if sampling.temperature == 0:  # all the probability is on the token that was chosen
             logprobs = [logprob - logprob for logprob in logprobs]
         broken = next((index for index, logprob in enumerate(logprobs) if not math.isfinite(logprob)), None)
@@ -289,6 +297,7 @@ class VllmEngine:
             else:
                 stream.tokens += tokens
                 stream.logprobs += logprobs
+                stream.masses += masses
                 if part.finish_reason is not None:
                     stream.status = _STATUS.get(part.finish_reason, Status.DROPPED)
             self._budget -= len(tokens)
@@ -320,13 +329,14 @@ class _Stream:
     given: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    masses: list[float] = field(default_factory=list)
 
     def cut(self) -> Segment:
         """What has come so far, as a segment. The stream goes on after it."""
-        tokens, logprobs = self.tokens, self.logprobs
-        self.tokens, self.logprobs = [], []
+        tokens, logprobs, masses = self.tokens, self.logprobs, self.masses
+        self.tokens, self.logprobs, self.masses = [], [], []
         self.given += len(tokens)
-        return Segment(tokens, logprobs, [math.nan] * len(tokens), [self.version] * len(tokens), self.status)
+        return Segment(tokens, logprobs, [math.nan] * len(tokens), [self.version] * len(tokens), self.status, masses)
 
 
 _DIED = (
@@ -372,7 +382,10 @@ def _parameters(request: Request, sampling: Sampling) -> Any:
         max_tokens=request.max_new_tokens,
         stop_token_ids=sorted(sampling.stop_ids),
         ignore_eos=True,  # only our own stop tokens end a response
-        logprobs=0,  # of the sampled token only
+        top_p=sampling.top_p if sampling.truncates else 1.0,
+        top_k=sampling.top_k if sampling.truncates else 0,
+        min_p=sampling.min_p if sampling.truncates else 0.0,
+        logprobs=int(sampling.truncates),  # of the sampled token only, and log m in a place of its own
         seed=response_seed(request.seed, request.position, 0),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

@@ -5,6 +5,10 @@ effect beyond a new name of a transfer backend in processes that `VllmEngine` di
 
 vLLM reloads weights layer by layer. Where the head is the embedding, only the embedding is loaded, and the head keeps a
 packed copy of old weights on CPUs (vLLM 0.32). `mend_tied_heads` packs it again after every update.
+
+vLLM gives the log-prob of a token after truncation, and not how much probability truncation kept. `TellsKept` takes the
+place of its sampler in runs that truncate. It needs neither the vocabulary's logits twice nor a second pass: the
+likeliest token always stays, so the mass kept is its probability before over its probability after.
 """
 
 import ctypes
@@ -20,6 +24,9 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 
 from bapo.rollout.vllm.buckets import Bucket, fingerprints, mapped
 
@@ -138,11 +145,51 @@ def mend_tied_heads(model: nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+class TellsKept(Sampler):
+    """vLLM's sampler, which also says log m: to requests with logprobs=1, in the place of the likeliest token."""
+
+    log_kept: torch.Tensor | None = None
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *given: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw, and compare the likeliest token before and after truncation. vLLM changes the logits on the way."""
+        heat = sampling_metadata.temperature
+        self.log_kept = before = None
+        if heat is not None and sampling_metadata.max_num_logprobs == 1:
+            tempered = logits / torch.where(heat < _SAMPLING_EPS, 1.0, heat)[:, None]
+            before = tempered.max(dim=-1).values - tempered.logsumexp(dim=-1)
+        sampled, logprobs = super().sample(logits, sampling_metadata, *given, **named)
+        if before is not None and logprobs is not None:
+            self.log_kept = before - logprobs.max(dim=-1).values
+        return sampled, logprobs
+
+    def forward(self, *given: Any, **named: Any) -> SamplerOutput:
+        """vLLM's outputs, with log m under the name of a token that is not the sampled one."""
+        output = super().forward(*given, **named)
+        if self.log_kept is not None and (told := output.logprobs_tensors) is not None:
+            told.logprobs[:, 1] = self.log_kept
+            told.logprob_token_ids[:, 1] = (told.logprob_token_ids[:, 0] == 0).to(told.logprob_token_ids.dtype)
+        return output
+
+
 class Worker:
     """Methods that vLLM adds to its worker class, for `AsyncLLM.collective_rpc`."""
 
     weight_transfer_engine: SharedMemory
+    model_runner: Any
 
     def bapo_report(self) -> dict[str, Any]:
         """What arrived in this worker, and which parameters of its model it did not reach."""
         return self.weight_transfer_engine.report()
+
+    def bapo_tell_kept(self) -> None:
+        """From now on, say how much probability truncation keeps."""
+        sampler = self.model_runner.sampler
+        if type(sampler) is not Sampler:
+            raise RuntimeError(
+                f"rollout.top_p, top_k and min_p need to know how much probability they keep, and vLLM's sampler "
+                f"{type(sampler).__module__}.{type(sampler).__name__} does not let us see it. Start with the "
+                "environment variable VLLM_USE_V2_MODEL_RUNNER=0, or sample with the in-process engine."
+            )
+        self.model_runner.sampler = TellsKept(sampler.logprobs_mode, sampler.use_fp64_gumbel)

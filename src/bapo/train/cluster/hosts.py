@@ -237,7 +237,7 @@ class LearnerHost:
         """Write the model into the directory of the run. All ranks take part in gathering."""
         config = self.config
         if policy := gathered(self.learner, config, leads=self.rank == 0):
-            write_model(policy, run, card, config.rollout.temperature, base=config.model.path)
+            write_model(policy, run, card, config.rollout.sampling, base=config.model.path)
 
 
 def interface_of(address: str) -> str | None:

@@ -2,7 +2,8 @@
 
 The host reads the outcome later: each slot has a column in `State`, which this kernel reads and writes, and space for
 what it sampled. The draw is the same as in `local.draw`: the float32 softmax of logits over temperature, inverted at
-the uniform of (stream, position), see `randomness.py`; sums of probabilities are float64.
+the uniform of (stream, position), see `randomness.py`; sums of probabilities are float64. Tokens that truncation left
+out have logits of minus infinity.
 """
 
 from __future__ import annotations
