@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 """One turn of a chat: role and content."""
+
+Truncated = Literal["keep", "mask", "drop"]
+"""What an update does with responses that the length limit cut off: learn.truncated."""
 
 LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 """Where tokens are binned by log-ratio: 15 bins, the middle one around ratio 1, the outer two open."""
@@ -130,6 +133,18 @@ class Group:
     def oldest(self) -> int | None:
         """The version of its oldest token; None if it has no token. Versions never decrease along a response."""
         return min((t.versions[0] for t in self.trajectories if t.versions), default=None)
+
+    def compared(self, truncated: Truncated) -> list[Trajectory]:
+        """The responses whose rewards are compared: all of them, unless those cut off by the length limit drop out."""
+        return self._uncut if truncated == "drop" else self.trajectories
+
+    def trained(self, truncated: Truncated) -> list[Trajectory]:
+        """The responses whose tokens are trained on."""
+        return self.trajectories if truncated == "keep" else self._uncut
+
+    @property
+    def _uncut(self) -> list[Trajectory]:
+        return [trajectory for trajectory in self.trajectories if trajectory.status is not Status.TRUNCATED]
 
     @property
     def finished(self) -> bool:

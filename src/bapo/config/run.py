@@ -26,13 +26,12 @@ from bapo.config.base import (
     refuse_on_cpu,
 )
 from bapo.config.errors import ConfigError
+from bapo.config.learning import ADVANTAGE_NAMES, LearnConfig
 from bapo.config.numerals import counted
 from bapo.config.sections import (
-    ADVANTAGE_NAMES,
     OBJECTIVE_NAMES,
     ClusterConfig,
     EvalConfig,
-    LearnConfig,
     ObjectiveConfig,
     OffPolicyConfig,
     RolloutConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -14,6 +14,7 @@ from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
 from bapo.core.settings import BRAKES, ClipSettings, require_choice, rule_of_used
+from bapo.types import Truncated
 
 Schedule = Literal["constant", "linear", "cosine"]
 MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
@@ -38,6 +39,8 @@ class LearnerSettings:
     """The divisor of reduction="fixed_length"."""
     advantages: str = "grpo"
     """The estimator of advantages: a name in ADVANTAGES."""
+    truncated: Truncated = "keep"
+    """What happens to responses that the length limit cut off (`packing.py`)."""
     micro_tokens: int = 16384
     """Places per forward pass; a larger update is cut into several."""
     temperature: float = 1.0
@@ -88,6 +91,7 @@ class LearnerSettings:
             raise ValueError(f"anchor_limit={self.anchor_limit} must be above 0: rounding alone makes a gap.")
         if not (self.kl >= 0 and math.isfinite(self.kl)):
             raise ValueError(f"learn.kl={self.kl} must be a finite number, 0 or above. 0 turns the penalty off.")
+        require_choice("truncated", self.truncated, get_args(Truncated))
         require_choice("scope", self.scope, ("update", "microbatch"))
         require_choice("opsm_on", self.opsm_on, ("used", "all"))
         require_choice("sensor", self.sensor, ("update", "previous"))

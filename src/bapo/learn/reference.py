@@ -66,7 +66,8 @@ class Reference:
     @torch.no_grad()
     def add_logprobs(self, groups: Sequence[Group]) -> None:
         """Give the responses of these groups their log-probs under the reference, unless they have them."""
-        left = [t for group in groups for t in group.trajectories if len(t.reference_logprobs) < len(t.tokens)]
+        compared = (t for group in groups for t in group.compared(self.settings.truncated))
+        left = [t for t in compared if len(t.reference_logprobs) < len(t.tokens)]
         left.sort(key=lambda t: -len(t.prompt) - len(t.tokens))  # the order in which they are packed
         batches = pack_demonstrations(
             ((t.prompt, t.tokens) for t in left),

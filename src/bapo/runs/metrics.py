@@ -141,7 +141,7 @@ BUFFER = {
     "buffer/adds": "Rollouts added so far.",
     "buffer/draws": "Draws so far that returned groups; each is one update.",
     "buffer/added": "Groups admitted so far.",
-    "buffer/filtered": "Groups refused so far for lack of a signal: all rewards equal, or no token in any response.",
+    "buffer/filtered": "Groups refused so far for lack of a signal: all rewards equal, or no token to train on.",
     "buffer/fresh": "Groups drawn in fresh passes so far, counted once per pass.",
     "buffer/replayed": "Groups drawn again after their fresh passes so far, counted once per draw.",
     "buffer/replay_short": "Places for replay that stayed empty so far because too few groups were eligible.",

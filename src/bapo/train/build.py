@@ -69,6 +69,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         replay_max_age=min(off.replay_max_age, off.max_staleness),
         replay_max_uses=off.replay_max_uses,
         capacity=off.replay_capacity,
+        truncated=config.learn.truncated,
         seed=config.seed,
         record=ledger.record,
     )

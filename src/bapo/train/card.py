@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bapo import __version__
+from bapo.config.learning import LearnConfig
 from bapo.config.numerals import counted
 from bapo.config.run import Config
-from bapo.config.sections import LearnConfig, ObjectiveConfig, OffPolicyConfig, TaskConfig
+from bapo.config.sections import ObjectiveConfig, OffPolicyConfig, TaskConfig
 from bapo.config.sft import SftConfig
 from bapo.runs import files, ledger
 from bapo.screen.terminal import say
@@ -175,9 +176,11 @@ def learning_in_words(learn: LearnConfig) -> str:
     what = "used tokens of " if learn.opsm_on == "used" else ""
     fell = f"negative responses that fell by more than {learn.opsm} nats per token"
     masked = "" if learn.opsm is None else f", {what}{fell} are masked"
+    how = {"mask": "have no loss", "drop": "leave their groups"}.get(learn.truncated)
+    cut = f", truncated responses {how}" if how else ""
     return (
         f"AdamW, learning rate {learn.lr:g} ({learn.schedule}{warmup}), {counted(learn.batch_groups, 'group')} per "
-        f"update, {learn.reduction} loss, {learn.advantages} advantages{penalty}{masked}"
+        f"update, {learn.reduction} loss, {learn.advantages} advantages{penalty}{masked}{cut}"
     )
 
 

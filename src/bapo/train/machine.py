@@ -108,6 +108,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         reduction=learn.reduction,
         length=config.rollout.max_tokens,
         advantages=learn.advantages,
+        truncated=learn.truncated,
         temperature=config.rollout.temperature,
         warmup_updates=learn.warmup_updates,
         total_updates=config.steps * config.updates_per_step,

@@ -143,6 +143,10 @@ class Training(Job):
     def _why_nothing_is_learned(self, record: StepRecord) -> str:
         if "reward" in record.rollout:
             mean = f"mean reward {record.rollout['reward']:.3g}"
+            if (truncated := self.config.learn.truncated) != "keep":
+                return (
+                    f"No group had rewards that differ, without what learn.truncated={truncated!r} leaves out ({mean})."
+                )
             return f"A group teaches only if its rewards differ, and none did ({mean})."
         left = record.rollout["rollout/parked"] + record.rollout["rollout/waiting"]
         budget = self.config.offpolicy.partial_budget
