@@ -104,7 +104,7 @@ class Trajectory:
     shaping: float = 0.0
     """The penalty for long responses. It is added to the reward when advantages are computed, and nowhere else."""
     reference_logprobs: list[float] = field(default_factory=list)
-    """With learn.kl: log-prob of each token under the weights with which the run began, at the temperature of sampling.
+    """With learn.kl: log-prob of each token under its reference, at the temperature of sampling.
     Set once, by the learner, when it first sees the response; empty before, and without learn.kl."""
 
     @property
@@ -238,6 +238,6 @@ class TokenBatch:
     uses: Tensor
     """[tokens] how often each was trained on before this update"""
     reference_logprobs: Tensor | None = None
-    """[tokens] under the weights with which the run began; None if a response has none"""
+    """[tokens] under the reference of learn.kl; None if a response has none"""
     loss_weights: Tensor | None = None
     """[tokens] what a balanced loss multiplies the loss of each by (`core/reduction.py`)"""

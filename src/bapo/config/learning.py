@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import re
+from typing import Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bapo.config.base import OptimizerConfig, SkipLimit
 from bapo.core.settings import AdvantageName
@@ -42,12 +43,43 @@ class LearnConfig(OptimizerConfig):
     opsm_on: Literal["used", "all"] = "all"
     """Which tokens learn.opsm masks: all of such a response, or those that were trained on before."""
     kl: float = Field(0.0, ge=0)
-    """Weight of a penalty for leaving the initial weights, which is added to the policy loss: the k3 estimate of
-    KL(policy || initial weights) at each token, as in GRPO, whose authors used 0.04; verl's default is 0.001. 0 turns
-    it off. Without model.lora, it needs memory for one more copy of the weights. It is for one process: not for
-    torchrun with several ranks, nor for a cluster."""
+    """Weight of a penalty for leaving the reference, which is added to the policy loss: the k3 estimate of
+    KL(policy || reference) at each token, as in GRPO, whose authors used 0.04; verl's default is 0.001. 0 turns it off.
+    Without model.lora, it needs memory for one more copy of the weights. It is for one process: not for torchrun with
+    several ranks, nor for a cluster."""
+    kl_reference: str = "initial"
+    """The reference of learn.kl. initial: the weights with which the run began. every N, such as "every 64": after
+    each N updates, the present weights become the reference. Responses that were trained on before keep the log-probs
+    that they have. Checkpoints hold a reference that moves."""
+    kl_mix: float = Field(1.0, gt=0, le=1)
+    """every N: the share of the present weights in the new reference; the rest is the old one. With model.lora, it is
+    1."""
     skip_limit: SkipLimit = 3
     anchor_limit: float = Field(0.2, gt=0)
     """Tokens that the present weights sampled have two log-probs, the sampler's and the learner's. If their mean
     difference in an update is above this, in nats, the run stops: the ratios would mean nothing. Smaller differences
     that rounding does not explain are reported once."""
+
+    @property
+    def kl_every(self) -> int | None:
+        """Updates after which the reference moves; None: it stays."""
+        return None if self.kl_reference == "initial" else int(self.kl_reference.removeprefix("every "))
+
+    @model_validator(mode="after")
+    def _referred(self) -> Self:
+        if not re.fullmatch(r"initial|every [1-9]\d{0,8}", self.kl_reference):
+            raise ValueError(
+                f"learn.kl_reference={self.kl_reference!r} names no reference. Set it to 'initial', or to 'every N' "
+                "with a number of updates, such as 'every 64'."
+            )
+        if self.kl_every is None and self.kl_mix != 1:
+            raise ValueError(
+                f"learn.kl_mix={self.kl_mix:g} is for a reference that moves, but learn.kl_reference='initial' stays. "
+                "Set learn.kl_reference, such as 'every 64', or leave kl_mix out."
+            )
+        if self.kl_every is not None and not self.kl:
+            raise ValueError(
+                f"learn.kl_reference={self.kl_reference!r} does nothing without a penalty. Set learn.kl, e.g. to "
+                "0.001, or leave kl_reference out."
+            )
+        return self

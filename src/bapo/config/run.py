@@ -114,6 +114,12 @@ class Config(Section):
                 "learn.opsm gives masked responses advantage 0, but objective.name='asymre' shifts every advantage, so "
                 "it would push them up. Leave learn.opsm out, or choose another objective."
             )
+        if self.learn.kl_mix != 1 and self.model.lora.rank:
+            yield (
+                f"learn.kl_mix={self.learn.kl_mix:g} mixes weights, but model.lora.rank={self.model.lora.rank} trains "
+                "low-rank additions, and a mean of two of them has a higher rank. Set learn.kl_mix=1, or "
+                "model.lora.rank=0 to train all weights."
+            )
         if self.learn.offload_optimizer and (self.model.lora.rank or self.cluster.on):
             why = f"model.lora.rank={self.model.lora.rank}" if self.model.lora.rank else "the run is on a cluster"
             yield (

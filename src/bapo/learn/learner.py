@@ -157,6 +157,8 @@ class Learner:
                 self.reference.add_logprobs(groups)
             batches = pack(groups, estimator=settings.advantages, device=self.device, **options)
         update = self.step_on(batches)
+        if self.reference is not None:
+            self.reference.follow(update.version)
         update.metrics["groups"] = float(len(groups))
         return update
 
@@ -301,7 +303,9 @@ class Learner:
     @property
     def noted(self) -> dict[str, Tensor]:
         """What a checkpoint must keep beside weights and optimizer, by name."""
-        return {} if self.drift is None else {"drift": self.drift}
+        moving = {} if self.reference is None else self.reference.moving
+        noted = {f"reference.{name}": weight for name, weight in moving.items()}
+        return noted if self.drift is None else noted | {"drift": self.drift}
 
     def fingerprint(self) -> int:
         """A number for the bits of all weights (masters, where there are some), the same for any number of ranks."""

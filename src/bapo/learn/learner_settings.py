@@ -73,6 +73,10 @@ class LearnerSettings:
     """Which tokens it masks: those that were trained on before, or all."""
     kl: float = 0.0
     """The weight of the penalty for leaving the reference (`reference.py`), which is added to the policy loss."""
+    kl_every: int | None = None
+    """Updates after which the reference moves to the present weights; None: it stays."""
+    kl_mix: float = 1.0
+    """How far it moves: all the way with 1."""
     kept_caches: bool = False
     """Whether responses that go on under newer weights keep the keys and values of older ones."""
 

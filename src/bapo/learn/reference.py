@@ -1,12 +1,19 @@
-"""The reference of learn.kl: the weights with which the run began, and what they say about every token.
+"""The reference of learn.kl: the weights with which the run began, or later ones, and what they say about every token.
 
     all weights trained     a frozen copy of them, in the same precision on the same device
     low-rank additions      the model itself, with every addition multiplied by 0; nothing is copied
+    low-rank additions, and a reference that moves      a copy of the additions, on the same frozen weights
+
+A reference that moves (learn.kl_reference = "every N") becomes the present weights after every N-th update, taken or
+skipped. Or it goes only a part of the way there, as in TR-DPO (arXiv:2404.09656) and TRL's sync_ref_model:
+
+    reference = (1 - kl_mix) reference + kl_mix policy
 
 When the learner first sees a group, the reference passes over its responses once, without gradients. The log-probs are
-kept with the group, so later visits and replays cost no pass, and a resumed run has them from its checkpoint. They are
-computed as the learner computes its own, at the same temperature, packed or padded alike; only learn.compile is left
-out, because one pass per group does not repay a compilation.
+kept with the group, so later visits and replays cost no pass, and a resumed run has them from its checkpoint. So a
+group that is visited again has them from its first visit, even if the reference has moved since; TRL keeps them, too.
+They are computed as the learner computes its own, at the same temperature, packed or padded alike; only learn.compile
+is left out, because one pass per group does not repay a compilation.
 
 The penalty itself is an estimate at each token (GRPO, arXiv:2402.03300, eq. 4):
 
@@ -17,7 +24,7 @@ KL(policy || reference). Here older versions of the policy sampled most tokens. 
 verl: on stale data the mean of k3 is a penalty and not an exact KL. TRL 1.16 multiplies k3 by the ratio by default.
 
 A resumed run makes the reference from model.path again, before its checkpoint is loaded. The fingerprint shows whether
-these are still the weights with which the run began.
+these are still the weights with which the run began. The weights of a reference that moves are in the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,21 +54,45 @@ K3_SLOPE = math.expm1(K3_LIMIT)
 """The derivative of the estimator there."""
 
 
-def initial(model: Any) -> Any:
-    """The model that stays as this one is now: a frozen copy, or itself if its weights are frozen below additions."""
+def initial(model: Any, *, moves: bool = False) -> Any:
+    """The model that stays as this one is now: a frozen copy, or itself if its weights are frozen below additions.
+
+    `moves`: its weights will change later. Then it has additions of its own, on the frozen weights of this one.
+    """
     has_additions = any(hasattr(module, "lora_A") for module in model.modules())
-    return model if has_additions else copy.deepcopy(model).requires_grad_(False)
+    if has_additions and not moves:
+        return model
+    shared = {id(p): p for p in model.parameters() if has_additions and not p.requires_grad}
+    return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 class Reference:
-    """The initial weights, made ready for passes."""
+    """The weights to stay near, made ready for passes."""
 
     def __init__(self, kept: Any, whole: WholeModel, settings: LearnerSettings) -> None:
         """`kept`: what `initial` gave before the first update. `whole`: the learner's own model, ready for passes."""
-        self.additions = kept is whole.model
+        self.policy, self.additions = whole.model, kept is whole.model
         self.whole = WholeModel(kept, replace(settings, compile=False), packed=whole.packed)
         self.settings = settings
         self.fingerprint = fingerprint(frozen_weights(kept).values())
+
+    @property
+    def moving(self) -> dict[str, Tensor]:
+        """The weights that change, by name: none if the reference stays where it is."""
+        if self.settings.kl_every is None:
+            return {}
+        trained = {name for name, parameter in self.policy.named_parameters() if parameter.requires_grad}
+        return {name: weight for name, weight in self.whole.model.named_parameters() if name in trained}
+
+    @torch.no_grad()
+    def follow(self, version: int) -> None:
+        """Go to the weights of this version, if the reference moves then, or as far as learn.kl_mix says."""
+        every, mix = self.settings.kl_every, self.settings.kl_mix
+        if every is None or version % every:
+            return
+        policy = dict(self.policy.named_parameters())
+        for name, weight in self.moving.items():
+            weight.copy_(policy[name] if mix == 1 else torch.lerp(weight.float(), policy[name].float(), mix))
 
     @torch.no_grad()
     def add_logprobs(self, groups: Sequence[Group]) -> None:
@@ -84,8 +115,8 @@ class Reference:
                     found = list(islice(logprobs, len(trajectory.tokens)))
                     if not all(map(math.isfinite, found)):
                         raise ValueError(
-                            "learn.kl: the initial weights give a token of a response a log-prob that is not finite, "
-                            "so there is no distance to them. Set model.dtype='float32', or learn.kl=0."
+                            "learn.kl: the reference gives a token of a response a log-prob that is not finite, so "
+                            "there is no distance to it. Set model.dtype='float32', or learn.kl=0."
                         )
                     trajectory.reference_logprobs = found
 

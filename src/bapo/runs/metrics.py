@@ -58,8 +58,8 @@ UPDATE = {
     "ratio_prob": "Mean probability of the tokens in each of these bins under the current policy; 0 in an empty bin.",
     "ratio_entropy": "Mean entropy at the tokens in each of these bins, under the current policy, in nats; 0 if empty.",
     "kl": "Estimate of KL(sampling policy || current policy) per token: mean of r - 1 - log r.",
-    "kl_reference": "Estimate of KL(current policy || initial weights) per token: mean of q - 1 - log q, where q is "
-    "the ratio of a token's initial probability to its current one; present if learn.kl is set.",
+    "kl_reference": "Estimate of KL(current policy || reference) per token: mean of q - 1 - log q, where q is the "
+    "ratio of a token's probability under the reference to its current one; present if learn.kl is set.",
     "ess": "Effective sample size as a share of the tokens: (sum r)^2 / (n sum r^2); 1 on-policy.",
     "response_ess": "The same over responses, with products of r over each; present if learn.ess_reference is set.",
     "staleness_mean": "Mean number of updates between sampling and use, per token.",

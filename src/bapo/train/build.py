@@ -116,7 +116,7 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
             f"learn.kl={config.learn.kl:g} is for one process, but torchrun started {team.size} ranks, which keep no "
             "reference. Set learn.kl=0, or start the run without torchrun."
         )
-    kept = initial(model) if config.learn.kl else None
+    kept = initial(model, moves=config.learn.kl_every is not None) if config.learn.kl else None
     engine: Engine = engine_for(
         model,
         slots=config.rollout.slots,

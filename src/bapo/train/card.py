@@ -172,7 +172,9 @@ def sources_in_words(off: OffPolicyConfig) -> list[str]:
 def learning_in_words(learn: LearnConfig) -> str:
     """How rewards become one number to learn from, and what else shapes an update if it is asked for."""
     warmup = f", warm-up {counted(learn.warmup_updates, 'update')}" if learn.warmup_updates else ""
-    penalty = f", KL penalty to the initial weights {learn.kl:g}" if learn.kl else ""
+    stays = learn.kl_every is None
+    of = "the initial weights" if stays else f"a reference that follows {learn.kl_reference} updates"
+    penalty = f", KL penalty to {of} {learn.kl:g}" if learn.kl else ""
     what = "used tokens of " if learn.opsm_on == "used" else ""
     fell = f"negative responses that fell by more than {learn.opsm} nats per token"
     masked = "" if learn.opsm is None else f", {what}{fell} are masked"

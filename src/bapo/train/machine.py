@@ -118,6 +118,8 @@ def learner_settings(config: Config) -> LearnerSettings:
         opsm=learn.opsm,
         opsm_on=learn.opsm_on,
         kl=learn.kl,
+        kl_every=learn.kl_every,
+        kl_mix=learn.kl_mix,
         kept_caches=config.offpolicy.partial_cache == "keep",
     )
 

@@ -323,9 +323,9 @@ class Training(Job):
         self.parts.close()
 
     def _reference(self) -> dict[str, int]:
-        """The fingerprint of the weights that learn.kl refers to, if it does."""
+        """The fingerprint of the weights that learn.kl refers to, if it does and they are not in the checkpoint."""
         reference = self.learner.reference if isinstance(self.learner, Learner) else None
-        return {} if reference is None else {"reference": reference.fingerprint}
+        return {} if reference is None or reference.moving else {"reference": reference.fingerprint}
 
     def _fingerprint(self) -> str:
         return fingerprint([*self.parts.task.train, *self.parts.task.test])

@@ -37,6 +37,7 @@ def test_every_name_leads_to_a_key_that_exists_and_none_is_listed_twice():
         ("kl_loss_coef", "In verl, kl_loss_coef is what learn.kl is here."),
         ("kl_coef", "No penalty is taken from rewards here."),
         ("mask_truncated_completions", "In TRL, mask_truncated_completions is what learn.truncated is here."),
+        ("ref_model_sync_steps", "In TRL, ref_model_sync_steps is what learn.kl_reference is here."),
         ("num_iterations", "offpolicy.reuse"),
     ],
 )

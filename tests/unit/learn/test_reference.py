@@ -14,7 +14,7 @@ from bapo.learn.packing import pack
 from bapo.learn.reference import Reference, initial
 from bapo.models.layers import LoraSettings, add_lora
 from bapo.types import group_from_state, group_state
-from tests.rounding import carried
+from tests.rounding import carried, rounding
 from tests.unit.learn.test_learner import CPU, literal_logprobs, model, sampled_groups
 
 SETTINGS = LearnerSettings(objective="grpo", temperature=0.8, lr=1e-2, kl=0.5, micro_tokens=60)
@@ -22,7 +22,7 @@ SETTINGS = LearnerSettings(objective="grpo", temperature=0.8, lr=1e-2, kl=0.5, m
 
 def learner_of(start, settings=SETTINGS):
     """A learner with its reference, as `build` makes them."""
-    kept = initial(start)
+    kept = initial(start, moves=settings.kl_every is not None)
     learner = Learner(start, settings)
     learner.reference = Reference(kept, learner.whole, settings)
     return learner
@@ -157,6 +157,95 @@ def test_a_group_is_passed_once_however_often_it_is_visited(monkeypatch):
     assert [t.reference_logprobs for t in groups[0].trajectories] == first
 
 
+MOVING = replace(SETTINGS, kl_every=2)
+
+
+def trained(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def same_weights(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("make", [model, with_additions])
+def test_a_moving_reference_is_the_policy_of_the_last_multiple_of_n_updates(make):
+    start = make()
+    learner = learner_of(start, MOVING)
+    others = {name: p.clone() for name, p in start.named_parameters() if not p.requires_grad}
+    at = [trained(start)]
+    for version in range(5):
+        groups = sampled_groups(start, version=version)
+        known = learner.step(groups).metrics["kl_reference"]
+        at.append(trained(start))
+        followed = at[(version + 1) // 2 * 2]
+        assert same_weights({name: w.detach() for name, w in learner.reference.moving.items()}, followed)
+        assert (known < 1e-9) == (version % 2 == 0)  # a group's first visit, right after the reference has moved
+    assert not same_weights(at[2], at[4])
+    frozen = {name: p for name, p in start.named_parameters() if not p.requires_grad}
+    kept = dict(learner.reference.whole.model.named_parameters())
+    assert same_weights(frozen, others)
+    assert all(kept[name] is p for name, p in frozen.items())  # they are not copied
+    assert not any(p.requires_grad for p in kept.values())
+
+
+def test_log_probs_are_those_of_the_reference_at_the_first_visit():
+    start = model()
+    learner = learner_of(start, MOVING)
+    early, late = sampled_groups(start), sampled_groups(start)
+    learner.step(early)
+    first = [list(t.reference_logprobs) for group in early for t in group.trajectories]
+    learner.step(early)  # and the reference moves
+    at = copy.deepcopy(start)
+    learner.step(early + late)
+    assert [t.reference_logprobs for group in early for t in group.trajectories] == first
+    for trajectory in (t for group in late for t in group.trajectories):
+        expected = literal_logprobs(at, trajectory, 0.8, torch.float32).tolist()
+        assert trajectory.reference_logprobs == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reference_may_go_a_part_of_the_way(dtype):
+    start = model().to(dtype)
+    learner = learner_of(start, replace(MOVING, kl_mix=0.6))
+    expected = {name: weight.double() for name, weight in trained(start).items()}
+    for version in range(4):
+        learner.step(sampled_groups(start, version=version))
+        if version % 2:
+            for name, weight in trained(start).items():
+                mixed = 0.4 * expected[name] + 0.6 * weight.double()
+                found = learner.reference.moving[name]
+                limit = rounding(2, dtype=torch.float32) + rounding(1, dtype=dtype)
+                assert_close(found.double(), mixed, rtol=0, atol=limit * float(mixed.abs().max()))
+                expected[name] = found.double()
+            assert not same_weights(trained(start), {n: w.detach() for n, w in learner.reference.moving.items()})
+
+
+@pytest.mark.parametrize("make", [model, with_additions])
+def test_a_learner_goes_on_with_the_reference_it_saved(make, tmp_path):
+    start = make()
+    learner = learner_of(start, MOVING)
+    for version in range(3):
+        learner.step(sampled_groups(start, version=version))
+    learner.save(tmp_path)
+    again = learner_of(make(), MOVING)
+    again.load(tmp_path, version=3)
+    saved = {name: weight.clone() for name, weight in learner.reference.moving.items()}
+    assert same_weights(again.reference.moving, saved)
+    assert not same_weights(trained(start), saved)  # it has moved on since
+    for version in (3, 4):
+        groups = sampled_groups(start, version=version)
+        first = learner.step(groups).metrics
+        for trajectory in (t for group in groups for t in group.trajectories):
+            trajectory.reference_logprobs = []
+        assert again.step(groups).metrics == first
+    assert same_weights(trained(again.model), trained(start))
+    Learner(make(), replace(MOVING, kl=0.0)).save(tmp_path)
+    with pytest.raises(KeyError, match="does not say what reference"):
+        again.load(tmp_path, version=3)
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("micro_tokens", [60, 10_000])
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
@@ -238,7 +327,7 @@ def test_log_probs_that_are_not_finite_are_refused():
     learner = learner_of(start)
     with torch.no_grad():
         learner.reference.whole.model.get_output_embeddings().weight[0] = float("inf")
-    with pytest.raises(ValueError, match=r"initial weights give a token .* not finite"):
+    with pytest.raises(ValueError, match=r"the reference gives a token .* not finite"):
         learner.step(sampled_groups(start))
 
 
