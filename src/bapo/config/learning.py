@@ -42,6 +42,13 @@ class LearnConfig(OptimizerConfig):
     without it, and the brake does not see it. None turns it off."""
     opsm_on: Literal["used", "all"] = "all"
     """Which tokens learn.opsm masks: all of such a response, or those that were trained on before."""
+    entropy: float = Field(0.0, ge=0)
+    """Weight of a bonus for entropy, which is taken from the policy loss: the mean entropy of the learner's
+    distributions at the tokens of the update, averaged as `learn.reduction` says. 0 turns it off."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Give the bonus only while the entropy per token is at this many nats or below, as in Skywork-OR1
+    (arXiv:2505.22312). The weight begins at 0. It goes up by `learn.entropy` after each update with such an entropy,
+    and else down. TRL's defaults are a target of 0.2 and a step of 0.005. None: the weight stays the same."""
     kl: float = Field(0.0, ge=0)
     """Weight of a penalty for leaving the reference, which is added to the policy loss: the k3 estimate of
     KL(policy || reference) at each token, as in GRPO, whose authors used 0.04; verl's default is 0.001. 0 turns it off.
@@ -66,11 +73,16 @@ class LearnConfig(OptimizerConfig):
         return None if self.kl_reference == "initial" else int(self.kl_reference.removeprefix("every "))
 
     @model_validator(mode="after")
-    def _referred(self) -> Self:
+    def _complete(self) -> Self:
         if not re.fullmatch(r"initial|every [1-9]\d{0,8}", self.kl_reference):
             raise ValueError(
                 f"learn.kl_reference={self.kl_reference!r} names no reference. Set it to 'initial', or to 'every N' "
                 "with a number of updates, such as 'every 64'."
+            )
+        if self.entropy_target is not None and not self.entropy:
+            raise ValueError(
+                f"learn.entropy_target={self.entropy_target:g} has no bonus to reach it with. Set learn.entropy, the "
+                "step of its weight, e.g. to 0.005, or leave entropy_target out."
             )
         if self.kl_every is None and self.kl_mix != 1:
             raise ValueError(

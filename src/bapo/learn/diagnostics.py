@@ -24,7 +24,7 @@ from bapo.learn.health import anchor_metrics, fresh_tokens
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import empty_batch
 from bapo.learn.ranks import Ranks, columns_of_all, from_all, highest, summed
-from bapo.learn.reference import k3
+from bapo.learn.terms import k3
 from bapo.types import Metrics, TokenBatch
 
 SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight", "used_low")

@@ -34,7 +34,7 @@ from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.peers import has_fallen
-from bapo.core.reduction import denominator_of, reduce_tokens
+from bapo.core.reduction import denominator_of
 from bapo.core.settings import BRAKES
 from bapo.core.tokens import Tokens
 from bapo.learn.diagnostics import Output, of_all_ranks, response_ess, update_metrics
@@ -53,8 +53,9 @@ from bapo.learn.learner_settings import LearnerSettings, ess_factor, learning_ra
 from bapo.learn.optimizer import optimizer_for
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
-from bapo.learn.reference import Reference, k3
+from bapo.learn.reference import Reference
 from bapo.learn.state import fingerprint, load_state, save_state
+from bapo.learn.terms import EntropyBonus, added_terms
 from bapo.types import Group, Metrics, TokenBatch
 
 DECIDE = {"grad_norm": "the gradient norm", "loss": "the loss", "imitation/loss": "the loss"}
@@ -123,6 +124,7 @@ class Learner:
         self.version = 0
         if settings.has_brake and settings.sensor == "previous":
             self.drift = torch.zeros(1, dtype=torch.float64)
+        self.bonus = EntropyBonus(settings)
         self.optimizer = optimizer_for(
             model.parameters(),
             lr=settings.lr,
@@ -188,6 +190,7 @@ class Learner:
         update = self.descend(metrics, batches, partial(self._drift, outputs, batches))
         if self.drift is not None and "drift" in update.metrics:
             self.drift.fill_(cast(float, update.metrics["drift"]))
+        self.bonus.follow(update.metrics)
         return update
 
     def _settings_of(self, batches: Sequence[TokenBatch]) -> LearnerSettings:
@@ -304,7 +307,7 @@ class Learner:
     def noted(self) -> dict[str, Tensor]:
         """What a checkpoint must keep beside weights and optimizer, by name."""
         moving = {} if self.reference is None else self.reference.moving
-        noted = {f"reference.{name}": weight for name, weight in moving.items()}
+        noted = self.bonus.noted | {f"reference.{name}": weight for name, weight in moving.items()}
         return noted if self.drift is None else noted | {"drift": self.drift}
 
     def fingerprint(self) -> int:
@@ -403,17 +406,11 @@ class Learner:
                 process_group=self.ranks if solves and settings.solves_over_update else None,
                 **({} if settings.objective in BRAKES else settings.options),
             )
-            if settings.kl:
-                result = replace(result, loss=result.loss + self._penalty(batch, logprobs, denominator))
+            more: dict[str, Any] = {"entropy_weight": self.bonus.weight, "denominator": denominator}
+            for term in added_terms(batch, logprobs, entropy, self.settings, **more):
+                result = replace(result, loss=result.loss + term)
             result.loss.backward()  # type: ignore[no-untyped-call]
         return Output(batch, logprobs.detach(), entropy.detach(), result)
-
-    def _penalty(self, batch: TokenBatch, logprobs: Tensor, denominator: Tensor) -> Tensor:
-        """What leaving the reference costs: k3 of the same tokens, averaged as the policy loss is."""
-        values = k3(logprobs, cast(Tensor, batch.reference_logprobs))
-        options: dict[str, Any] = {"denominator": denominator, "sequence_ids": batch.sequence_ids}
-        options["loss_weights"] = batch.loss_weights
-        return self.settings.kl * reduce_tokens(values, _every(batch), self.settings.reduction, **options)
 
     def _metrics(self, outputs: Sequence[Output], settings: LearnerSettings, grad_norm: Tensor) -> Metrics:
         shared = {"grad_norm": grad_norm.double()}  # the same on all ranks

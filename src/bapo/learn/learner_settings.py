@@ -73,6 +73,10 @@ class LearnerSettings:
     """Which tokens it masks: those that were trained on before, or all."""
     kl: float = 0.0
     """The weight of the penalty for leaving the reference (`reference.py`), which is added to the policy loss."""
+    entropy: float = 0.0
+    """The weight of the entropy bonus (`terms.py`), or the step of this weight where there is a target."""
+    entropy_target: float | None = None
+    """The mean entropy per token, in nats, at which the bonus ends. None: the bonus has the same weight always."""
     kl_every: int | None = None
     """Updates after which the reference moves to the present weights; None: it stays."""
     kl_mix: float = 1.0
@@ -95,6 +99,8 @@ class LearnerSettings:
             raise ValueError(f"anchor_limit={self.anchor_limit} must be above 0: rounding alone makes a gap.")
         if not (self.kl >= 0 and math.isfinite(self.kl)):
             raise ValueError(f"learn.kl={self.kl} must be a finite number, 0 or above. 0 turns the penalty off.")
+        if not (self.entropy >= 0 and math.isfinite(self.entropy)):
+            raise ValueError(f"learn.entropy={self.entropy} must be a finite number, 0 or above. 0 is no bonus.")
         require_choice("truncated", self.truncated, get_args(Truncated))
         require_choice("scope", self.scope, ("update", "microbatch"))
         require_choice("opsm_on", self.opsm_on, ("used", "all"))

@@ -15,14 +15,6 @@ group that is visited again has them from its first visit, even if the reference
 They are computed as the learner computes its own, at the same temperature, packed or padded alike; only learn.compile
 is left out, because one pass per group does not repay a compilation.
 
-The penalty itself is an estimate at each token (GRPO, arXiv:2402.03300, eq. 4):
-
-    k3_t = exp(d_t) - d_t - 1,   d_t = log pi_ref(t) - log pi(t)
-
-It is never negative, it is 0 where both models agree, and its mean over tokens that the policy itself samples is
-KL(policy || reference). Here older versions of the policy sampled most tokens. That is not corrected, as it is not in
-verl: on stale data the mean of k3 is a penalty and not an exact KL. TRL 1.16 multiplies k3 by the ratio by default.
-
 A resumed run makes the reference from model.path again, before its checkpoint is loaded. The fingerprint shows whether
 these are still the weights with which the run began. The weights of a reference that moves are in the checkpoint.
 """
@@ -47,11 +39,6 @@ from bapo.learn.packing import pack_demonstrations
 from bapo.learn.state import fingerprint, frozen_weights
 from bapo.models.layers import without_additions
 from bapo.types import Group
-
-K3_LIMIT = 20.0
-"""The log-difference up to which the estimator is exact."""
-K3_SLOPE = math.expm1(K3_LIMIT)
-"""The derivative of the estimator there."""
 
 
 def initial(model: Any, *, moves: bool = False) -> Any:
@@ -119,20 +106,3 @@ class Reference:
                             "there is no distance to it. Set model.dtype='float32', or learn.kl=0."
                         )
                     trajectory.reference_logprobs = found
-
-
-def k3(
-    logprobs: Tensor,  # under the policy now; carries grad
-    reference_logprobs: Tensor,  # same shape; under the reference, a constant
-) -> Tensor:  # same shape; float32, or float64 for such log-probs
-    """The estimate at each token. Its derivative by the policy's log-prob is 1 - exp(d), and 1 - exp(20) at most.
-
-    exp(d) overflows where the policy has all but given up a token that the reference likes. Up to d = 20 the estimator
-    is exact; beyond, it goes on along its tangent. So value and gradient stay finite, and the gradient still leads back
-    to the reference. TRL has no such guard; verl clamps d to 20 and k3 to 10, and tokens beyond have no gradient.
-    """
-    dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    difference = reference_logprobs.detach().to(dtype) - logprobs.to(dtype)
-    exact = difference.clamp(max=K3_LIMIT)
-    tangent = K3_SLOPE * torch.relu(difference - K3_LIMIT)
-    return torch.expm1(exact) - exact + tangent  # expm1: few digits are lost where both models agree

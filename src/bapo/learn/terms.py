@@ -34,14 +34,46 @@ from torch import Tensor
 
 from bapo.core.reduction import reduce_tokens
 from bapo.learn.learner_settings import LearnerSettings
-from bapo.types import TokenBatch
+from bapo.types import Metrics, TokenBatch
 
 K3_LIMIT = 20.0
 """The log-difference up to which the estimator is exact."""
 K3_SLOPE = math.expm1(K3_LIMIT)
 """The derivative of the estimator there."""
-MOST_ENTROPY_WEIGHT = 1.0
+MOST_WEIGHT = 1.0
 """The largest weight that a target for the entropy leads to."""
+
+
+class EntropyBonus:
+    """The weight of the entropy bonus, from update to update."""
+
+    def __init__(self, settings: LearnerSettings) -> None:
+        self.step, self.target = settings.entropy, settings.entropy_target
+        before = math.inf if self.target is None else 2 * self.target
+        self.held = torch.tensor([0.0, before], dtype=torch.float64)
+        """With a target: the weight that was found last, and the entropy of the last update."""
+
+    @property
+    def weight(self) -> float:
+        """The weight in the next update."""
+        if self.target is None:
+            return self.step
+        weight, entropy = self.held.tolist()
+        return weight if entropy <= self.target else 0.0
+
+    @property
+    def noted(self) -> dict[str, Tensor]:
+        """What a checkpoint must keep of it."""
+        return {} if self.target is None else {"entropy": self.held}
+
+    def follow(self, metrics: Metrics) -> None:
+        """Say in the metrics of an update which weight it had, and find the next one."""
+        if self.target is None or "entropy" not in metrics:  # the update was skipped
+            return
+        metrics["entropy_weight"] = self.weight
+        entropy = cast(float, metrics["entropy"])
+        weight = float(self.held[0]) + (self.step if entropy <= self.target else -self.step)
+        self.held[0], self.held[1] = min(MOST_WEIGHT, max(0.0, weight)), entropy
 
 
 def added_terms(
@@ -64,12 +96,6 @@ def added_terms(
         yield settings.kl * mean(k3(logprobs, cast(Tensor, batch.reference_logprobs)))
     if entropy_weight:
         yield -entropy_weight * mean(entropy)
-
-
-def next_entropy_weight(weight: float, entropy: float, settings: LearnerSettings) -> float:
-    """The weight that the entropy of an update leaves, whether the next update has the bonus or not."""
-    step = settings.entropy if entropy <= cast(float, settings.entropy_target) else -settings.entropy
-    return min(MOST_ENTROPY_WEIGHT, max(0.0, weight + step))
 
 
 def k3(

@@ -20,11 +20,13 @@ EVERY_LINE = {
 }
 
 UPDATE = {
-    "loss": "Policy loss of the update; with learn.kl, the penalty is included, multiplied by its weight.",
+    "loss": "Policy loss of the update; with learn.kl or learn.entropy, penalty and bonus are included, multiplied by "
+    "their weights.",
     "grad_norm": "Gradient norm before clipping.",
     "lr": "Learning rate used.",
     "tokens": "Response tokens trained on.",
     "entropy": "Mean entropy of the next-token distributions at these tokens, under the current policy, in nats.",
+    "entropy_weight": "Weight of the entropy bonus in this update; present if learn.entropy_target is set.",
     "share": "Share of the signal that positive tokens hold at the bounds in use, by the measure that BAPO searches "
     "by; for other objectives, by the gradient measure.",
     "share_unclipped": "The same share without a clip.",

@@ -174,6 +174,8 @@ def learning_in_words(learn: LearnConfig) -> str:
     warmup = f", warm-up {counted(learn.warmup_updates, 'update')}" if learn.warmup_updates else ""
     stays = learn.kl_every is None
     of = "the initial weights" if stays else f"a reference that follows {learn.kl_reference} updates"
+    target = "" if learn.entropy_target is None else f" towards {learn.entropy_target:g} nats"
+    bonus = f", entropy bonus {learn.entropy:g}{target}" if learn.entropy else ""
     penalty = f", KL penalty to {of} {learn.kl:g}" if learn.kl else ""
     what = "used tokens of " if learn.opsm_on == "used" else ""
     fell = f"negative responses that fell by more than {learn.opsm} nats per token"
@@ -182,7 +184,7 @@ def learning_in_words(learn: LearnConfig) -> str:
     cut = f", truncated responses {how}" if how else ""
     return (
         f"AdamW, learning rate {learn.lr:g} ({learn.schedule}{warmup}), {counted(learn.batch_groups, 'group')} per "
-        f"update, {learn.reduction} loss, {learn.advantages} advantages{penalty}{masked}{cut}"
+        f"update, {learn.reduction} loss, {learn.advantages} advantages{bonus}{penalty}{masked}{cut}"
     )
 
 

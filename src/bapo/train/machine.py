@@ -117,6 +117,8 @@ def learner_settings(config: Config) -> LearnerSettings:
         anchor_limit=learn.anchor_limit,
         opsm=learn.opsm,
         opsm_on=learn.opsm_on,
+        entropy=learn.entropy,
+        entropy_target=learn.entropy_target,
         kl=learn.kl,
         kl_every=learn.kl_every,
         kl_mix=learn.kl_mix,

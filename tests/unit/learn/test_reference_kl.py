@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.learn.reference import K3_LIMIT, k3
+from bapo.learn.terms import K3_LIMIT, k3
 
 
 def literal(now, reference):
