@@ -44,6 +44,7 @@ CASES = {
     "balanced": (replace(SETTINGS, reduction="balanced", objective="push_once"), tiny),
     "opsm beside a search": (replace(SETTINGS, opsm=0.01), tiny),
     "masked": (replace(SETTINGS, truncated="mask"), tiny),
+    "entropy, held": (replace(SETTINGS, entropy=0.5, entropy_target=9.0), tiny),
     "gspo": (replace(SETTINGS, objective="gspo", clip=ClipSettings()), tiny),
     "limited": (replace(SETTINGS, anchor_limit=0.2), tiny),
     "bfloat16": (SETTINGS, lambda: tiny(tie_word_embeddings=True).bfloat16()),

@@ -108,6 +108,11 @@ class Trajectory:
     Set once, by the learner, when it first sees the response; empty before, and without learn.kl."""
 
     @property
+    def reference_gap(self) -> float:
+        """By how much its log-prob was higher when it was sampled than under the reference, in nats."""
+        return math.fsum(self.behavior_logprobs) - math.fsum(self.reference_logprobs)
+
+    @property
     def learning_reward(self) -> float | None:
         """The reward that advantages are computed from."""
         return None if self.reward is None else self.reward + self.shaping

@@ -56,11 +56,12 @@ def killed_after(run, step, out):
 
 
 MOVES = {"kl_reference": "every 3"}
+TERMS = {"kl_mix": 0.6, "kl_in_reward": 0.02, "entropy": 0.01, "entropy_target": 2.0}
 
 
 @pytest.fixture(
     scope="module",
-    params=[(0, {}), (4, {}), (0, {**MOVES, "kl_mix": 0.6, "truncated": "mask"}), (4, {**MOVES, "truncated": "drop"})],
+    params=[(0, {}), (4, {}), (0, {**MOVES, **TERMS, "truncated": "mask"}), (4, {**MOVES, "truncated": "drop"})],
     ids=["all weights", "additions", "all weights, moving", "additions, moving"],
 )
 def whole(request, tmp_path_factory):
@@ -139,8 +140,9 @@ def test_a_large_weight_keeps_the_policy_near_its_start(tmp_path):
 
 
 def test_several_processes_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"learn.kl=0.1 is for one process, but cluster.rollouts=1 starts a cluster"):
-        configured(tmp_path, learn={"kl": 0.1}, cluster={"rollouts": 1})
+    for key in ("kl", "kl_in_reward"):
+        with pytest.raises(ConfigError, match=rf"learn.{key}=0.1 is for one process, but cluster.rollouts=1 starts a"):
+            configured(tmp_path, learn={key: 0.1}, cluster={"rollouts": 1})
     ranks = Team(torch.distributed.group.WORLD, 0, 2, 2)
     with pytest.raises(ConfigError, match=r"learn.kl=0.1 is for one process, but torchrun started 2 ranks"):
         build(resolve(configured(tmp_path, learn={"kl": 0.1})), ranks)

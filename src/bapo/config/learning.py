@@ -54,10 +54,15 @@ class LearnConfig(OptimizerConfig):
     KL(policy || reference) at each token, as in GRPO, whose authors used 0.04; verl's default is 0.001. 0 turns it off.
     Without model.lora, it needs memory for one more copy of the weights. It is for one process: not for torchrun with
     several ranks, nor for a cluster."""
+    kl_in_reward: float = Field(0.0, ge=0)
+    """Weight of a penalty for leaving the reference, which is taken from the reward of each response before rewards are
+    compared, as verl's use_kl_in_reward does: the log-prob with which the response was sampled, minus that under the
+    reference, summed over its tokens. Groups whose rewards are equal without it are left out all the same. Otherwise
+    like `learn.kl`; both may be set."""
     kl_reference: str = "initial"
-    """The reference of learn.kl. initial: the weights with which the run began. every N, such as "every 64": after
-    each N updates, the present weights become the reference. Responses that were trained on before keep the log-probs
-    that they have. Checkpoints hold a reference that moves."""
+    """The reference of both penalties. initial: the weights with which the run began. every N, such as "every 64":
+    after each N updates, the present weights become the reference. Responses that were trained on before keep the
+    log-probs that they have. Checkpoints hold a reference that moves."""
     kl_mix: float = Field(1.0, gt=0, le=1)
     """every N: the share of the present weights in the new reference; the rest is the old one. With model.lora, it is
     1."""
@@ -71,6 +76,12 @@ class LearnConfig(OptimizerConfig):
     def kl_every(self) -> int | None:
         """Updates after which the reference moves; None: it stays."""
         return None if self.kl_reference == "initial" else int(self.kl_reference.removeprefix("every "))
+
+    @property
+    def refers(self) -> str:
+        """The key that needs a reference, with its value; empty if none does."""
+        keys = [f"learn.{key}={value:g}" for key in ("kl", "kl_in_reward") if (value := getattr(self, key))]
+        return keys[0] if keys else ""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -89,7 +100,7 @@ class LearnConfig(OptimizerConfig):
                 f"learn.kl_mix={self.kl_mix:g} is for a reference that moves, but learn.kl_reference='initial' stays. "
                 "Set learn.kl_reference, such as 'every 64', or leave kl_mix out."
             )
-        if self.kl_every is not None and not self.kl:
+        if self.kl_every is not None and not self.refers:
             raise ValueError(
                 f"learn.kl_reference={self.kl_reference!r} does nothing without a penalty. Set learn.kl, e.g. to "
                 "0.001, or leave kl_reference out."

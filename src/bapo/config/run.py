@@ -209,10 +209,10 @@ class Config(Section):
                 "sampler and learner would differ by more, not less. Set model.float32_head=false, or "
                 "cluster.engine='in-process'."
             )
-        if self.learn.kl:
+        if self.learn.refers:
             yield (
-                f"learn.kl={self.learn.kl:g} is for one process, but cluster.rollouts={cluster.rollouts} starts a "
-                "cluster, which keeps no reference. Set learn.kl=0, or run without a cluster."
+                f"{self.learn.refers} is for one process, but cluster.rollouts={cluster.rollouts} starts a cluster, "
+                "which keeps no reference. Set it to 0, or run without a cluster."
             )
         needed = cluster.ahead * u + u - 1
         if needed > off.max_staleness:

@@ -87,7 +87,7 @@ def update_metrics(
     scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
     fresh = fresh_tokens(batches, version=version, kept_caches=settings.kept_caches)
     scalars |= anchor_metrics(tokens.behavior_logprobs, tokens.logprobs, fresh)
-    if settings.kl:
+    if settings.refers:
         references = torch.cat([cast(Tensor, batch.reference_logprobs) for batch in batches])
         scalars["kl_reference"] = k3(tokens.logprobs, references).double().mean()
     vectors = {

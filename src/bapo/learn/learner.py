@@ -53,7 +53,7 @@ from bapo.learn.learner_settings import LearnerSettings, ess_factor, learning_ra
 from bapo.learn.optimizer import optimizer_for
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
-from bapo.learn.reference import Reference
+from bapo.learn.reference import Reference, check_referred, mean_gap
 from bapo.learn.state import fingerprint, load_state, save_state
 from bapo.learn.terms import EntropyBonus, added_terms
 from bapo.types import Group, Metrics, TokenBatch
@@ -152,15 +152,20 @@ class Learner:
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         settings = self.settings
-        options: dict[str, Any] = {"micro_tokens": settings.micro_tokens, "truncated": settings.truncated}
+        options: dict[str, Any] = {
+            name: getattr(settings, name) for name in ("micro_tokens", "truncated", "kl_in_reward")
+        }
         options |= {"padded": not self.packed, "part": self.part}
         with self.telling_others():
             if self.reference is not None:
                 self.reference.add_logprobs(groups)
+            if settings.refers:
+                check_referred(groups, settings)
             batches = pack(groups, estimator=settings.advantages, device=self.device, **options)
         update = self.step_on(batches)
         if self.reference is not None:
             self.reference.follow(update.version)
+            update.metrics["kl_response"] = mean_gap(groups, settings)
         update.metrics["groups"] = float(len(groups))
         return update
 
@@ -217,11 +222,6 @@ class Learner:
             raise ValueError(
                 f"objective {name} finds its bounds over all tokens of an update, but this one is {where}. Raise "
                 "learn.micro_tokens until it fits into one, on one rank."
-            )
-        if self.settings.kl and any(batch.reference_logprobs is None for batch in batches):
-            raise ValueError(
-                f"learn.kl={self.settings.kl:g}, but some tokens have no log-prob under the reference. Give the "
-                "learner its reference before the first step."
             )
         for batch in batches if self.ranks is not None else ():
             for name in ("behavior_logprobs", "advantages"):

@@ -77,6 +77,9 @@ class LearnerSettings:
     """The weight of the entropy bonus (`terms.py`), or the step of this weight where there is a target."""
     entropy_target: float | None = None
     """The mean entropy per token, in nats, at which the bonus ends. None: the bonus has the same weight always."""
+    kl_in_reward: float = 0.0
+    """What a reward loses, before advantages are computed, for each nat that its response was likelier when it was
+    sampled than under the reference."""
     kl_every: int | None = None
     """Updates after which the reference moves to the present weights; None: it stays."""
     kl_mix: float = 1.0
@@ -97,8 +100,10 @@ class LearnerSettings:
             )
         if not self.anchor_limit > 0:
             raise ValueError(f"anchor_limit={self.anchor_limit} must be above 0: rounding alone makes a gap.")
-        if not (self.kl >= 0 and math.isfinite(self.kl)):
-            raise ValueError(f"learn.kl={self.kl} must be a finite number, 0 or above. 0 turns the penalty off.")
+        for name in ("kl", "kl_in_reward"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"learn.{name}={value} must be a finite number, 0 or above. 0 turns the penalty off.")
         if not (self.entropy >= 0 and math.isfinite(self.entropy)):
             raise ValueError(f"learn.entropy={self.entropy} must be a finite number, 0 or above. 0 is no bonus.")
         require_choice("truncated", self.truncated, get_args(Truncated))
@@ -139,6 +144,11 @@ class LearnerSettings:
     def has_brake(self) -> bool:
         """Whether a drift of tokens decides a bound."""
         return self.solves_bounds and self.clip.brake is not None
+
+    @property
+    def refers(self) -> bool:
+        """Whether anything asks for the log-probs of a reference."""
+        return bool(self.kl or self.kl_in_reward)
 
     @property
     def needs_uses(self) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,12 +44,14 @@ def pack(
     micro_tokens: int,
     device: torch.device,
     truncated: Truncated = "keep",
+    kl_in_reward: float = 0.0,
     padded: bool = True,
     part: Part = ALL,
 ) -> list[TokenBatch]:
     """Micro-batches that together hold every response of the groups, or this part of them, longest sequences first.
 
-    `truncated`: what happens to responses that were cut off. `padded`: whether the forward pass will pad, so that
+    `truncated`: what happens to responses that were cut off. `kl_in_reward`: what a reward loses for each nat that its
+    response is likelier than under the reference. `padded`: whether the forward pass will pad, so that
     `micro_tokens` counts padding.
     """
     if not groups:
@@ -58,6 +60,11 @@ def pack(
     rewards = [t.learning_reward for _, t in compared]
     if any(reward is None for reward in rewards):
         raise ValueError("a response without a reward reached the learner. Score every group before you add it.")
+    if kl_in_reward:
+        rewards = [
+            cast(float, reward) - kl_in_reward * t.reference_gap
+            for reward, (_, t) in zip(rewards, compared, strict=True)
+        ]
     owners = torch.tensor([i for i, _ in compared])
     advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), owners).advantages
     trained = {id(t) for group in groups for t in group.trained(truncated)}

@@ -1,4 +1,4 @@
-"""The reference of learn.kl: the weights with which the run began, or later ones, and what they say about every token.
+"""The reference of a KL penalty: the weights with which the run began, or later ones, and what they say of tokens.
 
     all weights trained     a frozen copy of them, in the same precision on the same device
     low-rank additions      the model itself, with every addition multiplied by 0; nothing is copied
@@ -15,6 +15,14 @@ group that is visited again has them from its first visit, even if the reference
 They are computed as the learner computes its own, at the same temperature, packed or padded alike; only learn.compile
 is left out, because one pass per group does not repay a compilation.
 
+learn.kl_in_reward takes a penalty from rewards instead, before advantages are computed, as verl's use_kl_in_reward does
+with its default estimator, k1, and group advantages, for which it adds up the rewards of all tokens:
+
+    reward_i = R_i - kl_in_reward sum_t (log b_t - log pi_ref(t)),   b: the policies that sampled the tokens
+
+The sum is the log-ratio of the whole response. Its mean over responses of b is KL(b || reference), and a longer
+response can lose more. A response loses the same at every visit.
+
 A resumed run makes the reference from model.path again, before its checkpoint is loaded. The fingerprint shows whether
 these are still the weights with which the run began. The weights of a reference that moves are in the checkpoint.
 """
@@ -28,6 +36,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -106,3 +115,18 @@ class Reference:
                             "there is no distance to it. Set model.dtype='float32', or learn.kl=0."
                         )
                     trajectory.reference_logprobs = found
+
+
+def check_referred(groups: Sequence[Group], settings: LearnerSettings) -> None:
+    """Refuse responses without the log-probs that learn.kl or learn.kl_in_reward asks for."""
+    if any(len(t.reference_logprobs) < len(t.tokens) for group in groups for t in group.compared(settings.truncated)):
+        key = "kl" if settings.kl else "kl_in_reward"
+        raise ValueError(
+            f"learn.{key}={getattr(settings, key):g}, but some tokens have no log-prob under the reference. Give the "
+            "learner its reference before the first step."
+        )
+
+
+def mean_gap(groups: Sequence[Group], settings: LearnerSettings) -> float:
+    """The mean over these responses of how much likelier they were when they were sampled than under the reference."""
+    return fmean(t.reference_gap for group in groups for t in group.compared(settings.truncated))

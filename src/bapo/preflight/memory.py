@@ -3,7 +3,7 @@
     states        bytes per trained parameter: 18 in bfloat16 (weight 2, master 4, gradient 4, moments 8), 6 with
                   learn.offload_optimizer, and 16 in float32; of a frozen one, the weight alone
     sampler       on CUDA, the engine's own copy of the weights
-    reference     with learn.kl, a copy of the weights. If low-rank additions are trained: of these, if it moves
+    reference     with a KL penalty, a copy of the weights. If low-rank additions are trained: of these, if it moves
     cache         keys and values of all responses in flight: layers x 2 x key heads x head width, per token
     activations   of one forward pass: with activation checkpointing the input of each layer and the working set of one,
                   without it about that working set for every layer
@@ -16,8 +16,8 @@ Processes that share its threads are never faster together than the machine.
 
 Times are the floating-point operations of sampling (2 per parameter and token) and learning (6, or 8 with activation
 checkpointing) at a speed that was measured, and no less than it takes to read the weights once per sampled token. With
-learn.kl, every response passes once more (2). They assume that every response has its full length, so they are rough
-and err upwards.
+a KL penalty, every response passes once more (2). They assume that every response has its full length, so they are
+rough and err upwards.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
     layers = shape.hidden * shape.layers + working_set if again else shape.layers * working_set
     on_device = 6 if config.learn.offload_optimizer else 18
     moves, additions = config.learn.kl_every is not None, bool(config.model.lora.rank)
-    reference = float((4 if additions else width) * shape.trained) if config.learn.kl else 0.0
+    reference = float((4 if additions else width) * shape.trained) if config.learn.refers else 0.0
     saved = (14 if width == 2 else 12) * shape.trained + (reference if moves else 0.0)
     checkpoints = config.steps if config.checkpoint_minutes else -(-config.steps // config.checkpoint_every)
     return Memory(
@@ -124,7 +124,7 @@ def seconds(config: Config, shape: Shape, longest_prompt: int, *, flops: float, 
     responses = rollout.prompts * rollout.responses
     learned = config.steps * config.offpolicy.reuse * responses * longest
     per_token = (4 if shape.trained < shape.parameters else 6) + 2 * config.learn.activation_checkpointing
-    referred = 2 * config.steps * responses * longest if config.learn.kl else 0
+    referred = 2 * config.steps * responses * longest if config.learn.refers else 0
     during = (config.steps - 1) // evaluation.every if evaluation.every else 0
     times = 2 + during + 2 * len(evaluation.also_at)
     return Seconds(

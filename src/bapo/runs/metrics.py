@@ -61,7 +61,10 @@ UPDATE = {
     "ratio_entropy": "Mean entropy at the tokens in each of these bins, under the current policy, in nats; 0 if empty.",
     "kl": "Estimate of KL(sampling policy || current policy) per token: mean of r - 1 - log r.",
     "kl_reference": "Estimate of KL(current policy || reference) per token: mean of q - 1 - log q, where q is the "
-    "ratio of a token's probability under the reference to its current one; present if learn.kl is set.",
+    "ratio of a token's probability under the reference to its current one; present if learn.kl or learn.kl_in_reward "
+    "is set.",
+    "kl_response": "Mean over responses of their log-prob when they were sampled minus that under the reference, in "
+    "nats: learn.kl_in_reward times this is taken from rewards. Present with kl_reference.",
     "ess": "Effective sample size as a share of the tokens: (sum r)^2 / (n sum r^2); 1 on-policy.",
     "response_ess": "The same over responses, with products of r over each; present if learn.ess_reference is set.",
     "staleness_mean": "Mean number of updates between sampling and use, per token.",

@@ -177,6 +177,7 @@ def learning_in_words(learn: LearnConfig) -> str:
     target = "" if learn.entropy_target is None else f" towards {learn.entropy_target:g} nats"
     bonus = f", entropy bonus {learn.entropy:g}{target}" if learn.entropy else ""
     penalty = f", KL penalty to {of} {learn.kl:g}" if learn.kl else ""
+    penalty += f", KL to {of} in the reward {learn.kl_in_reward:g}" if learn.kl_in_reward else ""
     what = "used tokens of " if learn.opsm_on == "used" else ""
     fell = f"negative responses that fell by more than {learn.opsm} nats per token"
     masked = "" if learn.opsm is None else f", {what}{fell} are masked"

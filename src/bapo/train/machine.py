@@ -120,6 +120,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         entropy=learn.entropy,
         entropy_target=learn.entropy_target,
         kl=learn.kl,
+        kl_in_reward=learn.kl_in_reward,
         kl_every=learn.kl_every,
         kl_mix=learn.kl_mix,
         kept_caches=config.offpolicy.partial_cache == "keep",

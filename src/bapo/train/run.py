@@ -289,7 +289,7 @@ class Training(Job):
             )
         if self._reference() != {key: value for key, value in state.items() if key == "reference"}:
             raise CheckpointError(
-                f"learn.kl={self.config.learn.kl:g} keeps the policy near the weights with which {path} began, but "
+                f"{self.config.learn.refers} keeps the policy near the weights with which {path} began, but "
                 f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
                 "back, or start a new run."
             )
@@ -323,7 +323,7 @@ class Training(Job):
         self.parts.close()
 
     def _reference(self) -> dict[str, int]:
-        """The fingerprint of the weights that learn.kl refers to, if it does and they are not in the checkpoint."""
+        """The fingerprint of the weights that a KL penalty refers to, unless they are in the checkpoint."""
         reference = self.learner.reference if isinstance(self.learner, Learner) else None
         return {} if reference is None or reference.moving else {"reference": reference.fingerprint}
 

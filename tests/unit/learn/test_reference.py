@@ -13,7 +13,7 @@ from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
 from bapo.learn.reference import Reference, initial
 from bapo.models.layers import LoraSettings, add_lora
-from bapo.types import group_from_state, group_state
+from bapo.types import Group, Problem, Status, Trajectory, group_from_state, group_state
 from tests.rounding import carried, rounding
 from tests.unit.learn.test_learner import CPU, literal_logprobs, model, sampled_groups
 
@@ -246,6 +246,55 @@ def test_a_learner_goes_on_with_the_reference_it_saved(make, tmp_path):
         again.load(tmp_path, version=3)
 
 
+IN_REWARD = replace(SETTINGS, kl=0.0, kl_in_reward=0.25, advantages="dr_grpo")
+
+
+@pytest.mark.parametrize(("truncated", "expected"), [("keep", (0.9, -0.15, -0.75)), ("mask", (0.9, -0.15))])
+def test_a_penalty_in_the_reward_by_hand(truncated, expected):
+    """Rewards 1, 0, 0 lose a quarter of 0.4, 0.6 and 3 nats, so they are 0.9, -0.15, -0.75, with mean 0."""
+    gaps = [(0.1, 0.3), (0.6,), (2.0, 0.5, 0.5)]
+    responses = [
+        Trajectory(
+            *([5, 6], 0, [7] * len(gap), [-1.0] * len(gap), [0.5] * len(gap), [0] * len(gap), Status.STOPPED),
+            reward=float(index == 0),
+            reference_logprobs=[-1.0 - each for each in gap],
+        )
+        for index, gap in enumerate(gaps)
+    ]
+    responses[2].status = Status.TRUNCATED
+    group = Group(0, Problem("p", "", None), responses)
+    options = {"estimator": "dr_grpo", "micro_tokens": 99, "device": CPU, "truncated": truncated}
+    (batch,) = pack([group], kl_in_reward=0.25, **options)
+    lengths = sorted((len(gap), value) for gap, value in zip(gaps, expected, strict=False))
+    spread = [value for length, value in reversed(lengths) for _ in range(length)]
+    assert batch.advantages.tolist() == pytest.approx(spread, abs=rounding(4))
+
+
+def test_rewards_lose_the_log_ratio_of_their_response_to_the_reference():
+    """The update is the one on rewards that were reduced beforehand, bit for bit, and what they lose is literal."""
+    start = model()
+    plain = copy.deepcopy(start)
+    learner = learner_of(start, IN_REWARD)
+    for version in range(2):
+        groups = sampled_groups(start, version=version)
+        learner.step(groups)
+    groups = sampled_groups(start, version=2)
+    before = copy.deepcopy(start)
+    told = learner.step(groups).metrics
+    lost = []
+    for trajectory in (t for group in groups for t in group.trajectories):
+        sampled, reference = (float(literal_logprobs(m, trajectory, 0.8).sum()) for m in (before, plain))
+        assert trajectory.reference_gap == pytest.approx(sampled - reference, abs=1e-4)
+        lost.append(trajectory.reference_gap)
+        trajectory.reward -= 0.25 * trajectory.reference_gap
+    assert told["kl_response"] == pytest.approx(sum(lost) / len(lost))
+    assert max(map(abs, lost)) > 0.05
+    other = Learner(before, replace(IN_REWARD, kl_in_reward=0.0))
+    other.version = 2
+    metrics = other.step(groups).metrics
+    assert (told["loss"], told["grad_norm"]) == (metrics["loss"], metrics["grad_norm"])
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("micro_tokens", [60, 10_000])
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
@@ -317,6 +366,8 @@ def test_tokens_without_a_reference_are_refused_where_it_is_needed():
     start = model()
     with pytest.raises(ValueError, match=r"learn.kl=0.5, but some tokens have no log-prob under the reference"):
         Learner(start, SETTINGS).step(sampled_groups(start))
+    with pytest.raises(ValueError, match=r"learn.kl_in_reward=0.25, but some tokens have no log-prob under the"):
+        Learner(start, IN_REWARD).step(sampled_groups(start))
     for kl in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"learn.kl=.* must be a finite number, 0 or above"):
             LearnerSettings(kl=kl)
