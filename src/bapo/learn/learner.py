@@ -108,7 +108,7 @@ class Learner:
     part: Part = ALL
     """Which part of every update's responses this rank takes."""
     reference: Reference | None = None
-    """The weights that learn.kl keeps the policy near; None without it."""
+    """The weights that a KL penalty keeps the policy near; None without one."""
     first_gap: float | None = None
     """The mean gap of the first fresh tokens that this process has compared."""
     drift: Tensor | None = None
@@ -152,16 +152,20 @@ class Learner:
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         settings = self.settings
-        options: dict[str, Any] = {
-            name: getattr(settings, name) for name in ("micro_tokens", "truncated", "kl_in_reward")
-        }
-        options |= {"padded": not self.packed, "part": self.part}
         with self.telling_others():
             if self.reference is not None:
                 self.reference.add_logprobs(groups)
-            if settings.refers:
-                check_referred(groups, settings)
-            batches = pack(groups, estimator=settings.advantages, device=self.device, **options)
+            check_referred(groups, settings)
+            batches = pack(
+                groups,
+                estimator=settings.advantages,
+                micro_tokens=settings.micro_tokens,
+                device=self.device,
+                truncated=settings.truncated,
+                kl_in_reward=settings.kl_in_reward,
+                padded=not self.packed,
+                part=self.part,
+            )
         update = self.step_on(batches)
         if self.reference is not None:
             self.reference.follow(update.version)
@@ -420,12 +424,7 @@ class Learner:
         with_tokens = [output for output in of_all_ranks(outputs, self.ranks) if len(output.batch.targets)]
         return update_metrics(with_tokens, settings, self.settings, version=self.version, shared=shared)
 
-    def _drift(
-        self,
-        outputs: Sequence[Output],
-        batches: Sequence[TokenBatch],
-        logged: Metrics,
-    ) -> Drift | None:
+    def _drift(self, outputs: Sequence[Output], batches: Sequence[TokenBatch], logged: Metrics) -> Drift | None:
         """What the fresh tokens of an update say about sampler and learner. Ranks decide alike: all have `logged`."""
         before = self.first_gap
         if before is None and "anchor_gap" in logged:

@@ -118,8 +118,9 @@ class Reference:
 
 
 def check_referred(groups: Sequence[Group], settings: LearnerSettings) -> None:
-    """Refuse responses without the log-probs that learn.kl or learn.kl_in_reward asks for."""
-    if any(len(t.reference_logprobs) < len(t.tokens) for group in groups for t in group.compared(settings.truncated)):
+    """Refuse responses without the log-probs that learn.kl or learn.kl_in_reward asks for, if one of them does."""
+    compared = (t for group in groups if settings.refers for t in group.compared(settings.truncated))
+    if any(len(t.reference_logprobs) < len(t.tokens) for t in compared):
         key = "kl" if settings.kl else "kl_in_reward"
         raise ValueError(
             f"learn.{key}={getattr(settings, key):g}, but some tokens have no log-prob under the reference. Give the "
