@@ -283,7 +283,7 @@ def test_rewards_lose_the_log_ratio_of_their_response_to_the_reference():
     told = learner.step(groups).metrics
     lost = []
     for trajectory in (t for group in groups for t in group.trajectories):
-        sampled, reference = (float(literal_logprobs(m, trajectory, 0.8).sum()) for m in (before, plain))
+        sampled, reference = (literal_logprobs(m, trajectory, 0.8).sum().item() for m in (before, plain))
         assert trajectory.reference_gap == pytest.approx(sampled - reference, abs=1e-4)
         lost.append(trajectory.reference_gap)
         trajectory.reward -= 0.25 * trajectory.reference_gap
