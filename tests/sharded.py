@@ -43,6 +43,8 @@ CASES = {
     "low rank": (replace(SETTINGS, activation_checkpointing=True), with_lora),
     "balanced": (replace(SETTINGS, reduction="balanced", objective="push_once"), tiny),
     "opsm beside a search": (replace(SETTINGS, opsm=0.01), tiny),
+    "masked": (replace(SETTINGS, truncated="mask"), tiny),
+    "entropy, held": (replace(SETTINGS, entropy=0.5, entropy_target=9.0), tiny),
     "gspo": (replace(SETTINGS, objective="gspo", clip=ClipSettings()), tiny),
     "limited": (replace(SETTINGS, anchor_limit=0.2), tiny),
     "bfloat16": (SETTINGS, lambda: tiny(tie_word_embeddings=True).bfloat16()),
@@ -54,7 +56,7 @@ ROUNDED = ("bfloat16", "low rank, bfloat16")
 
 
 def groups(seed=5, count=6):
-    """Groups of three responses, the first two of them long."""
+    """Groups of three responses. Those of the first two are long, and the longest of them is cut off."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for id in range(count):
@@ -62,9 +64,10 @@ def groups(seed=5, count=6):
         for index in range(3):
             length = (14 if id < 2 else 3) + index
             tokens = torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
+            status = Status.TRUNCATED if id < 2 and index == 2 else Status.STOPPED
             logprobs = (-torch.rand(length, generator=generator) * 0.5 - 3).tolist()
             responses.append(
-                Trajectory([5, 6], 0, tokens, logprobs, [1.0] * length, [0] * length, Status.STOPPED, float(index == 1))
+                Trajectory([5, 6], 0, tokens, logprobs, [1.0] * length, [0] * length, status, float(index == 1))
             )
         made.append(Group(id, Problem(str(id), "", None), responses, uses=id % 2))
     return made

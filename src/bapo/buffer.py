@@ -53,7 +53,17 @@ from enum import Enum
 from hashlib import sha256
 from typing import Any
 
-from bapo.types import Group, Record, batches_per_pass, even_part, group_from_state, group_state, increased, nothing
+from bapo.types import (
+    Group,
+    Record,
+    Truncated,
+    batches_per_pass,
+    even_part,
+    group_from_state,
+    group_state,
+    increased,
+    nothing,
+)
 
 
 @dataclass(frozen=True)
@@ -130,12 +140,14 @@ class Buffer:
         replay_max_age: int = 0,
         replay_max_uses: int = 1,
         capacity: int = 1024,
+        truncated: Truncated = "keep",
         seed: int = 0,
         record: Record = nothing,
     ) -> None:
         """`max_batches`: most batches in one pass; a larger rollout makes larger batches. `replay_fraction`: the
         replayed share of each batch; 0 turns replay off. `replay_max_age`: the age of the oldest group that is
         replayed, in versions. `replay_max_uses`: how often a group is replayed, on top of its `reuse` fresh passes.
+        `truncated`: what the learner does with truncated responses, which may leave a group without a signal.
         `record` is told what happens to every group.
         """
         wrong = wrong_settings(
@@ -158,6 +170,7 @@ class Buffer:
         self.replay_max_age = replay_max_age
         self.replay_max_uses = replay_max_uses
         self.capacity = capacity
+        self.truncated = truncated
         self.seed = seed
         self.record = record
         self._held: dict[int, _Held] = {}
@@ -184,7 +197,7 @@ class Buffer:
                     f"group {group.id} (problem {group.problem.id!r}) is already in the buffer, and ids are unique "
                     "within a run. Add each finished group once."
                 )
-            if _has_signal(group):
+            if _has_signal(group, self.truncated):
                 admitted[group.id] = _Held(group, rollout)
             else:
                 filtered.append(group)
@@ -335,10 +348,10 @@ class Buffer:
         self._totals = increased(self._totals, **more)
 
 
-def _has_signal(group: Group) -> bool:
+def _has_signal(group: Group, truncated: Truncated) -> bool:
     """Whether rewards differ, so that not all advantages are 0, and there are tokens to apply them to."""
-    rewards = {trajectory.learning_reward for trajectory in group.trajectories}
-    return len(rewards) > 1 and any(trajectory.tokens for trajectory in group.trajectories)
+    rewards = {trajectory.learning_reward for trajectory in group.compared(truncated)}
+    return len(rewards) > 1 and any(trajectory.tokens for trajectory in group.trained(truncated))
 
 
 def _check_group(group: Group, version: int) -> None:

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 """One turn of a chat: role and content."""
+
+Truncated = Literal["keep", "mask", "drop"]
+"""What an update does with responses that the length limit cut off: learn.truncated."""
 
 LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 """Where tokens are binned by log-ratio: 15 bins, the middle one around ratio 1, the outer two open."""
@@ -104,12 +107,16 @@ class Trajectory:
     shaping: float = 0.0
     """The penalty for long responses. It is added to the reward when advantages are computed, and nowhere else."""
     reference_logprobs: list[float] = field(default_factory=list)
-    """With learn.kl: log-prob of each token under the weights with which the run began, at the temperature of sampling.
+    """With learn.kl: log-prob of each token under its reference, at the temperature of sampling.
     Set once, by the learner, when it first sees the response; empty before, and without learn.kl."""
-
     log_kept: list[float] = field(default_factory=list)
     """With top-p, top-k or min-p: log of the probability that they kept at each token. Added to `behavior_logprobs`, it
     gives the log-probs under the whole distribution. Empty where nothing was left out."""
+
+    @property
+    def reference_gap(self) -> float:
+        """Its log-prob when it was sampled, without truncation, minus that under the reference, in nats."""
+        return math.fsum([*self.behavior_logprobs, *self.log_kept]) - math.fsum(self.reference_logprobs)
 
     @property
     def learning_reward(self) -> float | None:
@@ -137,6 +144,18 @@ class Group:
     def oldest(self) -> int | None:
         """The version of its oldest token; None if it has no token. Versions never decrease along a response."""
         return min((t.versions[0] for t in self.trajectories if t.versions), default=None)
+
+    def compared(self, truncated: Truncated) -> list[Trajectory]:
+        """The responses whose rewards are compared: all of them, unless those cut off by the length limit drop out."""
+        return self._uncut if truncated == "drop" else self.trajectories
+
+    def trained(self, truncated: Truncated) -> list[Trajectory]:
+        """The responses whose tokens are trained on."""
+        return self.trajectories if truncated == "keep" else self._uncut
+
+    @property
+    def _uncut(self) -> list[Trajectory]:
+        return [trajectory for trajectory in self.trajectories if trajectory.status is not Status.TRUNCATED]
 
     @property
     def finished(self) -> bool:
@@ -230,7 +249,7 @@ class TokenBatch:
     uses: Tensor
     """[tokens] how often each was trained on before this update"""
     reference_logprobs: Tensor | None = None
-    """[tokens] under the weights with which the run began; None if a response has none"""
+    """[tokens] under the reference of learn.kl; None if a response has none"""
     loss_weights: Tensor | None = None
     """[tokens] what a balanced loss multiplies the loss of each by (`core/reduction.py`)"""
     log_kept: Tensor | None = None

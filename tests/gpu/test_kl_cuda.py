@@ -73,13 +73,14 @@ def test_at_the_start_the_policy_is_its_reference_bit_for_bit(lora, dtype):
     assert learner.step(groups).metrics["kl_reference"] > 0
 
 
+@pytest.mark.parametrize("more", [{}, {"kl_reference": "every 3", "kl_in_reward": 0.02, "entropy": 0.01}])
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_run_resumes_bit_for_bit(rank, tmp_path):
+def test_a_run_resumes_bit_for_bit(rank, more, tmp_path):
     assert_resumes_bit_for_bit(
         tmp_path,
         device="cuda",
         model={"dtype": "bfloat16", "lora": {"rank": rank}},
         rollout={"prompts": 8},
-        learn={"batch_groups": 8, "micro_tokens": 1000, "kl": 0.1},
+        learn={"batch_groups": 8, "micro_tokens": 1000, "kl": 0.1, **more},
         eval={"problems": 8},
     )

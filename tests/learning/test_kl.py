@@ -35,6 +35,16 @@ def state_of(out, step):
     return json.loads((out / "checkpoints" / f"step-{step:06d}" / "state.json").read_text())
 
 
+def settings(out):
+    return json.loads((out / "config.json").read_text())
+
+
+def reference_of(out, step):
+    """The weights of a reference that moves, in the checkpoint after this step."""
+    kept = load_file(out / "checkpoints" / f"step-{step:06d}" / "optimizer.safetensors")
+    return {name: weight for name, weight in kept.items() if name.startswith("reference.")}
+
+
 def killed_after(run, step, out):
     """A copy of a run, as if it had been killed after the checkpoint of this step."""
     shutil.copytree(run, out)
@@ -45,45 +55,69 @@ def killed_after(run, step, out):
     return out
 
 
-@pytest.fixture(scope="module", params=[0, 4], ids=["all weights", "additions"])
+MOVES = {"kl_reference": "every 3"}
+TERMS = {"kl_mix": 0.6, "kl_in_reward": 0.02, "entropy": 0.01, "entropy_target": 2.0}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(0, {}), (4, {}), (0, {**MOVES, **TERMS, "truncated": "mask"}), (4, {**MOVES, "truncated": "drop"})],
+    ids=["all weights", "additions", "all weights, moving", "additions, moving"],
+)
 def whole(request, tmp_path_factory):
     """A run with every off-policy source, from a model in a directory of its own."""
-    place = tmp_path_factory.mktemp("kl")
+    place, (rank, more) = tmp_path_factory.mktemp("kl"), request.param
     shutil.copytree(model_path(), place / "model")
     return run(
         place / "run",
-        model={"path": str(place / "model"), "lora": {"rank": request.param}},
+        model={"path": str(place / "model"), "lora": {"rank": rank}},
         offpolicy=OFF_POLICY,
-        learn={"kl": 0.1, **GENTLE},
+        learn={"kl": 0.1, **GENTLE, **more},
         checkpoint_every=2,
     )
 
 
 def test_a_run_resumes_bit_for_bit_with_the_log_probs_of_its_reference(whole, tmp_path):
-    held = state_of(whole, 2)["buffer"]["held"]
+    held, learn = state_of(whole, 2)["buffer"]["held"], settings(whole)["learn"]
     kept = [t for each in held for t in each["group"]["trajectories"]]
+    kept = [t for t in kept if learn["truncated"] != "drop" or t["status"] == "stopped"]
     assert kept
     assert all(len(t["reference_logprobs"]) == len(t["tokens"]) for t in kept)
     out = killed_after(whole, 2, tmp_path / "killed")
     resume(out, plain=True)
     for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
-    assert state_of(out, 4)["reference"] == state_of(whole, 4)["reference"] == state_of(whole, 2)["reference"]
+    fixed = [state_of(out, 4), state_of(whole, 4), state_of(whole, 2)]
+    if learn["kl_reference"] == "initial":
+        assert fixed[0]["reference"] == fixed[1]["reference"] == fixed[2]["reference"]
+    else:
+        assert not any("reference" in state for state in fixed)
+        ours, theirs, before = reference_of(out, 4), reference_of(whole, 4), reference_of(whole, 2)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert any(not torch.equal(before[name], theirs[name]) for name in theirs)  # it has moved once more
     found = [line["kl_reference"] for line in updates(whole)]
     assert found[0] < 1e-6 < found[-1]  # at first the policy is its reference
     assert state_of(whole, 4)["buffer"]["totals"]["replayed"]
 
 
 def test_a_run_does_not_go_on_with_another_reference(whole, tmp_path):
-    """Its weights are all in the checkpoint, or its additions are, so only the reference would change."""
+    """Its weights are all in the checkpoint, or its additions are, so only the reference would change.
+
+    If that moves and all weights are trained, all of it is in the checkpoint, so the run is the same.
+    """
     out = killed_after(whole, 2, tmp_path / "killed")
     other = tmp_path / "other"
-    shutil.copytree(json.loads((whole / "config.json").read_text())["model"]["path"], other)
+    shutil.copytree(settings(whole)["model"]["path"], other)
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-3
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
+    config = settings(out)
     moved = parse(Config, config | {"model": config["model"] | {"path": str(other)}}, source="test")
+    if config["learn"]["kl_reference"] != "initial" and not config["model"]["lora"]["rank"]:
+        resume(out, config=moved, plain=True)
+        for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+            assert (out / name).read_bytes() == (whole / name).read_bytes(), name
+        return
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match=r"model.path.* holds (other weights|another model) now"):
         resume(out, config=moved, plain=True)
@@ -106,8 +140,9 @@ def test_a_large_weight_keeps_the_policy_near_its_start(tmp_path):
 
 
 def test_several_processes_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"learn.kl=0.1 is for one process, but cluster.rollouts=1 starts a cluster"):
-        configured(tmp_path, learn={"kl": 0.1}, cluster={"rollouts": 1})
+    for key in ("kl", "kl_in_reward"):
+        with pytest.raises(ConfigError, match=rf"learn.{key}=0.1 is for one process, but cluster.rollouts=1 starts a"):
+            configured(tmp_path, learn={key: 0.1}, cluster={"rollouts": 1})
     ranks = Team(torch.distributed.group.WORLD, 0, 2, 2)
     with pytest.raises(ConfigError, match=r"learn.kl=0.1 is for one process, but torchrun started 2 ranks"):
         build(resolve(configured(tmp_path, learn={"kl": 0.1})), ranks)

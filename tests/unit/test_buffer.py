@@ -102,6 +102,31 @@ def test_a_skipped_update_of_a_group_that_has_left_is_recorded():
     assert [event for event, _ in told] == ["held", "trained", "retired", "skipped"]
 
 
+@pytest.mark.parametrize(
+    ("rewards", "cut", "signal"),
+    [
+        ((0.0, 1.0, 0.0), "", {"keep", "mask", "drop"}),
+        ((0.0, 1.0, 0.0), "1", {"keep", "mask"}),  # those that are left earn the same
+        ((0.0, 1.0, 0.0), "0", {"keep", "mask", "drop"}),
+        ((0.0, 1.0, 0.0), "12", {"keep", "mask"}),  # one is left, which differs from the others
+        ((0.0, 1.0, 0.0), "012", {"keep"}),
+        ((1.0, 1.0, 1.0), "1", set()),
+    ],
+)
+def test_a_group_has_a_signal_if_what_truncation_leaves_has_one(rewards, cut, signal):
+    responses = [
+        response([0, 0], reward, Status.TRUNCATED if str(index) in cut else Status.STOPPED)
+        for index, reward in enumerate(rewards)
+    ]
+    found = set()
+    for truncated in ("keep", "mask", "drop"):
+        buffer = Buffer(batch_groups=1, max_staleness=2, truncated=truncated)
+        added = buffer.add([Group(0, Problem("p", "?", [0]), responses)], version=0)
+        assert len(added.groups) + len(added.filtered) == 1
+        found |= {truncated} if added.groups else set()
+    assert found == signal
+
+
 def test_reuse_makes_whole_passes_each_in_its_own_order():
     buffer = Buffer(batch_groups=2, reuse=3, max_staleness=5)
     buffer.add(groups(range(4), 0), version=0)

@@ -26,13 +26,12 @@ from bapo.config.base import (
     refuse_on_cpu,
 )
 from bapo.config.errors import ConfigError
+from bapo.config.learning import ADVANTAGE_NAMES, LearnConfig
 from bapo.config.numerals import counted
 from bapo.config.sections import (
-    ADVANTAGE_NAMES,
     OBJECTIVE_NAMES,
     ClusterConfig,
     EvalConfig,
-    LearnConfig,
     ObjectiveConfig,
     OffPolicyConfig,
     RolloutConfig,
@@ -114,6 +113,12 @@ class Config(Section):
             yield (
                 "learn.opsm gives masked responses advantage 0, but objective.name='asymre' shifts every advantage, so "
                 "it would push them up. Leave learn.opsm out, or choose another objective."
+            )
+        if self.learn.kl_mix != 1 and self.model.lora.rank:
+            yield (
+                f"learn.kl_mix={self.learn.kl_mix:g} mixes weights, but model.lora.rank={self.model.lora.rank} trains "
+                "low-rank additions, and a mean of two of them has a higher rank. Set learn.kl_mix=1, or "
+                "model.lora.rank=0 to train all weights."
             )
         if self.learn.offload_optimizer and (self.model.lora.rank or self.cluster.on):
             why = f"model.lora.rank={self.model.lora.rank}" if self.model.lora.rank else "the run is on a cluster"
@@ -204,10 +209,10 @@ class Config(Section):
                 "sampler and learner would differ by more, not less. Set model.float32_head=false, or "
                 "cluster.engine='in-process'."
             )
-        if self.learn.kl:
+        if self.learn.refers:
             yield (
-                f"learn.kl={self.learn.kl:g} is for one process, but cluster.rollouts={cluster.rollouts} starts a "
-                "cluster, which keeps no reference. Set learn.kl=0, or run without a cluster."
+                f"{self.learn.refers} is for one process, but cluster.rollouts={cluster.rollouts} starts a cluster, "
+                "which keeps no reference. Set it to 0, or run without a cluster."
             )
         needed = cluster.ahead * u + u - 1
         if needed > off.max_staleness:

@@ -1,4 +1,4 @@
-"""The sections of a run of `bapo train`: task, rollout, objective, off-policy sources, learning, evaluation, cluster.
+"""The sections of a run of `bapo train`: task, rollout, objective, off-policy sources, evaluation, cluster.
 
 Each section checks its own keys. What several sections must agree on is checked in `run.py`.
 """
@@ -6,16 +6,15 @@ Each section checks its own keys. What several sections must agree on is checked
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo.config.base import MOST_THREADS, OptimizerConfig, Section, SkipLimit
+from bapo.config.base import MOST_THREADS, Section
 from bapo.core.settings import (
     BRAKES,
     NOT_PRESETS,
     OBJECTIVE_OPTIONS,
-    AdvantageName,
     ClipSettings,
     Measure,
     Order,
@@ -28,7 +27,6 @@ from bapo.core.settings import (
 from bapo.demo import MAX_RESPONSE_TOKENS
 
 OBJECTIVE_NAMES = tuple(OBJECTIVE_OPTIONS)
-ADVANTAGE_NAMES: tuple[str, ...] = get_args(AdvantageName)
 
 
 class TaskConfig(Section):
@@ -332,42 +330,6 @@ class OffPolicyConfig(Section):
     """What happens to the keys and values of parked responses (CUDA only). rebuild: they are computed again under the
     new weights. keep: they stay as they are. This is cheaper, but new tokens then depend on old keys, and a resumed run
     does not repeat them bit for bit."""
-
-
-class LearnConfig(OptimizerConfig):
-    """How the weights are updated."""
-
-    batch_groups: int = Field(16, ge=1)
-    """Fresh groups per update. Replayed groups are added to them."""
-    advantages: str = Field("grpo", description=f"How rewards become advantages. One of: {', '.join(ADVANTAGE_NAMES)}.")
-    reduction: Literal["token_mean", "sequence_mean", "fixed_length", "balanced"] = "sequence_mean"
-    """How token losses become one number. token_mean: a mean over tokens, as in the paper; long responses weigh more.
-    sequence_mean: every response weighs the same; docs/results.md explains the choice. fixed_length: the sum of each
-    response divided by `rollout.max_tokens`. balanced: within each group, a mean over the tokens of all responses with
-    A > 0 and one over those with A < 0, which weigh as their responses are many (arXiv:2605.04077)."""
-    warmup_updates: int = Field(10, ge=0)
-    """Updates during which the learning rate rises linearly to its peak."""
-    ess_reference: float | None = Field(None, gt=0, le=1)
-    """Multiply the learning rate of an update by sqrt(min(1, ESS / ess_reference)). VCPO (arXiv:2602.17616) sets 1, or
-    0.55 where sampler and learner disagree. ESS = (sum w)^2 / (n sum w^2) over n responses, with w the product of a
-    response's ratios, is the effective sample size of the update's responses, as a share of them. None leaves the
-    learning rate alone."""
-    opsm: float | None = Field(None, gt=0)
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556) beside any objective: a negative response whose
-    tokens have fallen by more than this on average, in nats, gets advantage 0. Bounds are chosen
-    without it, and the brake does not see it. None turns it off."""
-    opsm_on: Literal["used", "all"] = "all"
-    """Which tokens learn.opsm masks: all of such a response, or those that were trained on before."""
-    kl: float = Field(0.0, ge=0)
-    """Weight of a penalty for leaving the initial weights, which is added to the policy loss: the k3 estimate of
-    KL(policy || initial weights) at each token, as in GRPO, whose authors used 0.04; verl's default is 0.001. 0 turns
-    it off. Without model.lora, it needs memory for one more copy of the weights. It is for one process: not for
-    torchrun with several ranks, nor for a cluster."""
-    skip_limit: SkipLimit = 3
-    anchor_limit: float = Field(0.2, gt=0)
-    """Tokens that the present weights sampled have two log-probs, the sampler's and the learner's. If their mean
-    difference in an update is above this, in nats, the run stops: the ratios would mean nothing. Smaller differences
-    that rounding does not explain are reported once."""
 
 
 PROBLEMS = 256

@@ -24,7 +24,7 @@ from bapo.learn.health import anchor_metrics, fresh_tokens
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import empty_batch
 from bapo.learn.ranks import Ranks, columns_of_all, from_all, highest, summed
-from bapo.learn.reference import k3
+from bapo.learn.terms import k3
 from bapo.types import Metrics, TokenBatch
 
 SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight", "used_low")
@@ -88,7 +88,7 @@ def update_metrics(
     scalars |= {"staleness_mean": ages.mean(), "staleness_max": ages.max()}
     fresh = fresh_tokens(batches, version=version, kept_caches=settings.kept_caches)
     scalars |= anchor_metrics(sampler_logprobs, tokens.logprobs, fresh)
-    if settings.kl:
+    if settings.refers:
         references = torch.cat([cast(Tensor, batch.reference_logprobs) for batch in batches])
         scalars["kl_reference"] = k3(tokens.logprobs, references).double().mean()
     vectors = {

@@ -34,7 +34,7 @@ from bapo.core.checks import check_finite
 from bapo.core.loss import policy_loss, update_table
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.peers import has_fallen
-from bapo.core.reduction import denominator_of, reduce_tokens
+from bapo.core.reduction import denominator_of
 from bapo.core.settings import BRAKES
 from bapo.core.tokens import Tokens
 from bapo.learn.diagnostics import Output, of_all_ranks, response_ess, update_metrics
@@ -53,8 +53,9 @@ from bapo.learn.learner_settings import LearnerSettings, ess_factor, learning_ra
 from bapo.learn.optimizer import optimizer_for
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
-from bapo.learn.reference import Reference, k3
+from bapo.learn.reference import Reference, check_referred, mean_gap
 from bapo.learn.state import fingerprint, load_state, save_state
+from bapo.learn.terms import EntropyBonus, added_terms
 from bapo.types import Group, Metrics, TokenBatch
 
 DECIDE = {"grad_norm": "the gradient norm", "loss": "the loss", "imitation/loss": "the loss"}
@@ -107,7 +108,7 @@ class Learner:
     part: Part = ALL
     """Which part of every update's responses this rank takes."""
     reference: Reference | None = None
-    """The weights that learn.kl keeps the policy near; None without it."""
+    """The weights that a KL penalty keeps the policy near; None without one."""
     first_gap: float | None = None
     """The mean gap of the first fresh tokens that this process has compared."""
     drift: Tensor | None = None
@@ -123,6 +124,7 @@ class Learner:
         self.version = 0
         if settings.has_brake and settings.sensor == "previous":
             self.drift = torch.zeros(1, dtype=torch.float64)
+        self.bonus = EntropyBonus(settings)
         self.optimizer = optimizer_for(
             model.parameters(),
             lr=settings.lr,
@@ -150,12 +152,24 @@ class Learner:
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         settings = self.settings
-        options: dict[str, Any] = {"micro_tokens": settings.micro_tokens, "padded": not self.packed}
         with self.telling_others():
             if self.reference is not None:
                 self.reference.add_logprobs(groups)
-            batches = pack(groups, estimator=settings.advantages, device=self.device, part=self.part, **options)
+            check_referred(groups, settings)
+            batches = pack(
+                groups,
+                estimator=settings.advantages,
+                micro_tokens=settings.micro_tokens,
+                device=self.device,
+                truncated=settings.truncated,
+                kl_in_reward=settings.kl_in_reward,
+                padded=not self.packed,
+                part=self.part,
+            )
         update = self.step_on(batches)
+        if self.reference is not None:
+            self.reference.follow(update.version)
+            update.metrics["kl_response"] = mean_gap(groups, settings)
         update.metrics["groups"] = float(len(groups))
         return update
 
@@ -185,6 +199,7 @@ class Learner:
         update = self.descend(metrics, batches, partial(self._drift, outputs, batches))
         if self.drift is not None and "drift" in update.metrics:
             self.drift.fill_(cast(float, update.metrics["drift"]))
+        self.bonus.follow(update.metrics)
         return update
 
     def _settings_of(self, batches: Sequence[TokenBatch]) -> LearnerSettings:
@@ -211,11 +226,6 @@ class Learner:
             raise ValueError(
                 f"objective {name} finds its bounds over all tokens of an update, but this one is {where}. Raise "
                 "learn.micro_tokens until it fits into one, on one rank."
-            )
-        if self.settings.kl and any(batch.reference_logprobs is None for batch in batches):
-            raise ValueError(
-                f"learn.kl={self.settings.kl:g}, but some tokens have no log-prob under the reference. Give the "
-                "learner its reference before the first step."
             )
         for batch in batches if self.ranks is not None else ():
             for name in ("behavior_logprobs", "advantages"):
@@ -300,7 +310,9 @@ class Learner:
     @property
     def noted(self) -> dict[str, Tensor]:
         """What a checkpoint must keep beside weights and optimizer, by name."""
-        return {} if self.drift is None else {"drift": self.drift}
+        moving = {} if self.reference is None else self.reference.moving
+        noted = self.bonus.noted | {f"reference.{name}": weight for name, weight in moving.items()}
+        return noted if self.drift is None else noted | {"drift": self.drift}
 
     def fingerprint(self) -> int:
         """A number for the bits of all weights (masters, where there are some), the same for any number of ranks."""
@@ -401,17 +413,11 @@ class Learner:
                 process_group=self.ranks if solves and settings.solves_over_update else None,
                 **({} if settings.objective in BRAKES else settings.options),
             )
-            if settings.kl:
-                result = replace(result, loss=result.loss + self._penalty(batch, logprobs, denominator))
+            more: dict[str, Any] = {"entropy_weight": self.bonus.weight, "denominator": denominator}
+            for term in added_terms(batch, logprobs, entropy, self.settings, **more):
+                result = replace(result, loss=result.loss + term)
             result.loss.backward()  # type: ignore[no-untyped-call]
         return Output(batch, logprobs.detach(), entropy.detach(), result)
-
-    def _penalty(self, batch: TokenBatch, logprobs: Tensor, denominator: Tensor) -> Tensor:
-        """What leaving the reference costs: k3 of the same tokens, averaged as the policy loss is."""
-        values = k3(logprobs, cast(Tensor, batch.reference_logprobs))
-        options: dict[str, Any] = {"denominator": denominator, "sequence_ids": batch.sequence_ids}
-        options["loss_weights"] = batch.loss_weights
-        return self.settings.kl * reduce_tokens(values, _every(batch), self.settings.reduction, **options)
 
     def _metrics(self, outputs: Sequence[Output], settings: LearnerSettings, grad_norm: Tensor) -> Metrics:
         shared = {"grad_norm": grad_norm.double()}  # the same on all ranks
@@ -421,12 +427,7 @@ class Learner:
         with_tokens = [output for output in of_all_ranks(outputs, self.ranks) if len(output.batch.targets)]
         return update_metrics(with_tokens, settings, self.settings, version=self.version, shared=shared)
 
-    def _drift(
-        self,
-        outputs: Sequence[Output],
-        batches: Sequence[TokenBatch],
-        logged: Metrics,
-    ) -> Drift | None:
+    def _drift(self, outputs: Sequence[Output], batches: Sequence[TokenBatch], logged: Metrics) -> Drift | None:
         """What the fresh tokens of an update say about sampler and learner. Ranks decide alike: all have `logged`."""
         before = self.first_gap
         if before is None and "anchor_gap" in logged:

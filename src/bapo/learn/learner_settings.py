@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -14,6 +14,7 @@ from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
 from bapo.core.settings import BRAKES, ClipSettings, require_choice, rule_of_used
+from bapo.types import Truncated
 
 Schedule = Literal["constant", "linear", "cosine"]
 MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
@@ -38,6 +39,8 @@ class LearnerSettings:
     """The divisor of reduction="fixed_length"."""
     advantages: str = "grpo"
     """The estimator of advantages: a name in ADVANTAGES."""
+    truncated: Truncated = "keep"
+    """What happens to responses that the length limit cut off (`packing.py`)."""
     micro_tokens: int = 16384
     """Places per forward pass; a larger update is cut into several."""
     temperature: float = 1.0
@@ -70,6 +73,17 @@ class LearnerSettings:
     """Which tokens it masks: those that were trained on before, or all."""
     kl: float = 0.0
     """The weight of the penalty for leaving the reference (`reference.py`), which is added to the policy loss."""
+    entropy: float = 0.0
+    """The weight of the entropy bonus (`terms.py`), or the step of this weight where there is a target."""
+    entropy_target: float | None = None
+    """The mean entropy per token, in nats, at which the bonus ends. None: the bonus has the same weight always."""
+    kl_in_reward: float = 0.0
+    """What a reward loses, before advantages are computed, for each nat that its response was likelier when it was
+    sampled than under the reference."""
+    kl_every: int | None = None
+    """Updates after which the reference moves to the present weights; None: it stays."""
+    kl_mix: float = 1.0
+    """How far it moves: all the way with 1."""
     kept_caches: bool = False
     """Whether responses that go on under newer weights keep the keys and values of older ones."""
 
@@ -86,8 +100,13 @@ class LearnerSettings:
             )
         if not self.anchor_limit > 0:
             raise ValueError(f"anchor_limit={self.anchor_limit} must be above 0: rounding alone makes a gap.")
-        if not (self.kl >= 0 and math.isfinite(self.kl)):
-            raise ValueError(f"learn.kl={self.kl} must be a finite number, 0 or above. 0 turns the penalty off.")
+        for name in ("kl", "kl_in_reward"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"learn.{name}={value} must be a finite number, 0 or above. 0 turns the penalty off.")
+        if not (self.entropy >= 0 and math.isfinite(self.entropy)):
+            raise ValueError(f"learn.entropy={self.entropy} must be a finite number, 0 or above. 0 is no bonus.")
+        require_choice("truncated", self.truncated, get_args(Truncated))
         require_choice("scope", self.scope, ("update", "microbatch"))
         require_choice("opsm_on", self.opsm_on, ("used", "all"))
         require_choice("sensor", self.sensor, ("update", "previous"))
@@ -125,6 +144,11 @@ class LearnerSettings:
     def has_brake(self) -> bool:
         """Whether a drift of tokens decides a bound."""
         return self.solves_bounds and self.clip.brake is not None
+
+    @property
+    def refers(self) -> bool:
+        """Whether anything asks for the log-probs of a reference."""
+        return bool(self.kl or self.kl_in_reward)
 
     @property
     def needs_uses(self) -> bool:

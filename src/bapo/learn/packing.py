@@ -1,10 +1,14 @@
 """Turns groups of responses, or demonstrations, into micro-batches of tensors.
 
 Advantages, and the weights of a balanced loss, are computed here, once per update, within each group and over all of
-its responses. Sequences are sorted by
-length, laid end to end and cut into micro-batches of at most `micro_tokens` places: rows x longest for a forward pass
-that pads, the sum of the lengths for one that does not (see forward.py). The result does not depend on where the cuts
-fall: bounds and denominators belong to the whole update.
+its responses. Sequences are sorted by length, laid end to end and cut into micro-batches of at most `micro_tokens`
+places: rows x longest for a forward pass that pads, the sum of the lengths for one that does not (see forward.py). The
+result does not depend on where the cuts fall: bounds and denominators belong to the whole update.
+
+Responses that the length limit cut off may be left out (`Truncated`). With mask, their rewards count in the advantages
+of their group, and their tokens are not passed: there is no loss on them, and no denominator counts them. TRL's
+mask_truncated_completions does the same where its mean is over tokens; a mean over responses still counts them there.
+With drop, their rewards do not count either.
 
 Several ranks are given the same groups and each takes a part of the sequences, longest first, so that all have about
 equally many tokens. Every rank computes the same division.
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +27,7 @@ from torch import Tensor
 
 from bapo.core.advantages import ADVANTAGES
 from bapo.core.reduction import balanced_weights
-from bapo.types import Group, TokenBatch, Trajectory
+from bapo.types import Group, TokenBatch, Trajectory, Truncated
 
 Part = tuple[int, int]
 """Which part of the sequences to take, of how many."""
@@ -39,24 +43,35 @@ def pack(
     estimator: str,
     micro_tokens: int,
     device: torch.device,
+    truncated: Truncated = "keep",
+    kl_in_reward: float = 0.0,
     padded: bool = True,
     part: Part = ALL,
 ) -> list[TokenBatch]:
     """Micro-batches that together hold every response of the groups, or this part of them, longest sequences first.
 
-    `padded`: whether the forward pass will pad, so that `micro_tokens` counts padding.
+    `truncated`: what happens to responses that were cut off. `kl_in_reward`: what a reward loses for each nat that its
+    response is likelier than under the reference. `padded`: whether the forward pass will pad, so that
+    `micro_tokens` counts padding.
     """
     if not groups:
         return []
-    rewards = [t.learning_reward for group in groups for t in group.trajectories]
+    compared = [(i, t) for i, group in enumerate(groups) for t in group.compared(truncated)]
+    rewards = [t.learning_reward for _, t in compared]
     if any(reward is None for reward in rewards):
         raise ValueError("a response without a reward reached the learner. Score every group before you add it.")
-    owners = torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories])
+    if kl_in_reward:
+        rewards = [
+            cast(float, reward) - kl_in_reward * t.reference_gap
+            for reward, (_, t) in zip(rewards, compared, strict=True)
+        ]
+    owners = torch.tensor([i for i, _ in compared])
     advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), owners).advantages
-    trajectories = [t for group in groups for t in group.trajectories]
-    weights = balanced_weights(advantages, torch.tensor([len(t.tokens) for t in trajectories]), owners)
-    uses = [group.uses for group in groups for _ in group.trajectories]
-    rows = list(zip(trajectories, advantages.tolist(), weights.tolist(), uses, strict=True))
+    trained = {id(t) for group in groups for t in group.trained(truncated)}
+    lengths = torch.tensor([len(t.tokens) if id(t) in trained else 0 for _, t in compared])
+    weights = balanced_weights(advantages, lengths, owners)
+    every = zip(compared, advantages.tolist(), weights.tolist(), strict=True)
+    rows = [(t, advantage, weight, groups[i].uses) for (i, t), advantage, weight in every if id(t) in trained]
     return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
 
 

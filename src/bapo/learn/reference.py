@@ -1,23 +1,30 @@
-"""The reference of learn.kl: the weights with which the run began, and what they say about every token.
+"""The reference of a KL penalty: the weights with which the run began, or later ones, and what they say of tokens.
 
     all weights trained     a frozen copy of them, in the same precision on the same device
     low-rank additions      the model itself, with every addition multiplied by 0; nothing is copied
+    low-rank additions, and a reference that moves      a copy of the additions, on the same frozen weights
+
+A reference that moves (learn.kl_reference = "every N") becomes the present weights after every N-th update, taken or
+skipped. Or it goes only a part of the way there, as in TR-DPO (arXiv:2404.09656) and TRL's sync_ref_model:
+
+    reference = (1 - kl_mix) reference + kl_mix policy
 
 When the learner first sees a group, the reference passes over its responses once, without gradients. The log-probs are
-kept with the group, so later visits and replays cost no pass, and a resumed run has them from its checkpoint. They are
-computed as the learner computes its own, at the same temperature, packed or padded alike; only learn.compile is left
-out, because one pass per group does not repay a compilation.
+kept with the group, so later visits and replays cost no pass, and a resumed run has them from its checkpoint. So a
+group that is visited again has them from its first visit, even if the reference has moved since; TRL keeps them, too.
+They are computed as the learner computes its own, at the same temperature, packed or padded alike; only learn.compile
+is left out, because one pass per group does not repay a compilation.
 
-The penalty itself is an estimate at each token (GRPO, arXiv:2402.03300, eq. 4):
+learn.kl_in_reward takes a penalty from rewards instead, before advantages are computed, as verl's use_kl_in_reward does
+with its default estimator, k1, and group advantages, for which it adds up the rewards of all tokens:
 
-    k3_t = exp(d_t) - d_t - 1,   d_t = log pi_ref(t) - log pi(t)
+    reward_i = R_i - kl_in_reward sum_t (log b_t - log pi_ref(t)),   b: the policies that sampled the tokens
 
-It is never negative, it is 0 where both models agree, and its mean over tokens that the policy itself samples is
-KL(policy || reference). Here older versions of the policy sampled most tokens. That is not corrected, as it is not in
-verl: on stale data the mean of k3 is a penalty and not an exact KL. TRL 1.16 multiplies k3 by the ratio by default.
+The sum is the log-ratio of the whole response. Its mean over responses of b is KL(b || reference), and a longer
+response can lose more. A response loses the same at every visit.
 
 A resumed run makes the reference from model.path again, before its checkpoint is loaded. The fingerprint shows whether
-these are still the weights with which the run began.
+these are still the weights with which the run began. The weights of a reference that moves are in the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -41,32 +49,52 @@ from bapo.learn.state import fingerprint, frozen_weights
 from bapo.models.layers import without_additions
 from bapo.types import Group
 
-K3_LIMIT = 20.0
-"""The log-difference up to which the estimator is exact."""
-K3_SLOPE = math.expm1(K3_LIMIT)
-"""The derivative of the estimator there."""
 
+def initial(model: Any, *, moves: bool = False) -> Any:
+    """The model that stays as this one is now: a frozen copy, or itself if its weights are frozen below additions.
 
-def initial(model: Any) -> Any:
-    """The model that stays as this one is now: a frozen copy, or itself if its weights are frozen below additions."""
+    `moves`: its weights will change later. Then it has additions of its own, on the frozen weights of this one.
+    """
     has_additions = any(hasattr(module, "lora_A") for module in model.modules())
-    return model if has_additions else copy.deepcopy(model).requires_grad_(False)
+    if has_additions and not moves:
+        return model
+    shared = {id(p): p for p in model.parameters() if has_additions and not p.requires_grad}
+    return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 class Reference:
-    """The initial weights, made ready for passes."""
+    """The weights to stay near, made ready for passes."""
 
     def __init__(self, kept: Any, whole: WholeModel, settings: LearnerSettings) -> None:
         """`kept`: what `initial` gave before the first update. `whole`: the learner's own model, ready for passes."""
-        self.additions = kept is whole.model
+        self.policy, self.additions = whole.model, kept is whole.model
         self.whole = WholeModel(kept, replace(settings, compile=False), packed=whole.packed)
         self.settings = settings
         self.fingerprint = fingerprint(frozen_weights(kept).values())
 
+    @property
+    def moving(self) -> dict[str, Tensor]:
+        """The weights that change, by name: none if the reference stays where it is."""
+        if self.settings.kl_every is None:
+            return {}
+        trained = {name for name, parameter in self.policy.named_parameters() if parameter.requires_grad}
+        return {name: weight for name, weight in self.whole.model.named_parameters() if name in trained}
+
+    @torch.no_grad()
+    def follow(self, version: int) -> None:
+        """Go to the weights of this version, if the reference moves then, or as far as learn.kl_mix says."""
+        every, mix = self.settings.kl_every, self.settings.kl_mix
+        if every is None or version % every:
+            return
+        policy = dict(self.policy.named_parameters())
+        for name, weight in self.moving.items():
+            weight.copy_(policy[name] if mix == 1 else torch.lerp(weight.float(), policy[name].float(), mix))
+
     @torch.no_grad()
     def add_logprobs(self, groups: Sequence[Group]) -> None:
         """Give the responses of these groups their log-probs under the reference, unless they have them."""
-        left = [t for group in groups for t in group.trajectories if len(t.reference_logprobs) < len(t.tokens)]
+        compared = (t for group in groups for t in group.compared(self.settings.truncated))
+        left = [t for t in compared if len(t.reference_logprobs) < len(t.tokens)]
         left.sort(key=lambda t: -len(t.prompt) - len(t.tokens))  # the order in which they are packed
         batches = pack_demonstrations(
             ((t.prompt, t.tokens) for t in left),
@@ -83,24 +111,23 @@ class Reference:
                     found = list(islice(logprobs, len(trajectory.tokens)))
                     if not all(map(math.isfinite, found)):
                         raise ValueError(
-                            "learn.kl: the initial weights give a token of a response a log-prob that is not finite, "
-                            "so there is no distance to them. Set model.dtype='float32', or learn.kl=0."
+                            "learn.kl: the reference gives a token of a response a log-prob that is not finite, so "
+                            "there is no distance to it. Set model.dtype='float32', or learn.kl=0."
                         )
                     trajectory.reference_logprobs = found
 
 
-def k3(
-    logprobs: Tensor,  # under the policy now; carries grad
-    reference_logprobs: Tensor,  # same shape; under the reference, a constant
-) -> Tensor:  # same shape; float32, or float64 for such log-probs
-    """The estimate at each token. Its derivative by the policy's log-prob is 1 - exp(d), and 1 - exp(20) at most.
+def check_referred(groups: Sequence[Group], settings: LearnerSettings) -> None:
+    """Refuse responses without the log-probs that learn.kl or learn.kl_in_reward asks for, if one of them does."""
+    compared = (t for group in groups if settings.refers for t in group.compared(settings.truncated))
+    if any(len(t.reference_logprobs) < len(t.tokens) for t in compared):
+        key = "kl" if settings.kl else "kl_in_reward"
+        raise ValueError(
+            f"learn.{key}={getattr(settings, key):g}, but some tokens have no log-prob under the reference. Give the "
+            "learner its reference before the first step."
+        )
 
-    exp(d) overflows where the policy has all but given up a token that the reference likes. Up to d = 20 the estimator
-    is exact; beyond, it goes on along its tangent. So value and gradient stay finite, and the gradient still leads back
-    to the reference. TRL has no such guard; verl clamps d to 20 and k3 to 10, and tokens beyond have no gradient.
-    """
-    dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    difference = reference_logprobs.detach().to(dtype) - logprobs.to(dtype)
-    exact = difference.clamp(max=K3_LIMIT)
-    tangent = K3_SLOPE * torch.relu(difference - K3_LIMIT)
-    return torch.expm1(exact) - exact + tangent  # expm1: few digits are lost where both models agree
+
+def mean_gap(groups: Sequence[Group], settings: LearnerSettings) -> float:
+    """The mean over these responses of how much likelier they were when they were sampled than under the reference."""
+    return fmean(t.reference_gap for group in groups for t in group.compared(settings.truncated))

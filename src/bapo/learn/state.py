@@ -11,6 +11,8 @@ files nor between ranks. Tensors have the names of parameters, so a checkpoint d
     weight.NAME                     the float32 weight (the master, where passes run in 16 bits)
     exp_avg.NAME, exp_avg_sq.NAME   AdamW's moments, and step.NAME, how many there were; absent before the first update
     buffer.NAME                     buffers that the model keeps
+    reference.NAME                  the weight of a reference that moves (`reference.py`)
+    entropy                         the weight of a bonus with a target, and the entropy of the last update
     drift                           what the brake knows of the last update, if it goes by that one
     frozen.fingerprint              of the weights that are not trained, if there are any
 

@@ -3,12 +3,12 @@
     states        bytes per trained parameter: 18 in bfloat16 (weight 2, master 4, gradient 4, moments 8), 6 with
                   learn.offload_optimizer, and 16 in float32; of a frozen one, the weight alone
     sampler       on CUDA, the engine's own copy of the weights
-    reference     with learn.kl, a copy of the weights, unless low-rank additions are trained
+    reference     with a KL penalty, a copy of the weights. If low-rank additions are trained: of these, if it moves
     cache         keys and values of all responses in flight: layers x 2 x key heads x head width, per token
     activations   of one forward pass: with activation checkpointing the input of each layer and the working set of one,
                   without it about that working set for every layer
-    disk          a checkpoint has the weights, the masters and the moments; the oldest one goes when a new one is
-                  complete; the model is written once more at the end
+    disk          a checkpoint has the weights, the masters, the moments and a reference that moves; the oldest one goes
+                  when a new one is complete; the model is written once more at the end
 
 On a cluster, a rollout actor holds the weights and the cache, and learner ranks share the states. Sampling is divided
 among the actors and learning among the ranks, each on GPUs of its own, or with a share of the threads of this machine.
@@ -16,8 +16,8 @@ Processes that share its threads are never faster together than the machine.
 
 Times are the floating-point operations of sampling (2 per parameter and token) and learning (6, or 8 with activation
 checkpointing) at a speed that was measured, and no less than it takes to read the weights once per sampled token. With
-learn.kl, every response passes once more (2). They assume that every response has its full length, so they are rough
-and err upwards.
+a KL penalty, every response passes once more (2). They assume that every response has its full length, so they are
+rough and err upwards.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
     again = config.learn.activation_checkpointing
     layers = shape.hidden * shape.layers + working_set if again else shape.layers * working_set
     on_device = 6 if config.learn.offload_optimizer else 18
-    saved = (14 if width == 2 else 12) * shape.trained
+    moves, additions = config.learn.kl_every is not None, bool(config.model.lora.rank)
+    reference = float((4 if additions else width) * shape.trained) if config.learn.refers else 0.0
+    saved = (14 if width == 2 else 12) * shape.trained + (reference if moves else 0.0)
     checkpoints = config.steps if config.checkpoint_minutes else -(-config.steps // config.checkpoint_every)
     return Memory(
         states=(on_device if width == 2 else 16) * shape.trained + width * (shape.parameters - shape.trained),
@@ -84,7 +86,7 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
         cache=float(kept * shape.layers * 2 * shape.key_heads * shape.head_width * width),
         activations=float(tokens * layers * width),
         disk=float(min(config.checkpoint_keep + 1, checkpoints) * saved + width * shape.parameters),
-        reference=float(width * shape.parameters) if config.learn.kl and not config.model.lora.rank else 0.0,
+        reference=reference if moves or not additions else 0.0,
     )
 
 
@@ -122,7 +124,7 @@ def seconds(config: Config, shape: Shape, longest_prompt: int, *, flops: float, 
     responses = rollout.prompts * rollout.responses
     learned = config.steps * config.offpolicy.reuse * responses * longest
     per_token = (4 if shape.trained < shape.parameters else 6) + 2 * config.learn.activation_checkpointing
-    referred = 2 * config.steps * responses * longest if config.learn.kl else 0
+    referred = 2 * config.steps * responses * longest if config.learn.refers else 0
     during = (config.steps - 1) // evaluation.every if evaluation.every else 0
     times = 2 + during + 2 * len(evaluation.also_at)
     return Seconds(

@@ -262,11 +262,12 @@ def no_signal(run: Run) -> str | None:
     if kept + filtered < FEW or filtered <= NO_SIGNAL * (kept + filtered) or warned(run) or unrewarded(run):
         return None
     what = "harder problems" if mean(rewards) > 0.5 else "easier problems, or a warm start (docs/sft.md)"
+    cut = "" if run.config["learn"].get("truncated", "keep") == "keep" else " or were cut off"
     if not all(0 <= reward <= 1 for reward in rewards):  # on another scale, nobody knows which side is the good one
         what = "easier or harder problems"
     return (
         f"{filtered / (kept + filtered):.0%} of the groups carried no signal, because all responses of a group earned "
-        f"the same reward; take larger groups (rollout.responses), or {what}"
+        f"the same reward{cut}; take larger groups (rollout.responses), or {what}"
     )
 
 

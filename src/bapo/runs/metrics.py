@@ -20,11 +20,13 @@ EVERY_LINE = {
 }
 
 UPDATE = {
-    "loss": "Policy loss of the update; with learn.kl, the penalty is included, multiplied by its weight.",
+    "loss": "Policy loss of the update; with learn.kl or learn.entropy, penalty and bonus are included, multiplied by "
+    "their weights.",
     "grad_norm": "Gradient norm before clipping.",
     "lr": "Learning rate used.",
     "tokens": "Response tokens trained on.",
     "entropy": "Mean entropy of the next-token distributions at these tokens, under the current policy, in nats.",
+    "entropy_weight": "Weight of the entropy bonus in this update; present if learn.entropy_target is set.",
     "share": "Share of the signal that positive tokens hold at the bounds in use, by the measure that BAPO searches "
     "by; for other objectives, by the gradient measure.",
     "share_unclipped": "The same share without a clip.",
@@ -58,8 +60,11 @@ UPDATE = {
     "ratio_prob": "Mean probability of the tokens in each of these bins under the current policy; 0 in an empty bin.",
     "ratio_entropy": "Mean entropy at the tokens in each of these bins, under the current policy, in nats; 0 if empty.",
     "kl": "Estimate of KL(sampling policy || current policy) per token: mean of r - 1 - log r.",
-    "kl_reference": "Estimate of KL(current policy || initial weights) per token: mean of q - 1 - log q, where q is "
-    "the ratio of a token's initial probability to its current one; present if learn.kl is set.",
+    "kl_reference": "Estimate of KL(current policy || reference) per token: mean of q - 1 - log q, where q is the "
+    "ratio of a token's probability under the reference to its current one; present if learn.kl or learn.kl_in_reward "
+    "is set.",
+    "kl_response": "Mean over responses of their log-prob when they were sampled minus that under the reference, in "
+    "nats: learn.kl_in_reward times this is taken from rewards. Present with kl_reference.",
     "ess": "Effective sample size as a share of the tokens: (sum r)^2 / (n sum r^2); 1 on-policy.",
     "response_ess": "The same over responses, with products of r over each; present if learn.ess_reference is set.",
     "staleness_mean": "Mean number of updates between sampling and use, per token.",
@@ -143,7 +148,7 @@ BUFFER = {
     "buffer/adds": "Rollouts added so far.",
     "buffer/draws": "Draws so far that returned groups; each is one update.",
     "buffer/added": "Groups admitted so far.",
-    "buffer/filtered": "Groups refused so far for lack of a signal: all rewards equal, or no token in any response.",
+    "buffer/filtered": "Groups refused so far for lack of a signal: all rewards equal, or no token to train on.",
     "buffer/fresh": "Groups drawn in fresh passes so far, counted once per pass.",
     "buffer/replayed": "Groups drawn again after their fresh passes so far, counted once per draw.",
     "buffer/replay_short": "Places for replay that stayed empty so far because too few groups were eligible.",

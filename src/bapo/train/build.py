@@ -69,6 +69,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         replay_max_age=min(off.replay_max_age, off.max_staleness),
         replay_max_uses=off.replay_max_uses,
         capacity=off.replay_capacity,
+        truncated=config.learn.truncated,
         seed=config.seed,
         record=ledger.record,
     )
@@ -110,12 +111,12 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
         policy.model.to("meta")  # this process only needs to know its shape
         return start_cluster(config, policy, task)
     model = policy.model
-    if config.learn.kl and team.size > 1:
+    if config.learn.refers and team.size > 1:
         raise ConfigError(
-            f"learn.kl={config.learn.kl:g} is for one process, but torchrun started {team.size} ranks, which keep no "
-            "reference. Set learn.kl=0, or start the run without torchrun."
+            f"{config.learn.refers} is for one process, but torchrun started {team.size} ranks, which keep no "
+            "reference. Set it to 0, or start the run without torchrun."
         )
-    kept = initial(model) if config.learn.kl else None
+    kept = initial(model, moves=config.learn.kl_every is not None) if config.learn.refers else None
     engine: Engine = engine_for(
         model,
         slots=config.rollout.slots,

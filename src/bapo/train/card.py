@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bapo import __version__
+from bapo.config.learning import LearnConfig
 from bapo.config.numerals import counted
 from bapo.config.run import Config
-from bapo.config.sections import LearnConfig, ObjectiveConfig, OffPolicyConfig, TaskConfig
+from bapo.config.sections import ObjectiveConfig, OffPolicyConfig, TaskConfig
 from bapo.config.sft import SftConfig
 from bapo.rollout.engine import Sampling
 from bapo.runs import files, ledger
@@ -172,13 +173,20 @@ def sources_in_words(off: OffPolicyConfig) -> list[str]:
 def learning_in_words(learn: LearnConfig) -> str:
     """How rewards become one number to learn from, and what else shapes an update if it is asked for."""
     warmup = f", warm-up {counted(learn.warmup_updates, 'update')}" if learn.warmup_updates else ""
-    penalty = f", KL penalty to the initial weights {learn.kl:g}" if learn.kl else ""
+    stays = learn.kl_every is None
+    of = "the initial weights" if stays else f"a reference that follows {learn.kl_reference} updates"
+    target = "" if learn.entropy_target is None else f" towards {learn.entropy_target:g} nats"
+    bonus = f", entropy bonus {learn.entropy:g}{target}" if learn.entropy else ""
+    penalty = f", KL penalty to {of} {learn.kl:g}" if learn.kl else ""
+    penalty += f", KL to {of} in the reward {learn.kl_in_reward:g}" if learn.kl_in_reward else ""
     what = "used tokens of " if learn.opsm_on == "used" else ""
     fell = f"negative responses that fell by more than {learn.opsm} nats per token"
     masked = "" if learn.opsm is None else f", {what}{fell} are masked"
+    how = {"mask": "have no loss", "drop": "leave their groups"}.get(learn.truncated)
+    cut = f", truncated responses {how}" if how else ""
     return (
         f"AdamW, learning rate {learn.lr:g} ({learn.schedule}{warmup}), {counted(learn.batch_groups, 'group')} per "
-        f"update, {learn.reduction} loss, {learn.advantages} advantages{penalty}{masked}"
+        f"update, {learn.reduction} loss, {learn.advantages} advantages{bonus}{penalty}{masked}{cut}"
     )
 
 

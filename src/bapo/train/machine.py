@@ -108,6 +108,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         reduction=learn.reduction,
         length=config.rollout.max_tokens,
         advantages=learn.advantages,
+        truncated=learn.truncated,
         temperature=config.rollout.temperature,
         warmup_updates=learn.warmup_updates,
         total_updates=config.steps * config.updates_per_step,
@@ -116,7 +117,12 @@ def learner_settings(config: Config) -> LearnerSettings:
         anchor_limit=learn.anchor_limit,
         opsm=learn.opsm,
         opsm_on=learn.opsm_on,
+        entropy=learn.entropy,
+        entropy_target=learn.entropy_target,
         kl=learn.kl,
+        kl_in_reward=learn.kl_in_reward,
+        kl_every=learn.kl_every,
+        kl_mix=learn.kl_mix,
         kept_caches=config.offpolicy.partial_cache == "keep",
     )
 

@@ -144,6 +144,10 @@ class Training(Job):
     def _why_nothing_is_learned(self, record: StepRecord) -> str:
         if "reward" in record.rollout:
             mean = f"mean reward {record.rollout['reward']:.3g}"
+            if (truncated := self.config.learn.truncated) != "keep":
+                return (
+                    f"No group had rewards that differ, without what learn.truncated={truncated!r} leaves out ({mean})."
+                )
             return f"A group teaches only if its rewards differ, and none did ({mean})."
         left = record.rollout["rollout/parked"] + record.rollout["rollout/waiting"]
         budget = self.config.offpolicy.partial_budget
@@ -286,7 +290,7 @@ class Training(Job):
             )
         if self._reference().get("reference") != state.get("reference"):
             raise CheckpointError(
-                f"learn.kl={self.config.learn.kl:g} keeps the policy near the weights with which {path} began, but "
+                f"{self.config.learn.refers} keeps the policy near the weights with which {path} began, but "
                 f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
                 "back, or start a new run."
             )
@@ -320,9 +324,9 @@ class Training(Job):
         self.parts.close()
 
     def _reference(self) -> dict[str, int]:
-        """The fingerprint of the weights that learn.kl refers to, if it does."""
+        """The fingerprint of the weights that a KL penalty refers to, unless they are in the checkpoint."""
         reference = self.learner.reference if isinstance(self.learner, Learner) else None
-        return {} if reference is None else {"reference": reference.fingerprint}
+        return {} if reference is None or reference.moving else {"reference": reference.fingerprint}
 
     def _fingerprint(self) -> str:
         return fingerprint([*self.parts.task.train, *self.parts.task.test])

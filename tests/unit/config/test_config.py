@@ -161,6 +161,14 @@ def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
         ({"learn": {"ess_reference": 0.0}}, ["learn.ess_reference = 0.0: give a number greater than 0"]),
         ({"learn": {"opsm": 0.0}}, ["learn.opsm = 0.0: give a number greater than 0"]),
         ({"learn": {"opsm": 0.1}, "objective": {"name": "asymre"}}, ["shifts every advantage"]),
+        ({"learn": {"kl": 0.1, "kl_reference": "every 0"}}, ["kl_reference='every 0' names no", "such as 'every 64'"]),
+        ({"learn": {"entropy_target": 0.2}}, ["learn.entropy_target=0.2 has no bonus", "Set learn.entropy,"]),
+        ({"learn": {"kl_reference": "every 9"}}, ["learn.kl_reference='every 9' does nothing", "Set learn.kl,"]),
+        ({"learn": {"kl": 0.1, "kl_mix": 0.6}}, ["learn.kl_mix=0.6 is for a reference that moves", "leave kl_mix out"]),
+        (
+            {"learn": {"kl": 0.1, "kl_reference": "every 9", "kl_mix": 0.6}, "model": {"lora": {"rank": 4}}},
+            ["learn.kl_mix=0.6 mixes weights", "model.lora.rank=4", "Set learn.kl_mix=1"],
+        ),
         ({"learn": {"opsm_on": "used"}}, ["learn.opsm_on='used' says which tokens learn.opsm masks", "Set it"]),
         ({"eval": {"also_at": [0.6, -1.0]}}, ["eval.also_at.1 = -1.0"]),
         (

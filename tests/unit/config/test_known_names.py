@@ -35,7 +35,10 @@ def test_every_name_leads_to_a_key_that_exists_and_none_is_listed_twice():
         ("learn.beta", "In TRL, beta is what learn.kl is here."),
         ("off_policy_mask_threshold", "In TRL, off_policy_mask_threshold is what learn.opsm is here."),
         ("kl_loss_coef", "In verl, kl_loss_coef is what learn.kl is here."),
-        ("kl_coef", "No penalty is taken from rewards here."),
+        ("use_kl_in_reward", "In verl, use_kl_in_reward is what learn.kl_in_reward is here."),
+        ("entropy_coeff", "In verl, entropy_coeff is what learn.entropy is here."),
+        ("mask_truncated_completions", "In TRL, mask_truncated_completions is what learn.truncated is here."),
+        ("ref_model_sync_steps", "In TRL, ref_model_sync_steps is what learn.kl_reference is here."),
         ("num_iterations", "offpolicy.reuse"),
     ],
 )

@@ -282,6 +282,95 @@ def test_a_balanced_loss_and_its_gradient_are_those_of_a_literal_loop(micro_toke
         assert limit < 1e-2 * value
 
 
+@pytest.mark.parametrize(("truncated", "rewards"), [("keep", (1, 0.5, 0)), ("mask", (1, 0.5, 0)), ("drop", (1, 0))])
+def test_truncated_responses_by_hand(truncated, rewards):
+    """The second of three is cut off: it is passed, or only its reward counts, or not even that."""
+    responses = [by_hand([5, 6], [7] * length, reward) for length, reward in ((1, 1.0), (4, 0.5), (2, 0.0))]
+    responses[1].status = Status.TRUNCATED
+    responses[1].reward = 0.8
+    (batch,) = pack([Group(0, Problem("p", "", None), responses, uses=3)], **PACKED, truncated=truncated)
+    mean = {"drop": 0.5}.get(truncated, 0.6)
+    lengths = {"keep": [4, 2, 1]}.get(truncated, [2, 1])
+    advantages = {2: 0 - mean, 1: 1 - mean, 4: 0.8 - mean}
+    assert batch.offsets.diff().tolist() == [2 + length for length in lengths]
+    expected = [advantages[length] for length in lengths for _ in range(length)]
+    assert batch.advantages.tolist() == pytest.approx(expected, rel=rounding(4))
+    positive = 2 / 5 if truncated == "keep" else 1.0
+    weights = [{4: positive, 2: 0.5, 1: positive}[length] for length in lengths for _ in range(length)]
+    assert batch.loss_weights.tolist() == pytest.approx(weights)
+    assert batch.uses.tolist() == [3] * sum(lengths)
+
+
+def literal_truncated_loss(start, groups, truncated, reduction):
+    """GRPO's clip at 0.8 and 1.2 with A = R - mean, over the responses that are not cut off, one after the other."""
+    total, tokens, responses = 0.0, 0, 0
+    for group in groups:
+        whole = [t for t in group.trajectories if t.status is Status.STOPPED]
+        compared = whole if truncated == "drop" else group.trajectories
+        mean = sum(t.reward for t in compared) / max(1, len(compared))
+        for t in whole:
+            advantage = t.reward - mean
+            ratios = (literal_logprobs(start, t, 0.8) - torch.tensor(t.behavior_logprobs, dtype=torch.float64)).exp()
+            losses = -torch.minimum(ratios * advantage, ratios.clamp(0.8, 1.2) * advantage)
+            total = total + (losses.mean() if reduction == "sequence_mean" else losses.sum())
+            tokens, responses = tokens + len(losses), responses + 1
+    return total / {"token_mean": tokens, "sequence_mean": responses, "fixed_length": 12 * responses}[reduction]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("micro_tokens", [60, 10_000])
+@pytest.mark.parametrize(
+    ("truncated", "reduction"), [("mask", "token_mean"), ("mask", "sequence_mean"), ("drop", "fixed_length")]
+)
+def test_loss_and_gradient_without_truncated_responses_are_those_of_a_literal_loop(truncated, reduction, micro_tokens):
+    start = model()
+    groups = sampled_groups(start)
+    cut = [t.status is Status.TRUNCATED for group in groups for t in group.trajectories]
+    assert 0 < sum(cut) < len(cut)
+    moved = moved_on(start)
+    options = {"objective": "grpo", "advantages": "dr_grpo", "temperature": 0.8, "length": 12}
+    settings = LearnerSettings(reduction=reduction, truncated=truncated, micro_tokens=micro_tokens, **options)
+    exact = copy.deepcopy(moved).double()
+    loss = literal_truncated_loss(exact, groups, truncated, reduction)
+    loss.backward()
+    gradient = sum(float(p.grad.square().sum()) for p in exact.parameters()) ** 0.5
+
+    def learner_there():
+        return Learner(copy.deepcopy(moved), settings)
+
+    def told(learner):
+        metrics = learner.step(groups).metrics
+        return {name: metrics[name] for name in ("loss", "grad_norm", "tokens")}
+
+    found, limits = told(learner_there()), carried(told, given=learner_there)
+    assert found["tokens"] == sum(len(t.tokens) for g in groups for t in g.trajectories if t.status is Status.STOPPED)
+    for name, value in (("loss", loss.item()), ("grad_norm", gradient)):
+        limit = limits[name] + rounding(4, abs(value))
+        assert found[name] == pytest.approx(value, rel=0, abs=limit)
+        assert limit < 1e-2 * abs(value)
+
+
+def test_an_update_knows_of_a_masked_response_only_its_reward():
+    """It is the update of the same groups whose truncated responses have no token, bit for bit."""
+    start = model()
+    groups = sampled_groups(start)
+    nothing = {name: [] for name in ("tokens", "behavior_logprobs", "entropies", "versions")}
+    emptied = [
+        replace(g, trajectories=[replace(t, **nothing) if t.status is Status.TRUNCATED else t for t in g.trajectories])
+        for g in groups
+    ]
+    kept = []
+    for given, truncated in ((groups, "mask"), (emptied, "keep"), (groups, "keep")):
+        learner = Learner(moved_on(start), LearnerSettings(truncated=truncated, temperature=0.8))
+        metrics = learner.step(given).metrics
+        kept.append(([metrics[name] for name in ("tokens", "clip_high", "positive_tokens")], gradients_kept(learner)))
+    (ours, first), (theirs, second), (all_of_them, _) = kept
+    assert ours == theirs != all_of_them
+    scale = max(float(gradient.abs().max()) for gradient in first)
+    for one, other in zip(first, second, strict=True):  # a pass with other rows, and so other sums
+        assert_close(one, other, rtol=1e-4, atol=1e-5 * scale)
+
+
 def moved_on(start, size=0.05):
     """The same model after some updates, so that responses have risen and fallen."""
     moved = copy.deepcopy(start)

@@ -13,8 +13,8 @@ from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
 from bapo.learn.reference import Reference, initial
 from bapo.models.layers import LoraSettings, add_lora
-from bapo.types import group_from_state, group_state
-from tests.rounding import carried
+from bapo.types import Group, Problem, Status, Trajectory, group_from_state, group_state
+from tests.rounding import carried, rounding
 from tests.unit.learn.test_learner import CPU, literal_logprobs, model, sampled_groups
 
 SETTINGS = LearnerSettings(objective="grpo", temperature=0.8, lr=1e-2, kl=0.5, micro_tokens=60)
@@ -22,7 +22,7 @@ SETTINGS = LearnerSettings(objective="grpo", temperature=0.8, lr=1e-2, kl=0.5, m
 
 def learner_of(start, settings=SETTINGS):
     """A learner with its reference, as `build` makes them."""
-    kept = initial(start)
+    kept = initial(start, moves=settings.kl_every is not None)
     learner = Learner(start, settings)
     learner.reference = Reference(kept, learner.whole, settings)
     return learner
@@ -157,6 +157,144 @@ def test_a_group_is_passed_once_however_often_it_is_visited(monkeypatch):
     assert [t.reference_logprobs for t in groups[0].trajectories] == first
 
 
+MOVING = replace(SETTINGS, kl_every=2)
+
+
+def trained(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def same_weights(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("make", [model, with_additions])
+def test_a_moving_reference_is_the_policy_of_the_last_multiple_of_n_updates(make):
+    start = make()
+    learner = learner_of(start, MOVING)
+    others = {name: p.clone() for name, p in start.named_parameters() if not p.requires_grad}
+    at = [trained(start)]
+    for version in range(5):
+        groups = sampled_groups(start, version=version)
+        known = learner.step(groups).metrics["kl_reference"]
+        at.append(trained(start))
+        followed = at[(version + 1) // 2 * 2]
+        assert same_weights({name: w.detach() for name, w in learner.reference.moving.items()}, followed)
+        assert (known < 1e-9) == (version % 2 == 0)  # a group's first visit, right after the reference has moved
+    assert not same_weights(at[2], at[4])
+    frozen = {name: p for name, p in start.named_parameters() if not p.requires_grad}
+    kept = dict(learner.reference.whole.model.named_parameters())
+    assert same_weights(frozen, others)
+    assert all(kept[name] is p for name, p in frozen.items())  # they are not copied
+    assert not any(p.requires_grad for p in kept.values())
+
+
+def test_log_probs_are_those_of_the_reference_at_the_first_visit():
+    start = model()
+    learner = learner_of(start, MOVING)
+    early, late = sampled_groups(start), sampled_groups(start)
+    learner.step(early)
+    first = [list(t.reference_logprobs) for group in early for t in group.trajectories]
+    learner.step(early)  # and the reference moves
+    at = copy.deepcopy(start)
+    learner.step(early + late)
+    assert [t.reference_logprobs for group in early for t in group.trajectories] == first
+    for trajectory in (t for group in late for t in group.trajectories):
+        expected = literal_logprobs(at, trajectory, 0.8, torch.float32).tolist()
+        assert trajectory.reference_logprobs == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reference_may_go_a_part_of_the_way(dtype):
+    start = model().to(dtype)
+    learner = learner_of(start, replace(MOVING, kl_mix=0.6))
+    expected = {name: weight.double() for name, weight in trained(start).items()}
+    for version in range(4):
+        learner.step(sampled_groups(start, version=version))
+        if version % 2:
+            for name, weight in trained(start).items():
+                mixed = 0.4 * expected[name] + 0.6 * weight.double()
+                found = learner.reference.moving[name]
+                limit = rounding(2, dtype=torch.float32) + rounding(1, dtype=dtype)
+                assert_close(found.double(), mixed, rtol=0, atol=limit * float(mixed.abs().max()))
+                expected[name] = found.double()
+            assert not same_weights(trained(start), {n: w.detach() for n, w in learner.reference.moving.items()})
+
+
+@pytest.mark.parametrize("make", [model, with_additions])
+def test_a_learner_goes_on_with_the_reference_it_saved(make, tmp_path):
+    start = make()
+    learner = learner_of(start, MOVING)
+    for version in range(3):
+        learner.step(sampled_groups(start, version=version))
+    learner.save(tmp_path)
+    again = learner_of(make(), MOVING)
+    again.load(tmp_path, version=3)
+    saved = {name: weight.clone() for name, weight in learner.reference.moving.items()}
+    assert same_weights(again.reference.moving, saved)
+    assert not same_weights(trained(start), saved)  # it has moved on since
+    for version in (3, 4):
+        groups = sampled_groups(start, version=version)
+        first = learner.step(groups).metrics
+        for trajectory in (t for group in groups for t in group.trajectories):
+            trajectory.reference_logprobs = []
+        assert again.step(groups).metrics == first
+    assert same_weights(trained(again.model), trained(start))
+    Learner(make(), replace(MOVING, kl=0.0)).save(tmp_path)
+    with pytest.raises(KeyError, match="does not say what reference"):
+        again.load(tmp_path, version=3)
+
+
+IN_REWARD = replace(SETTINGS, kl=0.0, kl_in_reward=0.25, advantages="dr_grpo")
+
+
+@pytest.mark.parametrize(("truncated", "expected"), [("keep", (0.9, -0.15, -0.75)), ("mask", (0.9, -0.15))])
+def test_a_penalty_in_the_reward_by_hand(truncated, expected):
+    """Rewards 1, 0, 0 lose a quarter of 0.4, 0.6 and 3 nats, so they are 0.9, -0.15, -0.75, with mean 0."""
+    gaps = [(0.1, 0.3), (0.6,), (2.0, 0.5, 0.5)]
+    responses = [
+        Trajectory(
+            *([5, 6], 0, [7] * len(gap), [-1.0] * len(gap), [0.5] * len(gap), [0] * len(gap), Status.STOPPED),
+            reward=float(index == 0),
+            reference_logprobs=[-1.0 - each for each in gap],
+        )
+        for index, gap in enumerate(gaps)
+    ]
+    responses[2].status = Status.TRUNCATED
+    group = Group(0, Problem("p", "", None), responses)
+    options = {"estimator": "dr_grpo", "micro_tokens": 99, "device": CPU, "truncated": truncated}
+    (batch,) = pack([group], kl_in_reward=0.25, **options)
+    lengths = sorted((len(gap), value) for gap, value in zip(gaps, expected, strict=False))
+    spread = [value for length, value in reversed(lengths) for _ in range(length)]
+    assert batch.advantages.tolist() == pytest.approx(spread, abs=rounding(4))
+
+
+def test_rewards_lose_the_log_ratio_of_their_response_to_the_reference():
+    """The update is the one on rewards that were reduced beforehand, bit for bit, and what they lose is literal."""
+    start = model()
+    plain = copy.deepcopy(start)
+    learner = learner_of(start, IN_REWARD)
+    for version in range(2):
+        groups = sampled_groups(start, version=version)
+        learner.step(groups)
+    groups = sampled_groups(start, version=2)
+    before = copy.deepcopy(start)
+    told = learner.step(groups).metrics
+    lost = []
+    for trajectory in (t for group in groups for t in group.trajectories):
+        sampled, reference = (literal_logprobs(m, trajectory, 0.8).sum().item() for m in (before, plain))
+        assert trajectory.reference_gap == pytest.approx(sampled - reference, abs=1e-4)
+        lost.append(trajectory.reference_gap)
+        trajectory.reward -= 0.25 * trajectory.reference_gap
+    assert told["kl_response"] == pytest.approx(sum(lost) / len(lost))
+    assert max(map(abs, lost)) > 0.05
+    other = Learner(before, replace(IN_REWARD, kl_in_reward=0.0))
+    other.version = 2
+    metrics = other.step(groups).metrics
+    assert (told["loss"], told["grad_norm"]) == (metrics["loss"], metrics["grad_norm"])
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("micro_tokens", [60, 10_000])
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
@@ -228,6 +366,8 @@ def test_tokens_without_a_reference_are_refused_where_it_is_needed():
     start = model()
     with pytest.raises(ValueError, match=r"learn.kl=0.5, but some tokens have no log-prob under the reference"):
         Learner(start, SETTINGS).step(sampled_groups(start))
+    with pytest.raises(ValueError, match=r"learn.kl_in_reward=0.25, but some tokens have no log-prob under the"):
+        Learner(start, IN_REWARD).step(sampled_groups(start))
     for kl in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"learn.kl=.* must be a finite number, 0 or above"):
             LearnerSettings(kl=kl)
@@ -238,7 +378,7 @@ def test_log_probs_that_are_not_finite_are_refused():
     learner = learner_of(start)
     with torch.no_grad():
         learner.reference.whole.model.get_output_embeddings().weight[0] = float("inf")
-    with pytest.raises(ValueError, match=r"initial weights give a token .* not finite"):
+    with pytest.raises(ValueError, match=r"the reference gives a token .* not finite"):
         learner.step(sampled_groups(start))
 
 

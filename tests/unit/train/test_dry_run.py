@@ -263,6 +263,13 @@ def test_memory_is_the_arithmetic_of_the_page():
     assert held.in_all == found.in_all + held.reference
     near["model"] = {"dtype": "bfloat16", "lora": {"rank": 4}}
     assert memory(Config.model_validate(near), shape, longest_prompt=1024).reference == 0
+    near["learn"] |= {"kl_reference": "every 9"}
+    additions = Shape(100, 10, 1, 1, 1, 1, 1)
+    moving = memory(Config.model_validate(near), additions, longest_prompt=0)
+    assert moving.reference == 4 * 10  # they are float32, and checkpoints have them, too
+    near["learn"] |= {"kl_reference": "initial"}
+    staying = memory(Config.model_validate(near), additions, longest_prompt=0)
+    assert moving.disk - staying.disk == 3 * moving.reference
 
 
 def test_time_is_operations_over_speed_or_bytes_over_bandwidth():
