@@ -49,10 +49,10 @@ def test_bfloat16_logprobs_are_near_those_of_a_full_forward_pass(architecture):
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_are_those_of_the_general_engine_on_cpu(architecture, temperature):
+@pytest.mark.parametrize("changed", [{"temperature": 0.0}, {}, {"top_p": 0.8, "top_k": 12, "min_p": 0.02}])
+def test_tokens_are_those_of_the_general_engine_on_cpu(architecture, changed):
     requests = ragged_requests(24)
-    sampling = replace(SAMPLING, temperature=temperature)
+    sampling = replace(SAMPLING, **changed)
     cpu = sitting(LocalEngine(tiny(architecture), slots=8), requests, sampling, version=0)
     cuda = sitting(GraphEngine(tiny(architecture).cuda(), slots=8), requests, sampling, version=0)
     same = sum(a.tokens == b.tokens for a, b in zip(cpu, cuda, strict=True))
@@ -61,6 +61,14 @@ def test_tokens_are_those_of_the_general_engine_on_cpu(architecture, temperature
         if a.tokens == b.tokens:
             assert a.status is b.status
             torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=2e-5, rtol=0)
+            torch.testing.assert_close(torch.tensor(a.log_kept), torch.tensor(b.log_kept), atol=2e-5, rtol=0)
+
+
+def test_truncated_and_plain_sittings_have_graphs_of_their_own():
+    engine, requests = GraphEngine(tiny("llama").cuda(), slots=8), ragged_requests(24)
+    plain, cut = SAMPLING, replace(SAMPLING, top_p=0.5)
+    found = [sitting(engine, requests, sampling) for sampling in (plain, cut, plain, cut)]
+    assert found[0] == found[2] != found[1] == found[3]
 
 
 def test_a_budget_is_never_exceeded_and_parked_responses_go_on_where_they_stopped():

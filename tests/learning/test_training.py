@@ -45,7 +45,7 @@ class FirstCharacter:
         return [Score(float(response[:1] == str(problem.answer))) for problem, response in responses]
 
 
-def tiny_parts(objective, buffer):
+def tiny_parts(objective, buffer, **sampling):
     """A model that knows nothing, and a trivial task."""
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     model = untrained(tokenizer, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32)
@@ -54,7 +54,7 @@ def tiny_parts(objective, buffer):
         {
             "steps": 25,
             "objective": {"name": objective},
-            "rollout": {"prompts": 8, "responses": 16, "max_tokens": 2},
+            "rollout": {"prompts": 8, "responses": 16, "max_tokens": 2, **sampling},
             "learn": {"lr": 5e-3, "batch_groups": 8},
             "offpolicy": {"reuse": 4},
         },
@@ -69,7 +69,9 @@ def tiny_parts(objective, buffer):
         overlong=lambda length: 0.0,
         engine=LocalEngine(model),
         stream=ProblemStream(task.train, seed=0),
-        scheduler=Scheduler(Sampling(1.0, frozenset({tokenizer.eos_token_id})), max_response_tokens=2),
+        scheduler=Scheduler(
+            Sampling(stop_ids=frozenset({tokenizer.eos_token_id}), **config.rollout.sampling), max_response_tokens=2
+        ),
         buffer=buffer,
         learner=Learner(model, learner_settings(config)),
     )
@@ -79,11 +81,13 @@ def unwatched(what):
     return nullcontext()
 
 
-@pytest.mark.parametrize("objective", ["bapo", "grpo"])
-def test_a_tiny_model_learns_a_trivial_task_off_policy(objective):
-    parts = tiny_parts(objective, Buffer(batch_groups=8, reuse=4, max_staleness=16))
+@pytest.mark.parametrize(("objective", "sampling"), [("bapo", {}), ("grpo", {}), ("brake", {"top_p": 0.95})])
+def test_a_tiny_model_learns_a_trivial_task_off_policy(objective, sampling):
+    parts = tiny_parts(objective, Buffer(batch_groups=8, reuse=4, max_staleness=16), **sampling)
     state = RunState()
-    rewards = [take_step(parts, state, unwatched).rollout["reward"] for _ in range(parts.config.steps)]
+    rollouts = [take_step(parts, state, unwatched).rollout for _ in range(parts.config.steps)]
+    assert all(("kept_mass" in rollout) is bool(sampling) for rollout in rollouts)
+    rewards = [rollout["reward"] for rollout in rollouts]
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-3:]) / 3 > 0.7
 

@@ -57,10 +57,10 @@ def scored(groups):
     return groups
 
 
-def sampled(sampler, *, temperature=1.0, version=0, contexts=None):
+def sampled(sampler, *, temperature=1.0, version=0, contexts=None, top_p=1.0):
     """Responses of the engine, two for each prompt."""
     stop = frozenset({policy().tokenizer.eos_token_id})
-    scheduler = Scheduler(Sampling(temperature, stop), max_response_tokens=TOKENS)
+    scheduler = Scheduler(Sampling(temperature, stop, top_p), max_response_tokens=TOKENS)
     for number, context in enumerate(contexts or prompts()):
         group = new_group(number, Problem(str(number), "", None), list(context), responses=2, seed=5)
         scheduler.admit([group])
@@ -180,6 +180,34 @@ def test_sound_updates_in_float32_are_never_reported(temperature, micro_tokens):
     assert again.metrics["anchor_tokens"] < again.metrics["tokens"]
     assert again.metrics["anchor_gap_max"] < limit < 1e-3
     assert first.drift == second.drift == again.drift == ""
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("sensor", ["update", "previous"])
+def test_known_truncation_is_neither_a_gap_nor_a_drift(sensor):
+    """Nothing has moved: ratios begin at the mass that was kept, and neither anchor nor brake takes it for a move."""
+    settings = {"objective": "brake", "sensor": sensor, "lr": 1e-3}
+    ours = learner(**settings)
+    groups = sampled(ours.model, top_p=0.7)
+    limit = 2 * rounding_gap(ours, groups)  # of the sampler's two numbers and the learner's one
+    for group in groups:
+        group.uses = 1
+    (batch,) = pack(groups, estimator="grpo", micro_tokens=16384, device=CPU)
+    kept = batch.log_kept[batch.advantages < 0].double()
+    assert float(kept.mean()) < -0.05
+    update = ours.step(groups)
+    assert update.drift == ""
+    assert update.metrics["anchor_gap_max"] < limit < 1e-3
+    assert abs(update.metrics["drift"]) < limit
+    assert update.metrics["used_low"] == pytest.approx(0.8, abs=limit / ours.settings.clip.brake)
+    median = batch.log_kept.exp().sort().values[round((len(batch.log_kept) - 1) / 2)]
+    assert update.metrics["ratio_p50"] == pytest.approx(float(median), abs=limit)
+
+    for trajectory in (t for group in groups for t in group.trajectories):
+        trajectory.log_kept = []
+    unknowing = learner(**settings).step(groups)
+    assert "truncation" in unknowing.drift
+    assert unknowing.metrics["drift"] == pytest.approx(-float(kept.mean()), abs=limit)
 
 
 @pytest.mark.numeric

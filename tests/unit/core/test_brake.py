@@ -76,6 +76,30 @@ def test_every_path_has_the_drift_and_the_bound_of_the_loop(seed, count, low, de
     assert everywhere.bounds.used_low is None
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("objective", ["brake", "brake_all"])
+def test_it_goes_by_what_the_sampler_had_before_it_truncated(objective, by_kernel, monkeypatch):
+    if by_kernel:
+        monkeypatch.setattr("bapo.core.kernels.usable", lambda tensor: True)
+    for seed in range(3):
+        logprobs, whole, advantages, mask, uses = (x.to(DEVICE) for x in stale(300, seed))
+        behavior = (whole + 0.4 * torch.rand(300, generator=torch.Generator().manual_seed(seed)).to(DEVICE)).clamp(
+            max=0
+        )
+        on, given = ("all", None) if objective == "brake_all" else ("used", uses)
+        drift, _ = by_loop((logprobs, whole, advantages, mask, uses), 0.8, 0.1, on)
+        log_kept = torch.where(mask, whole - behavior, math.nan)
+        options = {"objective": objective, "delta": 0.1, "uses": given, "log_kept": log_kept}
+        out = policy_loss(logprobs, behavior, advantages, mask, **options)
+        assert float(out.bounds.drift) == pytest.approx(drift, abs=8 * ULP)
+        plain = policy_loss(logprobs, behavior, advantages, mask, **options | {"log_kept": None})
+        assert float(plain.bounds.drift) > drift + 0.1
+        ratios = [
+            policy_loss(logprobs, behavior, advantages, mask, objective="grpo", log_kept=x) for x in (None, log_kept)
+        ]
+        assert torch.equal(*(one.loss for one in ratios))
+
+
 @pytest.mark.parametrize("options", [{}, {"measure": "surrogate"}, {"order": "low_first", "target_share": 0.6}])
 def test_the_kernels_have_the_bounds_of_the_torch_path(options):
     for seed, delta in enumerate((0.02, 0.3, 2.0)):

@@ -239,6 +239,15 @@ def test_truncated_sampling_cannot_pass_for_the_whole_distribution():
     assert "other_sampling" in names(update)
 
 
+def test_truncation_that_the_dump_knows_of_is_not_accused():
+    whole = batch(top=4, drift=0.0)
+    log_kept = np.full_like(whole.logprobs, np.log(0.85))
+    update = replace(whole, behavior_logprobs=whole.behavior_logprobs - log_kept, fresh=whole.staleness == 1)
+    wrong = {"mean_ratio", "engine_mismatch", "fresh_mismatch"}
+    assert wrong <= names(update)
+    assert not (wrong | {"other_sampling"}) & names(replace(update, log_kept=log_kept))
+
+
 def test_the_mean_ratio_accuses_nobody_whose_learner_is_far_away():
     def with_offset(drift):
         update = batch(drift=drift)

@@ -164,6 +164,7 @@ def test_chunks_and_slots_do_not_change_what_is_said(whole, tmp_path):
         (["--seed", "1"], "seed=0, but this one has 1"),
         (["--temperature", "1"], "temperature=0.6, but this one has 1.0"),
         (["--problems", "9"], "problems=10, but this one has 9"),
+        (["--top-p", "0.9"], "top_p=None, but this one has 0.9"),
         (["--slots", "7"], "slots=128, but this one has 7: another number of slots may round differently"),
     ],
 )
@@ -247,6 +248,19 @@ def test_greedy_takes_one_response(tmp_path, capsys):
     capsys.readouterr()
     assert run([*arguments, "--temperature", "0", "--k", "4", "--out", str(out)]) == 2
     assert "--k 4 at --temperature 0: greedy responses to one problem are all the same" in capsys.readouterr().err
+    assert run([*arguments, "--temperature", "0", "--top-p", "0.9", "--out", str(out)]) == 2
+    assert "greedy takes the likeliest token" in capsys.readouterr().err
+
+
+def test_truncation_that_leaves_only_the_likeliest_token_is_greedy(tmp_path, capsys):
+    arguments = ["eval", "--model", "demo", "--data", "countdown", "--problems", "2", "--threads", "1", "--k", "1"]
+    assert run([*arguments, "--temperature", "0", "--out", str(tmp_path / "greedy")]) == 0
+    assert run([*arguments, "--top-k", "1", "--out", str(tmp_path / "cut")]) == 0
+    assert "temperature 0.6, top-k 1" in capsys.readouterr().out
+    greedy, cut = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("greedy", "cut"))
+    assert "top_k" not in greedy
+    assert cut["top_k"] == 1
+    assert rows_of(tmp_path / "greedy") == rows_of(tmp_path / "cut")
 
 
 def test_a_damaged_directory_is_not_continued(whole, tmp_path, capsys):
@@ -320,6 +334,8 @@ def test_saved_rows_of_another_form_are_refused_with_words(whole, tmp_path, caps
         (["--model", "demo", "--data", ","], 2, "names no data set"),
         (["--model", "demo", "--data", "countdown", "--k", "0"], 2, "--k 0: it must be 1 or more"),
         (["--model", "demo", "--data", "countdown", "--temperature", "-1"], 2, "--temperature -1.0"),
+        (["--model", "demo", "--data", "countdown", "--top-p", "0"], 2, "--top-p 0.0: it must be a share. 1 leaves"),
+        (["--model", "demo", "--data", "countdown", "--top-k", "-1"], 2, "--top-k -1: it must be 0 or more."),
         (["--model", "demo", "--data", "countdown", "--reward", "maths"], 2, "neither math nor module:function"),
         (["--model", "demo", "--data", "countdown,countdown"], 2, "two data sets called 'countdown'"),
         (

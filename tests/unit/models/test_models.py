@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Qwen2ForCausalLM
 
+from bapo.config.sections import RolloutConfig
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
@@ -223,6 +224,7 @@ def test_what_is_exported_is_what_was_trained(published, name, tmp_path):
     generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == sorted(policy.stop_ids)
     assert (generation["temperature"], generation["top_k"], generation["top_p"]) == (0.6, 0, 1.0)
+    assert "min_p" not in generation
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["architectures"] == [type(policy.model).__name__]
     assert (tmp_path / "model" / "README.md").read_text() == "# card"
@@ -238,6 +240,9 @@ def test_export_leaves_the_policy_alone_and_takes_over_no_foreign_sampling_setti
     save_policy(policy, tmp_path / "model", card="")
     assert policy.model.generation_config is own
     assert "repetition_penalty" not in (tmp_path / "model" / "generation_config.json").read_text()
+    save_policy(policy, tmp_path / "model", card="", **RolloutConfig(top_p=0.9, top_k=5, min_p=0.1).sampling)
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert [generation[key] for key in ("temperature", "top_p", "top_k", "min_p")] == [1.0, 0.9, 5, 0.1]
 
 
 def test_export_writes_over_what_a_killed_process_left(published, tmp_path):
