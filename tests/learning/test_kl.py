@@ -96,8 +96,9 @@ def test_a_run_resumes_bit_for_bit_with_the_log_probs_of_its_reference(whole, tm
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert any(not torch.equal(before[name], theirs[name]) for name in theirs)  # it has moved once more
     found = [line["kl_reference"] for line in updates(whole)]
-    assert found[0] < 1e-6 < found[-1]  # at first the policy is its reference
-    assert state_of(whole, 4)["buffer"]["totals"]["replayed"]
+    assert found[0] < 1e-6  # at first the policy is its reference
+    assert found[-1] > 1e-6 if learn["kl_reference"] == "initial" else max(found) > 100 * found[0]
+    assert state_of(whole, 4)["buffer"]["totals"]["replayed"] or learn["truncated"] == "drop"  # which leaves few groups
 
 
 def test_a_run_does_not_go_on_with_another_reference(whole, tmp_path):
