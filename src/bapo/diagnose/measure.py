@@ -280,8 +280,8 @@ def _outcomes(
         logprobs = tokens.logprobs.detach().requires_grad_()
         uses = tokens.uses if OBJECTIVES[objective].needs_uses else None
         inputs, ids = (logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask), tokens.sequence_ids
-        known = {"sequence_ids": ids, "uses": uses, "log_kept": tokens.log_kept}
-        out = policy_loss(*inputs, objective=objective, settings=settings, denominator=1.0, **known)
+        loss_of = partial(policy_loss, sequence_ids=ids, uses=uses, log_kept=tokens.log_kept, denominator=1.0)
+        out = loss_of(*inputs, objective=objective, settings=settings)
         out.loss.backward()  # type: ignore[no-untyped-call]
         assert logprobs.grad is not None
         count = torch.ones_like(tokens.advantages)
