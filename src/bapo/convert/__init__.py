@@ -97,18 +97,12 @@ def _read(text: str, path: Path, module: str) -> tuple[Family, list[Setting], st
 
 def account(outcomes: list[Outcome]) -> Iterator[str]:
     """One line for each setting: where it stands, what it is, and what became of it."""
-    shown = [
-        (f"{_place(outcome)}{outcome.setting.name} = {_told(outcome.setting.value)}", outcome) for outcome in outcomes
-    ]
-    width = min(60, max((len(left) for left, _ in shown), default=0))
-    for left, outcome in shown:
+    asked = [f"{one.setting.line or '':>4}  {one.setting.name} = {_told(one.setting.value)}" for one in outcomes]
+    width = min(LONGEST, max(map(len, asked), default=0))
+    for left, outcome in zip(asked, outcomes, strict=True):
         became = ", ".join(f"{key} = {_toml(value)}" for key, value in outcome.keys.items())
         remark = f"{'; ' if became else '- '}{outcome.remark}" if outcome.remark else ""
         yield f"  {left:<{width}}  {became}{remark}"
-
-
-def _place(outcome: Outcome) -> str:
-    return f"{outcome.setting.line or '':>4}  "
 
 
 def _told(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Reads settings that are written out: verl's launch lines, and files of JSON or YAML for verl or TRL.
 
-Of a shell script, the words `table.key=value` are verl's overrides, wherever they stand. A variable that the script sets
-to text is put in, and so are `${NAME:-default}` and sums of such numbers; other variables are named as unknown.
+Of a shell script, the words `table.key=value` are verl's overrides, wherever they stand. A variable that the script
+sets to text is put in, and so are `${NAME:-default}` and sums of such numbers; other variables are named as unknown.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def read_launch(text: str, path: str) -> list[Setting]:
     for line, written in enumerate(text.splitlines(), 1):
         words = _words(written)
         assigned = _ASSIGNED.match(written)
-        if assigned and (len(words) == 1 or "$((" in assigned[2]) and not _OVERRIDE.fullmatch(words[0]):
-            name, kept = assigned[1], words[0].partition("=")[2] if len(words) == 1 else assigned[2].strip('"')
+        if assigned and len(words) == 1 and not _OVERRIDE.fullmatch(words[0]):
+            name, kept = assigned[1], words[0].partition("=")[2]
             literal = "='" in written
             again = name in variables and name != "HOME"
             variables[name] = None if again else kept if literal else _filled(kept, variables)
@@ -97,8 +97,9 @@ def _flat(values: Mapping[Any, Any], above: str, family: Family) -> Iterator[tup
 
 def _words(line: str) -> list[str]:
     """The words of a line of a shell script, without its comment; none if it cannot be read by itself."""
+    line = _SUM.sub(lambda match: match[0].replace(" ", ""), line.rstrip().removesuffix("\\"))
     try:
-        return shlex.split(line.rstrip().removesuffix("\\"), comments=True)
+        return shlex.split(line, comments=True)
     except ValueError:  # a quotation that goes on in the next line
         return []
 

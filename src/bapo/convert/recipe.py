@@ -1,8 +1,8 @@
-"""From the settings of TRL or verl to a recipe, by the table of names (`config/known_names.toml`), and its text.
+"""From the settings of TRL or verl to the keys of a recipe, by the table of names (`config/known_names.toml`).
 
-A setting that the table gives a key becomes that key; `rules.py` has what needs more. What TRL and verl do if nothing is
-set is in the table, too: the recipe says it wherever we would do something else. Nothing is dropped in silence. Every
-setting ends in an `Outcome`: the keys that it became, or why it became none.
+A setting that the table gives a key becomes that key; `rules.py` has what needs more. What TRL and verl do if nothing
+is set is in the table, too: the recipe says it wherever we would do something else. Nothing is dropped in silence:
+every setting ends in an `Outcome`, the keys that it became, or why it became none.
 """
 
 from __future__ import annotations

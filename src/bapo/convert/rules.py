@@ -87,7 +87,11 @@ def _reward(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
         path, name = (theirs[f"custom_reward_function.{part}"] for part in ("path", "name"))
         if path is None:
             return theirs.leave("custom_reward_function.path is not set", "custom_reward_function.name")
-        return {key: f"{Path(path).stem}:{name or 'compute_score'}"}
+        file = Path(path)
+        if file.is_absolute() or ".." in file.parts or path.startswith("~"):
+            theirs.remarks["custom_reward_function.path"] = f"start where {file.name} is"
+            file = Path(file.name)
+        return {key: f"{'.'.join(file.with_suffix('').parts)}:{name or 'compute_score'}"}
     given = theirs["reward_funcs"] or []
     functions = [_function(name) for name in ([given] if isinstance(given, str) else given)]
     if len(functions) == 1:
@@ -96,7 +100,8 @@ def _reward(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
         check_values({key: functions})
     except Left:
         raise Left(f"{key} takes one function here: add {len(functions)} up in one, with their weights") from None
-    return {key: functions} if functions else {}
+    weights = theirs["reward_weights"]
+    return ({key: functions} if functions else {}) | ({"task.reward_weights": weights} if weights else {})
 
 
 def _function(name: str) -> str:
@@ -169,7 +174,7 @@ def _warmup(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
         steps, share = theirs["lr_warmup_steps"], theirs["lr_warmup_steps_ratio"]
         all_steps, updates = theirs["total_training_steps"], theirs.updates_per_step
     if (steps and steps > 0) or not share:
-        return {key: max(0, math.ceil(steps * updates))}
+        return {key: max(0, math.ceil((steps or 0) * updates))}
     if all_steps is None or all_steps <= 0:
         raise Left(f"yours to decide: {key} = {share:g} x all updates")
     return {key: math.ceil(share * all_steps * updates)}
@@ -206,7 +211,9 @@ def _advantages(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
     if theirs.family == "verl" and theirs["adv_estimator"] == "grpo" and not theirs["norm_adv_by_std_in_grpo"]:
         return {key: "dr_grpo"}
     if theirs.family == "trl":
-        return same(theirs, key, known)
+        apart = theirs["multi_objective_aggregation"] == "normalize_then_sum"
+        scaled = [row for row in known if "scale_rewards" in names_of(row, "trl")]
+        return {key: "gdpo"} if apart else same(theirs, key, scaled)
     if (name := theirs["adv_estimator"]) not in get_args(AdvantageName):
         raise Left(f"there is no {name!r} here: advantages compare the responses to one prompt")
     return {key: name}
@@ -222,6 +229,32 @@ def _kl(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
     return {key: theirs["kl_loss_coef"]}
 
 
+def _kl_reference(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
+    if not theirs["sync_ref_model"] or not theirs["beta"]:
+        return theirs.leave("beta is 0" if theirs["sync_ref_model"] else OFF, *theirs.named(known))
+    return {key: f"every {theirs['ref_model_sync_steps']}", "learn.kl_mix": theirs["ref_model_mixup_alpha"]}
+
+
+def _kl_in_reward(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
+    if not theirs["use_kl_in_reward"]:
+        return theirs.leave(OFF, *theirs.named(known))
+    return {key: theirs["kl_coef"]}
+
+
+def _entropy(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
+    if theirs.family == "trl" and theirs["use_adaptive_entropy"]:
+        return {key: theirs["entropy_coef_delta"], "learn.entropy_target": theirs["entropy_target"]}
+    return {key: theirs["entropy_coef" if theirs.family == "trl" else "entropy_coeff"]}
+
+
+def _truncated(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
+    return {key: "mask" if theirs["mask_truncated_completions"] else "keep"}
+
+
+def _top_k(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
+    return {key: max(0, theirs["top_k"])}
+
+
 def _trackers(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
     found = _listed(theirs, key, known).get(key) or []
     kept = [name for name in found if name in get_args(get_args(leaves(Config)[key])[0])]
@@ -235,6 +268,9 @@ TOGETHER = {
     "model.lora.alpha": "model.lora.rank",
     "model.lora.targets": "model.lora.rank",
     "task.overlong_penalty": "task.overlong_tokens",
+    "task.reward_weights": "task.reward",
+    "learn.kl_mix": "learn.kl_reference",
+    "learn.entropy_target": "learn.entropy",
 }
 """Keys that one rule makes together with another key."""
 CLIP_OF_TRL, CLIP_OF_VERL = ("epsilon", "epsilon_high", "delta"), ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
@@ -259,6 +295,7 @@ RULES: dict[str, Callable[[Theirs, str, list[Known]], dict[str, Any]]] = {
     "task.reward": _reward,
     "task.overlong_tokens": _overlong,
     "rollout.prompts": _prompts,
+    "rollout.top_k": _top_k,
     "rollout.cache_tokens": _decided_here,
     "objective.name": _objective,
     "learn.batch_groups": _batch_groups,
@@ -267,6 +304,10 @@ RULES: dict[str, Callable[[Theirs, str, list[Known]], dict[str, Any]]] = {
     "learn.warmup_updates": _warmup,
     "learn.advantages": _advantages,
     "learn.kl": _kl,
+    "learn.kl_reference": _kl_reference,
+    "learn.kl_in_reward": _kl_in_reward,
+    "learn.entropy": _entropy,
+    "learn.truncated": _truncated,
     "eval.every": _every,
     "eval.temperature": _eval_temperature,
     "cluster.engine": _decided_here,

@@ -1,4 +1,4 @@
-"""Settings of TRL or verl as somebody gave them, what their trainer does with the others, and what may become of each."""
+"""Settings of TRL or verl: as somebody gave them, as they are if nobody does, and what may become of each."""
 
 from __future__ import annotations
 
