@@ -153,8 +153,8 @@ class Reader:
                 return value if binding.part is None else value[binding.part]
             case ast.Attribute():
                 return self._attribute(node, scope, line, depth)
-            case ast.Call(func=ast.Attribute(attr=method)) if method in OF_TEXT and not node.keywords:
-                return getattr(str, method)(of(node.func.value), *map(of, node.args))
+            case ast.Call(func=ast.Attribute(attr=method, value=text)) if method in OF_TEXT and not node.keywords:
+                return getattr(str, method)(of(text), *map(of, node.args))
             case ast.Call(func=func) if dotted(func) in PLAIN_CALLS:
                 words = {word.arg: of(word.value) for word in node.keywords if word.arg}
                 return PLAIN_CALLS[dotted(func)](*map(of, node.args), **words)
@@ -274,10 +274,10 @@ def _bind(scope: Scope, target: ast.expr, value: ast.AST | None, statement: ast.
                 if isinstance(item, ast.Name):
                     found = Binding(statement, value, line, sure, index)
                     scope.bindings.setdefault(item.id, []).append(found)
-        case ast.Attribute(value=ast.Name()) if isinstance(value, ast.expr):
-            scope.attributes.append((target.value.id, target.attr, value, line, sure))
-        case ast.Subscript(value=ast.Name()):
-            scope.changed.add(target.value.id)
+        case ast.Attribute(value=ast.Name(id=name)) if isinstance(value, ast.expr):
+            scope.attributes.append((name, target.attr, value, line, sure))
+        case ast.Subscript(value=ast.Name(id=name)):
+            scope.changed.add(name)
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
