@@ -319,6 +319,13 @@ COMMANDS = {
         "write a commented recipe or script to start from",
         AGAIN,
     ),
+    "convert": Command(
+        "bapo.convert:run",
+        "bapo.convert:Arguments",
+        "FILE [--out RECIPE]",
+        "write the recipe for a script or settings of TRL or verl, unrun",
+        AGAIN,
+    ),
     "doctor": Command(
         "bapo.commands.doctor:doctor",
         "bapo.config.run:Config",

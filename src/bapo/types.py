@@ -84,6 +84,10 @@ class Score:
     """The cause, if it failed: timeout, memory, crash, or the exception with its message."""
     answer: str | None = None
     """The final answer it found in the response, in a form that equal answers share; None if it found none."""
+    read: int = 0
+    """Tokens that a judge read for this score."""
+    written: int = 0
+    """Tokens that it wrote."""
 
 
 @dataclass

@@ -52,6 +52,7 @@ MAY_IMPORT = {
         *("__version__", "types", "buffer", "tasks", "rollout", "learn", "models", "config", "runs"),
         *("screen", "evaluate", "preflight", "process"),
     },
+    "convert": {"config", "core.settings", "types", "screen.terminal"},
     "commands": {"config", "runs", "screen.terminal", "tasks.data", "train", "preflight"},
     "cli": {
         *("__version__", "commands", "config", "runs", "models.smollm2"),

@@ -1,7 +1,8 @@
 """What somebody meant by a key that a configuration does not have: a name of TRL or verl, or a slip of the pen.
 
-The names are in known_names.toml. A name is the last part of theirs: actor_rollout_ref.actor.ppo_epochs is known as
-ppo_epochs. `python docs/names.py` prints docs/reference/names.md.
+The names are in known_names.toml. A name is the last part of theirs, or its last parts, if another table has a setting
+of that name: actor_rollout_ref.actor.ppo_epochs is known as ppo_epochs. `python docs/names.py` prints
+docs/reference/names.md, and `bapo convert` goes by the same table.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
@@ -32,23 +34,54 @@ class Known(NamedTuple):
     """The key here; empty if there is none."""
     remark: str = ""
     """What differs, as a sentence or several."""
+    values: Mapping[str, Any] = MappingProxyType({})
+    """What their values are called here, if that differs."""
 
 
-NAMES = [Known(**row) for row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["setting"]]
+Family = Literal["trl", "verl"]
+FAMILIES: dict[Family, str] = {"trl": "TRL", "verl": "verl"}
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+NAMES = [Known(**row) for row in _TABLES["setting"]]
+UNSET: dict[Family, dict[str, Any]] = _TABLES["unset"]
+"""What TRL and verl do if a setting is not given, by its name there."""
+
+
+def names_of(known: Known, family: Family) -> list[str]:
+    """What a setting is called there; nothing if it has no name."""
+    return [name.strip() for name in getattr(known, family).split(",") if name.strip()]
+
+
+_BY_NAME = {family: {name: known for known in NAMES for name in names_of(known, family)} for family in FAMILIES}
+
+
+def find(key: str, families: Sequence[Family] = ("trl", "verl")) -> tuple[Known, str] | None:
+    """The setting that has this name in TRL or verl, and the name by which it was found; None if neither has it.
+
+    Its last parts count before `table.*`, a whole table, and that before the last part alone.
+    """
+    *tables, last = key.lower().replace("-", "_").split(".")
+    longer = [".".join([*tables[start:], last]) for start in range(len(tables))]
+    for name in (*longer, *(f"{table}.*" for table in reversed(tables)), last):
+        for family in families:
+            if name in _BY_NAME[family]:
+                return _BY_NAME[family][name], name
+    return None
 
 
 def known_setting(key: str) -> Known | None:
     """The setting that has this name in TRL or verl; None if neither has it."""
-    last = _last(key)
-    return next((known for known in NAMES if last and last in (*_names(known.trl), *_names(known.verl))), None)
+    found = find(key)
+    return found[0] if found else None
 
 
 def hint(key: str) -> str | None:
     """What a key that does not exist is called here, in a sentence or two; None if the name is not known."""
-    known, last = known_setting(key), _last(key)
-    if known is None:
+    found = find(key)
+    if found is None:
         return None
-    whose = [name for name, theirs in (("TRL", known.trl), ("verl", known.verl)) if last in _names(theirs)]
+    known, last = found
+    whose = [shown for family, shown in FAMILIES.items() if last in names_of(known, family)]
     told = f"In {' and '.join(whose)}, {last} is what {known.key} is here." if known.key else ""
     return " ".join(filter(None, (told, known.remark)))
 
@@ -89,11 +122,3 @@ def names_any(text: str, keys: Iterable[str], schema: type[BaseModel]) -> bool:
     """
     meant = [key for key in leaves(schema) if any(f"{key}.".startswith(f"{one}.") for one in keys if one)]
     return any(re.search(rf"(?<![\w.]){re.escape(key)}{_END if '.' in key else '='}", text) for key in meant)
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2].lower().replace("-", "_")
-
-
-def _names(listed: str) -> list[str]:
-    return [name.strip() for name in listed.split(",")]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from bapo.config.base import MOST_THREADS, Section
+from bapo.config.judging import JudgeConfig
 from bapo.core.settings import (
     BRAKES,
     NOT_PRESETS,
@@ -52,8 +53,9 @@ class TaskConfig(Section):
     max_prompt_tokens: int | None = Field(None, ge=1)
     """data: problems with a longer prompt are left out. None keeps all of them."""
     reward: str = "math"
-    """data: what scores responses: math (math-verify, in separate processes), or module:function for a function of
-    yours."""
+    """data: what scores responses: math (math-verify, in separate processes), module:function for a function of yours,
+    or judge, a model (task.judge)."""
+    judge: JudgeConfig = JudgeConfig()
     reward_seconds: float = Field(10.0, gt=0)
     """Time limit for scoring one response, with math, gym or an async function; a plain function has none. A response
     that exceeds it is logged as a failure and not trained on."""
@@ -86,6 +88,7 @@ class TaskConfig(Section):
     def _used(self) -> Self:
         """Refuse keys that the chosen kind of task would ignore."""
         data = {"train", "test", "holdout", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
+        data |= {"judge"}
         gym = {"gym", "gym_train", "gym_test"}
         unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
         wanted = {key: "gym" if key in gym else "data" for key in sorted(self.changed()) if key in unused}
@@ -97,6 +100,7 @@ class TaskConfig(Section):
                     for key, name in wanted.items()
                 )
             )
+        self.judge.check(self.reward)
         if self.holdout and self.test:
             raise ValueError(
                 f"task.holdout={self.holdout:g} holds out problems of task.train, but task.test names the held-out "

@@ -35,6 +35,7 @@ from bapo.tasks.data.problems import (
     load_problems,
     without_overlap,
 )
+from bapo.tasks.judge import JUDGE, Asked, Judge
 from bapo.tasks.verify.scorers import MATH, FunctionReward, check_answers
 from bapo.types import Problem
 
@@ -238,6 +239,15 @@ def _reward(config: Config, data: TaskData | None) -> Iterator[str]:
         except ValueError as error:
             yield f"task.reward: {error}"
         return
+    if task.reward == JUDGE:
+        try:
+            judge = make_judge(task)
+        except ValueError as error:
+            yield str(error)
+        else:
+            assert judge is not None
+            judge.close()
+        return
     try:
         function = FunctionReward(task.reward, seconds=task.reward_seconds)
     except ValueError as error:
@@ -258,6 +268,14 @@ def _reward(config: Config, data: TaskData | None) -> Iterator[str]:
                 "response, answer, prompt and extra, as far as it names them."
             )
     function.close()
+
+
+def make_judge(task: TaskConfig) -> Judge | None:
+    """The judge that a task asks; None if it asks none. ValueError if its rubric or its key is missing."""
+    if task.reward != JUDGE:
+        return None
+    asked = task.judge.model_dump() | {"rubric": task.judge.rubric_text}
+    return Judge(Asked(**asked), concurrency=task.reward_workers or 32)
 
 
 def written_answers(problem: Problem) -> list[str]:

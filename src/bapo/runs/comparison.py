@@ -38,7 +38,17 @@ DECIDED = ("ahead", "behind")
 JUDGED = ("ahead", "behind", "open")
 EXAM_KEYS = (
     *("task.name", "task.test", "task.prompt_column", "task.answer_column", "task.template", "task.max_prompt_tokens"),
-    *("task.reward", "task.gym", "task.gym_test", "rollout.max_tokens", "eval.problems", "eval.k", "eval.temperature"),
+    *(
+        "task.reward",
+        "task.judge.model",
+        "task.judge.rubric",
+        "task.gym",
+        "task.gym_test",
+        "rollout.max_tokens",
+        "eval.problems",
+        "eval.k",
+        "eval.temperature",
+    ),
 )
 """Keys of a configuration that decide what a score means. Runs that differ in one cannot be compared by it."""
 HELD_OUT_KEYS = ("task.holdout", "task.train")
@@ -197,7 +207,7 @@ def judge(
         named = f"{table}: " if len(contested) > 1 else ""
         first, *others = configs[table]
         exam = (*EXAM_KEYS, *HELD_OUT_KEYS) if any(one.get("task.holdout") for one in configs[table]) else EXAM_KEYS
-        if keys := [key for key in exam if any(one.get(key) != first.get(key) for one in others)]:
+        if keys := [key for key in exam if any((one.get(key) or None) != (first.get(key) or None) for one in others)]:
             lines.append(f"{named}The scores cannot be compared, because the runs differ in {_joined(keys)}.")
             continue
         text, more, found = _on_table(rows, k or "k", temperature)

@@ -93,6 +93,8 @@ ROLLOUT = {
     "kept_mass": "Mean probability that rollout.top_p, top_k and min_p kept at a token of those responses; present if "
     "one of them is set.",
     "reward_failures": "Responses on which the verifier failed. They are in failures.jsonl and are never trained on.",
+    "judge_read": "Tokens that the judge read for the rewards of this step, whether it was asked now or before.",
+    "judge_written": "Tokens that the judge wrote for them.",
     "rollout/admitted": "New groups started in this step.",
     "rollout/sampled_tokens": "Tokens sampled in this step.",
     "rollout/returned_tokens": "Tokens in the groups finished in this step.",
@@ -166,6 +168,9 @@ TIMING = {
     "tokens_per_second": "Tokens sampled and trained on per second of the step.",
     "rollout_seconds": "Time spent sampling.",
     "learn_seconds": "Time spent on updates.",
+    "judge_requests": "Requests to the judge, those that failed included.",
+    "judge_seconds": "Time of a request to the judge, on average.",
+    "judge_slowest": "Time of the slowest of them.",
     "sampling_share": "Share of the time in which a rollout actor sampled, mean over actors; only on a cluster.",
 }
 

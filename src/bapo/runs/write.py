@@ -39,9 +39,10 @@ Kept = TypeVar("Kept", Config, SftConfig)
 CONFIG, SUMMARY = "config.json", "summary.json"
 LOGS = ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "ledger.jsonl", "failures.jsonl")
 MODEL_CHECKSUMS = "model.sha256"  # the checksums of the trained model, in the format of `sha256sum --check`
-FILES = (CONFIG, SUMMARY, *LOGS, MODEL_CHECKSUMS, "data.json", "lock", history.FILE)
+JUDGED = "judged.jsonl"
+FILES = (CONFIG, SUMMARY, *LOGS, JUDGED, MODEL_CHECKSUMS, "data.json", "lock", history.FILE)
 FOLDERS = ("checkpoints", "model", "adapter", "skipped")  # what bapo itself reads and writes in a run directory
-BEFORE_THE_FIRST_STEP = {CONFIG, "checkpoints", "data.json", "lock", history.FILE}
+BEFORE_THE_FIRST_STEP = {CONFIG, "checkpoints", "data.json", "lock", history.FILE, JUDGED}
 CHUNK = 1 << 20  # how many bytes of a log are read at a time
 
 

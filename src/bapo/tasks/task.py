@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from bapo.process import stops
 from bapo.tasks.data.problems import without_overlap
 from bapo.types import Problem, Score, refuse
+
+if TYPE_CHECKING:
+    from bapo.tasks.judge import Judge
 
 Scorer = Callable[[Sequence[tuple[Problem, str]]], list[Score]]
 """Scores many responses, in order. No response text makes it raise."""
@@ -132,9 +135,11 @@ def check_sizes(task: str, **sizes: int) -> None:
 
 
 class DataTask:
-    """Problems to train on, problems to test on, and a scorer for the responses."""
+    """Problems to train on, problems to test on, and a scorer for the responses. `judge`: the model it asks, if any."""
 
-    def __init__(self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer) -> None:
+    def __init__(
+        self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer, judge: "Judge | None" = None
+    ) -> None:
         _, shared = without_overlap(train, test)
         if shared:
             raise ValueError(
@@ -146,7 +151,7 @@ class DataTask:
             counts = Counter(problem.id for problem in problems)
             twice = [id for id, count in counts.items() if count > 1][:1]
             refuse((twice, f"two {name} problems have the same id {twice}. Give each problem of a task its own id."))
-        self.train, self.test, self.scores = train, test, scorer
+        self.train, self.test, self.scores, self.judge = train, test, scorer, judge
 
 
 @dataclass(eq=False)

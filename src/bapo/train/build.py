@@ -20,7 +20,7 @@ from bapo.learn.learner import Learns
 from bapo.learn.learner_settings import wrong_values
 from bapo.learn.reference import Reference, initial
 from bapo.models import Policy, prompt_text
-from bapo.preflight.examine import TaskData, load_task, wrong_options
+from bapo.preflight.examine import TaskData, load_task, make_judge, wrong_options
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.local.engine import engine_for
 from bapo.rollout.scheduler import Scheduler
@@ -46,6 +46,11 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
     torch.set_num_threads(max(1, config.threads // team.on_this_machine))
     policy = make_policy(on_the_cpu(config) if config.cluster.on else config)
     task, notes = make_task(config, policy, data)
+    if team.size > 1 and isinstance(task, DataTask) and task.judge is not None:
+        raise ConfigError(
+            f"task.reward={config.task.reward!r} is for one process or a cluster, but torchrun started {team.size} "
+            "ranks, which would each ask the judge and keep their own scores. Start the run without torchrun."
+        )
     ledger = Ledger()
     config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
     if wrong := list(misfits(config, policy, task)):
@@ -181,14 +186,16 @@ def _from_data(config: Config, policy: Policy, data: TaskData) -> tuple[Task, li
         remedy = "Give other data to train on." if shared and not train else "Raise task.max_prompt_tokens."
         raise ValueError(f"{empty} has no problem left. {'; '.join(notes)}. {remedy}")
     check_answers([*train, *test], chosen.reward)
+    judge = make_judge(chosen)
     scorer, _ = open_scorer(
         chosen.reward,
         opens_thinking=policy.opens_thinking,
         seconds=chosen.reward_seconds,
         memory_mb=chosen.reward_memory_mb,
         workers=chosen.reward_workers or None,
+        judge=judge,
     )
-    return DataTask(train, test, scorer), notes
+    return DataTask(train, test, scorer, judge), notes
 
 
 def engine_notes(engine: Engine) -> list[str]:

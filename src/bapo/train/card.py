@@ -23,6 +23,7 @@ from bapo.rollout.engine import Sampling
 from bapo.runs import files, ledger
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
+from bapo.tasks.judge import JUDGE
 
 SELDOM = 0.02
 """With a mean reward below this, most groups have no success at all."""
@@ -234,7 +235,7 @@ def _oldest(config: Config, summary: dict[str, Any]) -> str:
 def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
     """The command that evaluates a model as the run does. Generated problems have no name that it could use."""
     task, model = config.task, config.model
-    if task.name == "gym":
+    if task.name == "gym" or task.reward == JUDGE:
         return None
     greedy, sources = config.eval.temperature == 0, task.test or task.train
     options: list[tuple[str, object]] = [

@@ -97,7 +97,7 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
     return StepRecord(
         step=state.step,
         rollout={
-            **response_metrics(rollout.groups, failures=len(scored.failures)),
+            **response_metrics(rollout.groups, failures=len(scored.failures), judged=scored.judged),
             **{f"rollout/{name}": value for name, value in asdict(rollout.metrics).items()},
             **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
             "rollout/admitted": admitted,

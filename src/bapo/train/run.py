@@ -7,6 +7,7 @@ rollouts.jsonl   sample responses with rewards and versions
 ledger.jsonl     what happened to every group, from its admission to its last use (bapo/runs/ledger.py)
 skipped/         the batch of the last skipped update, if the run stopped because of it
 failures.jsonl   responses that the verifier failed on, with the cause; exists only if there are any
+judged.jsonl     what a judge said, by the digest of what it was sent: nothing is asked twice, also after a kill
 checkpoints/     see checkpoint.py
 model/           the trained model, in transformers format, with a card
 adapter/         the low-rank additions alone, in peft's format, if they were trained
@@ -20,8 +21,10 @@ lock             held by the process at work
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -40,9 +43,10 @@ from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.runs import files, history, ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
+from bapo.runs.write import JUDGED
 from bapo.screen.terminal import shortened
 from bapo.tasks.data.problems import fingerprint
-from bapo.tasks.task import mostly_why, told_failures
+from bapo.tasks.task import DataTask, mostly_why, told_failures
 from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending, upload
@@ -77,6 +81,7 @@ class Training(Job):
         self.title, self.total = self.config.objective.name, self.config.steps
         self.sampling = self.config.rollout.sampling
         self.run_state = RunState()
+        self.judge = self.parts.task.judge if isinstance(self.parts.task, DataTask) else None
         self.asynchronous: AsyncLoop | None = None
         """The loop of a run on a cluster."""
         if self.config.cluster.on:
@@ -95,6 +100,9 @@ class Training(Job):
         """Say which processes a cluster has, and show what each of them does."""
         for note in cluster_notes(self.config):
             log.view.note(note)
+        if self.judge is not None:
+            place = log.run.path / JUDGED
+            self.judge.remember(_judged(place), lambda lines: files.append(place, _as_lines(lines)))
         if self.asynchronous is not None:
             self.asynchronous.watched(log.view, log.run.path)
 
@@ -111,7 +119,8 @@ class Training(Job):
             record = self.asynchronous.take_step(log.view)
         rollout = {"kind": "rollout", "step": record.step, "version": self.learner.version} | record.rollout
         log.metrics(rollout, *(self._update_line(record.step, update) for update in record.updates))
-        log.timing({"step": record.step} | record.timing)
+        judging = {} if self.judge is None else self.judge.take()
+        log.timing({"step": record.step} | record.timing | judging)
         log.run.append(ledger.FILE, *self.parts.ledger.take())
         self._log_samples(record, log)
         self._look_at_failures(record, log)
@@ -277,6 +286,7 @@ class Training(Job):
             "scheduler": self.parts.scheduler.state_dict(),
             "buffer": self.parts.buffer.state_dict(),
             **self._reference(),
+            **({} if self.judge is None else {"judge": self.judge.identity}),
             **({"unmeasured": True} if self.unmeasured else {}),
             **({} if self.asynchronous is None else self.asynchronous.state_dict()),
         }
@@ -293,6 +303,11 @@ class Training(Job):
                 f"{self.config.learn.refers} keeps the policy near the weights with which {path} began, but "
                 f"model.path={self.config.model.path!r} holds other weights now. Nothing was changed. Put the model "
                 "back, or start a new run."
+            )
+        if self.judge is not None and state.get("judge") != self.judge.identity:
+            raise CheckpointError(
+                f"task.judge.rubric={shortened(self.config.task.judge.rubric, 60)!r} says something else now than when "
+                f"{path} began, so scores would not mean the same. Put its file back, or start a new run."
             )
         check_state(state, self.parts.task.train, self.policy.model.get_input_embeddings().num_embeddings)
         check_ledger(path, state, max_staleness=self.config.offpolicy.max_staleness)
@@ -321,6 +336,8 @@ class Training(Job):
         """End the actors of a cluster, and the thread that scores."""
         if self.asynchronous is not None:
             self.asynchronous.close()
+        if self.judge is not None:
+            self.judge.close()
         self.parts.close()
 
     def _reference(self) -> dict[str, int]:
@@ -378,6 +395,17 @@ def _causes(path: Path) -> Counter[str]:
     failures = path / "failures.jsonl"
     lines = files.read(failures).splitlines() if failures.exists() else []
     return Counter(json.loads(line)["cause"] for line in lines)
+
+
+def _judged(path: Path) -> Iterator[dict[str, Any]]:
+    """What a judge said so far. A line that a kill cut off is none."""
+    for line in files.read(path).splitlines() if os.path.lexists(path) else ():
+        with suppress(ValueError):
+            yield files.object_in(line)
+
+
+def _as_lines(values: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(value) + "\n" for value in values).encode()
 
 
 def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -37,6 +37,8 @@ class Scored:
     """How many groups the verifier was asked about."""
     asked_responses: int = 0
     """How many responses they have."""
+    judged: tuple[int, int] = (0, 0)
+    """Tokens that a judge read and wrote for these rewards."""
 
     @property
     def causes(self) -> Counter[str]:
@@ -51,6 +53,7 @@ def together(parts: Sequence[Scored]) -> Scored:
         [failure for part in parts for failure in part.failures],
         sum(part.asked_groups for part in parts),
         sum(part.asked_responses for part in parts),
+        (sum(part.judged[0] for part in parts), sum(part.judged[1] for part in parts)),
     )
 
 
@@ -110,7 +113,8 @@ def score(
         if result.reward is None:
             failures.append(Failure(group.id, group.problem.id, text, result.failure))
     whole = [rewarded for group in groups if (rewarded := _rewarded(group))]
-    return Scored(whole, failures, len(groups), len(asked))
+    judged = (sum(result.read for result in scores), sum(result.written for result in scores))
+    return Scored(whole, failures, len(groups), len(asked), judged)
 
 
 def unscored(groups: Sequence[Group], scored: Scored) -> list[Group]:
@@ -153,7 +157,7 @@ def warning(
     return ""
 
 
-def response_metrics(groups: Sequence[Group], failures: int) -> dict[str, Any]:
+def response_metrics(groups: Sequence[Group], failures: int, judged: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """Rewards and lengths of the finished responses. A mean over no responses has no key."""
     scored = [(t.reward, t) for group in groups for t in group.trajectories if t.reward is not None]
     right = [len(t.tokens) for reward, t in scored if reward > 0.5]
@@ -166,4 +170,7 @@ def response_metrics(groups: Sequence[Group], failures: int) -> dict[str, Any]:
         "truncated": [t.status is Status.TRUNCATED for _, t in scored],
         "kept_mass": [exp(mass) for _, t in scored for mass in t.log_kept],
     }
-    return {name: sum(values) / len(values) for name, values in means.items() if values} | {"reward_failures": failures}
+    return {name: sum(values) / len(values) for name, values in means.items() if values} | {
+        "reward_failures": failures,
+        **({"judge_read": judged[0], "judge_written": judged[1]} if any(judged) else {}),
+    }

@@ -1,7 +1,7 @@
 """What the reward of a response is: math, or a function of your own; and the penalty for overlong responses.
 
-`reward = "math"` compares answers in processes of their own (`math.py`, `sandbox.py`). Any other name is a function,
-`module:function`, plain or async:
+`reward = "math"` compares answers in processes of their own (`math.py`, `sandbox.py`), `reward = "judge"` asks a model
+(`judge.py`). Any other name is a function, `module:function`, plain or async:
 
     def reward(response, answer):
         return float(answer in response)
@@ -33,6 +33,7 @@ from typing import Any
 
 from bapo.process.limited_worker import describe
 from bapo.process.stops import StopAsked
+from bapo.tasks.judge import JUDGE, Judge
 from bapo.tasks.task import LARGEST_REWARD, Following, Scorer, followed
 from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async, unharmed
 from bapo.tasks.verify.sandbox import VerifierPool
@@ -59,8 +60,13 @@ def open_scorer(
     seconds: float,
     memory_mb: int,
     workers: int | None = None,  # None: one per core, or 32 concurrent calls of an async function
+    judge: Judge | None = None,  # which reward = "judge" asks
 ) -> tuple[Scorer, Callable[[], None]]:
     """A function that scores responses, and one that closes it. It also closes with the process."""
+    if reward == JUDGE:
+        if judge is None:
+            raise ValueError("reward='judge' is for runs of `bapo train`, whose task.judge says which model to ask.")
+        return judge.scores, judge.close
     if reward != MATH:
         function = FunctionReward(reward, seconds=seconds, concurrency=workers or 32)
         return function.scores, function.close

@@ -115,7 +115,7 @@ class AsyncLoop:
         return StepRecord(
             step=state.step,
             rollout={
-                **response_metrics(groups, failures=len(scored.failures)),
+                **response_metrics(groups, failures=len(scored.failures), judged=scored.judged),
                 **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
                 **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
                 "rollout/admitted": admitted,
