@@ -32,7 +32,7 @@ def live_picture(run: Path) -> str:
     best = max(range(len(group["responses"])), key=lambda place: group["trajectories"][place]["reward"])
     console = Console(record=True, file=io.StringIO(), force_terminal=True, width=96, height=22, legacy_windows=False)
     now = 0.0
-    view = LiveView(len(logged), title="grpo · demo · runs/live", console=console, clock=lambda: now)
+    view = LiveView(len(logged), title="brake · demo · runs/live", console=console, clock=lambda: now)
     now = sum(timing["seconds"] for _, _, timing in steps)
     view.recall(steps)
     response = group["responses"][best].removesuffix("<eos>")
