@@ -306,9 +306,9 @@ def _check_named_files(path: str, source: str) -> None:
         if hub or key in RENAMES or callable(getattr(transformers.PreTrainedConfig, key, None)):
             does = "names code on the hub" if hub else "changes what other settings mean"
             raise _refusal(path, f"its config.json has {key}={str(value)[:60]!r}, which {does}. Remove it.")
-    chosen = config.get("transformers_weights")
-    named = [] if chosen is None else [("config.json", chosen)]
-    indexes = {INDEX} | ({chosen} if isinstance(chosen, str) and chosen.endswith(".index.json") else set())
+    chosen = [value for key, value in _settings(config) if key == "transformers_weights" and value is not None]
+    named = [("config.json", name) for name in chosen]
+    indexes = {INDEX} | {name for name in map(str, chosen) if name.endswith(".index.json") and Path(name).name == name}
     for index in sorted(indexes):
         shards = _json(path, source, index).get("weight_map", {})
         named += [(index, name) for name in (shards.values() if isinstance(shards, dict) else [shards])]

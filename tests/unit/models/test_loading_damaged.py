@@ -115,17 +115,24 @@ def test_an_index_that_is_none_is_refused(model, index):
     assert INDEX in refused(model)
 
 
-def test_a_configuration_that_names_a_pickle_or_a_place_elsewhere_is_refused(model, tmp_path):
-    path = model / "config.json"
-    config = json.loads(path.read_text())
+@pytest.mark.parametrize("within", [False, True], ids=["", "the text model's own"])
+def test_a_configuration_that_names_a_pickle_or_a_place_elsewhere_is_refused(model, tmp_path, within):
+    """With some architectures, transformers goes on with the part of the configuration that is the text model's."""
+
+    def named(name):
+        setting = {"transformers_weights": name}
+        changed_json(model / "config.json", **({"text_config": setting} if within else setting))
+        return refused(model)
+
     torch.save({"a": Touch(tmp_path / "ran")}, model / "adapter_model.bin")
-    path.write_text(json.dumps(config | {"transformers_weights": "adapter_model.bin"}))
-    assert "has weights in 'adapter_model.bin', says its config.json, and opening a pickle" in refused(model)
-    path.write_text(json.dumps(config | {"transformers_weights": "x/../../y.safetensors"}))
-    assert "not a file in its own directory" in refused(model)
-    path.write_text(json.dumps(config | {"transformers_weights": "mine.safetensors.index.json"}))
+    assert "has weights in 'adapter_model.bin', says its config.json, and opening a pickle" in named(
+        "adapter_model.bin"
+    )
+    assert "not a file in its own directory" in named("x/../../y.safetensors")
     (model / "mine.safetensors.index.json").write_text(json.dumps({"weight_map": {WEIGHT: "adapter_model.bin"}}))
-    assert "says its mine.safetensors.index.json, and opening a pickle" in refused(model)
+    assert "says its mine.safetensors.index.json, and opening a pickle" in named("mine.safetensors.index.json")
+    (tmp_path / "elsewhere.index.json").write_text("no JSON")
+    assert "not a file in its own directory" in named("../elsewhere.index.json")
     assert not (tmp_path / "ran").exists()
 
 

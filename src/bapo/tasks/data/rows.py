@@ -235,7 +235,8 @@ def _check_arrow(path: Path) -> None:
     """
     import pyarrow as pa
 
-    values, schema = 0, None
+    values = 0
+    schema: Any = None
     with pa.memory_map(str(path)) as file:
         for message in pa.ipc.MessageReader.open_stream(file):
             if message.type == "schema" and schema is None:
