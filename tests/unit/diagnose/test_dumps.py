@@ -133,7 +133,7 @@ def test_every_name_is_found(tmp_path, role, name):
     values = {
         "entropy": np.ones((2, 3)), "anchor": BEHAVIOR, "tool_mask": MASK, "versions": np.zeros((2, 3)), "version": 2,
         "staleness": np.ones(2), "uses": np.ones(2), "sequence_ids": np.zeros((2, 3)), "rewards": np.ones(2),
-        "update": 5,
+        "update": 5, "log_kept": np.zeros((2, 3)),
     } | COLUMNS  # fmt: skip
     columns = {key: column for key, column in COLUMNS.items() if key != role} | {name: np.asarray(values[role])}
     assert read(tmp_path / "a.npz", columns).columns[role] == name
