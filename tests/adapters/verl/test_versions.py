@@ -14,7 +14,9 @@ import torch
 import yaml
 from torch.testing import assert_close
 
-verl = pytest.importorskip("verl")
+pytest.importorskip("verl")
+
+import verl
 
 from bapo import ClipSettings
 from bapo.config.known_names import UNSET
