@@ -144,6 +144,7 @@ def values(body):
         ("GRPOConfig(beta=9 ** 9 ** 9 ** 9)", None),
         ("a = a + 1\nGRPOConfig(beta=a)", None),
         ("GRPOConfig(beta=f())", None),
+        ("a0 = 1\n" + "".join(f"a{n + 1} = [a{n}, a{n}]\n" for n in range(30)) + "GRPOConfig(beta=a30)", None),
     ],
 )
 def test_a_value_is_read_if_it_is_certain_and_otherwise_unknown(body, expected):
@@ -271,6 +272,9 @@ def test_nothing_is_overwritten_and_mistakes_are_told(here, capsys):
         ("none.sh", "echo a=1", "has no settings of verl"),
         ("broken.yaml", "a: [", "is not valid YAML"),
         ("list.json", "[1]", "holds no settings"),
+        ("deep.json", '{"a": ' * 60 + "1" + "}" * 60, "or deeper than 50"),
+        ("bomb.yaml", "a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(30)), "more than"),
+        ("round.yaml", "a: &a [*a]\n", "or deeper than 50"),
     ):
         (here / name).write_text(text)
         assert run(["convert", name]) == 2, name
