@@ -18,8 +18,8 @@ from bapo.convert.settings import Setting, Unknown
 
 TABLES = ("actor_rollout_ref", "algorithm", "critic", "data", "trainer", "reward_model", "custom_reward_function")
 """Tables of verl's configuration."""
-MOST = 10_000
-"""Most settings of a file."""
+MOST, DEEPEST = 10_000, 50
+"""Most values of a file, and how deep they may be inside one another: YAML can say much with little."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.[\w@]+)+)=(.*)", re.DOTALL)
 _ASSIGNED = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(\S.*|)$")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^{}]*))?\}|(\w+))")
@@ -62,6 +62,8 @@ def read_tables(text: str, path: str) -> tuple[Family, list[Setting]]:
         raise ConfigError(f"{path} is not valid {language}: {' '.join(str(error).split())}. Correct it.") from None
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path} holds no settings. Give a GRPOConfig, or verl's tables, as keys with values.")
+    if not _within(values):
+        raise ConfigError(f"{path} holds more than {MOST} values, or deeper than {DEEPEST}. Give those of one run.")
     family: Family = "verl" if any(str(key).partition(".")[0] in TABLES for key in values) else "trl"
     lines = text.splitlines()
     found = []
@@ -69,9 +71,21 @@ def read_tables(text: str, path: str) -> tuple[Family, list[Setting]]:
         last = re.compile(rf"^[\s{{,-]*[\"']?{re.escape(name.rpartition('.')[2])}[\"']?\s*:")
         at = [number for number, line in enumerate(lines, 1) if last.match(line)]
         found.append(Setting(name, value, at[0] if len(at) == 1 else 0))
-        if len(found) > MOST:
-            raise ConfigError(f"{path} holds more than {MOST} settings. Give those of one run.")
     return family, found
+
+
+def _within(values: Any) -> bool:
+    """Whether these are so many values as a configuration may have."""
+    level, count = [values], 0
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for value in level:
+            inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+            count += 1
+            if count > MOST or len(inner) > MOST:
+                return False
+        level = inner
+    return not level
 
 
 def _yaml(text: str) -> Any:
@@ -124,7 +138,7 @@ def _filled(text: str, variables: Mapping[str, str | None]) -> str | None:
         return str(found)
 
     filled = _VARIABLE.sub(put_in, _SUM.sub(add_up, text))
-    return None if unknown or "$(" in filled or "`" in filled else filled
+    return None if unknown or "$(" in filled or "`" in filled or len(filled) > MOST else filled
 
 
 def _sum(text: str) -> int | None:

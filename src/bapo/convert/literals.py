@@ -17,6 +17,8 @@ DEEPEST = 40
 """How many names may lead to one another."""
 LONGEST = 10_000
 """Most characters, or items, of a value."""
+MOST = 100_000
+"""How often names are looked up: `a = [b, b]`, `b = [c, c]` and so on would have no end."""
 CHANGES_IT = {"append", "extend", "insert", "remove", "pop", "update", "setdefault", "clear", "sort", "reverse"}
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -87,6 +89,7 @@ class Reader:
         self.calls: list[Call] = []
         self.notes: set[str] = set()
         """How values were found that are not written where they are used."""
+        self._looked_up = 0
         self._visit(tree.body, self.module, sure=True, top=None)
         self.parsed = {"args"} | {
             name
@@ -97,6 +100,9 @@ class Reader:
 
     def look_up(self, name: str, scope: Scope, line: int) -> tuple[Binding, Scope]:
         """Where a name that is used in this line got its value."""
+        self._looked_up += 1
+        if self._looked_up > MOST:
+            raise Undecided
         where: Scope | None = scope
         while where is not None:
             if name in where.changed:

@@ -82,7 +82,7 @@ def _outcome(theirs: Theirs, name: str, became: dict[str, Any] | str | None) -> 
         return Outcome(setting, remark=theirs.left[name])
     if isinstance(became, dict):
         remark = theirs.remarks.get(name, setting.note)
-        return Outcome(setting, became, remark if became else OFF)
+        return Outcome(setting, became, remark if became else theirs.remarks.get(name, OFF))
     return Outcome(setting, remark=became or _why_not(theirs.family, setting))
 
 

@@ -46,7 +46,8 @@ def _dtype(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
     given = theirs["torch_dtype"] or theirs["dtype"] or theirs["model_dtype"]
     if given is None and theirs["bf16"] is not None:
         given = "bfloat16" if theirs["bf16"] else "float32"
-    return {} if given is None else {key: names.get(given, given)}
+    shown = str(given).removeprefix("torch.")
+    return {} if given is None else {key: names.get(shown, shown)}
 
 
 def _lora(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
@@ -56,15 +57,16 @@ def _lora(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
         if not rank:
             return theirs.leave("lora_rank is 0, so all weights are trained", *names)
     else:
-        of_peft = "peft_config" in theirs.given or "r" in theirs.given
+        of_peft = theirs["peft_config"] is not None or "r" in theirs.given
         if not of_peft and not theirs["use_peft"]:
             return theirs.leave("use_peft is off", *names)
         rank = theirs["r"] or theirs["lora_r"] or (8 if of_peft else 16)  # peft's default, and that of ModelConfig
         alpha = theirs["lora_alpha"] or (8 if of_peft else 32)
     targets = theirs["target_modules"] or theirs["lora_target_modules"]
-    if targets is None:
-        theirs.remarks["peft_config"] = "peft chooses layers by architecture; here all linear layers get adapters"
-    every = targets in (None, "all-linear", ["all-linear"])
+    every = targets is None or isinstance(targets, str) or targets == ["all-linear"]
+    if every and targets not in ("all-linear", ["all-linear"]):
+        told = "all linear layers get adapters here; model.lora.targets names others"
+        theirs.remarks |= {"peft_config": told, "target_modules": told}
     return {key: rank, "model.lora.alpha": alpha} | ({} if every else {"model.lora.targets": targets})
 
 
@@ -153,6 +155,8 @@ def _steps(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
 def _every(theirs: Theirs, key: str, known: list[Known]) -> dict[str, Any]:
     steps, *how = sorted(names_of(known[0], theirs.family), key=lambda name: "strategy" in name)
     strategy, count = theirs[how[0]] if how else None, theirs[steps]
+    if strategy == "steps" and count is None:  # transformers' own defaults
+        count = 500 if key == "checkpoint_every" else theirs["logging_steps"] or 10
     never = strategy == "no" or (count is not None and count < 0)
     if never and key == "eval.every":
         return {key: 0}

@@ -70,7 +70,7 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
             wrong.append(str(error))
     if policy is not None and (config.task.name != "data" or data is not None):
         try:
-            task, notes = make_task(config, policy, data)
+            task, notes = make_task(_asking_once(config), policy, data)
         except (ValueError, OSError) as error:
             if not str(error) or not any(str(error) in line for line in wrong):
                 wrong.append(str(error))
@@ -83,6 +83,12 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
     wrong = list(dict.fromkeys(_with_one_limit(config, wrong)))
     placed = not any(line.startswith(f"out={config.out}:") for line in wrong)
     return _plan(config, policy, task, notes, placed=placed), wrong
+
+
+def _asking_once(config: Config) -> Config:
+    """The same configuration, but for a judge that is asked once and then said to be gone."""
+    judge = config.task.judge.model_copy(update={"retries": 0})
+    return config.model_copy(update={"task": config.task.model_copy(update={"judge": judge})})
 
 
 def _plan(config: Config, policy: Policy | None, task: Task | None, notes: list[str], *, placed: bool) -> list[str]:

@@ -13,6 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo import ClipSettings
 from bapo.adapters.trl import BapoConfig, BapoTrainer, check_trl
+from bapo.config.known_names import UNSET
 from bapo.core.settings import CLIP_OPTIONS, brake_settings
 from tests.adapters.trl.tiny import config, digits, model, prompts, tokenizer
 
@@ -137,3 +138,8 @@ def test_without_trl_the_import_says_what_to_install():
     script = "import sys; sys.modules['trl'] = None; import bapo.adapters.trl"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "pip install 'bapo[trl]'" in done.stderr
+
+
+def test_the_table_of_names_says_what_trl_does_if_nothing_is_set():
+    set_by_trl = {one.name: one.default for one in dataclasses.fields(GRPOConfig)}
+    assert {name: set_by_trl[name] for name in UNSET["trl"]} == UNSET["trl"]

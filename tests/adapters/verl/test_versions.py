@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.testing import assert_close
 
 pytest.importorskip("verl")
 
+import verl
+
 from bapo import ClipSettings
+from bapo.config.known_names import UNSET
+from bapo.config.words import flat
 from bapo.core.bounds import StopReason
 from tests.adapters.logged import core, logged
 
@@ -76,3 +81,12 @@ def test_a_version_whose_actor_does_not_tell_the_epoch_refuses_the_rule(version,
     assert f"policy_loss.{rule} needs the epoch" in done.stderr
     assert message in done.stderr
     assert "policy_loss.objective=brake_all or grpo" in done.stderr.replace("\n", " ")
+
+
+def test_the_table_of_names_says_what_verl_does_if_nothing_is_set():
+    written = Path(verl.__file__).with_name("trainer") / "config" / "_generated_ppo_trainer.yaml"
+    tables = ("actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model.")
+    tables += ("algorithm.", "data.", "trainer.")
+    known = [(key, value) for key, value in flat(yaml.safe_load(written.read_text())) if key.startswith(tables)]
+    for name, value in UNSET["verl"].items():
+        assert value in [other for key, other in known if key.endswith(f".{name}")], name

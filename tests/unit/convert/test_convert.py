@@ -144,6 +144,7 @@ def values(body):
         ("GRPOConfig(beta=9 ** 9 ** 9 ** 9)", None),
         ("a = a + 1\nGRPOConfig(beta=a)", None),
         ("GRPOConfig(beta=f())", None),
+        ("a0 = 1\n" + "".join(f"a{n + 1} = [a{n}, a{n}]\n" for n in range(30)) + "GRPOConfig(beta=a30)", None),
     ],
 )
 def test_a_value_is_read_if_it_is_certain_and_otherwise_unknown(body, expected):
@@ -251,6 +252,25 @@ def test_what_is_off_anyway_says_so_and_a_value_that_no_key_takes_is_named():
     assert not {"rollout.temperature", "learn.schedule", "learn.reduction"} & made.keys.keys()
 
 
+def test_adapters_of_a_script_are_known_or_left_and_never_made_up():
+    known = [Setting("peft_config", "LoraConfig"), Setting("peft_config.target_modules", ".*proj")]
+    made = convert("trl", known)
+    assert (made.keys["model.lora.rank"], made.keys["model.lora.alpha"]) == (8, 8)  # peft's defaults
+    assert "model.lora.targets" not in made.keys
+    assert "all linear layers" in made.outcomes[1].remark
+    made = convert("trl", [Setting("peft_config", Unknown("get_peft_config(args)"))])
+    assert "model.lora.rank" not in made.keys
+    assert made.outcomes[0].remark == "computed at run time"
+
+
+def test_what_is_done_every_so_often_counts_steps_of_ours():
+    asked = [Setting("eval_strategy", "steps"), Setting("logging_steps", 6), Setting("save_strategy", "epoch")]
+    made = convert("trl", [*asked, Setting("num_iterations", 3)])
+    assert (made.keys["eval.every"], "checkpoint_every" in made.keys) == (2, False)
+    assert convert("trl", [Setting("eval_strategy", "no")]).keys["eval.every"] == 0
+    assert convert("verl", [Setting("trainer.test_freq", -1)]).keys["eval.every"] == 0
+
+
 def test_sizes_of_a_batch_count_processes():
     settings = [Setting("per_device_train_batch_size", 4), Setting("num_generations", 16)]
     settings += [Setting("steps_per_generation", 8), Setting("max_steps", 100)]
@@ -271,6 +291,9 @@ def test_nothing_is_overwritten_and_mistakes_are_told(here, capsys):
         ("none.sh", "echo a=1", "has no settings of verl"),
         ("broken.yaml", "a: [", "is not valid YAML"),
         ("list.json", "[1]", "holds no settings"),
+        ("deep.json", '{"a": ' * 60 + "1" + "}" * 60, "or deeper than 50"),
+        ("bomb.yaml", "a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(30)), "more than"),
+        ("round.yaml", "a: &a [*a]\n", "or deeper than 50"),
     ):
         (here / name).write_text(text)
         assert run(["convert", name]) == 2, name
