@@ -1,6 +1,5 @@
 import asyncio
 import itertools
-import re
 import subprocess
 import sys
 import textwrap
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bapo.tasks.task import following
-from bapo.tasks.verify.scorers import FunctionReward
-from bapo.types import Problem, Score
+from bapo.tasks.verify.scorers import DOES_NOT_APPLY, FunctionReward, names_of, open_scorer
+from bapo.types import Problem, ResponseText, Score
 
 PROBLEM = Problem("p", "2+2=", "4", extra={"level": 3})
 
@@ -174,8 +173,8 @@ def test_what_cannot_be_found_or_called_is_explained(written):
         written("import not_installed_here")
     with pytest.raises(ValueError, match=r"failed: SyntaxError"):
         written("def reward(:")
-    with pytest.raises(ValueError, match=r"requires the parameter 'solution_str'.*response, answer, prompt, extra"):
-        written("def reward(solution_str): return 1")
+    with pytest.raises(ValueError, match=r"requires the parameter 'text'.*response, answer, prompt, extra"):
+        written("def reward(text): return 1")
     with pytest.raises(ValueError, match="concurrency=0"):
         written("def reward(response): return 1", concurrency=0)
     with pytest.raises(ValueError, match=r"importing reward_\w+ failed: SystemExit: 3\..*__main__"):
@@ -202,92 +201,142 @@ def test_the_hint_names_the_file_and_the_function_that_are_there(written, given,
         FunctionReward(given)
 
 
+CHAT = Problem("c", [{"role": "user", "content": "2+2="}], "4", extra={"solution": "#### 4", "level": 3})
 TRL = {
     "plain": "{}def reward(completions, **kwargs):\n    return [float('4' in one) for one in completions]",
-    "columns": "{}def reward(prompts, completions, solution, level, **kwargs):\n"
-    "    return [level[0] * float(gold in one) for one, gold in zip(completions, solution)]",
-    "gold": "{}def reward(completions, gold, **kwargs):\n"
-    "    return [float(right in one) for one, right in zip(completions, gold)]",
-    "ids": "{}def score(prompts, completions, completion_ids, answer, **kwargs):\n"
-    "    return [float(gold in one) for one, gold in zip(completions, answer)]",
+    "columns": "{}def reward(prompts, completions, answer, level, **kwargs):\n"
+    "    assert prompts == ['2+2='] * 2 and kwargs['log_metric']('n', 1) is None\n"
+    "    return [hard / 3 * float(gold in one) for one, gold, hard in zip(completions, answer, level)]",
+    "ids": "{}def reward(completion_ids):\n    return [float(len(ids) == 3) for ids in completion_ids]",
+    "group": "{}def reward(completions):\n"
+    "    return [float(len(one) == max(map(len, completions))) for one in completions]",
+    "optional": "{}def reward(completions=None, solution=None, **kw):\n"
+    "    return [float(gold in one) for one, gold in zip(completions, solution)]",
 }
 
 
 @pytest.mark.parametrize("kind", ["", "async "])
 @pytest.mark.parametrize("style", TRL)
-def test_a_function_of_trl_is_recognised_and_the_wrapper_that_is_shown_works(written, kind, style):
-    code, called = TRL[style].format(kind), "score" if style == "ids" else "reward"
-    with pytest.raises(ValueError, match=f"'.*:{called}' has the signature of TRL") as refused:
-        written(code, called)
-    said = str(refused.value)
-    assert ("Token ids are not known here" in said) == (style == "ids")
-    wrapper = "\n".join(line[4:] for line in said.splitlines() if line.startswith("    "))
-    assert wrapper.count("\n") == 3
-    name = re.search(r':(\w+)":', said)[1]
-    reward = written(f"{code}\n\n{wrapper}", name)
-    assert scores(reward, "it is 4", "5") == [Score(3.0 if style == "columns" else 1.0), Score(0.0)]
+def test_a_function_of_trl_gets_lists_of_the_responses_to_one_problem(written, kind, style):
+    reward = written(TRL[style].format(kind))
+    asked = [(PROBLEM, ResponseText("it is 4", [5, 6, 7])), (PROBLEM, ResponseText("5", [8, 7]))]
+    assert reward.scores(asked) == [Score(1.0), Score(0.0)]
 
 
-@pytest.mark.parametrize(
-    ("code", "called", "extra"),
-    [
-        (
-            "def eqn(completions, nums, target, **kw):\n"
-            "    return [float(one == str(sum(n) - t)) for one, n, t in zip(completions, nums, target)]",
-            "eqn",
-            {"nums": [1, 5], "target": 2},
-        ),
-        (
-            "def diff(prompts, completions, difficulty, **kw):\n"
-            "    return [float(one == str(hard)) for one, hard in zip(completions, difficulty)]",
-            "diff",
-            {"difficulty": 4},
-        ),
-        (
-            "def acc(completions, answer, **kw):\n    return [float(a == b) for a, b in zip(completions, answer)]",
-            "acc",
-            {"answer": "2+2 is 5", "prompts": "not ours", "index": 0},
-        ),
-        (
-            "class Judge:\n"
-            "    async def __call__(self, completions, answer, **kw):\n"
-            "        return [float(a == b) for a, b in zip(completions, answer)]\n"
-            "judge = Judge()",
-            "judge",
-            {},
-        ),
-        ("def bare(completions):\n    return [float(one == '4') for one in completions]", "bare", {"level": 3}),
-        (
-            "def few(completions, solution, level=(9,)):\n"
-            "    return [float(a == b) * c / 3 for a, b, c in zip(completions, solution, level)]",
-            "few",
-            {"level": 3, "other": 1},
-        ),
-        (
-            "def opt(completions=None, answer=None, **kw):\n    return [float(completions == answer)]",
-            "opt",
-            {"level": 3},
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
-)
-def test_the_wrapper_fits_the_parameters_and_the_columns(written, code, called, extra):
-    with pytest.raises(ValueError, match="signature of TRL") as refused:
-        written(code, called)
-    wrapper = "\n".join(line[4:] for line in str(refused.value).splitlines() if line.startswith("    "))
-    assert wrapper.count("\n") <= 4
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_a_function_of_trl_gets_messages_where_the_prompt_is_a_chat_and_columns_as_they_are(written, kind):
+    code = f"""
+        calls = []
+        {kind}def reward(prompts, completions, solution, level, **kwargs):
+            calls.append((prompts, completions, solution, level))
+            return [None if one[0]["content"] == "?" else one[0]["content"] == gold[5:]
+                    for one, gold in zip(completions, solution, strict=True)]
+    """
+    reward = written(code)
+    found = reward.scores([(CHAT, "4"), (CHAT, "?"), (PROBLEM, "4"), (CHAT, "5")])
+    calls = sys.modules[reward.name.partition(":")[0]].calls
+    assert calls[0] == (
+        [CHAT.prompt] * 2,
+        [[{"role": "assistant", "content": text}] for text in ("4", "?")],
+        ["#### 4"] * 2,
+        [3] * 2,
+    )
+    assert found[:2] == [Score(1.0), Score(None, DOES_NOT_APPLY)]
+    assert found[2] == Score(None, "TypeError: string indices must be integers, not 'str'")  # text has no messages
+    assert found[3] == Score(0.0)
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_where_a_function_of_trl_fails_on_a_group_only_the_response_that_it_fails_on_is_lost(written, kind):
+    reward = written(f"{kind}def reward(completions, **kwargs):\n    return [1 / len(one) for one in completions]")
+    expected = [Score(1.0), Score(None, "ZeroDivisionError: division by zero"), Score(0.5)]
+    assert scores(reward, "a", "", "bb") == expected
+    reward = written(f"{kind}def reward(completions, **kwargs):\n    return [1.0]")
+    assert scores(reward, "a", "b") == [Score(1.0)] * 2
+    reward = written(f"{kind}def reward(completions, **kwargs):\n    return []")
+    assert scores(reward, "a") == [Score(None, "ValueError: the reward function returned 0 rewards for 1 completions")]
+
+
+def test_what_only_the_trainer_of_trl_has_is_refused_before_the_run(written):
+    with pytest.raises(ValueError, match=r"requires the parameter 'trainer_state', which is not available"):
+        written("def reward(completions, trainer_state): return [trainer_state.global_step]")
+    assert scores(written("def reward(completions, trainer_state=None): return [1]"), "") == [Score(1.0)]
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_a_function_of_verl_gets_what_verl_gives_it(written, kind):
+    code = f"""
+        {kind}def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+            assert (data_source, ground_truth, extra_info["level"]) == ("gsm8k", ["4", "four"], 3)
+            extra_info["num_turns"] = 1
+            return {{"score": solution_str in ground_truth, "acc": 0.5, "pred": solution_str}}
+    """
+    reward = written(code, "compute_score")
+    extra = {"level": 3, "data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": ["4", "four"]}}
     problem = Problem("p", "2+2=", "4", extra=extra)
-    reward = written(f"{code}\n\n{wrapper}", "score")
-    assert reward.scores([(problem, "4"), (problem, "5")]) == [Score(1.0), Score(0.0)]
+    assert reward.scores([(problem, "four"), (problem, "5")]) == [Score(1.0, answer="four"), Score(0.0, answer="5")]
+    assert "num_turns" not in extra
+    reward = written(
+        f"{kind}def compute_score(solution_str, ground_truth):\n    return solution_str == ground_truth",
+        "compute_score",
+    )
+    assert scores(reward, "4") == [Score(1.0)]
 
 
-def test_the_wrapper_gives_messages_where_the_prompt_is_a_chat(written):
-    code = "def reward(completions, **kwargs):\n    return [float(one[0]['content'] == '4') for one in completions]"
-    with pytest.raises(ValueError, match="signature of TRL") as refused:
-        written(code)
-    wrapper = "\n".join(line[4:] for line in str(refused.value).splitlines() if line.startswith("    "))
-    chat = Problem("p", [{"role": "user", "content": "2+2="}], "4")
-    assert written(f"{code}\n\n{wrapper}", "score").scores([(chat, "4"), (chat, "5")]) == [Score(1.0), Score(0.0)]
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_a_function_that_fails_is_called_again_as_often_as_told(written, kind, monkeypatch):
+    code = f"""
+        calls = 0
+        {kind}def reward(response):
+            global calls
+            calls += 1
+            if calls < int(response):
+                raise ConnectionError("busy")
+            return calls
+    """
+    waits = []
+
+    async def waited(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setattr("asyncio.sleep", waited)
+    assert scores(written(code, retries=2), "3") == [Score(3.0)]
+    assert scores(written(code, retries=1), "3") == [Score(None, "ConnectionError: busy")]
+    assert waits == [1, 2, 1]
+
+
+PARTS = """
+    def right(response, answer):
+        if response == "?": raise ValueError("no number")
+        return {"reward": response == answer, "answer": response}
+    def brief(completions, **kwargs):
+        return [None if one == "none" else -len(one) for one in completions]
+    async def solution(solution_str):
+        return 10.0
+"""
+
+
+def test_several_rewards_are_added_with_their_weights_and_each_is_known_by_name(written):
+    module = written(PARTS, "right").name.partition(":")[0]
+    names = [f"{module}:{name}" for name in ("right", "brief", "solution")]
+    options = {"opens_thinking": False, "seconds": 5.0, "memory_mb": 256}
+    verifier = open_scorer(names, weights=[2.0, 0.5, 0.25], **options)
+    told = []
+    with following(4, lambda how: told.append((how.responses, how.asked))):
+        found = verifier.scores([(PROBLEM, text) for text in ("4", "555", "?", "none")])
+    assert found[0] == Score(2 - 0.5 + 2.5, answer="4", rewards={"right": 1.0, "brief": -1.0, "solution": 10.0})
+    assert found[1] == Score(-1.5 + 2.5, answer="555", rewards={"right": 0.0, "brief": -3.0, "solution": 10.0})
+    assert found[2] == Score(None, "right: ValueError: no number")
+    assert found[3] == Score(2.5, answer="none", rewards={"right": 0.0, "brief": None, "solution": 10.0})
+    assert [how for how in told if how[0] in (0, 4)] == [(0, 4), *[(0, 4), (4, 4)] * 3]
+    assert verifier.takes_columns  # of the functions of TRL and verl
+    verifier.close()
+    alone = open_scorer(names[1:2], **options)
+    assert alone.scores([(PROBLEM, "none"), (PROBLEM, "4")]) == [Score(None, DOES_NOT_APPLY), Score(-1.0)]
+    assert names_of(["math", "one:math", "one:length", "two.more:length"]) == [
+        *("math", "one.math", "one.length", "two.more.length")
+    ]
 
 
 def test_a_function_that_takes_a_response_may_have_parameters_of_trl_besides(written):
