@@ -35,7 +35,8 @@ from bapo.tasks.data.problems import (
     load_problems,
     without_overlap,
 )
-from bapo.tasks.verify.scorers import DOES_NOT_APPLY, MATH, Verifier, check_answers, open_function
+from bapo.tasks.verify.functions import DOES_NOT_APPLY
+from bapo.tasks.verify.scorers import MATH, Verifier, check_answers, open_function
 from bapo.types import Problem
 
 WRITTEN = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.")
@@ -234,7 +235,7 @@ def _opened(task: TaskConfig, name: str) -> Verifier | str:
     """What scores responses with a function, or why it cannot."""
     limits: dict[str, Any] = {"seconds": task.reward_seconds, "memory_mb": task.reward_memory_mb}
     try:
-        return open_function(name, **limits, workers=1, retries=task.reward_retries)
+        return open_function(name, **limits, workers=1, retries=task.reward_retries, isolated=task.reward_isolated)
     except ValueError as error:
         return str(error)
 

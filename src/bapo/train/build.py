@@ -171,6 +171,7 @@ def _from_data(config: Config, policy: Policy, data: TaskData | None) -> tuple[T
         memory_mb=chosen.reward_memory_mb,
         workers=chosen.reward_workers or None,
         retries=chosen.reward_retries,
+        isolated=chosen.reward_isolated,
     )
     data = data or load_task(chosen, whole_rows=verifier.takes_columns)
     notes, most = list(data.notes), chosen.max_prompt_tokens

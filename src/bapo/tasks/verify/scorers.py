@@ -1,51 +1,19 @@
-"""What the reward of a response is: math, or a function of your own; and the penalty for overlong responses.
+"""What the reward of a response is: math, functions of your own, or their sum; and the penalty for overlong responses.
 
-`reward = "math"` compares answers in processes of their own (`math.py`, `sandbox.py`). Any other name is a function,
-`module:function`, plain or async:
-
-    def reward(response, answer):
-        return float(answer in response)
-
-It is called with those of the following keywords that it names, or with all of them if it takes **kwargs:
-
-    response    the text of the response, without its stop token
-    answer      the problem's ground truth
-    prompt      the problem's prompt: text, or chat messages
-    extra       the other columns of its data set, as a dict
-
-It returns a number, a bool, or a dict with "reward" (and, for majority votes, "answer"). Anything else counts as a
-failure of the verifier, not as a reward of 0: another type, a NaN, a number too large for float32, an exception,
-`sys.exit()`. Only Ctrl-C passes through.
-
-The function runs in the training process. A plain function is called for one response after the other, without a time
-limit, and nothing protects the process from a crash in it. Async functions, such as calls to a judge model, run
-concurrently in one event loop, at most `concurrency` at a time with `seconds` each. The loop lives as long as the
-reward, so clients that the function keeps between calls stay valid. asyncio stops the whole loop if a task that the
-function started itself calls `sys.exit()`. Then every response without a score yet is a failure.
+`reward = "math"` compares answers in processes of their own (`math.py`, `sandbox.py`). Any other name is a function
+(`functions.py`). Of several, the reward is the weighted sum, and a response that one of them fails on has none.
 """
 
-import asyncio
-import numbers
-import time
-import weakref
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from bapo.process.limited_worker import describe
-from bapo.process.stops import StopAsked
-from bapo.tasks.task import LARGEST_REWARD, Following, Scorer, followed, following, listener
-from bapo.tasks.verify.finding import (
-    CALLED_WITH,
-    Signature,
-    Style,
-    arguments_of,
-    find_function,
-    is_async,
-    judged,
-    unharmed,
-)
+from bapo.tasks.task import LARGEST_REWARD, Scorer, following, listener
+from bapo.tasks.verify.finding import CALLED_WITH
+from bapo.tasks.verify.functions import DOES_NOT_APPLY, FunctionReward, IsolatedReward
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Problem, Score, refuse
 
@@ -86,6 +54,7 @@ def open_scorer(
     memory_mb: int,
     workers: int | None = None,  # None: one per core, or 32 concurrent calls of an async function
     retries: int = 0,  # of a function that fails
+    isolated: bool = False,  # whether functions run in processes of their own
 ) -> Verifier:
     """What scores responses by one reward, or by the weighted sum of several."""
     limits: dict[str, Any] = {"seconds": seconds, "memory_mb": memory_mb, "workers": workers}
@@ -93,7 +62,11 @@ def open_scorer(
         parts = []
         for reward in rewards:
             own = reward != MATH
-            part = open_function(reward, retries=retries, **limits) if own else _open_math(opens_thinking, **limits)
+            part = (
+                open_function(reward, retries=retries, isolated=isolated, **limits)
+                if own
+                else _open_math(opens_thinking, **limits)
+            )
             parts.append(part)
             opened.callback(part.close)
         closing = opened.pop_all()
@@ -146,11 +119,19 @@ def _open_math(opens_thinking: bool, **limits: Any) -> Verifier:
     return Verifier(scores, pool.close)
 
 
-def open_function(reward: str, *, seconds: float, memory_mb: int, workers: int | None, retries: int) -> Verifier:
-    """What scores responses with a function of the user's."""
-    function = FunctionReward(reward, seconds=seconds, concurrency=workers or 32, retries=retries)
+def open_function(
+    reward: str, *, seconds: float, memory_mb: int, workers: int | None, retries: int, isolated: bool
+) -> Verifier:
+    """What scores responses with a function of the user's, in this process or isolated in others."""
+    options: dict[str, Any] = {"seconds": seconds, "retries": retries}
+    function: FunctionReward | IsolatedReward
+    if isolated:
+        function = IsolatedReward(reward, workers=workers, memory_mb=memory_mb, **options)
+    else:
+        function = FunctionReward(reward, concurrency=workers or 32, **options)
     style = function.signature.style
-    return Verifier(function.scores, function.close, style != "ours", CALLED_WITH[style], not function.is_async)
+    may_be_tried = isolated or not function.is_async
+    return Verifier(function.scores, function.close, style != "ours", CALLED_WITH[style], may_be_tried)
 
 
 def overlong_penalty(
@@ -180,161 +161,3 @@ def overlong_penalty(
     if truncated or length > max_tokens:
         return -penalty
     return -penalty * max(0, length - (max_tokens - buffer)) / buffer
-
-
-class _Stopped(Exception):  # noqa: N818
-    """StopAsked in a coroutine: asyncio lets a KeyboardInterrupt escape from the loop and forgets the other calls."""
-
-
-class FunctionReward:
-    """Scores responses with a function of the user's own."""
-
-    def __init__(self, name: str, *, concurrency: int = 32, seconds: float = 60.0, retries: int = 0) -> None:
-        refuse(
-            (
-                concurrency < 1 or not seconds > 0,
-                f"reward function {name!r}: concurrency={concurrency} and seconds={seconds} must both be positive.",
-            )
-        )
-        self.name, self.concurrency, self.seconds, self.retries = name, concurrency, seconds, retries
-        self._function = find_function(name)
-        self.signature = judged(name, self._function)
-        self.is_async = is_async(self._function)
-        self._runner = asyncio.Runner()
-        self._finalizer = weakref.finalize(self, self._runner.close)
-
-    def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
-        """The score that the function gives each response, in order. No response text makes it raise."""
-        follower, calls = followed(len(responses)), calls_of(self.signature, responses)
-        if not self.is_async:
-            return [follower.known(score) for call in calls for score in self._call(*call)]
-        found: dict[int, list[Score]] = {}
-        stopped = Score(None)
-        try:
-            with unharmed():
-                self._runner.run(self._all(calls, found, follower))
-        except KeyboardInterrupt:
-            raise
-        except _Stopped:
-            self._runner.run(_end_other_tasks())
-            raise StopAsked from None
-        except BaseException as error:  # of a task that the function started
-            stopped = Score(None, failure=describe(error))
-            self._runner.run(_end_other_tasks())
-        return [s for index, (_, texts) in enumerate(calls) for s in found.get(index, [stopped] * len(texts))]
-
-    def close(self) -> None:
-        """Close the event loop. Does nothing the second time."""
-        self._finalizer()
-
-    def _call(self, problem: Problem, texts: Sequence[str]) -> list[Score]:
-        """The scores of one call. If it fails on several responses, each is asked about alone."""
-        cause = ""
-        for wait in self._waits():
-            if wait:
-                time.sleep(wait)
-            try:
-                with unharmed():
-                    returned = self._function(**arguments_of(self.signature, problem, texts))
-                    return _scores(self.signature.style, returned, len(texts))
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                cause = describe(error)
-        return [s for text in texts for s in self._call(problem, [text])] if len(texts) > 1 else [Score(None, cause)]
-
-    async def _all(
-        self, calls: Sequence[tuple[Problem, Sequence[str]]], found: dict[int, list[Score]], follower: Following
-    ) -> None:
-        """Put the scores of each call into `found`, by its index, as soon as they are known."""
-        places, stopped = asyncio.Semaphore(self.concurrency), False
-
-        async def one(index: int, problem: Problem, texts: Sequence[str]) -> None:
-            nonlocal stopped
-            async with places:
-                if stopped:
-                    return
-                found[index] = await self._call_async(problem, texts)
-                try:
-                    for score in found[index]:
-                        follower.known(score)
-                except StopAsked:
-                    stopped = True
-                    raise _Stopped from None
-
-        await asyncio.gather(*(one(index, *call) for index, call in enumerate(calls)))
-
-    async def _call_async(self, problem: Problem, texts: Sequence[str]) -> list[Score]:
-        cause, seconds = "", self.seconds * len(texts)
-        for wait in self._waits():
-            try:
-                if wait:
-                    await asyncio.sleep(wait)
-                async with asyncio.timeout(seconds) as limit:
-                    returned = await self._function(**arguments_of(self.signature, problem, texts))
-                    return _scores(self.signature.style, returned, len(texts))
-            except TimeoutError as error:
-                cause = f"timeout after {seconds:g} s" if limit.expired() else describe(error)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # by Ctrl-C, not by the function
-                    raise
-                cause = describe(error)
-        if len(texts) == 1:
-            return [Score(None, cause)]
-        return [score for text in texts for score in await self._call_async(problem, [text])]
-
-    def _waits(self) -> list[int]:
-        """The seconds before each try: none, then 1, 2, 4 and so on."""
-        return [0, *(2**retry for retry in range(self.retries))]
-
-
-def calls_of(signature: Signature, responses: Sequence[tuple[Problem, str]]) -> list[tuple[Problem, list[str]]]:
-    """What a function is called for: one response after the other, or all to one problem if it takes lists."""
-    calls: list[tuple[Problem, list[str]]] = []
-    for problem, text in responses:
-        if signature.style == "trl" and calls and calls[-1][0] is problem:
-            calls[-1][1].append(text)
-        else:
-            calls.append((problem, [text]))
-    return calls
-
-
-async def _end_other_tasks() -> None:
-    """Cancel everything that still runs in this loop, and wait until it has ended."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-
-
-DOES_NOT_APPLY = "the reward function returned None: it does not apply"
-"""The failure of a response to which a function of TRL gives no reward. In a sum of several, it has no part then."""
-
-
-def _scores(style: Style, returned: Any, count: int) -> list[Score]:
-    """What a call returned, as one score per response."""
-    if style != "trl":
-        return [_score(returned, "score", "pred") if style == "verl" else _score(returned)]
-    rewards = list(returned)
-    if len(rewards) != count:
-        raise ValueError(f"the reward function returned {len(rewards)} rewards for {count} completions")
-    plain = (each.item() if hasattr(each, "item") else each for each in rewards)  # of numpy, torch
-    return [Score(None, DOES_NOT_APPLY) if each is None else _score(each) for each in plain]
-
-
-def _score(returned: Any, key: str = "reward", answer_key: str = "answer") -> Score:
-    reward, answer = returned, None
-    if isinstance(returned, dict):
-        if key not in returned:
-            raise TypeError(
-                f"the reward function returned a dict without the key {key!r}: {sorted(map(str, returned))}"
-            )
-        reward, answer = returned[key], returned.get(answer_key)
-    if not isinstance(reward, numbers.Real):
-        raise TypeError(f"the reward function returned a {type(reward).__name__}, not a number")
-    if not abs(float(reward)) <= LARGEST_REWARD:
-        raise ValueError(f"the reward function returned {reward}, which float32 cannot hold")
-    return Score(float(reward), answer=None if answer is None else str(answer))

@@ -1,14 +1,18 @@
 import asyncio
 import itertools
+import os
 import subprocess
 import sys
 import textwrap
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from bapo.tasks.task import following
-from bapo.tasks.verify.scorers import DOES_NOT_APPLY, FunctionReward, names_of, open_scorer
+from bapo.tasks.verify.functions import DOES_NOT_APPLY, FunctionReward, IsolatedReward
+from bapo.tasks.verify.scorers import names_of, open_scorer
 from bapo.types import Problem, ResponseText, Score
 
 PROBLEM = Problem("p", "2+2=", "4", extra={"level": 3})
@@ -61,7 +65,7 @@ STOPPED = """
 import signal, sys
 from bapo.process import stops
 from bapo.tasks.task import following
-from bapo.tasks.verify.scorers import FunctionReward
+from bapo.tasks.verify.functions import FunctionReward
 from bapo.types import Problem, Score
 
 reward, heard = FunctionReward("slow:reward"), []
@@ -371,3 +375,167 @@ def test_ctrl_c_passes_through_a_reward(written, kind):
     """
     with pytest.raises(KeyboardInterrupt):
         scores(written(code), "a", "b")
+
+
+# In a process of its own
+
+HARMFUL = """
+import asyncio, ctypes, os, re, signal, subprocess, sys, time
+kept = []
+def act(text):
+    what, _, value = text.partition(" ")
+    match what:
+        case "exit": os._exit(int(value))
+        case "leave": sys.exit("no quota")
+        case "crash": ctypes.string_at(0)
+        case "hang":
+            while True: pass
+        case "in c": time.sleep(60)
+        case "regex": re.match("(a+)+$", "a" * 64 + "b")
+        case "memory": bytearray(2**40)
+        case "grow":
+            while True: kept.append(bytearray(2**24))
+        case "leak": kept.append(bytearray(2**27))
+        case "alarm":
+            signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            time.sleep(30)
+        case "pid": return os.getpid()
+        case "parent": return os.getppid()
+        case "child": return subprocess.Popen(["sleep", "60"]).pid
+    return 1.0
+def plain(response):
+    return act(response)
+async def waiting(response):
+    await asyncio.sleep(0.01)
+    return act(response)
+def lists(completions, completion_ids, **kwargs):
+    return [act(one) * len(ids) for one, ids in zip(completions, completion_ids)]
+"""
+
+
+@pytest.fixture(scope="module")
+def isolated(tmp_path_factory):
+    """One process for each of the functions above, with 1 s and 256 MB for a response."""
+    place, made = tmp_path_factory.mktemp("isolated"), dict[str, IsolatedReward]()
+    (place / "harmful.py").write_text(HARMFUL)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
+        patch.chdir(place)
+
+        def open_one(function):
+            if function not in made:
+                made[function] = opened.enter_context(IsolatedReward(f"harmful:{function}", seconds=1, memory_mb=256))
+            return made[function]
+
+        yield open_one
+
+
+@pytest.mark.parametrize("function", ["plain", "waiting"])
+def test_a_function_that_harms_its_process_loses_no_other_response(isolated, function):
+    harm = {
+        "exit 0": "crash: exit status 0",
+        "exit 3": "crash: exit status 3",
+        "leave": "SystemExit: no quota",
+        "crash": "crash: signal 11",
+        "hang": "timeout after 1 s" if function == "plain" else "timeout after 3 s",
+        "memory": "memory limit of 256 MB",
+        "grow": "memory limit of 256 MB",
+        "alarm": "ZeroDivisionError: division by zero",  # alarms are its own
+    }
+    if function == "plain":
+        harm["regex"] = "timeout after 1 s"  # in C, where no handler runs
+    asked = [text for one in harm for text in (one, "good")]
+    found = isolated(function).scores([(PROBLEM, text) for text in asked])
+    assert found == [Score(1.0) if text == "good" else Score(None, harm[text]) for text in asked]
+
+
+def test_a_function_of_lists_loses_only_the_response_that_kills_its_process(isolated):
+    asked = [(PROBLEM, ResponseText(text, [1] * n)) for n, text in enumerate(("good", "exit 1", "good", "leave"), 1)]
+    asked += [(CHAT, ResponseText("good", [1]))]
+    found = isolated("lists").scores(asked)
+    assert [score.reward for score in found] == [1.0, None, 3.0, None, None]
+    assert [score.failure for score in found[1:4:2]] == ["crash: exit status 1", "SystemExit: no quota"]
+    assert found[4].failure.startswith("AttributeError: 'list' object has no attribute 'partition'")
+
+
+def test_one_process_lives_long_never_forks_and_is_replaced_before_a_leak_costs_a_response(isolated):
+    reward = isolated("plain")
+    first, parent, *_ = (score.reward for score in scores(reward, "pid", "parent", "good"))
+    assert parent == os.getpid()  # nothing is between us
+    assert scores(reward, "pid") == [Score(first)]
+    found = [score.reward for score in scores(reward, "leak", "pid", "leak", "pid", "leak", "pid")]
+    assert found[::2] == [1.0] * 3
+    assert len({first, *found[1::2]}) >= 3  # 128 MiB are past half of the limit
+
+
+def test_what_a_function_starts_ends_with_its_process(isolated):
+    reward = isolated("plain")
+    started, _ = scores(reward, "child", "hang")
+    assert gone(int(started.reward))
+
+
+@pytest.mark.parametrize("code", ["plain", "waiting"])
+def test_an_isolated_function_ends_when_its_owner_is_killed_even_in_a_c_loop(tmp_path, code):
+    (tmp_path / "harmful.py").write_text(HARMFUL)
+    body = f"""
+        from bapo.tasks.verify.functions import IsolatedReward
+        from bapo.types import Problem
+        reward = IsolatedReward("harmful:{code}", seconds=60)
+        print(int(reward.scores([(Problem("p", "", ""), "pid")])[0].reward), flush=True)
+        reward.scores([(Problem("p", "", ""), "regex")])
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(body)], cwd=tmp_path, stdout=subprocess.PIPE) as owner:
+        worker = int(owner.stdout.readline())
+        assert not gone(worker, 0.3)
+        owner.kill()
+        assert gone(worker)
+
+
+def gone(pid, seconds=8.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_stop_does_not_wait_for_an_isolated_function(tmp_path):
+    """In a process of its own, because signals belong to the process."""
+    (tmp_path / "harmful.py").write_text(HARMFUL)
+    body = """
+        import signal, time
+        from bapo.process import stops
+        from bapo.tasks.task import following
+        from bapo.tasks.verify.functions import IsolatedReward
+        from bapo.types import Problem, Score
+        reward, heard, asked = IsolatedReward("harmful:plain", seconds=5), [], [(Problem("p", "", ""), "pid")] * 9
+        before = reward.scores(asked)
+        asked[1:] = [(Problem("p", "", ""), "in c")] * 8
+        stop = lambda how: how.responses == 1 and (time.sleep(1), signal.raise_signal(signal.SIGTERM), time.sleep(0.2))
+        with stops.listening(heard.append), following(9, stop):
+            try:
+                reward.scores(asked)
+            except stops.StopAsked:
+                heard.append("left")
+        assert heard == [signal.SIGTERM, "left"], heard
+        assert reward.scores(asked[:1]) != before[:1]  # another process
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(body)], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_what_cannot_be_isolated_is_told_in_the_same_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lost.py").write_text("def score(completions, trainer_state): ...\ndef wrong(text): ...")
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(5)")
+    for name in ("nowhere:score", "lost:wrong", "lost:score", "lost:scor"):
+        with pytest.raises(ValueError, match="reward function") as here:
+            FunctionReward(name)
+        with pytest.raises(ValueError, match="reward function") as there:
+            IsolatedReward(name)
+        assert str(there.value) == str(here.value)
+    with pytest.raises(ValueError, match=r"deadly:score died 3 times while it started \(.*exit status 5"):
+        IsolatedReward("deadly:score")
