@@ -130,12 +130,14 @@ class Buffer:
         replay_max_age: int = 0,
         replay_max_uses: int = 1,
         capacity: int = 1024,
+        each_reward: bool = False,
         seed: int = 0,
         record: Record = nothing,
     ) -> None:
         """`max_batches`: most batches in one pass; a larger rollout makes larger batches. `replay_fraction`: the
         replayed share of each batch; 0 turns replay off. `replay_max_age`: the age of the oldest group that is
         replayed, in versions. `replay_max_uses`: how often a group is replayed, on top of its `reuse` fresh passes.
+        `each_reward`: whether a group teaches if any of its several rewards differs, though their sums do not.
         `record` is told what happens to every group.
         """
         wrong = wrong_settings(
@@ -158,6 +160,7 @@ class Buffer:
         self.replay_max_age = replay_max_age
         self.replay_max_uses = replay_max_uses
         self.capacity = capacity
+        self.each_reward = each_reward
         self.seed = seed
         self.record = record
         self._held: dict[int, _Held] = {}
@@ -184,7 +187,7 @@ class Buffer:
                     f"group {group.id} (problem {group.problem.id!r}) is already in the buffer, and ids are unique "
                     "within a run. Add each finished group once."
                 )
-            if _has_signal(group):
+            if self._has_signal(group):
                 admitted[group.id] = _Held(group, rollout)
             else:
                 filtered.append(group)
@@ -304,6 +307,11 @@ class Buffer:
 
         return sorted(groups, key=key)
 
+    def _has_signal(self, group: Group) -> bool:
+        """Whether rewards differ, so that not all advantages are 0, and there are tokens to apply them to."""
+        rewards = {(t.learning_reward, *(t.rewards.values() if self.each_reward else ())) for t in group.trajectories}
+        return len(rewards) > 1 and any(trajectory.tokens for trajectory in group.trajectories)
+
     def _settle(self, version: int) -> None:
         """Release every group that no draw at this version or later can return, then the oldest beyond the capacity."""
         for held in list(self._held.values()):
@@ -333,12 +341,6 @@ class Buffer:
 
     def _count(self, **more: int) -> None:
         self._totals = increased(self._totals, **more)
-
-
-def _has_signal(group: Group) -> bool:
-    """Whether rewards differ, so that not all advantages are 0, and there are tokens to apply them to."""
-    rewards = {trajectory.learning_reward for trajectory in group.trajectories}
-    return len(rewards) > 1 and any(trajectory.tokens for trajectory in group.trajectories)
 
 
 def _check_group(group: Group, version: int) -> None:

@@ -82,6 +82,21 @@ class Score:
     """Tokens that a judge read for this score."""
     written: int = 0
     """Tokens that it wrote."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """If the reward is a weighted sum: its parts by name, without their weights; None where one does not apply."""
+
+
+class ResponseText(str):
+    """The text of a response that knows its tokens, for verifiers that ask for them."""
+
+    tokens: list[int]
+    """With the stop token."""
+
+    def __new__(cls, text: str, tokens: list[int]) -> ResponseText:
+        """The text, with these tokens."""
+        made = super().__new__(cls, text)
+        made.tokens = tokens
+        return made
 
 
 @dataclass
@@ -102,6 +117,8 @@ class Trajectory:
     status: Status = Status.PARKED
     reward: float | None = None
     """Set once, by the verifier, after the response is finished."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Set with it: the parts of the score (`Score.rewards`)."""
     shaping: float = 0.0
     """The penalty for long responses. It is added to the reward when advantages are computed, and nowhere else."""
     reference_logprobs: list[float] = field(default_factory=list)
@@ -176,6 +193,10 @@ def even_part(count: int, parts: int, part: int) -> tuple[int, int]:
     return count * part // parts, count * (part + 1) // parts
 
 
+MAY_BE_ABSENT = ("reference_logprobs", "rewards")
+"""Fields of a trajectory that are saved only if there is something in them."""
+
+
 def group_state(group: Group) -> dict[str, Any]:
     """A group as plain JSON data. Python writes floats so that they are read back exactly."""
     return {
@@ -186,9 +207,9 @@ def group_state(group: Group) -> dict[str, Any]:
 
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
-    """Without learn.kl, there are no log-probs of a reference, and the state does not speak of them."""
-    known = {name: value for name, value in vars(trajectory).items() if name != "reference_logprobs" or value}
-    return {name: list(value) if isinstance(value, list) else value for name, value in known.items()}
+    """What most runs do not have (log-probs of a reference, several rewards), the state does not speak of there."""
+    known = {name: value for name, value in vars(trajectory).items() if name not in MAY_BE_ABSENT or value}
+    return {name: value.copy() if isinstance(value, list | dict) else value for name, value in known.items()}
 
 
 def group_from_state(state: dict[str, Any]) -> Group:

@@ -150,11 +150,12 @@ class Learner:
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         settings = self.settings
-        options: dict[str, Any] = {"micro_tokens": settings.micro_tokens, "padded": not self.packed}
+        options: dict[str, Any] = {"estimator": settings.advantages, "weights": settings.reward_weights}
+        options |= {"micro_tokens": settings.micro_tokens, "padded": not self.packed}
         with self.telling_others():
             if self.reference is not None:
                 self.reference.add_logprobs(groups)
-            batches = pack(groups, estimator=settings.advantages, device=self.device, part=self.part, **options)
+            batches = pack(groups, device=self.device, part=self.part, **options)
         update = self.step_on(batches)
         update.metrics["groups"] = float(len(groups))
         return update

@@ -38,6 +38,8 @@ class LearnerSettings:
     """The divisor of reduction="fixed_length"."""
     advantages: str = "grpo"
     """The estimator of advantages: a name in ADVANTAGES."""
+    reward_weights: tuple[float, ...] = ()
+    """How gdpo weighs each of several rewards. None: equally."""
     micro_tokens: int = 16384
     """Places per forward pass; a larger update is cut into several."""
     temperature: float = 1.0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bapo.core.advantages import ADVANTAGES
+from bapo.core.advantages import ADVANTAGES, gdpo
 from bapo.core.reduction import balanced_weights
 from bapo.types import Group, TokenBatch, Trajectory
 
@@ -37,6 +38,7 @@ def pack(
     groups: Sequence[Group],
     *,
     estimator: str,
+    weights: Sequence[float] = (),
     micro_tokens: int,
     device: torch.device,
     padded: bool = True,
@@ -44,7 +46,8 @@ def pack(
 ) -> list[TokenBatch]:
     """Micro-batches that together hold every response of the groups, or this part of them, longest sequences first.
 
-    `padded`: whether the forward pass will pad, so that `micro_tokens` counts padding.
+    `weights`: of several rewards, for an estimator that adds them itself. `padded`: whether the forward pass will pad,
+    so that `micro_tokens` counts padding.
     """
     if not groups:
         return []
@@ -52,11 +55,15 @@ def pack(
     if any(reward is None for reward in rewards):
         raise ValueError("a response without a reward reached the learner. Score every group before you add it.")
     owners = torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories])
-    advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), owners).advantages
     trajectories = [t for group in groups for t in group.trajectories]
-    weights = balanced_weights(advantages, torch.tensor([len(t.tokens) for t in trajectories]), owners)
+    if estimator == "gdpo" and trajectories[0].rewards:
+        parts = [[nan if part is None else part for part in t.rewards.values()] for t in trajectories]
+        advantages = gdpo(torch.tensor(parts, dtype=torch.float32), owners, weights=weights).advantages
+    else:
+        advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), owners).advantages
+    balance = balanced_weights(advantages, torch.tensor([len(t.tokens) for t in trajectories]), owners)
     uses = [group.uses for group in groups for _ in group.trajectories]
-    rows = list(zip(trajectories, advantages.tolist(), weights.tolist(), uses, strict=True))
+    rows = list(zip(trajectories, advantages.tolist(), balance.tolist(), uses, strict=True))
     return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
 
 

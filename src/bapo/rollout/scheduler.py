@@ -310,7 +310,7 @@ class Scheduler:
                 for tokens in (trajectory.tokens, trajectory.behavior_logprobs, trajectory.entropies):
                     del tokens[length:]
                 del trajectory.versions[length:]
-                trajectory.status, trajectory.reward, trajectory.shaping = status, None, 0.0
+                trajectory.status, trajectory.reward, trajectory.shaping, trajectory.rewards = status, None, 0.0, {}
 
         return back
 

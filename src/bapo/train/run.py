@@ -423,6 +423,8 @@ def _recorded(group: Group) -> dict[str, Any]:
     del sampled["uses"]
     for trajectory in sampled["trajectories"]:
         del trajectory["reference_logprobs"]
+        if not trajectory["rewards"]:
+            del trajectory["rewards"]
     return sampled
 
 
