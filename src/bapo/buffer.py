@@ -141,6 +141,7 @@ class Buffer:
         replay_max_uses: int = 1,
         capacity: int = 1024,
         truncated: Truncated = "keep",
+        each_reward: bool = False,
         seed: int = 0,
         record: Record = nothing,
     ) -> None:
@@ -148,6 +149,7 @@ class Buffer:
         replayed share of each batch; 0 turns replay off. `replay_max_age`: the age of the oldest group that is
         replayed, in versions. `replay_max_uses`: how often a group is replayed, on top of its `reuse` fresh passes.
         `truncated`: what the learner does with truncated responses, which may leave a group without a signal.
+        `each_reward`: whether a group teaches if any of its several rewards differs, though their sums do not.
         `record` is told what happens to every group.
         """
         wrong = wrong_settings(
@@ -171,6 +173,7 @@ class Buffer:
         self.replay_max_uses = replay_max_uses
         self.capacity = capacity
         self.truncated = truncated
+        self.each_reward = each_reward
         self.seed = seed
         self.record = record
         self._held: dict[int, _Held] = {}
@@ -197,7 +200,7 @@ class Buffer:
                     f"group {group.id} (problem {group.problem.id!r}) is already in the buffer, and ids are unique "
                     "within a run. Add each finished group once."
                 )
-            if _has_signal(group, self.truncated):
+            if self._has_signal(group):
                 admitted[group.id] = _Held(group, rollout)
             else:
                 filtered.append(group)
@@ -317,6 +320,12 @@ class Buffer:
 
         return sorted(groups, key=key)
 
+    def _has_signal(self, group: Group) -> bool:
+        """Whether rewards differ, so that not all advantages are 0, and there are tokens to apply them to."""
+        compared = group.compared(self.truncated)
+        rewards = {(t.learning_reward, *(t.rewards.values() if self.each_reward else ())) for t in compared}
+        return len(rewards) > 1 and any(trajectory.tokens for trajectory in group.trained(self.truncated))
+
     def _settle(self, version: int) -> None:
         """Release every group that no draw at this version or later can return, then the oldest beyond the capacity."""
         for held in list(self._held.values()):
@@ -346,12 +355,6 @@ class Buffer:
 
     def _count(self, **more: int) -> None:
         self._totals = increased(self._totals, **more)
-
-
-def _has_signal(group: Group, truncated: Truncated) -> bool:
-    """Whether rewards differ, so that not all advantages are 0, and there are tokens to apply them to."""
-    rewards = {trajectory.learning_reward for trajectory in group.compared(truncated)}
-    return len(rewards) > 1 and any(trajectory.tokens for trajectory in group.trained(truncated))
 
 
 def _check_group(group: Group, version: int) -> None:

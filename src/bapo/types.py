@@ -41,8 +41,8 @@ LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1,
 USE_EDGES = (1, 2, 4, 8)
 """Where tokens are binned by uses: 5 bins, the first for tokens that were never trained on, the last one open."""
 
-OPTIONAL = ("reference_logprobs", "log_kept")
-"""The lists of a trajectory that only some runs have."""
+OPTIONAL = ("reference_logprobs", "log_kept", "rewards")
+"""The fields of a trajectory that only some runs have."""
 
 
 class Status(StrEnum):
@@ -88,6 +88,21 @@ class Score:
     """Tokens that a judge read for this score."""
     written: int = 0
     """Tokens that it wrote."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """If the reward is a weighted sum: its parts by name, without their weights; None where one does not apply."""
+
+
+class ResponseText(str):
+    """The text of a response that knows its tokens, for verifiers that ask for them."""
+
+    tokens: list[int]
+    """With the stop token."""
+
+    def __new__(cls, text: str, tokens: list[int]) -> ResponseText:
+        """The text, with these tokens."""
+        made = super().__new__(cls, text)
+        made.tokens = tokens
+        return made
 
 
 @dataclass
@@ -108,6 +123,8 @@ class Trajectory:
     status: Status = Status.PARKED
     reward: float | None = None
     """Set once, by the verifier, after the response is finished."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Set with it: the parts of the score (`Score.rewards`)."""
     shaping: float = 0.0
     """The penalty for long responses. It is added to the reward when advantages are computed, and nowhere else."""
     reference_logprobs: list[float] = field(default_factory=list)
@@ -212,9 +229,9 @@ def group_state(group: Group) -> dict[str, Any]:
 
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
-    """Lists that only some runs have are left out where they are empty."""
+    """What only some runs have is left out where it is empty."""
     known = {name: value for name, value in vars(trajectory).items() if name not in OPTIONAL or value}
-    return {name: list(value) if isinstance(value, list) else value for name, value in known.items()}
+    return {name: value.copy() if isinstance(value, list | dict) else value for name, value in known.items()}
 
 
 def group_from_state(state: dict[str, Any]) -> Group:

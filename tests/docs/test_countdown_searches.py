@@ -12,7 +12,7 @@ import pytest
 
 from bapo.tasks.data.problems import load_demonstrations, load_problems
 from bapo.tasks.task import DataTask
-from bapo.tasks.verify.scorers import FunctionReward
+from bapo.tasks.verify.functions import FunctionReward
 from examples.countdown_searches import (
     HITS,
     SIZES,

@@ -220,6 +220,15 @@ def test_groups_without_signal_are_refused_and_counted():
     assert (buffer.metrics().filtered, buffer.metrics().added) == (4, 1)
 
 
+def test_with_several_rewards_a_group_may_teach_though_the_sums_are_equal():
+    even = group(1, 0, rewards=(1.0, 1.0, 1.0))
+    for one, parts in zip(even.trajectories, ([1.0, 0.0], [0.0, 1.0], [0.5, 0.5]), strict=True):
+        one.rewards = dict(zip(("right", "brief"), parts, strict=True))
+    for each_reward in (False, True):
+        buffer = Buffer(batch_groups=1, max_staleness=0, each_reward=each_reward)
+        assert bool(buffer.add([even], version=0).groups) is each_reward
+
+
 def test_a_rollout_without_signal_leaves_nothing_to_draw_and_lets_the_next_be_added():
     buffer = Buffer(batch_groups=4, max_staleness=0)
     buffer.add([group(0, 0, rewards=(1.0, 1.0))], version=0)
@@ -518,6 +527,14 @@ def test_without_replay_the_draws_are_plain_passes(batch_groups, reuse, counts, 
         assert [[id for id in batch if id in fresh] for batch in drain(replaying, version)] == batches
         version += len(batches)
     assert plain.metrics().held == 0
+
+
+def test_a_state_speaks_of_several_rewards_only_where_there_are_some():
+    one = group(1, 0)
+    assert "rewards" not in group_state(one)["trajectories"][0]
+    one.trajectories[1].rewards = {"right": 1.0, "brief": None}
+    again = group_from_state(json.loads(json.dumps(group_state(one))))
+    assert [t.rewards for t in again.trajectories] == [{}, {"right": 1.0, "brief": None}]
 
 
 def test_a_group_survives_json_to_the_last_float():

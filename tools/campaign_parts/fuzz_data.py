@@ -146,7 +146,7 @@ def _load(inside: Path, kind: str, data: bytes, columns: Any, supervised: bool, 
     problems, report = load_problems([str(path)], prompt_column=prompt, answer_column=answer, template=template)
     assert len(problems) == report.kept
     fingerprint(problems)
-    check_answers(problems, "math")
+    check_answers(problems, ["math"])
 
 
 def _write_parquet(path: Path, rows: Any) -> bool:
@@ -234,7 +234,7 @@ def _act() -> Any:
 
 
 def _function(case: tuple[Any, str, bool], inside: Path) -> None:
-    from bapo.tasks.verify.scorers import FunctionReward
+    from bapo.tasks.verify.functions import FunctionReward
     from bapo.types import Problem
 
     deed, text, is_async = case

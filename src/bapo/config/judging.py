@@ -53,16 +53,16 @@ class JudgeConfig(Section):
             )
         return value
 
-    def check(self, reward: str | tuple[str, ...]) -> None:
+    def check(self, rewards: tuple[str, ...]) -> None:
         """Raise a ValueError if the judge is asked and not described, or described and not asked."""
-        asked = "judge" in ((reward,) if isinstance(reward, str) else reward)
+        asked = "judge" in rewards
         missing = [f"task.judge.{name}" for name in ("url", "model", "rubric") if not getattr(self, name)]
         if asked and missing:
             raise ValueError(f"task.reward='judge' needs {', '.join(missing)}. Set what is missing.")
         if not asked and (changed := self.changed()):
             raise ValueError(
-                f"task.judge.{changed[0]} is for task.reward='judge', but task.reward={reward!r} asks no judge. Set "
-                "task.reward='judge', or leave task.judge out."
+                f"task.judge.{changed[0]} is for task.reward='judge', but task.reward={','.join(rewards)!r} asks none. "
+                "Set task.reward='judge', or leave task.judge out."
             )
 
     @property

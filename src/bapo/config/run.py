@@ -8,6 +8,7 @@ run: a laptop, minutes, no network.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -136,8 +137,32 @@ class Config(Section):
                 f"task.name='data' needs problems to train on and others to test on. Set {' and '.join(missing)}, for "
                 f'example train = ["gsm8k:train"], test = ["gsm8k"].{one_file if "task.test" in missing else ""}'
             )
+        if self.task.holdout and self.task.test:
+            yield (
+                f"task.holdout={self.task.holdout:g} holds out problems of task.train, but task.test names the "
+                "held-out problems. Leave one of them out."
+            )
         if self.task.name == "gym" and not self.task.gym:
             yield ("task.name='gym' needs a data set. Add one to the recipe, for example [task.gym.basic_arithmetic].")
+        names, weights = self.task.rewards, self.task.reward_weights
+        if not names or len(set(names)) < len(names):
+            yield f"task.reward={list(names)} must name one reward or several different ones."
+        if weights and (len(weights) != len(names) or not all(map(isfinite, weights)) or not any(weights)):
+            yield (
+                f"task.reward_weights={list(weights)} does not weigh the {counted(len(names), 'reward')} of "
+                "task.reward. Give one finite number for each, not all 0, or leave it out for 1."
+            )
+        if self.learn.advantages == "gdpo" and len(names) > 1 and self.task.overlong_tokens:
+            yield (
+                f"task.overlong_tokens={self.task.overlong_tokens} changes the sum of the rewards, but "
+                "learn.advantages='gdpo' normalises each by itself. Set overlong_tokens=0, and name a function of the "
+                "length in task.reward (docs/rewards.md)."
+            )
+        if self.learn.advantages == "gdpo" and len(names) > 1 and self.learn.kl_in_reward:
+            yield (
+                f"learn.kl_in_reward={self.learn.kl_in_reward:g} changes the sum of the rewards, but "
+                "learn.advantages='gdpo' normalises each by itself. Set learn.kl, whose penalty is part of the loss."
+            )
         if self.task.overlong_tokens >= self.rollout.max_tokens:
             yield (
                 f"task.overlong_tokens={self.task.overlong_tokens} is not below rollout.max_tokens="

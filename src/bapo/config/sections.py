@@ -52,17 +52,24 @@ class TaskConfig(Section):
     named benchmark, and leaves other prompts as they are."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """data: problems with a longer prompt are left out. None keeps all of them."""
-    reward: str = "math"
-    """data: what scores responses: math (math-verify, in separate processes), module:function for a function of yours,
-    or judge, a model (task.judge)."""
+    reward: str | tuple[str, ...] = "math"
+    """data: what scores responses: math (math-verify, in separate processes), judge (a model, task.judge), or
+    module:function for a function of yours, TRL's or verl's. Several, as a list or with commas: the reward is their
+    sum, and each is logged by name."""
     judge: JudgeConfig = JudgeConfig()
+    reward_weights: tuple[float, ...] = ()
+    """data: what each reward is multiplied by (with learn.advantages = gdpo, once it is normalised). Empty: 1."""
+    reward_isolated: bool = False
+    """data: run functions in a process of their own (in reward_workers of them), which may crash or hang."""
     reward_seconds: float = Field(10.0, gt=0)
-    """Time limit for scoring one response, with math, gym or an async function; a plain function has none. A response
-    that exceeds it is logged as a failure and not trained on."""
+    """Time limit for scoring one response, with math, gym or an async function; a plain function has one if isolated. A
+    response that exceeds it is logged as a failure and not trained on."""
+    reward_retries: int = Field(0, ge=0, le=10)
+    """data: how often a function that fails on a response is called again, after 1 s, 2 s, 4 s and so on."""
     reward_memory_mb: int = Field(2048, ge=256)
-    """math: memory limit for scoring one response, in megabytes."""
+    """math, or an isolated function: memory limit for scoring one response, in megabytes."""
     reward_workers: int = Field(0, ge=0, le=MOST_THREADS)
-    """How many responses are scored at the same time. 0: one per core, or 32 calls of an async function."""
+    """How many responses are scored at the same time. 0: one per core, 1 by a plain function, 32 by an async one."""
     gym: dict[str, dict[str, bool | int | float | str]] = Field(default_factory=dict)
     """gym: the reasoning-gym data sets by name, each with its own options."""
     gym_train: int = Field(4096, ge=1)
@@ -74,6 +81,18 @@ class TaskConfig(Section):
     off. The rewards that are reported do not include it."""
     overlong_penalty: float = Field(1.0, ge=0, le=1e6)
     """How much reward a response of the full length loses."""
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """What scores responses, as a list."""
+        return (self.reward,) if isinstance(self.reward, str) else self.reward
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _in_commas(cls, given: Any) -> Any:
+        """Several rewards may stand in one word. One alone is no list."""
+        names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+        return names[0] if isinstance(names, list | tuple) and len(names) == 1 else names
 
     @model_validator(mode="before")
     @classmethod
@@ -87,8 +106,8 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _used(self) -> Self:
         """Refuse keys that the chosen kind of task would ignore."""
-        data = {"train", "test", "holdout", "prompt_column", "answer_column", "template", "max_prompt_tokens", "reward"}
-        data |= {"judge"}
+        data = {"train", "test", "holdout", "prompt_column", "answer_column", "template", "max_prompt_tokens"}
+        data |= {"reward", "judge", "reward_weights", "reward_isolated", "reward_retries"}
         gym = {"gym", "gym_train", "gym_test"}
         unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
         wanted = {key: "gym" if key in gym else "data" for key in sorted(self.changed()) if key in unused}
@@ -100,12 +119,7 @@ class TaskConfig(Section):
                     for key, name in wanted.items()
                 )
             )
-        self.judge.check(self.reward)
-        if self.holdout and self.test:
-            raise ValueError(
-                f"task.holdout={self.holdout:g} holds out problems of task.train, but task.test names the held-out "
-                "problems. Leave one of them out."
-            )
+        self.judge.check(self.rewards)
         return self
 
 

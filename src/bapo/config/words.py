@@ -173,9 +173,9 @@ def leaf_types(kind: Any) -> set[Any]:
 
 
 def _is(kind: Any, shape: type) -> bool:
-    """Whether the values of a key are a dict or a tuple."""
+    """Whether the values of a key are a dict or a tuple, and not first of all a word."""
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return any(get_origin(part) is shape for part in parts)
+    return get_origin(parts[0]) is shape
 
 
 def _value(text: str, kinds: set[Any]) -> Any:

@@ -9,7 +9,7 @@ Advantages are per token everywhere else; `to_tokens` spreads one value per resp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,40 @@ def rloo(rewards: Tensor, groups: Tensor) -> GroupAdvantages:
     return _without_signal((stats.rewards - stats.mean[groups]) * others[groups], groups, stats)
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], GroupAdvantages]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def gdpo(
+    rewards: Tensor,  # [responses, rewards], NaN where one does not apply; or [responses]
+    groups: Tensor,
+    *,
+    weights: Sequence[float] = (),  # of each reward; 1 if there are none
+    eps: float = 1e-6,
+) -> GroupAdvantages:
+    """Each reward is normalised by itself before they are added (GDPO, arXiv:2601.05242, eq. 4 to 6).
+
+        A_ik = (R_ik - mean) / (std + eps) within the group        S_i = sum_k w_k A_ik
+        A_i  = (S_i - mean S) / (std S + eps) over all responses that are given
+
+    Of a sum, GRPO sees only the total: a reward that varies little weighs little, and other parts that add up to the
+    same are the same. As in TRL, a reward that does not apply to a response counts 0 there and is in no mean.
+    """
+    columns = (rewards[:, None] if rewards.dim() == 1 else rewards).unbind(1)
+    total, silent = torch.zeros_like(columns[0]), torch.ones(int(groups.max()) + 1, dtype=torch.bool)
+    for column, weight in zip(columns, weights or [1.0] * len(columns), strict=True):
+        known = ~column.isnan()
+        if weight and bool(known.any()):
+            part = grpo(column[known], groups[known], eps=eps)
+            total[known] += weight * part.advantages
+            silent[: len(part.zero_variance)] &= part.zero_variance
+    spread = total.std() if len(total) > 1 else total.new_zeros(())
+    advantages = (total - total.mean()) / (spread + eps)
+    return GroupAdvantages(torch.where(silent[groups], 0.0, advantages), silent)
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], GroupAdvantages]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "gdpo": gdpo,
+}
 
 
 def to_tokens(advantages: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> Tensor:

@@ -40,7 +40,7 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, float | None]] = {
     "vespo": {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
 }
 """The keys of OBJECTIVES in objectives.py, which needs torch, with the keyword arguments of each function."""
-AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "gdpo"]
 """The keys of ADVANTAGES in advantages.py, which needs torch."""
 
 MAX_STEPS = 10_000

@@ -48,7 +48,7 @@ from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import load_problems, smallest
 from bapo.tasks.data.sources import resolve
 from bapo.tasks.task import Scorer
-from bapo.tasks.verify.finding import find_function
+from bapo.tasks.verify.finding import find_function, judged
 from bapo.tasks.verify.scorers import MATH, open_scorer
 from bapo.types import Problem
 
@@ -169,7 +169,9 @@ def _load(name: str, settings: Settings) -> DataSet:
         label, problems, scores, notes = name, list(task.test), task.scores, []
     else:
         columns = {key: getattr(settings, key) for key in ("prompt_column", "answer_column", "template")}
-        problems, report = load_problems([name], **columns)
+        own = settings.reward if settings.reward not in (None, MATH) else None
+        whole_rows = own is not None and judged(own, find_function(own)).style != "ours"
+        problems, report = load_problems([name], **columns, whole_rows=whole_rows)
         label, scores = resolve(name).label, None
         notes = [f"{label}: {report}"] if report.read > report.kept else []
     return DataSet(label, problems, scores, "\n".join(notes))
@@ -206,7 +208,7 @@ def open_scorers(
         return
     limits: dict[str, Any] = {"seconds": settings.reward_seconds, "memory_mb": settings.reward_memory_mb}
     try:
-        scores, close = open_scorer(settings.reward or MATH, opens_thinking=opens_thinking, **limits)
+        scores, close, *_ = open_scorer([settings.reward or MATH], opens_thinking=opens_thinking, **limits)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     try:

@@ -18,7 +18,7 @@ from bapo.rollout.engine import Engine, Request, Sampling, Segment, generate
 from bapo.rollout.scheduler import new_group
 from bapo.screen.watch import Tell
 from bapo.tasks.task import Scorer, following
-from bapo.types import Problem, Score, Status
+from bapo.types import Problem, ResponseText, Score, Status
 
 if TYPE_CHECKING:
     from bapo.models import Policy
@@ -133,7 +133,9 @@ def sample(
 
     asked = [problem for problem in problems for _ in range(k)]
     answered = [_without_stop(*pair, sampling) for pair in zip(segments, asked, strict=True)]
-    texts = [policy.decode(tokens) for tokens in answered]
+    texts = [
+        ResponseText(policy.decode(tokens), segment.tokens) for tokens, segment in zip(answered, segments, strict=True)
+    ]
     with following(len(asked), tell):
         scores = scorer(list(zip(asked, texts, strict=True)))
     if len(scores) != len(asked):

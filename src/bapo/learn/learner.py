@@ -152,20 +152,14 @@ class Learner:
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         settings = self.settings
+        options: dict[str, Any] = {"estimator": settings.advantages, "weights": settings.reward_weights}
+        options |= {"micro_tokens": settings.micro_tokens, "padded": not self.packed}
+        options |= {"truncated": settings.truncated, "kl_in_reward": settings.kl_in_reward}
         with self.telling_others():
             if self.reference is not None:
                 self.reference.add_logprobs(groups)
             check_referred(groups, settings)
-            batches = pack(
-                groups,
-                estimator=settings.advantages,
-                micro_tokens=settings.micro_tokens,
-                device=self.device,
-                truncated=settings.truncated,
-                kl_in_reward=settings.kl_in_reward,
-                padded=not self.packed,
-                part=self.part,
-            )
+            batches = pack(groups, device=self.device, part=self.part, **options)
         update = self.step_on(batches)
         if self.reference is not None:
             self.reference.follow(update.version)

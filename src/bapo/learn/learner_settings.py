@@ -41,6 +41,8 @@ class LearnerSettings:
     """The estimator of advantages: a name in ADVANTAGES."""
     truncated: Truncated = "keep"
     """What happens to responses that the length limit cut off (`packing.py`)."""
+    reward_weights: tuple[float, ...] = ()
+    """How gdpo weighs each of several rewards. None: equally."""
     micro_tokens: int = 16384
     """Places per forward pass; a larger update is cut into several."""
     temperature: float = 1.0

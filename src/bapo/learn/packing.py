@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from math import nan
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bapo.core.advantages import ADVANTAGES
+from bapo.core.advantages import ADVANTAGES, gdpo
 from bapo.core.reduction import balanced_weights
 from bapo.types import Group, TokenBatch, Trajectory, Truncated
 
@@ -41,6 +42,7 @@ def pack(
     groups: Sequence[Group],
     *,
     estimator: str,
+    weights: Sequence[float] = (),
     micro_tokens: int,
     device: torch.device,
     truncated: Truncated = "keep",
@@ -50,9 +52,9 @@ def pack(
 ) -> list[TokenBatch]:
     """Micro-batches that together hold every response of the groups, or this part of them, longest sequences first.
 
-    `truncated`: what happens to responses that were cut off. `kl_in_reward`: what a reward loses for each nat that its
-    response is likelier than under the reference. `padded`: whether the forward pass will pad, so that
-    `micro_tokens` counts padding.
+    `weights`: of several rewards, for an estimator that adds them itself. `truncated`: what happens to responses that
+    were cut off. `kl_in_reward`: what a reward loses for each nat that its response is likelier than under the
+    reference. `padded`: whether the forward pass will pad, so that `micro_tokens` counts padding.
     """
     if not groups:
         return []
@@ -60,17 +62,21 @@ def pack(
     rewards = [t.learning_reward for _, t in compared]
     if any(reward is None for reward in rewards):
         raise ValueError("a response without a reward reached the learner. Score every group before you add it.")
-    if kl_in_reward:
-        rewards = [
-            cast(float, reward) - kl_in_reward * t.reference_gap
-            for reward, (_, t) in zip(rewards, compared, strict=True)
-        ]
     owners = torch.tensor([i for i, _ in compared])
-    advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), owners).advantages
+    if estimator == "gdpo" and compared and compared[0][1].rewards:
+        parts = [[nan if part is None else part for part in t.rewards.values()] for _, t in compared]
+        advantages = gdpo(torch.tensor(parts, dtype=torch.float32), owners, weights=weights).advantages
+    else:
+        if kl_in_reward:
+            rewards = [
+                cast(float, reward) - kl_in_reward * t.reference_gap
+                for reward, (_, t) in zip(rewards, compared, strict=True)
+            ]
+        advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), owners).advantages
     trained = {id(t) for group in groups for t in group.trained(truncated)}
     lengths = torch.tensor([len(t.tokens) if id(t) in trained else 0 for _, t in compared])
-    weights = balanced_weights(advantages, lengths, owners)
-    every = zip(compared, advantages.tolist(), weights.tolist(), strict=True)
+    balance = balanced_weights(advantages, lengths, owners)
+    every = zip(compared, advantages.tolist(), balance.tolist(), strict=True)
     rows = [(t, advantage, weight, groups[i].uses) for (i, t), advantage, weight in every if id(t) in trained]
     return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
 

@@ -13,7 +13,7 @@ in one message. The data that was read for this is handed on, so that it is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,8 @@ from bapo.tasks.data.problems import (
     without_overlap,
 )
 from bapo.tasks.judge import JUDGE, Asked, Judge
-from bapo.tasks.verify.scorers import MATH, FunctionReward, check_answers
+from bapo.tasks.verify.functions import DOES_NOT_APPLY
+from bapo.tasks.verify.scorers import MATH, Verifier, check_answers, open_function
 from bapo.types import Problem
 
 WRITTEN = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.")
@@ -84,20 +85,30 @@ def examine(config: Config | SftConfig) -> Examined:
     if config.task.name != "data":
         return Examined(wrong)
     data = None
+    verifiers = {
+        name: found
+        for name in config.task.rewards
+        if name not in (MATH, JUDGE) and (found := _opened(config.task, name))
+    }
     if config.task.train and (config.task.test or config.task.holdout):
         try:
-            data = load_task(config.task)
+            whole_rows = any(found.takes_columns for found in verifiers.values() if not isinstance(found, str))
+            data = load_task(config.task, whole_rows=whole_rows)
         except (ValueError, OSError) as error:
             wrong += str(error).splitlines()
-    wrong += _reward(config, data)
+    wrong += _reward(config.task, verifiers, data)
     if data is not None:
         wrong += _sizes(config, data)
     return Examined(wrong, data)
 
 
-def load_task(task: TaskConfig) -> TaskData:
-    """Read the problems of a task that is made of data. One ValueError says what is wrong with either part."""
-    options = {"prompt_column": task.prompt_column, "answer_column": task.answer_column, "template": task.template}
+def load_task(task: TaskConfig, *, whole_rows: bool = False) -> TaskData:
+    """Read the problems of a task that is made of data. One ValueError says what is wrong with either part.
+
+    `whole_rows`: the verifier expects all columns.
+    """
+    options: dict[str, Any] = task.model_dump(include={"prompt_column", "answer_column", "template"})
+    options["whole_rows"] = whole_rows
     (train, test), reports = _both_parts(
         task, lambda sources: load_problems(sources, **options) if sources else ([], None)
     )
@@ -225,21 +236,28 @@ def _missing(key: str, package: str, extra: str) -> Iterator[str]:
         )
 
 
-def _reward(config: Config, data: TaskData | None) -> Iterator[str]:
-    """What is wrong with the verifier, tried on a real row where there is one."""
-    task = config.task
-    if task.reward == MATH:
+def _opened(task: TaskConfig, name: str) -> Verifier | str:
+    """What scores responses with a function, or why it cannot."""
+    limits: dict[str, Any] = {"seconds": task.reward_seconds, "memory_mb": task.reward_memory_mb}
+    try:
+        return open_function(name, **limits, workers=1, retries=task.reward_retries, isolated=task.reward_isolated)
+    except ValueError as error:
+        return str(error)
+
+
+def _reward(task: TaskConfig, verifiers: Mapping[str, Verifier | str], data: TaskData | None) -> Iterator[str]:
+    """What is wrong with the verifiers, which are tried on a real row where there is one."""
+    if MATH in task.rewards:
         if find_spec("math_verify") is None:
             yield (
                 "task.reward='math' needs math-verify, which is not installed. Install it with `pip install "
                 "'bapo[math]'`, or name a function of your own as module:function."
             )
         try:
-            check_answers([] if data is None else [*data.train, *data.test], task.reward)
+            check_answers([] if data is None else [*data.train, *data.test], task.rewards)
         except ValueError as error:
             yield f"task.reward: {error}"
-        return
-    if task.reward == JUDGE:
+    if JUDGE in task.rewards:
         try:
             judge = make_judge(task)
         except ValueError as error:
@@ -247,32 +265,29 @@ def _reward(config: Config, data: TaskData | None) -> Iterator[str]:
         else:
             assert judge is not None
             judge.close()
-        return
-    try:
-        function = FunctionReward(task.reward, seconds=task.reward_seconds)
-    except ValueError as error:
-        yield f"task.reward: {error}"
-        return
-    if data is not None and not function.is_async:  # its clients would stay bound to the loop of this trial
-        problem = data.train[0]
-        failures = []
-        for response in written_answers(problem):
-            (score,) = function.scores([(problem, response)])
-            if score.reward is not None:
-                break
-            failures.append(score.failure)
-        else:
-            yield (
-                f"task.reward={task.reward!r} fails on the first problem of task.train, even if the response is its "
-                f"reference answer {problem.answer!r}: {failures[0]}. Correct the function; it is called with "
-                "response, answer, prompt and extra, as far as it names them."
-            )
-    function.close()
+    for name, verifier in verifiers.items():
+        if isinstance(verifier, str):
+            yield f"task.reward: {verifier}"
+            continue
+        problem, failures = data.train[0] if data else None, list[str]()
+        if problem is not None and verifier.may_be_tried:
+            for response in written_answers(problem):
+                (score,) = verifier.scores([(problem, response)])
+                if score.reward is not None or score.failure == DOES_NOT_APPLY:
+                    break
+                failures.append(score.failure)
+            else:
+                yield (
+                    f"task.reward={name!r} fails on the first problem of task.train, even if the response is its "
+                    f"reference answer {problem.answer!r}: {failures[0]}. Correct the function; it is called with "
+                    f"{verifier.called_with}, as far as it names them."
+                )
+        verifier.close()
 
 
 def make_judge(task: TaskConfig) -> Judge | None:
     """The judge that a task asks; None if it asks none. ValueError if its rubric or its key is missing."""
-    if task.reward != JUDGE:
+    if JUDGE not in task.rewards:
         return None
     asked = task.judge.model_dump() | {"rubric": task.judge.rubric_text}
     return Judge(Asked(**asked), concurrency=task.reward_workers or 32)

@@ -18,19 +18,20 @@ It has limits but is not a jail: it must not run code that a model wrote.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from bapo.process.limited_worker import OUT_OF_MEMORY, receive, send
 
-__all__ = ["CannotStart", "Worker", "call_once"]
+__all__ = ["CannotStart", "Lost", "Worker", "call_once"]
 
 INSIDE = "bapo.process.limited_worker"
 START_SECONDS = 120.0
@@ -47,14 +48,25 @@ class CannotStart(ValueError):  # noqa: N818
     """A worker cannot be started, or its function cannot be imported."""
 
 
+class Lost(Exception):  # noqa: N818
+    """A process died or was ended, with results that are missing. Says why."""
+
+
 class Worker:
     """Our end of one process. Starts it when it is needed, and again when it is lost. Serves one caller at a time."""
 
-    def __init__(self, function: str, memory_mb: int) -> None:
-        """`memory_mb`: the limit for a call, on top of what the imports use; 0 for none."""
-        self.function, self.memory_mb = function, memory_mb
+    def __init__(self, function: str, memory_mb: int, options: dict[str, Any] | None = None) -> None:
+        """`memory_mb`: the limit for a call, on top of what the imports use; 0 for none.
+
+        `options`: the function is called with them once, and gives what answers calls in a process that never forks.
+        """
+        self.function, self.memory_mb, self.options = function, memory_mb, options
+        self.name = function if options is None else options["name"]
         self.process: subprocess.Popen[bytes] | None = None
-        self.ready = False
+        self.ready: dict[str, Any] | bool = False
+        """Whether it answers calls; with options, what the function says of itself."""
+        self.busy = False
+        """Whether results are missing that nobody may wait for any more."""
 
     def start(self) -> None:
         """Start the process, without waiting for its imports."""
@@ -63,13 +75,20 @@ class Worker:
         last = here if here in sys.path or "" in sys.path else ""
         installed = [path for path in sys.path if path not in ("", here) or path == OWN_PLACE]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(installed), "PYTHONHASHSEED": "0"}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         # -P, or the current directory would be the first place to look
         command = [sys.executable, "-P", "-m", INSIDE, str(theirs.fileno()), self.function, str(self.memory_mb), last]
-        with theirs:
+        passed = [theirs.fileno()]
+        with theirs, ExitStack() as kept:
+            if self.options is None:
+                environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            else:
+                read, self.owner = os.pipe()
+                kept.callback(os.close, read)
+                passed.append(read)
+                command += [str(read), json.dumps(self.options)]
             self.process = subprocess.Popen(  # noqa: S603
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=passed,
                 env=environment,
                 start_new_session=True,
                 stdin=nowhere,
@@ -91,7 +110,7 @@ class Worker:
             except TimeoutError:
                 self.close()
                 raise CannotStart(
-                    f"a worker for {self.function} has not imported it after {START_SECONDS:g} s. Make the import "
+                    f"a worker for {self.name} has not imported it after {START_SECONDS:g} s. Make the import "
                     "faster, or stop other programs."
                 ) from None
             except (OSError, EOFError, ValueError) as error:
@@ -99,11 +118,12 @@ class Worker:
                 continue
             if "refused" in greeting:
                 self.close()
-                raise CannotStart(f"{self.function} cannot be used: {greeting['refused']}")
-            self.ready = True
+                told = "" if self.options is not None else f"{self.function} cannot be used: "
+                raise CannotStart(told + greeting["refused"])
+            self.ready = greeting["ready"]
             return
         raise CannotStart(
-            f"a worker for {self.function} died {START_TRIES} times while it started (the last time: {cause}). The "
+            f"a worker for {self.name} died {START_TRIES} times while it started (the last time: {cause}). The "
             "machine may be out of memory or processes: use fewer workers, or stop other programs. Or the import of "
             "the function ends its process: try it by hand."
         )
@@ -125,30 +145,64 @@ class Worker:
             raise
         return {"failure": self._cause(reply["died"], seconds)} if "died" in reply else reply
 
+    def results(self, calls: Sequence[Any], seconds: float) -> Iterator[tuple[int, Any]]:
+        """The result of each call with its index, as soon as it is known: only with options.
+
+        Raises Lost if the process dies or no result comes for so long, and CannotStart if it cannot be started again.
+        """
+        self.wait_until_ready()
+        self.connection.settimeout(seconds)
+        self.busy = True
+        try:
+            send(self.connection, calls)
+            while isinstance(reply := receive(self.connection), list):
+                yield reply[0], reply[1]
+        except TimeoutError:
+            self.close()
+            raise Lost(f"timeout after {seconds:g} s") from None
+        except (OSError, EOFError, ValueError):
+            self.busy = False  # it ends by itself
+            raise Lost(self._cause(self.close(), seconds)) from None
+        except BaseException:  # Ctrl-C, or nobody asks for the other results
+            self.close()
+            raise
+        self.busy = False
+        if reply["grown"]:
+            self.close()
+
     def hang_up(self) -> None:
         """Close the connection: an idle worker then exits by itself, and a thread of ours that waits for it stops."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> int:
-        """End the process, whatever it is doing; `call` starts another one. Returns the exit status."""
+        """End the process, whatever it is doing; a call starts another one. Returns the exit status.
+
+        An idle one that never forks may clean up. What it has started itself ends with it.
+        """
         process, self.process, self.ready = self.process, None, False
         if process is None:
             return 0
         self.hang_up()
         self.connection.close()
         with suppress(OSError):
-            process.terminate()
+            if self.options is None:
+                process.terminate()
         try:
-            return process.wait(GRACE_SECONDS)
+            return process.wait(0 if self.busy else GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             return process.wait()
+        finally:
+            if self.options is not None:
+                os.close(self.owner)
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def _cause(self, status: int, seconds: float) -> str:
         """Why the process died, from its exit status as subprocess gives it: negative for a signal."""
-        if status == -signal.SIGALRM:
+        if status == -signal.SIGALRM and self.options is None:
             return f"timeout after {seconds:g} s"
         if status == OUT_OF_MEMORY:
             return f"memory limit of {self.memory_mb} MB"

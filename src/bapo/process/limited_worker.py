@@ -1,12 +1,13 @@
 """The inside of `limited.py`: a process that calls one function for its owner, at the other end of a socket.
 
     python -P -m bapo.process.limited_worker FD module:function MEMORY_MB PLACE
+    python -P -m bapo.process.limited_worker FD module:function MEMORY_MB PLACE OWNER OPTIONS
 
 PLACE is a directory in which to look for the module last, and for what it imports (`found_in`), or empty.
 
-A worker is two processes, so that recovery from a hostile call costs a fork and not an import. The keeper imports the
-function once and forks a child, and the child answers calls. When a call kills the child, the keeper reports the cause
-and forks the next one:
+A worker of the first kind is two processes, so that recovery from a hostile call costs a fork and not an import. The
+keeper imports the function once and forks a child, and the child answers calls. When a call kills the child, the keeper
+reports the cause and forks the next one:
 
     who waits           for what                        what unblocks it
     child               a request                       the request, or the end of the socket: the owner is gone
@@ -17,11 +18,18 @@ The kernel enforces the limits. The timer is SIGALRM with its default action, wh
 Nobody has to watch it, so no call outlives its time even if the owner is killed. The memory limit is RLIMIT_AS, counted
 on top of what the imports already use. A child that has grown past half of it replies and is then replaced, so that no
 call pays for what an earlier one left behind. Ctrl-C is for the owner and is ignored here.
+
+The second kind serves code that does not survive a fork, as CUDA, threads and HTTP clients do not: one process, for
+good. The function is called once with OPTIONS (JSON) and gives what to say of itself and what answers calls, several at
+a time. Its owner watches the clock, so that the timer stays the code's own. Memory is limited as data (RLIMIT_DATA),
+because CUDA reserves addresses without measure. OWNER is the end of a pipe on which nothing is written: when the owner
+is gone, the kernel kills the process, even in a C loop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import json
 import mmap
@@ -57,16 +65,22 @@ def receive(connection: socket.socket) -> Any:
 
 def main(arguments: list[str]) -> int:
     """The keeper: imports the function, then keeps a child alive until the owner hangs up."""
-    descriptor, name, memory_mb, place = arguments
+    descriptor, name, memory_mb, place, *lasting = arguments
     connection = socket.socket(fileno=int(descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         with found_in(place, name.partition(":")[0]) if place else contextlib.nullcontext():
             function = _load(name)
+            if lasting:
+                _die_with(int(lasting[0]))
+                about, function = function(**json.loads(lasting[1]))
     except BaseException as error:
-        send(connection, {"refused": describe(error)})
+        send(connection, {"refused": str(error) if lasting and isinstance(error, ValueError) else describe(error)})
         return 1
+    if lasting:
+        send(connection, {"ready": about})
+        return _serve_for_good(connection, function, int(memory_mb))
     busy = mmap.mmap(-1, 1)  # shared with the child: 1 while it works on a call
     child, stopping = 0, False
 
@@ -102,8 +116,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, kill this, not the trainer
+        _give_way()
         at_start = _address_space()
         if memory_mb and at_start:
             resource.setrlimit(resource.RLIMIT_AS, (at_start + memory_mb * 2**20,) * 2)
@@ -132,6 +145,36 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
         status = 1
     finally:
         os._exit(status)
+
+
+def _serve_for_good(connection: socket.socket, function: Callable[..., Any], memory_mb: int) -> int:
+    """Answer calls in this process until the owner hangs up. Each result is sent as soon as it is known."""
+    _give_way()
+    at_start = _data()
+    if memory_mb and at_start:
+        resource.setrlimit(resource.RLIMIT_DATA, (at_start + memory_mb * 2**20,) * 2)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            try:
+                function(receive(connection), lambda *result: send(connection, result))
+            except MemoryError:
+                os._exit(OUT_OF_MEMORY)
+            send(connection, {"grown": bool(memory_mb) and _data() - at_start > memory_mb * 2**19})
+    return 0
+
+
+def _die_with(pipe: int) -> None:
+    """Let the kernel kill this process when nobody can write on the pipe any more, where it knows how to (Linux)."""
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _give_way() -> None:
+    """If the machine's memory runs out, this process is killed, and not the trainer."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def describe(error: BaseException) -> str:
@@ -173,8 +216,17 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
 
 def _address_space() -> int:
     """Bytes of address space in use; 0 where the system does not report it."""
+    return _pages(0)
+
+
+def _data() -> int:
+    """Bytes of them that can be written and are nobody else's."""
+    return _pages(5)
+
+
+def _pages(column: int) -> int:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
     except OSError:
         return 0
 

@@ -19,6 +19,7 @@ from bapo.report.panels import (
     use_profile,
     uses_tokens_again,
 )
+from bapo.runs.metrics import of_each_reward
 
 QUADRANTS = {
     "high_prob_high_adv": "likely,<br>high adv.<br><b>H ↓</b>",
@@ -67,6 +68,7 @@ def _how_sure(arms: Sequence[Arm], panel: Panel) -> str:
 
 def dynamics(arms: Sequence[Arm]) -> Figure:
     """Figure 2: what staleness does."""
+    each = of_each_reward(key for arm in arms for run in arm.runs for line in run.rollouts for key in line)
     return figure(
         "dynamics",
         ("Training under staleness", "figure 2"),
@@ -74,6 +76,7 @@ def dynamics(arms: Sequence[Arm]) -> Figure:
         "gradient the clip blocks, and gradient norm before it is clipped.",
         [
             curves(arms, "reward", "Reward of sampled responses", lines="rollouts"),
+            *(curves(arms, key, f"Reward by {name}", lines="rollouts") for key, name in sorted(each.items())),
             curves(arms, "entropy", "Entropy of trained tokens, nats per token"),
             curves(arms, "clip_fraction", "Share of tokens that the clip blocks"),
             curves(arms, "grad_norm", "Gradient norm before clipping"),

@@ -311,7 +311,7 @@ class Scheduler:
                     del tokens[length:]
                 for numbers in (trajectory.behavior_logprobs, trajectory.entropies, trajectory.log_kept):
                     del numbers[length:]
-                trajectory.status, trajectory.reward, trajectory.shaping = status, None, 0.0
+                trajectory.status, trajectory.reward, trajectory.shaping, trajectory.rewards = status, None, 0.0, {}
 
         return back
 

@@ -40,6 +40,7 @@ EXAM_KEYS = (
     *("task.name", "task.test", "task.prompt_column", "task.answer_column", "task.template", "task.max_prompt_tokens"),
     *(
         "task.reward",
+        "task.reward_weights",
         "task.judge.model",
         "task.judge.rubric",
         "task.gym",

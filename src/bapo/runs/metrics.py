@@ -8,7 +8,7 @@ not finite. Wall-clock figures go to `timing.jsonl`, so that the metrics of a ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -84,8 +84,13 @@ UPDATE = {
     "groups": "Groups in the update, including replayed ones.",
 }
 
+EACH_REWARD = "reward/"
+"""How the key of one of several rewards begins; its name follows."""
+
 ROLLOUT = {
     "reward": "Mean reward of the responses finished in this step, before filtering; absent if none finished.",
+    f"{EACH_REWARD}NAME": "If task.reward names several: the mean of each over the responses that it applies to, "
+    "without its weight.",
     "length": "Mean length of those responses in tokens.",
     "length_correct": "Mean length of those of them with a reward above one half.",
     "length_wrong": "Mean length of the others.",
@@ -177,8 +182,14 @@ TIMING = {
 METRICS: dict[str, str] = EVERY_LINE | ROLLOUT | BUFFER | UPDATE | SKIPPED | EVAL | IMITATION | HELD_OUT
 
 
+def of_each_reward(keys: Iterable[str]) -> dict[str, str]:
+    """The keys of several rewards among these, each with its name: only names of functions, whoever wrote the log."""
+    named = {key: key.removeprefix(EACH_REWARD) for key in keys if key.startswith(EACH_REWARD)}
+    return {key: name for key, name in named.items() if name.replace(".", "").isidentifier()}
+
+
 def check_declared(metrics: Mapping[str, Any]) -> None:
     """Raise a KeyError for keys without a sentence."""
-    unknown = sorted(set(metrics) - set(METRICS))
+    unknown = sorted(metrics.keys() - METRICS.keys() - of_each_reward(metrics).keys())
     if unknown:
         raise KeyError(f"metrics without a sentence in bapo/runs/metrics.py: {', '.join(unknown)}")

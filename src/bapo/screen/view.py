@@ -81,6 +81,14 @@ RECENT_STEPS = 20
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
+def _labels(known: Collection[str]) -> dict[str, tuple[str, int]]:
+    """Those of these metrics that are shown, with label and decimals. Each of several rewards follows their sum."""
+    names = {key: key.removeprefix("reward/") for key in known if key.startswith("reward/")}
+    named = {key: (name, 3) for key, name in names.items() if name.replace(".", "").isidentifier()}
+    found = {key: SHOWN[key] for key in SHOWN if key in known}
+    return {"reward": SHOWN["reward"]} | named | found if named else found
+
+
 def legend(shown: Collection[str]) -> str:
     """`low, high: bounds of the clip; …` for those of these metrics whose labels need it."""
     labels = {meaning: [SHOWN[key][0] for key in keys if key in shown] for keys, meaning in MEANINGS.items()}
@@ -146,7 +154,7 @@ class View:
         given = {**metrics, **timing}
         with self.lock:
             self.current = step
-            self.now = {key: float(given[key]) for key in SHOWN if key in given}
+            self.now = {key: float(given[key]) for key in _labels(given)}
             if not self.now.get("reward_failures"):
                 self.now.pop("reward_failures", None)
             if "used_low" in self.now and self.now["used_low"] <= self.now.get("clip_low", 0.0):
@@ -247,8 +255,7 @@ class PlainView(View):
             self.explained = True
             write_line(self.stream, f"  {meanings}")
         cells = [f"step {self.current:>{len(str(self.total_steps))}}/{self.total_steps}"]
-        for key in (key for key in SHOWN if key in self.history):
-            label, decimals = SHOWN[key]
+        for key, (label, decimals) in _labels(self.history).items():
             cell = f"{label} {_number(self.now.get(key, 0.0), decimals):<5}"
             cells.append(cell if key in self.now else " " * len(cell))
         write_line(self.stream, "  ".join([*cells, self.remaining()]).rstrip())
@@ -351,11 +358,10 @@ def _metrics_table(history: Mapping[str, Sequence[float]], *, columns: int, spar
         table.add_column(style="bold", justify="right", no_wrap=True, min_width=7)
         table.add_column(style="cyan", no_wrap=True, ratio=1)
     cells = []
-    for key, (label, decimals) in SHOWN.items():
-        if key in history:
-            value = history[key][-1]
-            number = Text(_number(value, decimals), "" if isfinite(value) else "bold red")
-            cells.append((label, number, sparkline(history[key], 17) if sparks else ""))
+    for key, (label, decimals) in _labels(history).items():
+        value = history[key][-1]
+        number = Text(_number(value, decimals), "" if isfinite(value) else "bold red")
+        cells.append((Text(label), number, sparkline(history[key], 17) if sparks else ""))
     rows = -(-len(cells) // columns)
     for row in range(rows):
         table.add_row(*(cell for three in cells[row::rows] for cell in three))

@@ -120,6 +120,11 @@ def following(asked: int, tell: Callable[[Rewarded], None] | None = None) -> Ite
         _FOLLOWING.reset(token)
 
 
+def listener() -> Callable[[Rewarded], None] | None:
+    """Who is told how far this thread's scoring is, for a scorer that asks several others."""
+    return found.tell if (found := _FOLLOWING.get()) else None
+
+
 def followed(asked: int) -> Following:
     """Who follows this thread's scoring, which is of so many responses: a scorer tells them each score."""
     found = _FOLLOWING.get() or Following(asked, None)

@@ -75,6 +75,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         replay_max_uses=off.replay_max_uses,
         capacity=off.replay_capacity,
         truncated=config.learn.truncated,
+        each_reward=config.learn.advantages == "gdpo",
         seed=config.seed,
         record=ledger.record,
     )
@@ -163,11 +164,24 @@ def make_task(config: Config, policy: Policy, data: TaskData | None = None) -> t
             seconds=chosen.reward_seconds,
             memory_mb=chosen.reward_memory_mb,
         ), []
-    return _from_data(config, policy, load_task(chosen) if data is None else data)
+    return _from_data(config, policy, data)
 
 
-def _from_data(config: Config, policy: Policy, data: TaskData) -> tuple[Task, list[str]]:
+def _from_data(config: Config, policy: Policy, data: TaskData | None) -> tuple[Task, list[str]]:
     chosen = config.task
+    judge = make_judge(chosen)
+    verifier = open_scorer(
+        chosen.rewards,
+        opens_thinking=policy.opens_thinking,
+        weights=chosen.reward_weights,
+        seconds=chosen.reward_seconds,
+        memory_mb=chosen.reward_memory_mb,
+        workers=chosen.reward_workers or None,
+        retries=chosen.reward_retries,
+        isolated=chosen.reward_isolated,
+        judge=judge,
+    )
+    data = data or load_task(chosen, whole_rows=verifier.takes_columns)
     notes, most = list(data.notes), chosen.max_prompt_tokens
     apart = "task.test" if chosen.test else "task.holdout"
     loaded: dict[str, Sequence[Problem]] = {"task.train": data.train, apart: data.test}
@@ -185,17 +199,8 @@ def _from_data(config: Config, policy: Policy, data: TaskData) -> tuple[Task, li
         empty = "task.train" if not train else apart
         remedy = "Give other data to train on." if shared and not train else "Raise task.max_prompt_tokens."
         raise ValueError(f"{empty} has no problem left. {'; '.join(notes)}. {remedy}")
-    check_answers([*train, *test], chosen.reward)
-    judge = make_judge(chosen)
-    scorer, _ = open_scorer(
-        chosen.reward,
-        opens_thinking=policy.opens_thinking,
-        seconds=chosen.reward_seconds,
-        memory_mb=chosen.reward_memory_mb,
-        workers=chosen.reward_workers or None,
-        judge=judge,
-    )
-    return DataTask(train, test, scorer, judge), notes
+    check_answers([*train, *test], chosen.rewards)
+    return DataTask(train, test, verifier.scores, judge), notes
 
 
 def engine_notes(engine: Engine) -> list[str]:

@@ -270,7 +270,7 @@ def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
             return "versions that are not in order, or newer than the learner's"
         if not each.prompt or not all(0 <= token < vocabulary for token in each.prompt + tokens):
             return "no prompt, or tokens that the model does not know"
-        if not (isfinite(each.reward or 0.0) and isfinite(each.shaping)):
+        if not all(isfinite(reward or 0.0) for reward in (each.reward, each.shaping, *each.rewards.values())):
             return "a reward that is not finite"
     return ""
 

@@ -109,6 +109,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         length=config.rollout.max_tokens,
         advantages=learn.advantages,
         truncated=learn.truncated,
+        reward_weights=config.task.reward_weights,
         temperature=config.rollout.temperature,
         warmup_updates=learn.warmup_updates,
         total_updates=config.steps * config.updates_per_step,

@@ -428,8 +428,9 @@ def _recorded(group: Group) -> dict[str, Any]:
     del sampled["uses"]
     for trajectory in sampled["trajectories"]:
         del trajectory["reference_logprobs"]
-        if not trajectory["log_kept"]:
-            del trajectory["log_kept"]
+        for name in ("log_kept", "rewards"):
+            if not trajectory[name]:
+                del trajectory[name]
     return sampled
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from math import exp
 from typing import Any
 
+from bapo.runs.metrics import EACH_REWARD
 from bapo.tasks.task import Rewarded, Task, following, mostly_why
-from bapo.types import Group, Status, Trajectory
+from bapo.types import Group, ResponseText, Status, Trajectory
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,12 @@ def score(
 ) -> Scored:
     """Score every response by its text without the stop token. Raises StopAsked if a stop should not wait for it."""
     asked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    texts = [decode(_without_stop(trajectory)) for _, trajectory in asked]
+    texts = [ResponseText(decode(_without_stop(trajectory)), trajectory.tokens) for _, trajectory in asked]
     with following(len(asked), tell):
         scores = task.scores([(group.problem, text) for (group, _), text in zip(asked, texts, strict=True)])
     failures = []
     for (group, trajectory), text, result in zip(asked, texts, scores, strict=True):
-        trajectory.reward = result.reward
+        trajectory.reward, trajectory.rewards = result.reward, result.rewards
         trajectory.shaping = overlong(len(trajectory.tokens))
         if result.reward is None:
             failures.append(Failure(group.id, group.problem.id, text, result.failure))
@@ -162,6 +163,7 @@ def response_metrics(groups: Sequence[Group], failures: int, judged: tuple[int, 
     scored = [(t.reward, t) for group in groups for t in group.trajectories if t.reward is not None]
     right = [len(t.tokens) for reward, t in scored if reward > 0.5]
     wrong = [len(t.tokens) for reward, t in scored if reward <= 0.5]
+    named = scored[0][1].rewards if scored else ()
     means: dict[str, list[Any]] = {
         "reward": [reward for reward, _ in scored],
         "length": [*right, *wrong],
@@ -169,6 +171,10 @@ def response_metrics(groups: Sequence[Group], failures: int, judged: tuple[int, 
         "length_wrong": wrong,
         "truncated": [t.status is Status.TRUNCATED for _, t in scored],
         "kept_mass": [exp(mass) for _, t in scored for mass in t.log_kept],
+        **{
+            f"{EACH_REWARD}{name}": [value for _, t in scored if (value := t.rewards[name]) is not None]
+            for name in named
+        },
     }
     return {name: sum(values) / len(values) for name, values in means.items() if values} | {
         "reward_failures": failures,

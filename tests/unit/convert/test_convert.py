@@ -10,7 +10,6 @@ import pytest
 
 from bapo.cli import run
 from bapo.config.known_names import UNSET
-from bapo.config.run import Config
 from bapo.config.words import flat
 from bapo.convert.launch import read_launch, read_tables
 from bapo.convert.recipe import convert
@@ -20,7 +19,6 @@ from tests.tiny.models import untrained
 from tests.tiny.tokenizers import characters
 
 SCRIPTS = Path(__file__).parents[2] / "data" / "scripts"
-TAKES_FUNCTIONS_OF_TRL = "reward_weights" in Config.model_fields["task"].annotation.model_fields
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +55,11 @@ def test_a_recipe_passes_a_dry_run_and_every_setting_is_there_or_named(name, her
         (here / "my_rewards").mkdir()
         (here / "my_rewards" / "gsm.py").write_text("def compute_score(response, answer): return answer in response\n")
         text = re.sub("^test = .*", "holdout = 0.25", text, flags=re.MULTILINE)  # its test file is not here
-    (here / "mine.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
+    if name == "several_rewards.py":  # its functions want chats
+        rows = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)} for n in range(8)]
+        (here / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe.write_text(text)
     words = ["--task.train", "train.jsonl", "--task.holdout", "0.25", "--model.path", str(model), "--device", "cpu"]
-    if name.endswith(".py") and not TAKES_FUNCTIONS_OF_TRL:
-        words += ["--task.reward", "mine:score"]
     assert run(["train", str(recipe), "--dry-run", *words]) == 0, capsys.readouterr().err
     assert re.search("^Nothing (is wrong|stops this run)", capsys.readouterr().out, flags=re.MULTILINE)
 
@@ -88,6 +86,11 @@ def test_settings_become_the_keys_that_mean_the_same(here, capsys):
     assert (several["objective.name"], several["objective.options.high"]) == ("clip_higher", 1.28)
     assert (several["learn.lr"], several["learn.kl"], several["learn.betas"]) == (5e-6, 0.04, [0.9, 0.99])
     assert (several["model.lora.rank"], several["model.lora.alpha"], several["model.dtype"]) == (16, 64, "bfloat16")
+    assert several["task.reward_weights"] == [1.0, 0.5]
+    assert [name.rpartition(":")[2] for name in several["task.reward"]] == [
+        "correctness_reward_func",
+        "format_reward_func",
+    ]
     assert (several["model.path"], several["out"]) == ("Qwen/Qwen2.5-1.5B-Instruct", "outputs/Qwen2.5-1.5B-Instruct")
     assert launch["task.train"] == ["~/data/gsm8k/train.parquet", "data/math/train.parquet"]
     assert (launch["rollout.max_tokens"], launch["rollout.prompts"], launch["learn.batch_groups"]) == (2048, 1024, 256)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bapo.core.advantages import ADVANTAGES, dr_grpo, gae, grpo, rloo, to_tokens
+from bapo.core.advantages import ADVANTAGES, dr_grpo, gae, gdpo, grpo, rloo, to_tokens
 from bapo.core.settings import AdvantageName
 
 REWARDS = torch.tensor([1.0, 0.0, 5.0, 0.0, 1.0, 5.0, 2.0])
@@ -29,7 +29,56 @@ def test_rloo_compares_with_the_others():
     assert_close(rloo(REWARDS, GROUPS).advantages, torch.tensor([2 / 3, -2 / 3, 0, -2 / 3, 2 / 3, 0, 0]))
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_gdpo_by_hand():
+    # Group 0 earns 1 or 0 twice; group 1 differs in the second reward only; group 2 in none.
+    first = torch.tensor([1.0, 0.0, 5.0, 1.0, 0.0, 5.0, 2.0])
+    second = torch.tensor([1.0, 1.0, 2.0, 0.0, 0.0, 4.0, 2.0])
+    groups = torch.tensor([0, 0, 1, 0, 0, 1, 2])
+    result = gdpo(torch.stack([first, second], 1), groups, weights=[1.0, 0.5], eps=0.0)
+    # In group 0, both rewards become u = +-sqrt(3)/2; in group 1, the second one becomes +-1/sqrt(2).
+    u, v = math.sqrt(3) / 2, 1 / math.sqrt(2)
+    total = torch.tensor([1.5 * u, -0.5 * u, -0.5 * v, 0.5 * u, -1.5 * u, 0.5 * v, 0.0])
+    # Their mean is 0, the sum of their squares 5 u^2 + v^2 / 2 = 4, over 7 responses.
+    assert_close(result.advantages, total / math.sqrt(4 / 6))
+    assert result.zero_variance.tolist() == [False, False, True]
+
+
+def test_gdpo_leaves_out_rewards_that_do_not_apply():
+    rewards = torch.tensor([[1.0, 3.0], [math.nan, 3.0], [0.0, 3.0], [math.nan, 3.0]])
+    # Two responses have the first reward: +-1/sqrt(2), whose unbiased deviation with two zeros is 1/sqrt(3).
+    v = math.sqrt(3) / math.sqrt(2)
+    for columns in (rewards, rewards[:, :1]):
+        result = gdpo(columns, torch.zeros(4, dtype=torch.int64), eps=0.0)
+        assert_close(result.advantages, torch.tensor([v, 0.0, -v, 0.0]))
+    nobody = torch.full((4, 1), math.nan)
+    assert gdpo(torch.cat([nobody, rewards], 1), torch.zeros(4, dtype=torch.int64), eps=0.0)[0].equal(result[0])
+    assert gdpo(rewards, torch.zeros(4, dtype=torch.int64), weights=[0.0, 1.0]).zero_variance.tolist() == [True]
+
+
+def test_gdpo_agrees_with_a_literal_loop():
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.randint(0, 9, (60,), generator=generator)
+    rewards = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    rewards[torch.rand(60, 3, generator=generator) < 0.2] = math.nan
+    weights = [1.0, -0.3, 7.0]
+    rows, owners = rewards.tolist(), groups.tolist()
+    totals = []
+    for row, owner in zip(rows, owners, strict=True):
+        total = 0.0
+        for k, weight in enumerate(weights):
+            members = [r[k] for r, g in zip(rows, owners, strict=True) if g == owner and not math.isnan(r[k])]
+            if not math.isnan(row[k]) and len(members) > 1:
+                mean = sum(members) / len(members)
+                std = math.sqrt(sum((m - mean) ** 2 for m in members) / (len(members) - 1))
+                total += weight * (row[k] - mean) / (std + 1e-6)
+        totals.append(total)
+    mean = sum(totals) / len(totals)
+    std = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
+    expected = torch.tensor([(total - mean) / (std + 1e-6) for total in totals], dtype=torch.float64)
+    assert_close(gdpo(rewards, groups, weights=weights).advantages, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"gdpo"}))
 def test_group_estimators_agree_with_a_literal_loop(name):
     generator = torch.Generator().manual_seed(0)
     groups = torch.randint(0, 9, (60,), generator=generator)

@@ -71,6 +71,19 @@ def test_packing_by_hand():
     assert batch.uses.tolist() == [0] * 6
 
 
+def test_packing_normalises_each_reward_with_gdpo_and_weighs_them():
+    trajectories = [by_hand([5], [7, 1], reward) for reward in (1.0, 0.0)]
+    trajectories[0].rewards, trajectories[1].rewards = {"a": 1.0, "b": 2.0}, {"a": 0.0, "b": 9.0}
+    groups = [Group(0, Problem("p", "", None), trajectories)]
+    (batch,) = pack(groups, estimator="gdpo", weights=(1.0, 3.0), micro_tokens=100, device=CPU)
+    # a gives +-1/sqrt(2) and b -+3/sqrt(2), which add up to -+sqrt(2), with deviation 2.
+    assert batch.advantages.tolist() == pytest.approx([-(2**-0.5)] * 2 + [2**-0.5] * 2, rel=1e-5)  # eps is 1e-6
+    for trajectory in trajectories:
+        trajectory.rewards = {}
+    (batch,) = pack(groups, estimator="gdpo", micro_tokens=100, device=CPU)
+    assert batch.advantages.tolist() == pytest.approx([2**-0.5] * 2 + [-(2**-0.5)] * 2, rel=1e-5)
+
+
 def test_packed_tokens_know_how_often_their_group_was_used():
     problem = Problem("p", "", None)
     short = Group(0, problem, [by_hand([5], [7], 1.0), by_hand([5], [8, 1], 0.0)], uses=3)

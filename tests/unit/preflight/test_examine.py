@@ -155,11 +155,21 @@ def test_a_place_where_not_even_root_can_write_is_found_and_a_trial_leaves_nothi
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_reward_of_trl_is_refused_without_torch_and_its_wrapper_keeps_its_shape(place):
+def test_a_reward_of_trl_is_tried_with_the_columns_of_the_data_and_without_torch(place):
     (place / "graded.py").write_text(
-        "def accuracy(completions, answer, **kwargs):\n    return [1.0 for _ in completions]\n"
+        "def accuracy(completions, answer, question, **kwargs):\n"
+        "    return [float(one == gold and q[0] == '0') for one, gold, q in zip(completions, answer, question)]\n"
+        "def chatty(completions, **kwargs):\n    return [one[0]['content'] for one in completions]\n"
     )
-    words = ["--task.train", "train.jsonl", "--task.test", "test.jsonl", "--task.reward", "graded:accuracy"]
+    assert examine(of_data(task={"reward": ["rewards:right", "graded:accuracy"]})).wrong == []
+    words = [
+        "--task.train",
+        "train.jsonl",
+        "--task.test",
+        "test.jsonl",
+        "--task.reward",
+        "graded:chatty,rewards:broken",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "train", *words],
         capture_output=True,
@@ -168,13 +178,10 @@ def test_a_reward_of_trl_is_refused_without_torch_and_its_wrapper_keeps_its_shap
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert (
-        'Add this to graded.py and set the reward to "graded:score":\n'
-        "      def score(response, prompt, answer, extra):\n"
-        '          completion = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]\n'
-        '          given = {**extra, "answer": answer, "prompts": prompt, "completions": completion}\n'
-        "          return accuracy(**{name: [given[name]] for name in given})[0]\n"
-    ) in done.stderr
+    said = " ".join(done.stderr.split())
+    assert "task.reward='graded:chatty' fails on the first problem" in said
+    assert "it is called with lists: prompts and completions (messages where the prompts of the data are" in said
+    assert "task.reward='rewards:broken' fails on the first problem" in said
 
 
 def test_a_model_may_have_as_long_a_name_as_the_file_system_takes(place):

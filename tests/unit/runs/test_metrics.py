@@ -14,7 +14,7 @@ def test_the_page_in_docs_is_the_generated_one():
 
 
 def test_undeclared_keys_are_refused():
-    check_declared({"loss": 1.0, "eval/avg": 0.5})
+    check_declared({"loss": 1.0, "eval/avg": 0.5, "reward/any": 1.0})
     with pytest.raises(KeyError, match="losss"):
         check_declared({"losss": 1.0})
 

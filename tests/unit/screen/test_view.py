@@ -93,6 +93,18 @@ def test_the_share_of_responses_that_were_cut_off_is_shown():
     assert re.search(r"cut +0\.875 ", "\n".join(lines))
 
 
+def test_each_of_several_rewards_is_shown_by_name_after_their_sum():
+    named = {"reward/math": 1.0, "reward/mine.brief": -0.25, "reward/\x1b[31m": 1.0}
+    view, stream = plain_view()
+    with view:
+        view.step(1, {"reward": 0.75, "grad_norm": 0.7} | named, {})
+    assert stream.getvalue().splitlines()[1] == "step  1/60  reward 0.750  math 1.000  mine.brief -0.250  grad 0.700"
+    shown = "\n".join(screen(lambda view: view.step(3, METRICS | named, TIMING)))
+    assert re.search(r"math +1\.000 ", shown)
+    assert re.search(r"mine\.brief +-0\.250 ", shown)
+    assert "[31m" not in shown
+
+
 def test_plain_lines_are_aligned_and_keep_the_place_of_what_is_missing():
     clock = Clock()
     view, stream = plain_view(total=100, clock=clock)

@@ -1,6 +1,7 @@
 """A run on a handful of problems: it evaluates on what is held out, always the same, and goes on where it stopped."""
 
 import json
+import math
 from contextlib import redirect_stdout
 from io import StringIO
 
@@ -81,3 +82,83 @@ def test_a_run_ends_with_what_to_do_next(finished):
     assert lines[-2].strip().startswith(f"bapo eval --model {run / 'model'} --data {run.parent / 'test.jsonl'} --k 2")
     assert "--reward small_reward:score" in lines[-2]
     assert lines[-1].strip() == f"bapo resume {run} --steps 4"
+
+
+PARTS = """
+def odd(response, answer):
+    return float(len(response) % 2)
+def brief(completions, completion_ids, note, **kwargs):
+    assert len(completions) == 4 and note == ["kept"] * 4
+    return [-len(ids) / 16 if text != "" else None for text, ids in zip(completions, completion_ids, strict=True)]
+"""
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Two weighted rewards under gdpo: three steps at a stretch, and two that are resumed for a third."""
+    root = tmp_path_factory.mktemp("several")
+    prompts = ["1,2,3=6:", "2,3,4=9:", "4,5,6=15:", "7,2,1=10:"]
+    lines = [json.dumps({"prompt": prompt, "answer": "=", "note": "kept"}) + "\n" for prompt in (*prompts, *TEST)]
+    (root / "rows.jsonl").write_text("".join(lines))
+    (root / "part_rewards.py").write_text(PARTS)
+    values = {
+        "threads": 1,
+        "device": "cpu",
+        "task": {"train": [str(root / "rows.jsonl")], "holdout": 0.4, "reward_weights": [1.0, 0.5]},
+        "rollout": {"prompts": 4, "responses": 4, "max_tokens": 16},
+        "learn": {"batch_groups": 4, "advantages": "gdpo"},
+        "eval": {"k": 4, "every": 0},
+    }
+    values["task"]["reward"] = ["part_rewards:odd", "part_rewards:brief"]
+    seen = []
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()):
+        patch.syspath_prepend(str(root))
+        start(parse(Config, values | {"steps": 2, "out": str(root / "two")}, source="test"), plain=True)
+        longer = parse(Config, json.loads((root / "two" / "config.json").read_text()) | {"steps": 3}, source="test")
+        resume(root / "two", config=longer, plain=True)
+
+        def gdpo(rewards, groups, weights):
+            seen.append((rewards.tolist(), groups.tolist(), weights, real(rewards, groups, weights=weights)))
+            return seen[-1][3]
+
+        from bapo.learn.packing import gdpo as real
+
+        patch.setattr("bapo.learn.packing.gdpo", gdpo)
+        start(parse(Config, values | {"steps": 3, "out": str(root / "three")}, source="test"), plain=True)
+    return root / "two", root / "three", seen
+
+
+def of_kind(run, *kinds):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] in kinds]
+
+
+def test_a_run_with_two_rewards_logs_each_by_name_and_resumes_exactly(several):
+    two, three, _ = several
+    assert of_kind(two, "rollout", "update") == of_kind(three, "rollout", "update")
+    assert (two / "rollouts.jsonl").read_bytes() == (three / "rollouts.jsonl").read_bytes()
+    for line in of_kind(three, "rollout"):
+        assert line["reward"] == pytest.approx(line["reward/odd"] + 0.5 * line["reward/brief"], abs=1e-12)
+    sample = json.loads((three / "rollouts.jsonl").read_text().splitlines()[0])
+    for trajectory in sample["trajectories"]:
+        assert trajectory["rewards"]["brief"] == -len(trajectory["tokens"]) / 16
+        assert trajectory["reward"] == trajectory["rewards"]["odd"] + 0.5 * trajectory["rewards"]["brief"]
+    assert "reward: part_rewards:odd, part_rewards:brief" in (three / "model" / "README.md").read_text()
+
+
+def test_the_advantages_of_a_run_with_gdpo_are_those_of_a_literal_computation(several):
+    *_, seen = several
+    assert len(seen) >= 3
+    for rows, owners, weights, found in seen:
+        totals = [0.0] * len(rows)
+        for k, weight in enumerate(weights):
+            for owner in set(owners):
+                members = [i for i, other in enumerate(owners) if other == owner]
+                mean = sum(rows[i][k] for i in members) / len(members)
+                std = math.sqrt(sum((rows[i][k] - mean) ** 2 for i in members) / (len(members) - 1))
+                for i in members:
+                    totals[i] += weight * (rows[i][k] - mean) / (std + 1e-6)
+        mean = sum(totals) / len(totals)
+        std = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
+        expected = [(total - mean) / (std + 1e-6) for total in totals]
+        assert found.advantages.tolist() == pytest.approx(expected, abs=1e-5)  # float32, of sums over 16 responses

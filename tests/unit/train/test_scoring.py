@@ -68,6 +68,18 @@ def test_metrics_count_what_has_a_reward():
     }
 
 
+def test_each_of_several_rewards_has_its_mean_over_the_responses_that_it_applies_to():
+    one = group(1, response([7, STOP]), response([1, STOP]), response([2, STOP]))
+    for reward, trajectory in zip((1.0, 0.0, 0.5), one.trajectories, strict=True):
+        trajectory.reward = reward
+        trajectory.rewards = {"right": reward, "brief": None if reward == 1 else -4.0, "never": None}
+    metrics = response_metrics([one], failures=0)
+    assert {key: value for key, value in metrics.items() if "reward/" in key} == {
+        "reward/right": 0.5,
+        "reward/brief": -4,
+    }
+
+
 def test_a_broken_problem_never_ends_a_run_and_a_broken_verifier_soon_does():
     broken = scored(group(1, response([9, STOP]), response([9, 1, STOP])))
     sound = scored(group(2, response([7, STOP]), response([9, STOP])))

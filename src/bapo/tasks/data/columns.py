@@ -216,8 +216,15 @@ def without_marks(solution: str) -> str:
     return f"{_CALCULATOR.sub('', reasoning)}\n\\boxed{{{answer}}}".lstrip()
 
 
-def extra_of(row: Row, used: Sequence[str | None]) -> dict[str, Any]:
-    """The row's other columns, as far as JSON can hold them. The entries of verl's `extra_info` are among them."""
+def extra_of(row: Row, used: Sequence[str | None], *, whole: bool = False) -> dict[str, Any]:
+    """The row's other columns, as far as JSON can hold them. The entries of verl's `extra_info` are among them.
+
+    `whole`: all columns as they are, but for those that TRL takes itself.
+    """
+    if whole:
+        inner = row.values.get("extra_info")
+        said = (inner if isinstance(inner, dict) else {}) | row.values
+        return {name: said[name] for name in said if name not in ("prompt", "completion") and _is_json(said[name])}
     taken = {*PROMPTS, *ANSWERS, *used, "reward_model", "extra_info", "input", "data_source"}
     said = {
         name: value

@@ -78,12 +78,13 @@ def load_problems(
     prompt_column: str | None = None,
     answer_column: str | None = None,
     template: str | None = None,
+    whole_rows: bool = False,
 ) -> tuple[list[Problem], LoadReport]:
     """The problems of all sources, in order, and a report of what became of their rows.
 
     `sources` are files, directories, data sets on the hub and benchmarks; `sources.py` says how they are named. Without
     column names, the usual layouts are recognised (`columns.py`). Without a template, benchmarks get their own, and all
-    other prompts stay as they are.
+    other prompts stay as they are. `whole_rows`: problems keep all columns, for verifiers that know the data.
     """
     problems: dict[str, Problem] = {}
     counts: Counter[str] = Counter()
@@ -97,7 +98,7 @@ def load_problems(
             own = look_up(row.values, "data_source")
             origin = own if isinstance(own, str) and own else source.label
             with _nested_too_deeply(row):
-                extra = {**extra_of(row, (prompt_column, answer_column)), "data_source": origin}
+                extra = extra_of(row, (prompt_column, answer_column), whole=whole_rows) | {"data_source": origin}
                 put = fill(template or source.template, prompt)
                 problems[question] = Problem(question, put, answer, source.label if source.named else origin, extra)
         elif known.answer == answer:

@@ -1,8 +1,8 @@
 """Finds the reward function that `module:function` names, and judges its signature before it is ever called.
 
-A function that cannot be found or called is refused with the names that the user gave and the files that are there. A
-function written for TRL is recognised by its parameters: it takes lists and returns a list, where ours scores one
-response. Nothing here needs torch.
+A function that cannot be found or called is refused with the names that the user gave and the files that are there.
+Functions written for TRL and verl are recognised by their parameters: TRL's take lists and return a list, ours and
+verl's score one response. Nothing here needs torch.
 
 Its module is imported, and the function called, in our process. `unharmed` undoes what they do to it: they may change
 the working directory, to which relative paths refer; close or replace the standard streams, which others write to; and
@@ -14,22 +14,35 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from bapo.process import found_in, source_of, was_found
 from bapo.process.limited_worker import describe
 from bapo.tasks.data.columns import ANSWERS
+from bapo.types import Problem
 
-KEYWORDS = ("response", "answer", "prompt", "extra")
-TRL_LISTS = ("completions", "prompts", "completion_ids")
-"""Parameters of TRL's reward functions, each a list with one entry per completion."""
+Style = Literal["ours", "verl", "trl"]
+KEYWORDS: dict[Style, tuple[str, ...]] = {
+    "ours": ("response", "answer", "prompt", "extra"),
+    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+    "trl": ("prompts", "completions", "completion_ids"),
+}
+"""What functions are called with, by whom they were written for. TRL's get lists, and columns of the data as well."""
+CALLED_WITH: dict[Style, str] = {
+    "ours": "response, answer, prompt and extra",
+    "verl": "data_source, solution_str, ground_truth and extra_info",
+    "trl": "lists: prompts and completions (messages where the prompts of the data are messages, otherwise text), "
+    "completion_ids and the columns of the data",
+}
+"""The same in words."""
+OF_THE_TRAINER = ("trainer_state", "environments")
+"""What TRL's own trainer gives and we do not have."""
 STREAMS = (1, 2)
 """The descriptors of standard output and standard error."""
 COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
@@ -37,6 +50,16 @@ COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
 MOST_FILES, MOST_BYTES = 100, 1 << 20
 """How many files are searched for functions that the user may have meant, and how large each may be."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Signature(NamedTuple):
+    """What a reward function is called with."""
+
+    style: Style
+    named: tuple[str, ...]
+    """The keywords that it names."""
+    takes_all: bool
+    """Whether it takes others besides."""
 
 
 def find_function(name: str) -> Callable[..., Any]:
@@ -121,20 +144,49 @@ def written_as(name: str) -> str:
     return f"For the function {' or '.join(functions[:3])} in {path}, write {written}."
 
 
-def accepted_keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    """The keywords to call the function with. Raises a ValueError if they are not enough."""
+def judged(name: str, function: Callable[..., Any]) -> Signature:
+    """For whom the function was written, by its parameters. Raises a ValueError if it cannot be called."""
     parameters = inspect.signature(function).parameters
-    if "response" not in parameters and not parameters.keys().isdisjoint(TRL_LISTS):
-        raise ValueError(_of_trl(name, function))
+    style: Style = "ours"
+    if "response" not in parameters:
+        style = "verl" if "solution_str" in parameters else style
+        style = "trl" if not parameters.keys().isdisjoint(KEYWORDS["trl"]) else style
     for parameter in parameters.values():
         required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
-        if required and (parameter.name not in KEYWORDS or parameter.kind is parameter.POSITIONAL_ONLY):
+        known = parameter.name in KEYWORDS[style] or (style == "trl" and parameter.name not in OF_THE_TRAINER)
+        if required and (not known or parameter.kind is parameter.POSITIONAL_ONLY):
             raise ValueError(
                 f"reward function {name!r} requires the parameter {parameter.name!r}, which is not available. It is "
-                f"called by keyword with any of {', '.join(KEYWORDS)}; give every other parameter a default."
+                f"called by keyword with any of {', '.join(KEYWORDS[style])}{', …' * (style == 'trl')}; give every "
+                "other parameter a default."
             )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return KEYWORDS if takes_all else tuple(keyword for keyword in parameters if keyword in KEYWORDS)
+    return Signature(style, tuple(parameters), takes_all)
+
+
+def arguments_of(signature: Signature, problem: Problem, responses: Sequence[str]) -> dict[str, Any]:
+    """The keywords to call a function with: for one response, or, if it takes lists, for several to one problem."""
+    extra, (style, named, takes_all) = dict(problem.extra), signature
+    if style == "ours":
+        given = {"response": responses[0], "answer": problem.answer, "prompt": problem.prompt, "extra": problem.extra}
+    elif style == "verl":
+        model = extra.get("reward_model")
+        truth = model.get("ground_truth", problem.answer) if isinstance(model, dict) else problem.answer
+        given = {"data_source": extra.get("data_source", problem.source), "solution_str": responses[0]}
+        given |= {"ground_truth": truth, "extra_info": extra}
+    else:
+        missing = {name: problem.answer for name in named if name in ANSWERS and name not in extra}
+        chat = not isinstance(problem.prompt, str)
+        given = {name: [value] * len(responses) for name, value in (extra | missing).items()}
+        given["prompts"] = [problem.prompt] * len(responses)
+        given["completions"] = [[{"role": "assistant", "content": str(one)}] if chat else str(one) for one in responses]
+        given["completion_ids"] = [list(getattr(one, "tokens", ())) for one in responses]
+        given["log_extra"] = given["log_metric"] = _told_nobody
+    return {name: value for name, value in given.items() if takes_all or name in named}
+
+
+def _told_nobody(name: str, value: Any) -> None:
+    """What a function of TRL would like to have logged is not."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -169,35 +221,6 @@ def unharmed() -> Iterator[None]:
             os.chdir(where)
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_grad_enabled(gradients)
-
-
-def _of_trl(name: str, function: Callable[..., Any]) -> str:
-    """What to do with a reward function of TRL: the wrapper that makes it score one response.
-
-    Under a usual name, the answer replaces a column of that name. Under a guessed name, a column of that name wins.
-    """
-    module, _, called = name.partition(":")
-    wrapper = "score" if not hasattr(sys.modules.get(module), "score") else f"{called}_of_one"
-    parameters = inspect.signature(function).parameters.values()
-    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in VARIADIC}
-    guesses = [name for name, one in named.items() if one.default is one.empty and name not in TRL_LISTS]
-    usual = next((name for name in named if name in ANSWERS), "answer")
-    guessed = usual not in named and bool(guesses)
-    columns = f'"{guesses[0]}": answer, **extra' if guessed else f'**extra, "{usual}": answer'
-    ids = ', "completion_ids": None' if "completion_ids" in named else ""
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = "given" if takes_all else f"{json.dumps(list(named))} if name in given"
-    before, waits, end = ("async ", "(await ", ")") if is_async(function) else ("", "", "")
-    unknown = "\nToken ids are not known here, so completion_ids gets [None]." if ids else ""
-    return (
-        f"reward function {name!r} has the signature of TRL: it takes lists and returns one number per completion. "
-        f"Ours scores one response at a time. Add this to {module.rpartition('.')[2]}.py and set the reward to "
-        f'"{module}:{wrapper}":\n'
-        f"    {before}def {wrapper}(response, prompt, answer, extra):\n"
-        '        completion = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]\n'
-        f'        given = {{{columns}, "prompts": prompt, "completions": completion{ids}}}\n'
-        f"        return {waits}{called}(**{{name: [given[name]] for name in {names}}}){end}[0]{unknown}"
-    )
 
 
 def _modules() -> list[str]:

@@ -20,22 +20,86 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from bapo.process.limited import CannotStart, Worker
 from bapo.tasks.task import LARGEST_REWARD, followed
 from bapo.types import Score, refuse
 
+Item = TypeVar("Item")
 MAX_DEFAULT_WORKERS = 16
 """Without a number, there is one worker per core that this process may use, up to this many."""
 
 
-class VerifierPool(AbstractContextManager["VerifierPool"]):
-    """Workers that all call one verifier. They end with `close`, with the `with` block, or with the process."""
+class Pool(AbstractContextManager["Pool"]):
+    """Workers that take work from one queue. They end with `close`, with the `with` block, or with the process."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self._lock = threading.Lock()  # a worker serves one caller at a time
+        self._workers = workers
+        self._finalizer = weakref.finalize(self, _close_all, self._workers, os.getpid())
+        try:
+            for worker in self._workers:
+                worker.start()
+            self._workers[0].wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def work_on(self, items: Iterable[Item], one: Callable[[Worker, Item], Iterable[Item]]) -> str:
+        """Let `one` do each item with some worker, in a thread per worker; it returns items to be done besides.
+
+        Returns why items are left, if no worker can be started any more.
+        """
+        work: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        for item in items:
+            work.put(item)
+        unable = ""
+
+        def drain(worker: Worker) -> None:
+            nonlocal unable
+            with suppress(queue.Empty):
+                while True:
+                    item = work.get_nowait()
+                    try:
+                        more = one(worker, item)
+                    except CannotStart as error:
+                        unable = str(error)
+                        work.put(item)  # for another worker, if one is left
+                        return
+                    for each in more:
+                        work.put(each)
+
+        with self._lock, ThreadPoolExecutor(len(self._workers)) as threads:
+            if not self._finalizer.alive:
+                name = self._workers[0].name
+                raise ValueError(f"the pool of {name} was closed and cannot score any more. Make a new one.")
+            busy = self._workers[: work.qsize()]
+            try:
+                for finished in [threads.submit(drain, worker) for worker in busy]:
+                    finished.result()
+            except BaseException:  # Ctrl-C: no thread may keep waiting
+                with suppress(queue.Empty):
+                    while True:
+                        work.get_nowait()
+                _close_all(busy, os.getpid())
+                raise
+        return unable
+
+    def close(self) -> None:
+        """End the workers. A second call does nothing."""
+        self._finalizer()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class VerifierPool(Pool):
+    """Workers that all call one verifier."""
 
     def __init__(
         self, verifier: str, *, workers: int | None = None, seconds: float = 5.0, memory_mb: int = 1024
@@ -49,61 +113,25 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
             (memory_mb < 64, f"memory_mb={memory_mb} is too little for any verifier. Allow at least 64."),
         )
         self.verifier, self.seconds = verifier, seconds
-        self._lock = threading.Lock()  # a worker serves one caller at a time
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._workers = [Worker(verifier, memory_mb) for _ in range(workers or min(cores, MAX_DEFAULT_WORKERS))]
-        self._finalizer = weakref.finalize(self, _close_all, self._workers, os.getpid())
-        try:
-            for worker in self._workers:
-                worker.start()
-            self._workers[0].wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
+        super().__init__([Worker(verifier, memory_mb) for _ in range(workers or min(cores, MAX_DEFAULT_WORKERS))])
 
     def scores(self, responses: Sequence[tuple[Any, str]]) -> list[Score]:
         """The score that the verifier gives each (answer, response), in order. No response text makes it raise."""
         keys = [json.dumps(pair) for pair in responses]
-        work: queue.SimpleQueue[tuple[str, tuple[Any, str]]] = queue.SimpleQueue()
-        for item in dict(zip(keys, responses, strict=True)).items():
-            work.put(item)
-        follower = followed(work.qsize())
+        different = dict(zip(keys, responses, strict=True))
+        follower, counting = followed(len(different)), threading.Lock()
         found: dict[str, Score] = {}
-        unable = ""
 
-        def drain(worker: Worker) -> None:
-            nonlocal unable
-            with suppress(queue.Empty):
-                while True:
-                    key, pair = work.get_nowait()
-                    try:
-                        score = self._score(worker.call(self.seconds, pair))
-                    except CannotStart as error:
-                        unable = str(error)
-                        work.put((key, pair))  # for another worker, if one is left
-                        return
-                    with counting:
-                        found[key] = follower.known(score)
+        def one(worker: Worker, item: tuple[str, tuple[Any, str]]) -> tuple[()]:
+            key, pair = item
+            score = self._score(worker.call(self.seconds, pair))
+            with counting:
+                found[key] = follower.known(score)
+            return ()
 
-        counting = threading.Lock()
-        with self._lock, ThreadPoolExecutor(len(self._workers)) as threads:
-            if not self._finalizer.alive:
-                raise ValueError(f"the pool of {self.verifier} was closed and cannot score any more. Make a new one.")
-            busy = self._workers[: work.qsize()]
-            try:
-                for finished in [threads.submit(drain, worker) for worker in busy]:
-                    finished.result()
-            except BaseException:  # Ctrl-C: no thread may keep waiting
-                with suppress(queue.Empty):
-                    while True:
-                        work.get_nowait()
-                _close_all(busy, os.getpid())
-                raise
+        unable = self.work_on(different.items(), one)
         return [found.get(key) or Score(None, failure=unable) for key in keys]
-
-    def close(self) -> None:
-        """End the workers. A second call does nothing."""
-        self._finalizer()
 
     def _score(self, reply: dict[str, Any]) -> Score:
         if "result" not in reply:
@@ -117,9 +145,6 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
         except (TypeError, OverflowError):
             pass
         return Score(None, failure=f"{self.verifier} returned {json.dumps(reply['result'])[:100]}; it must be a Score")
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _close_all(workers: Sequence[Worker], owner: int) -> None:

@@ -1,50 +1,30 @@
-"""What the reward of a response is: math, or a function of your own; and the penalty for overlong responses.
+"""What the reward of a response is: math, functions of your own, or their sum; and the penalty for overlong responses.
 
 `reward = "math"` compares answers in processes of their own (`math.py`, `sandbox.py`), `reward = "judge"` asks a model
-(`judge.py`). Any other name is a function, `module:function`, plain or async:
-
-    def reward(response, answer):
-        return float(answer in response)
-
-It is called with those of the following keywords that it names, or with all of them if it takes **kwargs:
-
-    response    the text of the response, without its stop token
-    answer      the problem's ground truth
-    prompt      the problem's prompt: text, or chat messages
-    extra       the other columns of its data set, as a dict
-
-It returns a number, a bool, or a dict with "reward" (and, for majority votes, "answer"). Anything else counts as a
-failure of the verifier, not as a reward of 0: another type, a NaN, a number too large for float32, an exception,
-`sys.exit()`. Only Ctrl-C passes through.
-
-The function runs in the training process. A plain function is called for one response after the other, without a time
-limit, and nothing protects the process from a crash in it. Async functions, such as calls to a judge model, run
-concurrently in one event loop, at most `concurrency` at a time with `seconds` each. The loop lives as long as the
-reward, so clients that the function keeps between calls stay valid. asyncio stops the whole loop if a task that the
-function started itself calls `sys.exit()`. Then every response without a score yet is a failure.
+(`judge.py`). Any other name is a function (`functions.py`). Of several, the reward is the weighted sum, and a response
+that one of them fails on has none.
 """
 
-import asyncio
-import numbers
-import weakref
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import Any
+from __future__ import annotations
 
-from bapo.process.limited_worker import describe
-from bapo.process.stops import StopAsked
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
 from bapo.tasks.judge import JUDGE, Judge
-from bapo.tasks.task import LARGEST_REWARD, Following, Scorer, followed
-from bapo.tasks.verify.finding import accepted_keywords, find_function, is_async, unharmed
+from bapo.tasks.task import LARGEST_REWARD, Scorer, following, listener
+from bapo.tasks.verify.finding import CALLED_WITH
+from bapo.tasks.verify.functions import DOES_NOT_APPLY, FunctionReward, IsolatedReward
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Problem, Score, refuse
 
 MATH = "math"
 
 
-def check_answers(problems: Sequence[Problem], reward: str) -> None:
+def check_answers(problems: Sequence[Problem], rewards: Sequence[str]) -> None:
     """Refuse reference answers that the verifier cannot read: it would fail on every response."""
-    for problem in problems if reward == MATH else ():
+    for problem in problems if MATH in rewards else ():
         answers = problem.answer if isinstance(problem.answer, list) and problem.answer else [problem.answer]
         if not all(isinstance(answer, str | int | float) and not isinstance(answer, bool) for answer in answers):
             raise ValueError(
@@ -53,34 +33,116 @@ def check_answers(problems: Sequence[Problem], reward: str) -> None:
             )
 
 
+class Verifier(NamedTuple):
+    """What scores responses."""
+
+    scores: Scorer
+    close: Callable[[], None]
+    """Ends it. It also ends with the process."""
+    takes_columns: bool = False
+    """Whether it was written for another trainer and expects all columns of the data, as they are."""
+    called_with: str = ""
+    """What its function is called with, in words."""
+    may_be_tried: bool = True
+    """Whether a trial leaves nothing behind: clients of an async function would stay bound to its event loop."""
+
+
 def open_scorer(
-    reward: str,  # math, or module:function
+    rewards: Sequence[str],  # math, or module:function
     *,
     opens_thinking: bool,  # whether a response begins in the middle of the model's thinking, see bapo.tasks.verify.math
+    weights: Sequence[float] = (),  # of the rewards; 1 if there are none
     seconds: float,
     memory_mb: int,
     workers: int | None = None,  # None: one per core, or 32 concurrent calls of an async function
+    retries: int = 0,  # of a function that fails
+    isolated: bool = False,  # whether functions run in processes of their own
     judge: Judge | None = None,  # which reward = "judge" asks
-) -> tuple[Scorer, Callable[[], None]]:
-    """A function that scores responses, and one that closes it. It also closes with the process."""
-    if reward == JUDGE:
-        if judge is None:
-            raise ValueError("reward='judge' is for runs of `bapo train`, whose task.judge says which model to ask.")
-        return judge.scores, judge.close
-    if reward != MATH:
-        function = FunctionReward(reward, seconds=seconds, concurrency=workers or 32)
-        return function.scores, function.close
+) -> Verifier:
+    """What scores responses by one reward, or by the weighted sum of several."""
+    limits: dict[str, Any] = {"seconds": seconds, "memory_mb": memory_mb, "workers": workers}
+    with ExitStack() as opened:
+        parts = []
+        for reward in rewards:
+            if reward == JUDGE:
+                part = _asking(judge)
+            elif reward == MATH:
+                part = _open_math(opens_thinking, **limits)
+            else:
+                part = open_function(reward, retries=retries, isolated=isolated, **limits)
+            parts.append(part)
+            opened.callback(part.close)
+        closing = opened.pop_all()
+    if len(parts) == 1 and not weights:
+        return parts[0]
+    names, scorers = names_of(rewards), [part.scores for part in parts]
+
+    def scores(responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+        found = []
+        for scorer in scorers:
+            with following(len(responses), listener()):
+                found.append(scorer(responses))
+        return [_sum(dict(zip(names, each, strict=True)), weights) for each in zip(*found, strict=True)]
+
+    return Verifier(scores, closing.close, any(part.takes_columns for part in parts))
+
+
+def names_of(rewards: Sequence[str]) -> list[str]:
+    """What each reward is called in metrics: its function, with the module if another function has the same name."""
+    last = [reward.rpartition(":")[2] for reward in rewards]
+    return [
+        name if last.count(name) == 1 else reward.replace(":", ".") for name, reward in zip(last, rewards, strict=True)
+    ]
+
+
+def _sum(parts: dict[str, Score], weights: Sequence[float]) -> Score:
+    """The weighted sum of scores. It fails where one of them does, or if none applies."""
+    for name, part in parts.items():
+        if part.reward is None and part.failure != DOES_NOT_APPLY:
+            return Score(None, f"{name}: {part.failure}")
+    rewards = {name: part.reward for name, part in parts.items()}
+    weighted = [w * r for w, r in zip(weights or [1.0] * len(parts), rewards.values(), strict=True) if r is not None]
+    if not weighted:
+        return Score(None, DOES_NOT_APPLY)
+    if not abs(total := sum(weighted)) <= LARGEST_REWARD:
+        return Score(None, f"the weighted sum of the rewards is {total}, which float32 cannot hold")
+    answer = next((part.answer for part in parts.values() if part.answer is not None), None)
+    read, written = (sum(getattr(part, name) for part in parts.values()) for name in ("read", "written"))
+    return Score(total, answer=answer, rewards=rewards, read=read, written=written)
+
+
+def _asking(judge: Judge | None) -> Verifier:
+    if judge is None:
+        raise ValueError("reward='judge' is for runs of `bapo train`, whose task.judge says which model to ask.")
+    return Verifier(judge.scores, judge.close)
+
+
+def _open_math(opens_thinking: bool, **limits: Any) -> Verifier:
     if find_spec("math_verify") is None:
         raise ValueError(
             "reward='math' needs math-verify. Install it with `pip install 'bapo[math]'`, or name a module:function."
         )
-    verifier = f"bapo.tasks.verify.math:{'verify_thinking' if opens_thinking else 'verify'}"
-    pool = VerifierPool(verifier, workers=workers, seconds=seconds, memory_mb=memory_mb)
+    pool = VerifierPool(f"bapo.tasks.verify.math:{'verify_thinking' if opens_thinking else 'verify'}", **limits)
 
     def scores(responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         return pool.scores([(problem.answer, text) for problem, text in responses])
 
-    return scores, pool.close
+    return Verifier(scores, pool.close)
+
+
+def open_function(
+    reward: str, *, seconds: float, memory_mb: int, workers: int | None, retries: int, isolated: bool
+) -> Verifier:
+    """What scores responses with a function of the user's, in this process or isolated in others."""
+    options: dict[str, Any] = {"seconds": seconds, "retries": retries}
+    function: FunctionReward | IsolatedReward
+    if isolated:
+        function = IsolatedReward(reward, workers=workers, memory_mb=memory_mb, **options)
+    else:
+        function = FunctionReward(reward, concurrency=workers or 32, **options)
+    style = function.signature.style
+    may_be_tried = isolated or not function.is_async
+    return Verifier(function.scores, function.close, style != "ours", CALLED_WITH[style], may_be_tried)
 
 
 def overlong_penalty(
@@ -110,119 +172,3 @@ def overlong_penalty(
     if truncated or length > max_tokens:
         return -penalty
     return -penalty * max(0, length - (max_tokens - buffer)) / buffer
-
-
-class _Stopped(Exception):  # noqa: N818
-    """StopAsked in a coroutine: asyncio lets a KeyboardInterrupt escape from the loop and forgets the other calls."""
-
-
-class FunctionReward:
-    """Scores responses with a function of the user's own."""
-
-    def __init__(self, name: str, *, concurrency: int = 32, seconds: float = 60.0) -> None:
-        refuse(
-            (
-                concurrency < 1 or not seconds > 0,
-                f"reward function {name!r}: concurrency={concurrency} and seconds={seconds} must both be positive.",
-            )
-        )
-        self.name, self.concurrency, self.seconds = name, concurrency, seconds
-        self._function = find_function(name)
-        self._keywords = accepted_keywords(name, self._function)
-        self.is_async = is_async(self._function)
-        self._runner = asyncio.Runner()
-        self._finalizer = weakref.finalize(self, self._runner.close)
-
-    def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
-        """The score that the function gives each response, in order. No response text makes it raise."""
-        follower = followed(len(responses))
-        if not self.is_async:
-            return [follower.known(self._one(problem, response)) for problem, response in responses]
-        found: dict[int, Score] = {}
-        stopped = Score(None)
-        try:
-            with unharmed():
-                self._runner.run(self._all(responses, found, follower))
-        except KeyboardInterrupt:
-            raise
-        except _Stopped:
-            self._runner.run(_end_other_tasks())
-            raise StopAsked from None
-        except BaseException as error:  # of a task that the function started
-            stopped = Score(None, failure=describe(error))
-            self._runner.run(_end_other_tasks())
-        return [found.get(index, stopped) for index in range(len(responses))]
-
-    def close(self) -> None:
-        """Close the event loop. Does nothing the second time."""
-        self._finalizer()
-
-    def _one(self, problem: Problem, response: str) -> Score:
-        try:
-            with unharmed():
-                return _score(self._function(**self._arguments(problem, response)))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            return Score(None, failure=describe(error))
-
-    async def _all(
-        self, responses: Sequence[tuple[Problem, str]], found: dict[int, Score], follower: Following
-    ) -> None:
-        """Put the score of each response into `found`, by its index, as soon as it is known."""
-        places, stopped = asyncio.Semaphore(self.concurrency), False
-
-        async def one(index: int, problem: Problem, response: str) -> None:
-            nonlocal stopped
-            async with places:
-                if stopped:
-                    return
-                found[index] = await self._one_async(problem, response)
-                try:
-                    follower.known(found[index])
-                except StopAsked:
-                    stopped = True
-                    raise _Stopped from None
-
-        await asyncio.gather(*(one(index, *asked) for index, asked in enumerate(responses)))
-
-    async def _one_async(self, problem: Problem, response: str) -> Score:
-        try:
-            async with asyncio.timeout(self.seconds) as limit:
-                return _score(await self._function(**self._arguments(problem, response)))
-        except TimeoutError as error:
-            return Score(None, f"timeout after {self.seconds:g} s" if limit.expired() else describe(error))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # by Ctrl-C, not by the function
-                raise
-            return Score(None, failure=describe(error))
-
-    def _arguments(self, problem: Problem, response: str) -> dict[str, Any]:
-        everything = {"response": response} | {key: getattr(problem, key) for key in ("answer", "prompt", "extra")}
-        return {keyword: everything[keyword] for keyword in self._keywords}
-
-
-async def _end_other_tasks() -> None:
-    """Cancel everything that still runs in this loop, and wait until it has ended."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-
-
-def _score(returned: Any) -> Score:
-    reward, answer = returned, None
-    if isinstance(returned, dict):
-        if "reward" not in returned:
-            raise TypeError(
-                f"the reward function returned a dict without the key 'reward': {sorted(map(str, returned))}"
-            )
-        reward, answer = returned["reward"], returned.get("answer")
-    if not isinstance(reward, numbers.Real):
-        raise TypeError(f"the reward function returned a {type(reward).__name__}, not a number")
-    if not abs(float(reward)) <= LARGEST_REWARD:
-        raise ValueError(f"the reward function returned {reward}, which float32 cannot hold")
-    return Score(float(reward), answer=None if answer is None else str(answer))

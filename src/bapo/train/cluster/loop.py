@@ -261,6 +261,7 @@ class AsyncLoop:
         scoring = [group_state(group) for group in self._in_scoring]
         for trajectory in (trajectory for state in scoring for trajectory in state["trajectories"]):
             trajectory |= {"reward": None, "shaping": 0.0}  # its verifier is at work; what it has found so far is lost
+            trajectory.pop("rewards", None)
         return {"waiting": waiting, "scoring": scoring}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
