@@ -354,10 +354,11 @@ def _cut_back(run: RunDirectory, config: Config | SftConfig, continued: Continue
 
 def _say_what_it_brings(config: Config | SftConfig) -> None:
     """Say which code a run brings with it, before that code is run: the run may be somebody else's."""
-    for reward in config.task.rewards if isinstance(config, Config) and config.task.name == "data" else ():
-        if reward == JUDGE:
-            sent = f" and the key in {config.task.judge.key_variable}" * bool(config.task.judge.key_variable)
-            say(f"the run sends prompts and responses{sent} to {config.task.judge.url}")
+    task = config.task if isinstance(config, Config) and config.task.name == "data" else None
+    for reward in () if task is None else task.rewards:
+        if task and reward == JUDGE:
+            sent = f" and the key in {task.judge.key_variable}" * bool(task.judge.key_variable)
+            say(f"the run sends prompts and responses{sent} to {task.judge.url}")
         elif reward != MATH:
             say(f"the run's reward function {reward} is imported from {file_of(reward) or 'an unknown place'}")
     if isinstance(config, Config) and config.cluster.on and config.cluster.address is not None:
