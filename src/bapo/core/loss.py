@@ -27,6 +27,7 @@ from bapo.core.bounds import ClipBounds, parts_by_kernel, poison_peers, solved_b
 from bapo.core.brake import DRIFT_SUMS
 from bapo.core.checks import (
     MAX_LOG_RATIO,
+    check_finite,
     check_mask,
     check_not_empty,
     check_sequence_ids,
@@ -174,6 +175,8 @@ def _checked(
     mask = check_mask(mask)
     if mask.device.type == "cpu":
         check_tokens(logprobs, behavior_logprobs, advantages, mask, entropy=entropy, sequence_ids=sequence_ids)
+        if log_kept is not None:
+            check_finite("log_kept", log_kept, mask, sequence_ids)
     return Tokens(logprobs, behavior_logprobs, advantages, mask, sequence_ids, uses, loss_weights, log_kept)
 
 

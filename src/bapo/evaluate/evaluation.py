@@ -248,7 +248,7 @@ def identify(settings: Settings, policy: Policy, data_sets: Sequence[DataSet]) -
         **{
             key: value
             for key, value in asdict(settings).items()
-            if key not in ("chunk", "holdout") and LEAVES_OUT_NOTHING.get(key) != value
+            if key not in ("chunk", "holdout") and (key, value) not in LEAVES_OUT_NOTHING.items()
         },
         "max_tokens": max_tokens,
         "chunk": settings.chunk_problems,

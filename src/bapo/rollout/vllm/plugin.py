@@ -189,7 +189,7 @@ class Worker:
         if type(sampler) is not Sampler:
             raise RuntimeError(
                 f"rollout.top_p, top_k and min_p need to know how much probability they keep, and vLLM's sampler "
-                f"{type(sampler).__module__}.{type(sampler).__name__} does not let us see it. Start with the "
-                "environment variable VLLM_USE_V2_MODEL_RUNNER=0, or sample with the in-process engine."
+                f"{type(sampler).__module__}.{type(sampler).__name__} does not let us see it. Start the "
+                "engine with Settings(truncates=True), or sample with the in-process engine."
             )
         self.model_runner.sampler = TellsKept(sampler.logprobs_mode, sampler.use_fp64_gumbel)

@@ -60,6 +60,8 @@ class Settings:
     """How many threads a worker on CPUs computes with; they are not bound to cores, so several engines can share a
     machine. None: vLLM binds threads to all cores but one, which suits one engine alone."""
     seed: int = 0
+    truncates: bool = False
+    """Whether tokens will be left out. Only the first of vLLM's two model runners can say how much is kept then."""
     extension: str = f"{_PLUGIN}.Worker"
     """The class whose methods are added to vLLM's worker."""
 
@@ -185,6 +187,8 @@ def _environment(settings: Settings, directory: str) -> Iterator[None]:
     wanted = {**_ONLY_HERE, "VLLM_RPC_BASE_PATH": directory, OWNER: str(os.getpid())}
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         wanted["VLLM_LOGGING_LEVEL"] = "ERROR"
+    if settings.truncates:
+        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if settings.threads is not None:
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
     before = dict(os.environ)

@@ -120,6 +120,7 @@ class RolloutHost:
                 cache_bytes=CPU_CACHE_BYTES if cpu else None,
                 threads=threads_of_actor(config) if cpu else None,
                 seed=config.seed,
+                truncates=Sampling(**config.rollout.sampling).truncates,
             )
             return VllmEngine(settings)
         return engine_for(
