@@ -26,12 +26,12 @@ def left_by(
     Where a logit is not finite, all that it spoils is left in, so that the draw sees it. Nothing waits for the device.
     """
     weights = (logits - logits.max(dim=-1, keepdim=True).values).float().exp()
-    ordered = weights.sort(dim=-1, descending=True).values
-    least = torch.full_like(ordered[:, :1], sampling.min_p)  # the weight of the last token that is left
+    least = torch.full_like(weights[:, :1], sampling.min_p)  # the weight of the last token that is left
     if 0 < sampling.top_k < logits.shape[-1]:
-        least = torch.maximum(least, ordered[:, sampling.top_k - 1, None])
+        least = torch.maximum(least, weights.topk(sampling.top_k, dim=-1).values[:, -1:])
     if sampling.top_p < 1:
-        held = torch.where(ordered >= least, ordered, 0.0).cumsum(-1, dtype=torch.float64)
+        ordered = torch.where(weights >= least, weights, 0.0).sort(dim=-1, descending=True).values
+        held = ordered.cumsum(-1, dtype=torch.float64)
         short = (held < sampling.top_p * held[:, -1:]).sum(-1, keepdim=True)  # tokens before the one that reaches it
         least = torch.maximum(least, ordered.gather(-1, short))
     left = ~(weights < least)
