@@ -30,9 +30,10 @@ from bapo.diagnose.dumps import read_dump
 from bapo.models import load_policy
 from bapo.process import clean_environment, environment
 from bapo.tasks.verify.finding import file_of, find_function
+from bapo.tasks.verify.functions import IsolatedReward
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.train.run import start
-from bapo.types import Score
+from bapo.types import Problem, Score
 from tests.tiny.runs import configured
 from tests.traps import laid
 
@@ -320,6 +321,17 @@ def laid_beside(directory, name):
     for module in ("next_to_it", "found_in_a_call", "in_a_folder", "a_library"):
         own = own.replace(module, f"{name}_{module}")
     (directory / f"{name}.py").write_text(own)
+
+
+@pytest.mark.parametrize("path", [[], [""]], ids=["elsewhere", "here"])
+def test_no_library_finds_its_optional_parts_beside_an_isolated_reward_function(tmp_path, monkeypatch, path):
+    ran = laid(tmp_path, *OPTIONAL)
+    laid_beside(tmp_path, "mine_isolated")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*path, *sys.path, str(tmp_path / "installed")])
+    with IsolatedReward("mine_isolated:score") as reward:
+        assert reward.scores([(Problem("p", "", ""), "")] * 2) == [Score(4.0)] * 2
+    assert ran() == []
 
 
 def test_no_library_finds_its_optional_parts_beside_a_reward_function(tmp_path, monkeypatch):

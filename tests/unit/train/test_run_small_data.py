@@ -95,7 +95,7 @@ def brief(completions, completion_ids, note, **kwargs):
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
-    """Two weighted rewards under gdpo: three steps at a stretch, and two that are resumed for a third."""
+    """Two weighted rewards under gdpo: three steps at a stretch, and two that are resumed for a third, isolated."""
     root = tmp_path_factory.mktemp("several")
     prompts = ["1,2,3=6:", "2,3,4=9:", "4,5,6=15:", "7,2,1=10:"]
     lines = [json.dumps({"prompt": prompt, "answer": "=", "note": "kept"}) + "\n" for prompt in (*prompts, *TEST)]
@@ -113,7 +113,8 @@ def several(tmp_path_factory):
     seen = []
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()):
         patch.syspath_prepend(str(root))
-        start(parse(Config, values | {"steps": 2, "out": str(root / "two")}, source="test"), plain=True)
+        apart = {"task": values["task"] | {"reward_isolated": True}, "steps": 2, "out": str(root / "two")}
+        start(parse(Config, values | apart, source="test"), plain=True)
         longer = parse(Config, json.loads((root / "two" / "config.json").read_text()) | {"steps": 3}, source="test")
         resume(root / "two", config=longer, plain=True)
 
@@ -133,7 +134,7 @@ def of_kind(run, *kinds):
     return [line for line in lines if line["kind"] in kinds]
 
 
-def test_a_run_with_two_rewards_logs_each_by_name_and_resumes_exactly(several):
+def test_a_run_with_two_rewards_logs_each_by_name_and_resumes_exactly_also_in_processes_of_their_own(several):
     two, three, _ = several
     assert of_kind(two, "rollout", "update") == of_kind(three, "rollout", "update")
     assert (two / "rollouts.jsonl").read_bytes() == (three / "rollouts.jsonl").read_bytes()
@@ -162,3 +163,32 @@ def test_the_advantages_of_a_run_with_gdpo_are_those_of_a_literal_computation(se
         std = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
         expected = [(total - mean) / (std + 1e-6) for total in totals]
         assert found.advantages.tolist() == pytest.approx(expected, abs=1e-5)  # float32, of sums over 16 responses
+
+
+DEADLY = """
+import os
+def score(response):
+    number = sum(map(ord, response))
+    if number % 3 == 0:
+        os._exit(number % 5)
+    return float(number % 2)
+"""
+
+
+def test_a_run_goes_on_when_its_reward_function_ends_its_process(tmp_path, monkeypatch, capfd):
+    rows = [{"prompt": prompt, "answer": "="} for prompt in ("1,2,3=6:", "2,3,4=9:", *TEST)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "deadly_reward.py").write_text(DEADLY)
+    monkeypatch.chdir(tmp_path)
+    task = {"train": ["rows.jsonl"], "holdout": 0.5, "reward": "deadly_reward:score", "reward_isolated": True}
+    values = {"steps": 1, "threads": 1, "device": "cpu", "out": "run", "task": task, "eval": {"k": 2, "every": 0}}
+    values |= {"rollout": {"prompts": 2, "responses": 8, "max_tokens": 16}, "learn": {"batch_groups": 2}}
+    start(parse(Config, values, source="test"), plain=True)
+    failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
+    assert failures
+    for failure in failures:
+        number = sum(map(ord, failure["response"]))
+        assert (failure["cause"], number % 3) == (f"crash: exit status {number % 5}", 0)
+    (line,) = of_kind(tmp_path / "run", "rollout")
+    assert line["reward_failures"] == len(failures) < 16
+    assert "no reward for" in capfd.readouterr().out

@@ -203,9 +203,11 @@ class AsyncLoop:
             self._take_scores()
 
     def _score(self, groups: list[Group]) -> None:
-        """Ask the verifier for the rewards of these groups, after those that it was asked for before."""
+        """Ask the verifier for the rewards of these groups, and with them for all that wait for it: it may be many."""
         if groups:
             parts = self.parts
+            while self._scoring and self._scoring[-1][1].cancel():  # not begun yet
+                groups = [*self._scoring.pop()[0], *groups]
             job = self._verifier.submit(score, groups, parts.task, parts.policy.decode, parts.overlong)
             self._scoring.append((groups, job))
 

@@ -21,7 +21,7 @@ from bapo.learn.health import Skipped
 from bapo.learn.learner import Update
 from bapo.process import stops
 from bapo.rollout.engine import NOTHING_LOADED, Sampling, Segment
-from bapo.rollout.scheduler import Scheduler
+from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.runs import history
 from bapo.runs.ledger import Ledger, balance
 from bapo.screen.view import View
@@ -331,6 +331,30 @@ def test_a_checkpoint_while_groups_are_scored_fits_the_ledger_and_goes_on(monkey
     found = balance(lines, max_staleness=40, ended=True, all_used=True)
     assert found.wrong == []
     assert found.states["unscored"] > 0
+
+
+def test_all_groups_that_wait_for_the_verifier_are_handed_over_together(monkeypatch):
+    parts, loop = made(monkeypatch, ahead=2, staleness=15, length=uneven(5), turns=10)
+    gate, asked = threading.Event(), []
+
+    def scores(responses):
+        asked.append([problem.id for problem, _ in responses])
+        gate.wait(10)
+        return [Score(float(place % 2)) for place in range(len(responses))]
+
+    parts.task.scores = scores
+    groups = [new_group(id, Problem(str(id), "?", "1"), [1], responses=2, seed=0) for id in range(4)]
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.tokens, trajectory.status = [2], Status.STOPPED
+        loop._score([group])
+    gate.set()
+    while loop._scoring:
+        loop._take_scores()
+    assert [id for ids in asked for id in ids] == [str(group.id) for group in groups for _ in range(2)]
+    assert len(asked) <= 2  # the first is asked about at once, and the others wait for it
+    assert [id for id, _ in loop._returned] == [0, 1, 2, 3]
+    loop.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
