@@ -43,12 +43,8 @@ MAY_CHANGE = (
     *("steps", "out", "threads", "checkpoint_every", "checkpoint_minutes", "checkpoint_keep", "sample_every"),
     "eval.every",
     *("learn.micro_tokens", "learn.activation_checkpointing", "learn.compile", "learn.offload_optimizer"),
-<<<<<<< HEAD
-    *("rollout.slots", "rollout.cache_tokens", "learn.anchor_limit"),
-    *("task.judge.url", "task.judge.key_variable", "task.judge.seconds", "task.judge.retries"),
-=======
     *("rollout.slots", "rollout.cache_tokens", "learn.anchor_limit", "task.reward_isolated", "task.reward_workers"),
->>>>>>> rew
+    *("task.judge.url", "task.judge.key_variable", "task.judge.seconds", "task.judge.retries"),
     *("model.path", "task.train", "task.test", "cluster.address", "log.to", "log.project"),
 )
 """Settings that may change on the way: how long, how often, where things are, and how the work is divided. Data that
