@@ -207,7 +207,7 @@ class _Reading:
         first = call.node.args[0] if call.node.args else None
         words = {word.arg: word.value for word in call.node.keywords if word.arg}
         if call.name.endswith("get_peft_model"):
-            self._model(words.pop("model", first) or value, call.scope, call.line)
+            self._model((words.pop("model") if "model" in words else first) or value, call.scope, call.line)
             config = words.pop("peft_config", call.node.args[1] if len(call.node.args) > 1 else None)
             if config is not None:
                 self._peft(config, call.scope, call.line)
@@ -267,8 +267,9 @@ class _Reading:
                 if not isinstance(inner, str):
                     raise Undecided
                 return self._source(value.value, scope, line, inner, depth + 1)
-            case ast.Call(func=ast.Attribute(attr=method)) if not dotted(value.func).endswith("load_dataset"):
-                base = value.func.value
+            case ast.Call(func=ast.Attribute(attr=method, value=base)) if not dotted(value.func).endswith(
+                "load_dataset"
+            ):
                 if method == "train_test_split":
                     sizes = {word.arg: word.value for word in value.keywords}
                     share = self.reader.literal(sizes.get("test_size"), scope, line)
@@ -333,12 +334,12 @@ class _Reading:
                     yield from self._named(binding.value, where, binding.line)
                 else:
                     raise Undecided
-            case ast.Attribute(value=ast.Name()):
-                binding, _ = self.reader.look_up(value.value.id, scope, line)
+            case ast.Attribute(value=ast.Name(id=module)):
+                binding, _ = self.reader.look_up(module, scope, line)
                 if not isinstance(binding.value, ast.Import):
                     raise Undecided
                 names = {alias.asname or alias.name: alias.name for alias in binding.value.names}
-                yield f"{names.get(value.value.id, value.value.id)}:{value.attr}"
+                yield f"{names.get(module, module)}:{value.attr}"
             case ast.Lambda() | ast.Call():
                 name = f"reward_{len(self.made) + 1}"
                 text = f"{name} = {ast.unparse(value)}"

@@ -104,7 +104,7 @@ class Theirs:
         return self._groups("per_device_train_batch_size", asked)
 
     def _groups(self, name: str, responses: int) -> int:
-        groups = math.ceil(responses / self["num_generations"])
+        groups: int = math.ceil(responses / self["num_generations"])
         if groups * self["num_generations"] != responses:
             self.remarks[name] = (
                 f"{counted(responses, 'response')} on {counted(self.processes, 'process', 'processes')} are no whole "
@@ -130,7 +130,7 @@ def check_values(found: dict[str, Any]) -> None:
                 return  # a free key of a table
             schema = inner
         info = schema.model_fields[last]
-        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[info.annotation, info])  # type: ignore[name-defined]
+        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[info.annotation, info])  # type: ignore[arg-type]
         try:
             adapter.validate_python(value)
         except ValidationError:

@@ -107,8 +107,8 @@ class FunctionReward:
         self.is_async = is_async(self._function)
         self._runner = asyncio.Runner()
         self._finalizer = weakref.finalize(self, self._runner.close)
-        self.passes: tuple[type[BaseException], ...] = ()
-        """Errors that are no failure of a response. Ctrl-C is another."""
+        self.passes: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
+        """What is not a failure of a response."""
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The score that the function gives each response, in order. No response text makes it raise."""
@@ -128,7 +128,7 @@ class FunctionReward:
         try:
             with unharmed():
                 self._runner.run(self._all(left, known))
-        except (KeyboardInterrupt, *self.passes):
+        except self.passes:
             raise
         except _Stopped:
             self._runner.run(_end_other_tasks())
@@ -152,7 +152,7 @@ class FunctionReward:
                 with unharmed():
                     returned = self._function(**arguments_of(self.signature, call.problem, call.texts))
                     return _scores(self.signature.style, returned, len(call.texts))
-            except (KeyboardInterrupt, *self.passes):
+            except self.passes:
                 raise
             except BaseException as error:
                 cause = describe(error)
@@ -188,7 +188,7 @@ class FunctionReward:
                     return _scores(self.signature.style, returned, len(call.texts))
             except TimeoutError as error:
                 cause = f"timeout after {seconds:g} s" if limit.expired() else describe(error)
-            except (KeyboardInterrupt, *self.passes):
+            except self.passes:
                 raise
             except BaseException as error:
                 task = asyncio.current_task()
@@ -215,8 +215,9 @@ class IsolatedReward(Pool):
         options: dict[str, Any] = {"name": name, "concurrency": workers or 32, "seconds": seconds, "retries": retries}
         first = Worker(f"{__name__}:serve", memory_mb, options)
         super().__init__([first])
-        style, named, takes_all = first.ready["signature"]
-        self.signature, self.is_async = Signature(style, tuple(named), takes_all), first.ready["is_async"]
+        told: dict[str, Any] = first.ready if isinstance(first.ready, dict) else {}
+        style, named, takes_all = told["signature"]
+        self.signature, self.is_async = Signature(style, tuple(named), takes_all), bool(told["is_async"])
         self._wants_tokens = style == "trl" and (takes_all or "completion_ids" in named)
         self._workers += (
             [] if self.is_async else [Worker(first.function, memory_mb, options) for _ in range((workers or 1) - 1)]
@@ -261,7 +262,7 @@ class IsolatedReward(Pool):
 def serve(**options: Any) -> tuple[dict[str, Any], Callable[..., None]]:
     """What a process of an IsolatedReward says of itself, and what answers its calls."""
     reward = FunctionReward(**options)
-    reward.passes = (MemoryError,)  # the process must end: nobody knows what it has lost
+    reward.passes += (MemoryError,)  # the process must end: nobody knows what it has lost
 
     def answer(calls: Sequence[Any], tell: Callable[[int, list[dict[str, Any]]], None]) -> None:
         made = [
