@@ -95,7 +95,7 @@ def test_tables_of_differences_are_rows_of_the_differences(heading, grid, object
 
 def test_the_table_of_searched_bounds_is_rows_of_the_measurements():
     (table,) = tables("docs/results.md", "## Searched bounds against fixed ones")
-    assert len(table) == 11
+    assert len(table) == 7
     for row in table:
         (stored,) = (
             r
