@@ -140,7 +140,7 @@ def served(port, log):
 def test_a_server_that_is_killed_and_started_again_costs_nothing(tmp_path, opened):
     port, log, lines = free_port(), tmp_path / "log", []
     servers = [served(port, log)]
-    judge = opened(f"http://127.0.0.1:{port}/v1", retries=8)
+    judge = opened(f"http://127.0.0.1:{port}/v1", retries=100)  # however slowly it starts
     judge.remember([], lines.extend)
 
     def kill_and_start():
