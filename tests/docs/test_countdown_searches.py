@@ -11,8 +11,8 @@ from statistics import mean
 import pytest
 
 from bapo.tasks.data.problems import load_demonstrations, load_problems
-from bapo.tasks.task import DataTask
 from bapo.tasks.verify.functions import FunctionReward
+from bapo.tasks.verify.scorers import DataTask
 from examples.countdown_searches import (
     HITS,
     SIZES,

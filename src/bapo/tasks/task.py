@@ -16,14 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from bapo.process import stops
-from bapo.tasks.data.problems import without_overlap
 from bapo.types import Problem, Score, refuse
-
-if TYPE_CHECKING:
-    from bapo.tasks.judge import Judge
 
 Scorer = Callable[[Sequence[tuple[Problem, str]]], list[Score]]
 """Scores many responses, in order. No response text makes it raise."""
@@ -137,26 +133,6 @@ def check_sizes(task: str, **sizes: int) -> None:
     for key, size in sizes.items():
         if size < 0:
             raise ValueError(f"{task}.{key}={size} is negative. A number of problems must be 0 or more.")
-
-
-class DataTask:
-    """Problems to train on, problems to test on, and a scorer for the responses. `judge`: the model it asks, if any."""
-
-    def __init__(
-        self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer, judge: "Judge | None" = None
-    ) -> None:
-        _, shared = without_overlap(train, test)
-        if shared:
-            raise ValueError(
-                f"{len(shared)} of {len(train)} training problems are test problems too. The first is {shared[0].id} "
-                f"({shared[0].source}): {str(shared[0].prompt)[:80]!r}. Scores on them would measure memory, not "
-                "skill. Remove them, as bapo.tasks.data.problems.without_overlap does."
-            )
-        for name, problems in (("training", train), ("test", test)):
-            counts = Counter(problem.id for problem in problems)
-            twice = [id for id, count in counts.items() if count > 1][:1]
-            refuse((twice, f"two {name} problems have the same id {twice}. Give each problem of a task its own id."))
-        self.train, self.test, self.scores, self.judge = train, test, scorer, judge
 
 
 @dataclass(eq=False)

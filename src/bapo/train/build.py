@@ -27,8 +27,8 @@ from bapo.rollout.scheduler import Scheduler
 from bapo.runs.ledger import Ledger
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import within, without_overlap
-from bapo.tasks.task import DataTask, ProblemStream, Task
-from bapo.tasks.verify.scorers import check_answers, open_scorer, overlong_penalty
+from bapo.tasks.task import ProblemStream, Task
+from bapo.tasks.verify.scorers import DataTask, check_answers, open_scorer, overlong_penalty
 from bapo.train.loop import Parts
 from bapo.train.machine import learner_settings, make_policy, on_the_cpu, slow_precision
 from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, make_learner

@@ -46,7 +46,8 @@ from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.runs.write import JUDGED
 from bapo.screen.terminal import shortened
 from bapo.tasks.data.problems import fingerprint
-from bapo.tasks.task import DataTask, mostly_why, told_failures
+from bapo.tasks.task import mostly_why, told_failures
+from bapo.tasks.verify.scorers import DataTask
 from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending, upload

@@ -7,11 +7,13 @@ that one of them fails on has none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from bapo.tasks.data.problems import without_overlap
 from bapo.tasks.judge import JUDGE, Judge
 from bapo.tasks.task import LARGEST_REWARD, Scorer, following, listener
 from bapo.tasks.verify.finding import CALLED_WITH
@@ -45,6 +47,26 @@ class Verifier(NamedTuple):
     """What its function is called with, in words."""
     may_be_tried: bool = True
     """Whether a trial leaves nothing behind: clients of an async function would stay bound to its event loop."""
+
+
+class DataTask:
+    """Problems to train on, problems to test on, and a scorer for the responses. `judge`: the model it asks, if any."""
+
+    def __init__(
+        self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer, judge: Judge | None = None
+    ) -> None:
+        _, shared = without_overlap(train, test)
+        if shared:
+            raise ValueError(
+                f"{len(shared)} of {len(train)} training problems are test problems too. The first is {shared[0].id} "
+                f"({shared[0].source}): {str(shared[0].prompt)[:80]!r}. Scores on them would measure memory, not "
+                "skill. Remove them, as bapo.tasks.data.problems.without_overlap does."
+            )
+        for name, problems in (("training", train), ("test", test)):
+            counts = Counter(problem.id for problem in problems)
+            twice = [id for id, count in counts.items() if count > 1][:1]
+            refuse((twice, f"two {name} problems have the same id {twice}. Give each problem of a task its own id."))
+        self.train, self.test, self.scores, self.judge = train, test, scorer, judge
 
 
 def open_scorer(

@@ -15,7 +15,8 @@ import pytest
 from bapo.tasks.data.columns import last_boxed
 from bapo.tasks.data.problems import LoadReport, fill, fingerprint, load_problems, within, without_overlap
 from bapo.tasks.data.sources import BOXED
-from bapo.tasks.task import DataTask, ProblemStream, Task
+from bapo.tasks.task import ProblemStream, Task
+from bapo.tasks.verify.scorers import DataTask
 from bapo.types import Problem, Score
 
 REAL = Path(__file__).parents[3] / "data" / "problems"
