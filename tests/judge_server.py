@@ -32,6 +32,10 @@ class Answering(BaseHTTPRequestHandler):
         if wish == "busy" and text not in self.server.busy:
             self.server.busy.add(text)
             return self.reply(429, b"{}", {"Retry-After": "0"})
+        if wish == "torn" and text not in self.server.busy:
+            self.server.busy.add(text)
+            self.close_connection = True
+            return self.reply(200, b'{"choices": [{"mess', {"Content-Length": "1000"})
         if wish == "moved":
             return self.reply(307, b"", {"Location": "http://127.0.0.1:9/v1/chat/completions"})
         if wish == "huge":

@@ -241,10 +241,11 @@ class Judge:
             finally:
                 with self._lock:
                     self._calls.append(time.monotonic() - began)
-            if status == HTTPStatus.OK:
-                return self._verdict(data)
-            cause = f"the judge answered with status {status}"
-            if status not in BUSY and status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            if status == HTTPStatus.OK and (reply := _whole(data)) is not None:
+                return self._verdict(reply)
+            cut_off = status == HTTPStatus.OK  # by a server that ended
+            cause = "the judge's reply is no JSON" if cut_off else f"the judge answered with status {status}"
+            if not cut_off and status not in BUSY and status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 return cause
             pause = max(pause, min(later, LONGEST_WAIT))
         return f"{cause}, {self.asked.retries + 1} times"
@@ -282,14 +283,13 @@ class Judge:
             with self._lock:
                 self._open.pop(connection, None)
 
-    def _verdict(self, data: bytes) -> Verdict | str:
+    def _verdict(self, reply: dict[str, Any]) -> Verdict | str:
         """The score in a reply."""
         try:
-            reply = json.loads(data)
             said, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
             marks = _SCORE.findall(said)
             read, written = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        except (KeyError, IndexError, TypeError, AttributeError):
             return "the judge's reply has no text"
         if not marks:
             return "the judge's reply has no line with a score"
@@ -307,6 +307,15 @@ def _told(problem: Problem) -> str:
     if isinstance(answer, dict | list):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
     return f"Problem:\n{prompt}" + ("" if answer in (None, "") else f"\n\nReference answer:\n{answer}")
+
+
+def _whole(data: bytes) -> dict[str, Any] | None:
+    """The object in a reply; None if it is none, or not all of it came."""
+    try:
+        reply = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return reply if isinstance(reply, dict) else None
 
 
 def _digest(body: bytes) -> str:

@@ -87,9 +87,10 @@ def test_what_is_no_score_is_a_failure_and_never_a_reward_of_0(server, opened, s
     assert [score.failure for score in scores] == list(texts.values())
 
 
-def test_a_busy_server_is_asked_again(server, opened, soon):
-    (score,) = scored(opened(server.url), "<busy>")
-    assert score.reward == len("<busy>") % 11 / 10
+@pytest.mark.parametrize("text", ["<busy>", "<torn>"])
+def test_a_server_that_is_busy_or_breaks_off_is_asked_again(server, opened, soon, text):
+    (score,) = scored(opened(server.url), text)
+    assert score.reward == len(text) % 11 / 10
 
 
 @pytest.mark.parametrize("text", ["<wait=9>", "<trickle>"])
