@@ -280,7 +280,7 @@ def _outcomes(
         logprobs = tokens.logprobs.detach().requires_grad_()
         uses = tokens.uses if OBJECTIVES[objective].needs_uses else None
         inputs, ids = (logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask), tokens.sequence_ids
-        known = {"sequence_ids": ids, "uses": uses, "log_kept": tokens.log_kept}
+        known: dict[str, Any] = {"sequence_ids": ids, "uses": uses, "log_kept": tokens.log_kept}
         out = policy_loss(*inputs, objective=objective, settings=settings, denominator=1.0, **known)
         out.loss.backward()  # type: ignore[no-untyped-call]
         assert logprobs.grad is not None
