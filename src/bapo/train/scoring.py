@@ -108,7 +108,7 @@ def score(
         trajectory.reward, trajectory.rewards = result.reward, result.rewards
         trajectory.shaping = overlong(len(trajectory.tokens))
         if result.reward is None:
-            failures.append(Failure(group.id, group.problem.id, text, result.failure))
+            failures.append(Failure(group.id, group.problem.id, str(text), result.failure))
     whole = [rewarded for group in groups if (rewarded := _rewarded(group))]
     return Scored(whole, failures, len(groups), len(asked))
 
