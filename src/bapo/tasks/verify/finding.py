@@ -167,6 +167,7 @@ def judged(name: str, function: Callable[..., Any]) -> Signature:
 def arguments_of(signature: Signature, problem: Problem, responses: Sequence[str]) -> dict[str, Any]:
     """The keywords to call a function with: for one response, or, if it takes lists, for several to one problem."""
     extra, (style, named, takes_all) = dict(problem.extra), signature
+    given: dict[str, Any]
     if style == "ours":
         given = {
             "response": str(responses[0]),
