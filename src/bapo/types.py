@@ -20,7 +20,7 @@ later. This module imports nothing heavy, so every other module may import it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -95,10 +95,10 @@ class Score:
 class ResponseText(str):
     """The text of a response that knows its tokens, for verifiers that ask for them."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     """With the stop token."""
 
-    def __new__(cls, text: str, tokens: list[int]) -> ResponseText:
+    def __new__(cls, text: str, tokens: Sequence[int] = ()) -> ResponseText:
         """The text, with these tokens."""
         made = super().__new__(cls, text)
         made.tokens = tokens

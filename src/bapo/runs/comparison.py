@@ -38,18 +38,8 @@ DECIDED = ("ahead", "behind")
 JUDGED = ("ahead", "behind", "open")
 EXAM_KEYS = (
     *("task.name", "task.test", "task.prompt_column", "task.answer_column", "task.template", "task.max_prompt_tokens"),
-    *(
-        "task.reward",
-        "task.reward_weights",
-        "task.judge.model",
-        "task.judge.rubric",
-        "task.gym",
-        "task.gym_test",
-        "rollout.max_tokens",
-        "eval.problems",
-        "eval.k",
-        "eval.temperature",
-    ),
+    *("task.reward", "task.reward_weights", "task.judge.model", "task.judge.rubric", "task.gym", "task.gym_test"),
+    *("rollout.max_tokens", "eval.problems", "eval.k", "eval.temperature"),
 )
 """Keys of a configuration that decide what a score means. Runs that differ in one cannot be compared by it."""
 HELD_OUT_KEYS = ("task.holdout", "task.train")

@@ -112,7 +112,7 @@ def score(
         trajectory.reward, trajectory.rewards = result.reward, result.rewards
         trajectory.shaping = overlong(len(trajectory.tokens))
         if result.reward is None:
-            failures.append(Failure(group.id, group.problem.id, text, result.failure))
+            failures.append(Failure(group.id, group.problem.id, str(text), result.failure))
     whole = [rewarded for group in groups if (rewarded := _rewarded(group))]
     judged = (sum(result.read for result in scores), sum(result.written for result in scores))
     return Scored(whole, failures, len(groups), len(asked), judged)

@@ -167,12 +167,18 @@ def judged(name: str, function: Callable[..., Any]) -> Signature:
 def arguments_of(signature: Signature, problem: Problem, responses: Sequence[str]) -> dict[str, Any]:
     """The keywords to call a function with: for one response, or, if it takes lists, for several to one problem."""
     extra, (style, named, takes_all) = dict(problem.extra), signature
+    given: dict[str, Any]
     if style == "ours":
-        given = {"response": responses[0], "answer": problem.answer, "prompt": problem.prompt, "extra": problem.extra}
+        given = {
+            "response": str(responses[0]),
+            "answer": problem.answer,
+            "prompt": problem.prompt,
+            "extra": problem.extra,
+        }
     elif style == "verl":
         model = extra.get("reward_model")
         truth = model.get("ground_truth", problem.answer) if isinstance(model, dict) else problem.answer
-        given = {"data_source": extra.get("data_source", problem.source), "solution_str": responses[0]}
+        given = {"data_source": extra.get("data_source", problem.source), "solution_str": str(responses[0])}
         given |= {"ground_truth": truth, "extra_info": extra}
     else:
         missing = {name: problem.answer for name in named if name in ANSWERS and name not in extra}

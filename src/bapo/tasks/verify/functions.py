@@ -215,13 +215,12 @@ class IsolatedReward(Pool):
         options: dict[str, Any] = {"name": name, "concurrency": workers or 32, "seconds": seconds, "retries": retries}
         first = Worker(f"{__name__}:serve", memory_mb, options)
         super().__init__([first])
-        told: dict[str, Any] = first.ready if isinstance(first.ready, dict) else {}
-        style, named, takes_all = told["signature"]
-        self.signature, self.is_async = Signature(style, tuple(named), takes_all), bool(told["is_async"])
+        about: Any = first.ready
+        style, named, takes_all = about["signature"]
+        self.signature, self.is_async = Signature(style, tuple(named), takes_all), bool(about["is_async"])
         self._wants_tokens = style == "trl" and (takes_all or "completion_ids" in named)
-        self._workers += (
-            [] if self.is_async else [Worker(first.function, memory_mb, options) for _ in range((workers or 1) - 1)]
-        )
+        more = 0 if self.is_async else (workers or 1) - 1
+        self._workers += [Worker(first.function, memory_mb, options) for _ in range(more)]
         self.seconds, self.retries = seconds, retries
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
