@@ -151,9 +151,11 @@ def _farthest(plain: Any, erred: list[Any], size: Callable[[Tensor], Tensor]) ->
     assert all(torch.equal(other.isnan(), nothing) for other in there), "an error of rounding made a number NaN"
     differences = torch.stack([(other - here).abs().masked_fill(nothing, 0.0) for other in there])
     found = max(float(size(difference)) for difference in differences)
-    if size is torch.max:  # a few numbers may all have been lucky; and each is rounded once, when all else is exact
+    if size is torch.max:  # a few numbers may all have been lucky
+        found = max(found, FEW * float(differences.square().mean().sqrt()))
+    if here.numel() == 1:  # one may have been so in every draw; it is rounded once at least
         once = unit(plain.dtype if torch.is_tensor(plain) else torch.float32)
-        found = max(found, FEW * float(differences.square().mean().sqrt()), once * float(size(here.abs().nan_to_num())))
+        found = max(found, once * float(here.abs().nan_to_num().sum()))
     return BOTH * found
 
 
