@@ -152,17 +152,16 @@ class Config(Section):
                 f"task.reward_weights={list(weights)} does not weigh the {counted(len(names), 'reward')} of "
                 "task.reward. Give one finite number for each, not all 0, or leave it out for 1."
             )
-        if self.learn.advantages == "gdpo" and len(names) > 1 and self.task.overlong_tokens:
-            yield (
-                f"task.overlong_tokens={self.task.overlong_tokens} changes the sum of the rewards, but "
-                "learn.advantages='gdpo' normalises each by itself. Set overlong_tokens=0, and name a function of the "
-                "length in task.reward (docs/rewards.md)."
-            )
-        if self.learn.advantages == "gdpo" and len(names) > 1 and self.learn.kl_in_reward:
-            yield (
-                f"learn.kl_in_reward={self.learn.kl_in_reward:g} changes the sum of the rewards, but "
-                "learn.advantages='gdpo' normalises each by itself. Set learn.kl, whose penalty is part of the loss."
-            )
+        elsewhere = "name a function of the length in task.reward (docs/rewards.md)"
+        for key, value, instead in (
+            ("task.overlong_tokens", self.task.overlong_tokens, elsewhere),
+            ("learn.kl_in_reward", self.learn.kl_in_reward, "set learn.kl, whose penalty is part of the loss"),
+        ):
+            if value and self.learn.advantages == "gdpo" and (weights or len(names) > 1):
+                yield (
+                    f"{key}={value:g} changes the sum of the rewards, but learn.advantages='gdpo' normalises each by "
+                    f"itself. Set it to 0, and {instead}."
+                )
         if self.task.overlong_tokens >= self.rollout.max_tokens:
             yield (
                 f"task.overlong_tokens={self.task.overlong_tokens} is not below rollout.max_tokens="

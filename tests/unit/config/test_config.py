@@ -91,6 +91,9 @@ def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
     assert Config.model_validate({"objective": renamed(stored)}) == Config.model_validate({"objective": new})
 
 
+OWN = {"name": "data", "train": ["train.jsonl"], "test": ["test.jsonl"]}
+
+
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
@@ -171,6 +174,14 @@ def test_the_objective_of_an_earlier_version_has_one_name_of_today(old, new):
         ),
         ({"learn": {"opsm_on": "used"}}, ["learn.opsm_on='used' says which tokens learn.opsm masks", "Set it"]),
         ({"eval": {"also_at": [0.6, -1.0]}}, ["eval.also_at.1 = -1.0"]),
+        (
+            {"learn": {"advantages": "gdpo", "kl_in_reward": 0.1}, "task": {**OWN, "reward": "math,mine:brief"}},
+            ["learn.kl_in_reward=0.1 changes the sum of the rewards", "set learn.kl"],
+        ),
+        (
+            {"learn": {"advantages": "gdpo"}, "task": {**OWN, "reward_weights": [2.0], "overlong_tokens": 8}},
+            ["task.overlong_tokens=8 changes the sum of the rewards", "name a function of the length"],
+        ),
         (
             {"eval": {"also_at": [0.6, 1.0]}},
             ["eval.also_at=[0.6, 1.0]", "eval.temperature=1", "each temperature once"],

@@ -78,6 +78,12 @@ def test_packing_normalises_each_reward_with_gdpo_and_weighs_them():
     (batch,) = pack(groups, estimator="gdpo", weights=(1.0, 3.0), micro_tokens=100, device=CPU)
     # a gives +-1/sqrt(2) and b -+3/sqrt(2), which add up to -+sqrt(2), with deviation 2.
     assert batch.advantages.tolist() == pytest.approx([-(2**-0.5)] * 2 + [2**-0.5] * 2, rel=1e-5)  # eps is 1e-6
+    cut = by_hand([5], [7], 5.0)
+    cut.status, cut.rewards = Status.TRUNCATED, {"a": 0.0, "b": 5.0}
+    dropped = [Group(0, Problem("p", "", None), [*trajectories, cut])]
+    options = {"weights": (1.0, 3.0), "micro_tokens": 100, "device": CPU}
+    (left,) = pack(dropped, estimator="gdpo", truncated="drop", **options)
+    assert left.advantages.equal(batch.advantages)
     for trajectory in trajectories:
         trajectory.rewards = {}
     (batch,) = pack(groups, estimator="gdpo", micro_tokens=100, device=CPU)
